@@ -22,21 +22,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-__all__ = [
-    "BatchgenError",
-    "DeviceError",
-    "ErrorCode",
-    "ErrorInfo",
-    "FingerprintError",
-    "InputError",
-    "Interrupted",
-    "ModelError",
-    "OutputError",
-    "RowError",
-    "TooManyErrors",
-    "UsageError",
-]
-
 
 class ErrorCode(StrEnum):
     """All row error codes, as written to the `error.code` column."""

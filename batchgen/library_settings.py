@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-__all__ = ["arrow_system_memory", "short_openmp_spins"]
-
 _SPIN_COUNT: Final = "GOMP_SPINCOUNT"
 _SHORT_SPIN: Final = "5000"
 """Iterations of the spin loop, a fraction of a millisecond; GNU's default is 300,000."""

@@ -17,8 +17,6 @@ from batchgen.bench.results import StoredFigures, read_figures
 from batchgen.bench.table import engine_text, print_comparison, print_others, share_text
 from batchgen.errors import OutputError, UsageError
 
-__all__ = ["check_chart", "draw_stored", "write_chart"]
-
 _KINDS: Final = (".png", ".svg")
 _NO_BARS: Final = "--chart: there are no bars to draw, because no engine has a rate; leave it out"
 _STYLE: Final = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}

@@ -21,8 +21,6 @@ from batchgen.bench.results import parse_figures, read_figures
 from batchgen.bench.table import print_others
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 
-__all__ = ["run_command", "run_given"]
-
 
 def run_given(
     given: Mapping[str, Any],

@@ -12,17 +12,6 @@ from typing import Any, Final
 
 from batchgen.errors import UsageError
 
-__all__ = [
-    "ENGINELESS_WORKLOADS",
-    "OPTIONS",
-    "WORKLOADS_HELP",
-    "BenchConfig",
-    "BenchOption",
-    "bench_config",
-    "did_you_mean",
-    "load_bench",
-]
-
 ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job")
 """Workloads that run no engines: they measure the planner, the start of the command and the cost of a row."""
 

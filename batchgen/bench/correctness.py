@@ -19,17 +19,6 @@ from batchgen.bench.workloads import BenchRow, plain
 from batchgen.errors import BatchgenError
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = [
-    "FULL_EQUALITY",
-    "Check",
-    "Gate",
-    "GateFailed",
-    "check_lengths",
-    "continues_to_json",
-    "gate_rows",
-    "returned_counts",
-]
-
 Ids = Sequence[Sequence[int]]
 
 _CHECKED_ROWS: Final = 6

@@ -15,20 +15,6 @@ if TYPE_CHECKING:  # they import torch, which drawing stored figures does not ne
     from batchgen.bench.floors import FloorWork
     from batchgen.bench.rates import MatmulRate
 
-__all__ = [
-    "CPU_RATE",
-    "CPU_SLOWDOWN",
-    "RATE",
-    "SLOWDOWN",
-    "Context",
-    "Figure",
-    "Measured",
-    "Spread",
-    "ours_over",
-    "ratios",
-    "workload_figures",
-]
-
 RATE: Final = "output_tokens_per_second"
 CPU_RATE: Final = "output_tokens_per_cpu_second"
 SLOWDOWN: Final = "slowdown"

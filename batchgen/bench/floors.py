@@ -36,15 +36,6 @@ from batchgen.bench.workloads import BenchRow
 from batchgen.models.base import ModelSpec
 from batchgen.plan.tree import PrefixTree, build_tree
 
-__all__ = [
-    "H200",
-    "DeviceFloor",
-    "DeviceRates",
-    "FloorWork",
-    "count_work",
-    "device_floor",
-]
-
 _BF16_BYTES: Final = 2
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import batchgen
 
-__all__ = ["commit_name", "cpu_name", "processors", "versions"]
-
 
 def cpu_name() -> str:
     """The processor's model name as the system reports it."""

@@ -11,8 +11,6 @@ from typing import Any, Final
 from batchgen.bench.config import did_you_mean
 from batchgen.errors import UsageError
 
-__all__ = ["BASELINE", "OURS", "OWN_ENGINES", "PEERS", "REFERENCE", "VARIANTS", "EngineSource", "parse_peers"]
-
 OURS = "batchgen"
 REFERENCE = "transformers"
 """The engine whose greedy ids are the correct ones: it runs in float32, one row at a time."""

@@ -30,8 +30,6 @@ from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.sort import sort_prompts
 from batchgen.plan.tree import tree_of_sorted
 
-__all__ = ["PLAN_SHAPES", "PlanFigure", "PlanSize", "draw_prompts", "measure_planning", "run_plan_bench"]
-
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 

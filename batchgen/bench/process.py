@@ -21,8 +21,6 @@ from batchgen.bench.peers import OURS, VARIANTS, EngineSource
 from batchgen.bench.workloads import BenchRow
 from batchgen.errors import BatchgenError
 
-__all__ = ["BenchEngine", "EngineExited", "EngineFailed", "EngineProcess", "Generated", "LoadSpec"]
-
 _WORKER = Path(__file__).parent / "engines" / "peer_tools.py"
 _MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Environment that makes glibc's allocator keep freed memory (blocks below 32 MiB) for the next pass. Some engines

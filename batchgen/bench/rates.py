@@ -12,8 +12,6 @@ import torch
 
 from batchgen.kernels.linear import forms
 
-__all__ = ["MatmulRate", "measure_bandwidth", "measure_matmul"]
-
 _SIZES: Final = {"decode": (64, 1024, 4096), "prompt": (512, 2048, 2048)}
 """(rows, in, out) of matrix multiplications as in a decode step and a prompt."""
 _GPU_SIZES: Final = {"large": (8192, 8192, 8192)}

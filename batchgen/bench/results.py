@@ -18,8 +18,6 @@ from batchgen.bench.peers import OURS, OWN_ENGINES
 from batchgen.bench.process import EngineExited, EngineFailed
 from batchgen.errors import UsageError
 
-__all__ = ["SkippedPeer", "SkippedPeers", "StoredFigures", "parse_figures", "read_figures"]
-
 _REQUIRED: Final = ("workload", "engine", "metric", "value")
 """Keys that make a JSON line a figure."""
 _LEFT_OUT: Final = "left_out"

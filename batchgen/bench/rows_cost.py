@@ -20,8 +20,6 @@ import pyarrow.parquet as pq
 from batchgen.bench.demo_tasks.tasks import rows as task_rows
 from batchgen.bench.subprocess_timing import CommandFailed, CommandFigure, batchgen_process, command_figure, kill_when
 
-__all__ = ["JOB_METRICS", "JOB_ROWS", "run_job_bench"]
-
 JOB_ROWS: Final = 2048
 JOB_METRICS: Final = (
     "reading", "planning", "writing", "resuming", "between_steps", "model", "rows_over_model", "steps_over_model"

@@ -28,19 +28,6 @@ from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.folder import check_model_folder
 
-__all__ = [
-    "DEMO",
-    "RANDOM",
-    "SHAPES",
-    "Shape",
-    "adapter_folders",
-    "adapter_parameters",
-    "bench_cache",
-    "build_model",
-    "merge_adapter",
-    "resolve_bench_model",
-]
-
 RANDOM = "random:"
 DEMO = "demo"
 """Name of the packaged demonstration model."""

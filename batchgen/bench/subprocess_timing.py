@@ -25,8 +25,6 @@ import batchgen
 from batchgen.bench.machine import commit_name, cpu_name, processors
 from batchgen.errors import BatchgenError
 
-__all__ = ["CommandFailed", "CommandFigure", "batchgen_process", "command_figure", "kill_when", "run_startup_bench"]
-
 
 class CommandFailed(BatchgenError):
     """A measured process failed."""

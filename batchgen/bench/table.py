@@ -14,8 +14,6 @@ from batchgen.bench.correctness import FULL_EQUALITY
 from batchgen.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure, ours_over
 from batchgen.bench.peers import OURS
 
-__all__ = ["comparison", "engine_text", "print_comparison", "print_others", "share_text"]
-
 _Cell = Callable[[Figure, "_RelatedFigures"], str]
 _UNLIMITED: Final = 10_000
 """Width of output that is not a terminal."""

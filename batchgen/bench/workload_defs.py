@@ -18,17 +18,6 @@ from batchgen.request.parser import RowDefaults, parse_row
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = [
-    "GPU_WORKLOADS",
-    "MORE_WORKLOADS",
-    "WORKLOADS",
-    "BenchWorkload",
-    "DemoWorkload",
-    "find_workload",
-    "find_workloads",
-    "load_workload",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class DemoWorkload:

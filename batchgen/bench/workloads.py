@@ -10,8 +10,6 @@ import numpy as np
 
 from batchgen.errors import UsageError
 
-__all__ = ["AdapterSet", "BenchRow", "Level", "RowsAt", "Workload", "plain"]
-
 RowsAt = Literal["leaves", "nodes"]
 """Nodes of the tree that are rows: the leaves, or all, as in the turns of a conversation."""
 

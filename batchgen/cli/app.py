@@ -19,8 +19,6 @@ from batchgen.cli import bench, help, jobs, results
 from batchgen.errors import BatchgenError, Interrupted, OutputError
 from batchgen.request.printable import printable
 
-__all__ = ["app", "command_names", "main", "run_command"]
-
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """ClickException of the copy of click that typer contains."""
 

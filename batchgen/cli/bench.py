@@ -12,8 +12,6 @@ from rich.console import Console
 from batchgen.bench.config import OPTIONS, WORKLOADS_HELP
 from batchgen.cli.flags import GroupedCommand
 
-__all__ = ["register"]
-
 _FROM_HELP = (
     "Compare and draw the results of earlier runs, read from their JSON lines, without measuring. "
     "Example: --from figures.jsonl"

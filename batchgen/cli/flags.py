@@ -17,8 +17,6 @@ from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
 
-__all__ = ["GroupedCommand", "gather", "with_options"]
-
 _INPUT_HELP = (
     "Input files in order: JSONL (also .gz, .zst), Parquet or .txt, glob patterns, or - for stdin. "
     "Example: prompts.jsonl"

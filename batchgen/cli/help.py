@@ -15,8 +15,6 @@ import typer
 from batchgen.cli.flags import GroupedCommand
 from batchgen.errors import UsageError
 
-__all__ = ["TOPICS", "page_path", "register", "summary_of"]
-
 _GROUPS: Final = {
     "First steps": ("install", "input", "output", "errors", "resume", "check"),
     "What a row can ask for": (

@@ -12,8 +12,6 @@ from batchgen.config.run_config import RunConfig
 if TYPE_CHECKING:
     from batchgen.job.preflight import CheckedJob
 
-__all__ = ["register"]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""

@@ -11,8 +11,6 @@ from typer.main import get_command
 from batchgen.cli.app import app, command_names
 from batchgen.config.run_config import GROUPS
 
-__all__ = ["reference"]
-
 _INTRO: Final = """# Command line reference
 
 Every command with its arguments and options, generated from the program.

@@ -10,8 +10,6 @@ import typer
 
 from batchgen.cli.flags import GroupedCommand, gather
 
-__all__ = ["EXIT_DIFFERENT", "register"]
-
 EXIT_DIFFERENT = 8
 """Exit code of `verify` if a row differs."""
 

@@ -24,30 +24,6 @@ from batchgen.config.units import (
 from batchgen.errors import UsageError
 from batchgen.request.checks import INT64_HIGH, describe_range
 
-__all__ = [
-    "BOOL",
-    "COLUMNS",
-    "DURATION",
-    "MEMORY",
-    "NAME",
-    "NAME_FUNCTION",
-    "NAME_PATH",
-    "NUMBER",
-    "PATH",
-    "POSITIVE_DURATION",
-    "SHARD",
-    "SIZE",
-    "TEXT",
-    "THRESHOLD",
-    "TOKEN_IDS",
-    "Group",
-    "Option",
-    "ValueType",
-    "coerce",
-    "declared_options",
-    "int_range",
-]
-
 _T = TypeVar("_T")
 _KEY = "option"
 """Key of a declared option in the metadata of an attribute."""

@@ -20,8 +20,6 @@ from batchgen.request.checks import check_unicode
 from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 from batchgen.request.raw_row import STDIN
 
-__all__ = ["resolve_config"]
-
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})
 _DEFAULT_FILE: Final = "batchgen.toml"

@@ -35,8 +35,6 @@ from batchgen.config.units import Shard, Threshold, parse_shard
 from batchgen.errors import UsageError
 from batchgen.request.processors import LogitProcessor
 
-__all__ = ["BY_NAME", "GROUPS", "OPTIONS", "EngineConfig", "RunConfig", "resolve_shard"]
-
 INPUT, OUTPUT, MODEL, JOB, ENGINE = map(Group, ("Input", "Output", "Model", "Job", "Engine"))
 
 

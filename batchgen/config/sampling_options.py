@@ -27,8 +27,6 @@ from batchgen.request.field import Field
 from batchgen.request.hidden_states import hidden_states
 from batchgen.request.params import SAMPLING_FIELDS
 
-__all__ = ["SAMPLING", "SAMPLING_OPTIONS"]
-
 SAMPLING = Group("Sampling defaults")
 
 _TOKEN_RANGES = ("all", "prompt", "output", "last")

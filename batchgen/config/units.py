@@ -10,24 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = [
-    "Shard",
-    "Threshold",
-    "parse_bool",
-    "parse_columns",
-    "parse_duration",
-    "parse_float",
-    "parse_int",
-    "parse_logit_bias",
-    "parse_memory",
-    "parse_name_function",
-    "parse_name_path",
-    "parse_shard",
-    "parse_size",
-    "parse_threshold",
-    "parse_token_ids",
-]
-
 _SIZE_UNITS = {
     "": 1,
     "B": 1,

@@ -19,8 +19,6 @@ from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import UsageError
 from batchgen.request.fields import ID_NAMES, LOOKUP
 
-__all__ = ["carried_columns", "carried_fields"]
-
 
 def carried_fields(
     names: Sequence[str], files: Sequence[InputFile], prompt_column: str | None, id_column: str | None

@@ -18,8 +18,6 @@ from batchgen.data.read.selection import smallest_hashes
 from batchgen.data.write.durable_files import open_parquet
 from batchgen.data.write.schema import SCHEMA
 
-__all__ = ["Difference", "choose_rows", "compare"]
-
 Row = Mapping[str, Any]
 
 _NOT_COMPARED = frozenset({"id", "row_index", "cached_tokens", "dedup_of", "prompt", "prompt_ids", "extra"})

@@ -15,8 +15,6 @@ from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.data.view import Results, open_results
 from batchgen.errors import InputError
 
-__all__ = ["ExportCounts", "finished_results", "write_jsonl", "write_openai"]
-
 
 @dataclass(slots=True)
 class ExportCounts:

@@ -24,8 +24,6 @@ from batchgen.data.write.states_result import part_from_result
 from batchgen.data.write.work_folder import RunIdentity, WorkFolder, belongs_to, output_paths, part_files
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 
-__all__ = ["merge", "refuse_duplicate_ids"]
-
 
 def refuse_duplicate_ids(files: Sequence[Path]) -> None:
     """Refuse results files in which two input rows with the same id have results. Uses 16 bytes of memory per row.

@@ -16,8 +16,6 @@ from typing import Any, Literal
 from batchgen.data.row_shapes import RowShape
 from batchgen.errors import ErrorCode
 
-__all__ = ["TokenPiece", "batch_line"]
-
 Row = Mapping[str, Any]
 
 IMPOSSIBLE_LOGPROB = -9999.0

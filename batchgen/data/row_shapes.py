@@ -18,8 +18,6 @@ import numpy.typing as npt
 from batchgen.errors import InputError
 from batchgen.request.columns import Columns
 
-__all__ = ["RowShape", "RowShapes"]
-
 
 class RowShape(NamedTuple):
     """Shape of the request of one row."""

@@ -20,8 +20,6 @@ from batchgen.data.write.schema import SCHEMA_VERSION, STATES_CONTENTS, VERSION_
 from batchgen.data.write.work_folder import output_paths, part_files
 from batchgen.errors import InputError, UsageError
 
-__all__ = ["Results", "Totals", "open_results", "read_totals"]
-
 _SHARD = re.compile(r"part-\d{5,}-of-(\d{5,})")
 
 

@@ -22,8 +22,6 @@ from batchgen.kernels.linear import Products
 from batchgen.kernels.measure import TypicalStep
 from batchgen.models.base import ModelSpec
 
-__all__ = ["fixed_kernels", "kernels_for", "products_of", "typical_step"]
-
 
 def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
     """The backend if it does not depend on the workload; None on a GPU, where candidates are measured on it.

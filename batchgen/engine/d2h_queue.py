@@ -15,8 +15,6 @@ from torch import Tensor
 
 from batchgen.kernels.device import Array, Device, Download
 
-__all__ = ["QUEUE_BYTES", "Consumer", "D2HQueue"]
-
 QUEUE_BYTES: Final = 256 << 20
 """Most bytes in flight; a single result may be larger."""
 

@@ -8,8 +8,6 @@ import numpy.typing as npt
 from batchgen.kernels.types import AttentionBatch, GroupPages
 from batchgen.plan.step_plan import DecodeRows, PrefixGroup
 
-__all__ = ["DecodeTable"]
-
 Int64 = npt.NDArray[np.int64]
 
 _SPARE: int = 8

@@ -53,8 +53,6 @@ from batchgen.request.table import RequestTable
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["Engine", "Running"]
-
 _THREADS_BEFORE: dict[int, int] = {}
 """Number of threads set by an engine -> number of threads before that."""
 

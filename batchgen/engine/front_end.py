@@ -18,8 +18,6 @@ from batchgen.text.encode import Encoder, Truncate
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["FrontEnd"]
-
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:

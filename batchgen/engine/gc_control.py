@@ -6,8 +6,6 @@ import gc
 from types import TracebackType
 from typing import ClassVar, Final, Self
 
-__all__ = ["DeferredGC"]
-
 _EVERY: Final = 64
 """Ticks per collection of the youngest generation."""
 _OLDER: Final = 16

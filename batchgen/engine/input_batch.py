@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from batchgen.engine.sequence import Sequence
 
-__all__ = ["BatchView", "InputBatch"]
-
 Int64 = npt.NDArray[np.int64]
 
 _EMPTY: Final = -1

@@ -28,8 +28,6 @@ from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 
-__all__ = ["Loop", "LoopState"]
-
 
 @dataclass(slots=True)
 class LoopState:

@@ -23,8 +23,6 @@ from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.types import Graphs
 from batchgen.plan.step_plan import PageCopy, StepPlan
 
-__all__ = ["InFlightStep", "ModelRunner"]
-
 Issued = tuple[Executor, InFlight]
 """What an executor has issued, and the executor, which reads it."""
 

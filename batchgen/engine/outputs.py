@@ -25,8 +25,6 @@ from batchgen.text.echo_suffix import add_echo_and_suffix
 from batchgen.text.stops import StopState, all_stop_token_ids
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["OpenPrompts", "OutputProcessor", "Scores", "keep_best"]
-
 
 def keep_best(
     samples: list[tuple[float, Completion]], keep: int, cached_tokens: Callable[[int], int]

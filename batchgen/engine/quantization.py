@@ -12,8 +12,6 @@ from batchgen.models.native import NativeModel
 from batchgen.models.quantize import QuantizationLoss, quantise
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["quantize", "refuse_quantization"]
-
 _TEXTS: Final = (
     "The old lighthouse stood at the end of the pier. Every evening the keeper climbed its ninety steps, lit the lamp, "
     "and wrote the weather into a book that nobody else had ever read.",

@@ -25,8 +25,6 @@ from batchgen.request.raw_row import RawRow
 from batchgen.request.table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt, Encoder
 
-__all__ = ["EmbedsReader", "OnDuplicate", "ProcessedRow", "RowReader"]
-
 _FIELD = "input_embeds"
 _FILE_SUFFIX = ".safetensors"
 _MAX_CACHED_HEADERS = 8

@@ -11,8 +11,6 @@ from batchgen.request.completion import Completion, FinishReason
 from batchgen.request.table import Request
 from batchgen.text.stops import FinishedText, StopState
 
-__all__ = ["Sequence", "is_repeating"]
-
 
 def is_repeating(ids: list[int], span: int) -> bool:
     """Whether the last `span` ids repeat one block of at most `span // 4` ids.

@@ -15,8 +15,6 @@ from batchgen.request.processors import LoadedProcessor
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["EngineResources", "LoopSettings"]
-
 
 @dataclass(frozen=True, slots=True)
 class EngineResources:

@@ -21,8 +21,6 @@ from batchgen.models.base import TokenEmbeds
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.request.table import RequestTable
 
-__all__ = ["StepArrays", "StepBatch", "lay_out_step", "select_input_ids"]
-
 Int64 = npt.NDArray[np.int64]
 
 _NO_SLOTS: Final = torch.empty(0, dtype=torch.int64)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from time import perf_counter
 
-__all__ = ["StepTimes"]
-
 
 @dataclass(slots=True)
 class StepTimes:

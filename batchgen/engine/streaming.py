@@ -13,8 +13,6 @@ from batchgen.request.table import Request
 from batchgen.text.echo_suffix import echo_text
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["Emit", "Streams"]
-
 Emit = Callable[[Seq[StreamEvent]], None]
 """Receives the events of a step, in order."""
 

@@ -14,8 +14,6 @@ from batchgen.plan.length_predictor import EXACT
 from batchgen.plan.tree import PrefixTree, build_tree
 from batchgen.request.table import RequestTable
 
-__all__ = ["JobWorkload", "plan_workload"]
-
 
 @dataclass(frozen=True, slots=True)
 class JobWorkload:

@@ -35,8 +35,6 @@ from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable, format_size, printable
 from batchgen.request.raw_row import STDIN
 
-__all__ = ["CheckReport", "check_job"]
-
 _SHOWN_ERRORS = 20
 _ALL_PAGES = 1 << 40
 

@@ -15,8 +15,6 @@ from batchgen.request.params import SamplingParams
 from batchgen.request.printable import format_size
 from batchgen.request.table import RequestTable
 
-__all__ = ["OutputEstimate", "estimate_output"]
-
 _ROW_BYTES = 160
 """Approximate compressed bytes of an output row without its lists and text."""
 _TOKEN_BYTES = 6

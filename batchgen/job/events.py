@@ -17,8 +17,6 @@ import orjson
 from batchgen.errors import OutputError
 from batchgen.request.completion import StreamEvent
 
-__all__ = ["EventWriter", "open_events"]
-
 _IDS_KEPT = 1 << 14
 
 

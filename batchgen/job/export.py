@@ -18,8 +18,6 @@ from batchgen.demo import model_path
 from batchgen.errors import ModelError, UsageError
 from batchgen.request.raw_row import STDIN
 
-__all__ = ["ExportFormat", "export_results"]
-
 ExportFormat = Literal["openai-batch", "jsonl"]
 DEMO = "demonstration model"
 

@@ -15,8 +15,6 @@ from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
 from batchgen.job.setup import Setup
 
-__all__ = ["JobIdentity", "identify_job"]
-
 _ENGINE_FIELDS = (
     "max_model_len",
     "seed",

@@ -30,8 +30,6 @@ from batchgen.request.prompts import ChatPrompt
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import EncodedPrompt
 
-__all__ = ["BAD", "TEXTS", "TOKENS", "Ingested", "RowTexts", "ingest", "selection_of"]
-
 TOKENS, TEXTS, BAD = "tokens", "texts", "bad"
 """File names of the token ids, the rows' texts and the bad rows."""
 

@@ -22,8 +22,6 @@ from batchgen.models.check import CheckedModel, check_model
 from batchgen.request.processors import LoadedProcessor, load_processors
 from batchgen.request.raw_row import STDIN
 
-__all__ = ["CheckedJob", "check_engine_model", "check_output_targets", "preflight", "reserved_paths"]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckedJob:

@@ -19,8 +19,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-__all__ = ["Phase", "Progress", "ProgressState", "make_progress"]
-
 Phase = Literal["starting", "reading", "planning", "loading", "generating", "writing"]
 Mode = Literal["auto", "bar", "plain", "json", "none"]
 

@@ -44,8 +44,6 @@ from batchgen.job.tokenized_cache import (
 from batchgen.models.base import Model
 from batchgen.request.completion import Completion
 
-__all__ = ["run_job"]
-
 
 def run_job(job: CheckedJob, stop: StopRequest) -> RunSummary:
     """Run a job to its end, or until `stop` requests a stop.

@@ -23,8 +23,6 @@ from batchgen.request.params import SamplingParams
 from batchgen.request.parser import RowDefaults
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["Setup", "prepare"]
-
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
 
 

@@ -19,8 +19,6 @@ from batchgen.data.write.schema import non_finite_to_none
 from batchgen.errors import InputError
 from batchgen.request.printable import printable
 
-__all__ = ["show_results", "show_row"]
-
 Record = Mapping[str, Any]
 
 _LISTED = ["row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error", "text"]

@@ -22,8 +22,6 @@ from types import FrameType
 
 from batchgen.errors import Interrupted
 
-__all__ = ["RESUMABLE", "StopRequest", "handle_signals"]
-
 RESUMABLE = 75
 """Exit status of a run that stopped early by design (EX_TEMPFAIL)."""
 

@@ -18,8 +18,6 @@ from rich.text import Text
 from batchgen.errors import OutputError
 from batchgen.request.printable import encodable, format_size
 
-__all__ = ["RunSummary", "format_seconds", "print_summary", "write_report"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:

@@ -38,8 +38,6 @@ from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
-__all__ = ["discard_tokenized", "load_tokenized", "report_bad_rows", "save_tokenized", "tokenized_key"]
-
 _COLUMNS: Final = "columns.npz"
 _METADATA: Final = "about"
 """Name of the member of `columns.npz` that holds JSON: the key, parameter sets, counts, checksums."""

@@ -25,8 +25,6 @@ from batchgen.request.processors import LoadedProcessor, load_processors
 from batchgen.request.raw_row import STDIN, RawRow
 from batchgen.request.table import RequestTable
 
-__all__ = ["verify_job"]
-
 _NAME_INPUTS = "Name the original files: batchgen verify OUT INPUT..."
 _MODEL_FACTS = ("model_digest", "tokenizer_digest", "template_digest", "eos_ids", "dtype", "implementation", "adapters")
 

@@ -43,21 +43,6 @@ from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_mil
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import AttentionBatch, Graphs, KVPool, LayerKV, PagedAttention
 
-__all__ = [
-    "ATTENTION_BACKENDS",
-    "DETERMINISTIC",
-    "GPU_BACKENDS",
-    "AttentionFactory",
-    "AttentionNeeds",
-    "Backend",
-    "BackendUnavailable",
-    "GroupSaving",
-    "capability_of",
-    "choose_backend",
-    "fused_decoder",
-    "refuse_deterministic",
-]
-
 GPU_BACKENDS = ("flash", "triton")
 """Backends that need a GPU."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["apply_bitmask", "bitmask_width"]
-
 _CHUNK = 1 << 18
 """Logits processed at once."""
 

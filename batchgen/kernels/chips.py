@@ -16,21 +16,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-__all__ = [
-    "AttentionTile",
-    "ChipTuning",
-    "GroupedTile",
-    "MatmulTile",
-    "candidate_tunings",
-    "chip_tuning",
-    "compiling_for",
-    "fixed_tuning",
-    "known_chips",
-    "measured_tuning",
-    "read_table",
-    "tuning_of",
-]
-
 ATTENTION_KINDS: Final = ("decode", "prefill", "fixed", "float32")
 GROUPED_KINDS: Final = ("half", "float32")
 MATMUL_KINDS: Final = ("half", "float32")

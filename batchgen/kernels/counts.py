@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CountLists", "Penalties", "count_tokens", "penalise"]
-
 _FLOAT32 = torch.finfo(torch.float32)
 
 

@@ -13,8 +13,6 @@ from batchgen.kernels.linear import Linear
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.types import Attention
 
-__all__ = ["DecoderLayer", "DecoderWeights", "FusedDecoder"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:

@@ -19,20 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HOST",
-    "Array",
-    "CudaDevice",
-    "Device",
-    "Download",
-    "Graph",
-    "HostDevice",
-    "Lane",
-    "as_array",
-    "cpu_quota",
-    "device_for",
-]
-
 Array = npt.NDArray[Any]
 
 Lane = Literal["tokens", "outputs"]

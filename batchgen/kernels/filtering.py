@@ -12,8 +12,6 @@ from torch import Tensor
 
 from batchgen.kernels.sampling import GREEDY_TEMPERATURE
 
-__all__ = ["filtered_scores"]
-
 
 def filtered_scores(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, drawn: Tensor

@@ -10,8 +10,6 @@ from batchgen.kernels.norm import rms_norm
 from batchgen.kernels.pooled import store
 from batchgen.kernels.rope import apply_rope
 
-__all__ = ["HeadNorms", "qk_norm_rope_cache"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:

@@ -21,8 +21,6 @@ from batchgen.kernels.moe import Experts
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 
-__all__ = ["INVARIANT_OPS"]
-
 _SERIAL = 1 << 15
 """Tensors with fewer elements than this are computed by one thread, whose vectors then start at row boundaries."""
 _EXPERT_ROWS = 16

@@ -40,24 +40,6 @@ from batchgen.kernels.cpu.matmul import (
 )
 from batchgen.kernels.quantization import INT8, quantise_weight
 
-__all__ = [
-    "Compiled",
-    "Layout",
-    "LayoutChoice",
-    "OneDnn",
-    "Plain",
-    "Product",
-    "Products",
-    "can_pack",
-    "choose_layout",
-    "dots_are_faster",
-    "fastest",
-    "int8_refusal",
-    "layouts",
-    "load_timings",
-    "save_timings",
-]
-
 
 def load_timings(subject: str, names: Collection[str]) -> dict[str, float] | None:
     """Cached timings of `subject`: a positive number for each of `names`, in their order; None if there are none.

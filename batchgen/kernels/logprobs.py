@@ -12,16 +12,6 @@ from torch import Tensor
 
 from batchgen.kernels.top import largest
 
-__all__ = [
-    "GatheredLogprobs",
-    "argmax_lse",
-    "gather_logprobs",
-    "log_normalizers",
-    "mask_tokens",
-    "token_logprobs",
-    "top_logprobs",
-]
-
 _CHUNK = 1 << 18
 """Logits processed at once."""
 

@@ -21,11 +21,6 @@ from torch import Tensor
 
 from batchgen.kernels.device import Device
 
-__all__ = [
-    "OUTPUT_BLOCK", "TALL_TILE", "LoraPair", "LoraPairs", "LoraSegment", "LoraStack", "LoraStep", "LoraTiles",
-    "add_lora", "lora_step", "stack_pairs", "tiles_of",
-]  # fmt: skip
-
 Int64 = npt.NDArray[np.int64]
 
 OUTPUT_BLOCK: Final = 128

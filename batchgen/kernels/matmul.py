@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["batched_matmul", "linear"]
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product y [..., O] = x [..., I] W [O, I]^T + b [O], with float32 sums and one rounding to x's dtype."""

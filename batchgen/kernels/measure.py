@@ -25,8 +25,6 @@ from batchgen.kernels.types import (
     PagedAttention,
 )
 
-__all__ = ["Timer", "TypicalStep", "device_timer", "layer_milliseconds", "tune_chip"]
-
 Timer = Callable[[Callable[[], object]], float]
 """Milliseconds that a call takes on the device."""
 

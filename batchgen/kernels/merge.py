@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PartLists", "merge_lists", "merge_parts"]
-
 
 class PartLists(NamedTuple):
     """The parts of each of M tokens, among E parts."""

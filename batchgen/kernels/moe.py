@@ -14,8 +14,6 @@ from torch import Tensor
 
 from batchgen.kernels.activation import ACTIVATIONS
 
-__all__ = ["Experts", "Gating", "Routing", "moe_experts", "route"]
-
 
 @dataclass(frozen=True, slots=True)
 class Routing:

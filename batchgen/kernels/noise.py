@@ -20,8 +20,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel", "gumbel_at", "noise_bits", "noise_bits_reference", "row_keys", "row_keys_reference"]
-
 _MASK64 = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9

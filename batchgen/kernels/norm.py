@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "rms_norm", "rms_norm_reference"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of `x` [..., D] by `weight` [D]; float32 inside, one rounding to `x.dtype`."""

@@ -38,8 +38,6 @@ from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import KVPool
 
-__all__ = ["TORCH_OPS", "Ops"]
-
 
 class _Route(Protocol):
     def __call__(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]: ...

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
-__all__ = ["AttentionCounts", "PooledAttention", "copy_pages", "store"]
-
 
 @dataclass(slots=True)
 class AttentionCounts:

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["BFP", "INT8", "GroupedWeight", "Scheme", "grouped_linear", "groups_of", "quantise_weight"]
-
 _BLOCK: Final = 1 << 22
 """Elements quantised at once: intermediate results take many times the memory of the result."""
 

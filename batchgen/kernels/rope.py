@@ -14,8 +14,6 @@ from torch import Tensor
 
 from batchgen.kernels.rope_config import RopeConfig
 
-__all__ = ["apply_rope", "inverse_frequencies", "rope_tables"]
-
 
 def inverse_frequencies(rope: RopeConfig, context_length: int) -> tuple[Tensor, float]:
     """Inverse frequencies and the factor on cos and sin.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-__all__ = ["ROPE_KINDS", "RopeConfig", "RopeKind"]
-
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 ROPE_KINDS: Final[tuple[str, ...]] = get_args(RopeKind)
 

@@ -28,8 +28,6 @@ from batchgen.kernels.device import HOST, Device
 from batchgen.kernels.noise import gumbel_at
 from batchgen.kernels.top import largest
 
-__all__ = ["GREEDY_TEMPERATURE", "SampleResult", "SamplingColumns", "greedy", "nan_rows", "sample"]
-
 GREEDY_TEMPERATURE = 1e-5
 """Rows with a lower temperature are greedy."""
 _CHUNK = 1 << 18

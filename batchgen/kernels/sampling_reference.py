@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from batchgen.kernels.noise import noise_bits_reference
 
-__all__ = ["filtered_distribution", "sample_reference", "survivors"]
-
 Floats = npt.NDArray[np.float32]
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_bias", "drew_masked", "keep_only"]
-
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
     """Add `values[i]` to `logits[rows[i], ids[i]]`, in place; biases of repeated pairs add up.

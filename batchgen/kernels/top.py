@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["largest"]
-
 _LEAST_SPARE = 32
 """Least spare candidates for ties: k + max(k, this) candidates are examined before a whole row is sorted."""
 

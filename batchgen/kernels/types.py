@@ -19,22 +19,6 @@ from torch import Tensor
 
 from batchgen.kernels.device import Device, device_for
 
-__all__ = [
-    "Attention",
-    "AttentionArgs",
-    "AttentionBatch",
-    "ChunkPages",
-    "DecodePlanner",
-    "DecodeWork",
-    "Graphs",
-    "GroupPages",
-    "Ints",
-    "KVPool",
-    "LayerKV",
-    "PagedAttention",
-    "StaticAttention",
-]
-
 Ints = npt.NDArray[np.int64]
 
 _LINE: Final = 64

@@ -7,8 +7,6 @@ from pathlib import Path
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import show
 
-__all__ = ["MediaRoot"]
-
 
 class MediaRoot:
     """Folder whose files rows may name. Names are relative, without `..`; links must not lead out of the folder."""

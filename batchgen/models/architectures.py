@@ -12,8 +12,6 @@ from typing import Any, Final, Literal
 from batchgen.errors import ModelError
 from batchgen.models.native_config import NATIVE_TYPES, NativeUnsupported, parse_native_config
 
-__all__ = ["Implementation", "Requested", "causal_lm_types", "choose_implementation"]
-
 Implementation = Literal["native", "transformers"]
 Requested = Literal["auto", "native", "transformers"]
 

@@ -14,8 +14,6 @@ from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
 from batchgen.request.hidden_states import CaptureSupport
 
-__all__ = ["CaptureSpec", "Model", "ModelInput", "ModelSpec", "TokenEmbeds"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

@@ -15,8 +15,6 @@ from batchgen.models.lora_config import Adapter, NamePath, fit_adapter, read_ada
 from batchgen.models.native_config import NativeConfig, parse_native_config
 from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_linears
 
-__all__ = ["CheckedModel", "check_model"]
-
 _STORED_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 

@@ -25,8 +25,6 @@ from batchgen.models.base import CaptureSpec, Model, ModelInput, ModelSpec, Toke
 from batchgen.models.hf import TransformersModel
 from batchgen.models.native import NativeModel
 
-__all__ = ["DeterministicModel", "deterministic_model"]
-
 _TILE_SIZES = (16, 64)
 """Number of tokens of a small and of a large tile; multiples of 16, so that rows align with vectors."""
 _PROBE_LENGTHS = (3, 5, 7, 9, 11, 13, 16)

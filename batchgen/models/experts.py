@@ -20,8 +20,6 @@ from batchgen.kernels.activation import ACTIVATIONS
 from batchgen.kernels.moe import Experts, Gating
 from batchgen.kernels.ops import TORCH_OPS, Ops
 
-__all__ = ["EXPERTS_NAME", "ExpertsSlot", "install_experts"]
-
 EXPERTS_NAME: Final = "batchgen"
 _ATTRIBUTE: Final = "batchgen_experts"
 _LIMITS: Final = ("limit", "swiglu_limit")

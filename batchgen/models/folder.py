@@ -17,8 +17,6 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
 
-__all__ = ["ModelFolder", "check_model_folder", "resolve_model"]
-
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

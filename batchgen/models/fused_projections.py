@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from batchgen.kernels.linear import Linear, Products
 
-__all__ = ["stack_projections"]
-
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 

@@ -25,8 +25,6 @@ from batchgen.models.lora import LoraSlot
 from batchgen.models.module_discovery import ModelHooks, find_hooks
 from batchgen.models.probe import ProbeAttention
 
-__all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel", "decoder_name", "register_attention"]
-
 ATTENTION_NAME: Final = "batchgen"
 _KEYWORD: Final = "batchgen_attention"
 _SLOT: Final = "batchgen_slot"

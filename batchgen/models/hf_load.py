@@ -34,8 +34,6 @@ from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
 
-__all__ = ["load_transformers", "read_transformers_config", "transformers_spec"]
-
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
 """Tokens of the test's first of two chunks; splitting reveals state other than keys and values."""

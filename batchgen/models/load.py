@@ -23,8 +23,6 @@ from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import NativeLayout
 
-__all__ = ["DeviceName", "DtypeName", "checked_spec", "inspect_model", "load_checked", "load_model"]
-
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 

@@ -20,8 +20,6 @@ from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.lora_config import AdaptedLayer, Adapter, LinearSize, fit_adapter
 from batchgen.models.weights import WeightReader
 
-__all__ = ["LoraSlot", "fit_library_adapters", "fused_pair", "wrap_adapted"]
-
 
 def read_pair(reader: WeightReader, module: str, layer: AdaptedLayer) -> tuple[Tensor, Tensor]:
     """Read A [r, I] and scale * B [O, r] of a module, as float32 on the CPU."""

@@ -19,8 +19,6 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
 
-__all__ = ["AdaptedLayer", "Adapter", "LinearSize", "NamePath", "by_pattern", "fit_adapter", "read_adapters"]
-
 NamePath = tuple[str, str]
 """(name, folder) of an adapter."""
 LinearSize = tuple[int, int]

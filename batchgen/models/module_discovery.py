@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from batchgen.models.base import CaptureSpec
 
-__all__ = ["ModelHooks", "find_hooks"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelHooks:

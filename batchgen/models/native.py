@@ -30,8 +30,6 @@ from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import FusedTensor, NativeLayout, adapted_parts
 from batchgen.models.weights import WeightReader
 
-__all__ = ["NativeModel", "load_native", "native_spec"]
-
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
 """Names of the linear layers of a block."""
 

@@ -13,8 +13,6 @@ from typing import Any, Final, cast
 from batchgen.errors import ModelError
 from batchgen.kernels.rope_config import ROPE_KINDS, RopeConfig, RopeKind
 
-__all__ = ["NATIVE_TYPES", "NativeConfig", "NativeUnsupported", "parse_native_config"]
-
 NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS: Final = (
     "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu",

@@ -13,8 +13,6 @@ from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.native_config import NativeConfig
 
-__all__ = ["FusedTensor", "NativeLayout", "adapted_parts", "check_native_tensors", "native_layout", "native_linears"]
-
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
 """Tensors that older checkpoints store but the configuration determines."""
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from batchgen.kernels.types import AttentionArgs, LayerKV
 
-__all__ = ["LayerUse", "ProbeAttention"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerUse:

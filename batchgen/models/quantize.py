@@ -13,8 +13,6 @@ from batchgen.models.base import ModelInput
 from batchgen.models.native import NativeModel
 from batchgen.models.probe import ProbeAttention
 
-__all__ = ["QuantizationLoss", "quantise"]
-
 _RANDOM_SHAPE: Final = (4, 48)
 """(sequences, tokens each) of random ids for the comparison."""
 _MAX_TOKENS: Final = 128

@@ -16,8 +16,6 @@ from torch import Tensor
 from batchgen.errors import ModelError
 from batchgen.models.safetensors_header import TensorInfo
 
-__all__ = ["WeightReader"]
-
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,

@@ -18,8 +18,6 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.page_forecast import Candidate, PageForecast
 from batchgen.plan.sequences import SequenceScheduler
 
-__all__ = ["Admission", "PendingSubtrees"]
-
 
 class PendingSubtrees:
     """Priority queue of node id ranges that have not begun.

@@ -25,8 +25,6 @@ from batchgen.plan.config import SchedulerStats
 from batchgen.plan.step_plan import PageCopy
 from batchgen.plan.tree import PrefixTree
 
-__all__ = ["BlockManager", "Branch", "Node", "PageAllocator"]
-
 
 class PageAllocator:
     """Allocator of pages 1..num_pages-1 with exact reference counts; page 0 is scratch and never allocated.

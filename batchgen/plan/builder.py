@@ -8,8 +8,6 @@ import numpy.typing as npt
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.step_plan import DecodeRows, PrefillChunk, SampleRow, SampleRows, StepPlan
 
-__all__ = ["StepBuilder"]
-
 
 class StepBuilder:
     """A step being planned: its number, its plan so far and the tokens left for prefill chunks."""

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["ONE_BYTE_PAGES", "CacheGroup", "CacheKind", "cache_bytes", "pages_within"]
-
 CacheKind = Literal["full", "window", "latent", "recurrent"]
 """`full`: keys and values of every position, in pages; `window`: of the last positions only; `latent`: one compressed
 vector per position, in pages; `recurrent`: a state of fixed size per sequence."""

@@ -7,8 +7,6 @@ from typing import Final, Literal
 
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
 
-__all__ = ["GROUP_MIN_SAVING", "Admit", "Order", "SchedulerConfig", "SchedulerStats"]
-
 Order = Literal["longest", "tree", "first-come"]
 """Order in which prompts begin; see `order.begin_order`."""
 Admit = Literal["foreseen", "free"]

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from batchgen.plan.tree import PrefixTree
 
-__all__ = ["PlanCounts", "find_dedup", "plan_counts"]
-
 Int64s = npt.NDArray[np.int64]
 
 

@@ -13,8 +13,6 @@ from math import expm1, log1p
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["EXACT", "LengthPredictor"]
-
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 

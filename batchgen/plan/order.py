@@ -16,8 +16,6 @@ from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.estimate import plan_counts
 from batchgen.plan.tree import PrefixTree
 
-__all__ = ["BeginOrder", "begin_order", "renumber"]
-
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 

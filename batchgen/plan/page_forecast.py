@@ -19,8 +19,6 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.sequences import Phase, SequenceScheduler
 from batchgen.plan.sequences import ScheduledSequence as Sample
 
-__all__ = ["Candidate", "PageForecast", "PagesByStep", "Samples", "pages_by_step", "peak_pages", "with_new_samples"]
-
 Int64s = npt.NDArray[np.int64]
 
 PagesByStep = npt.NDArray[np.float64]

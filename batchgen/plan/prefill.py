@@ -24,8 +24,6 @@ from batchgen.plan.page_forecast import Candidate
 from batchgen.plan.sequences import SequenceScheduler
 from batchgen.plan.step_plan import SequenceStart
 
-__all__ = ["PrefillScheduler"]
-
 NO_FREE_PAGES = -1
 """Result of `_blocked_until` if the pages for a missing path cannot be allocated."""
 

@@ -17,8 +17,6 @@ from batchgen.plan.running import Running
 from batchgen.plan.sequences import ScheduledSequence
 from batchgen.plan.step_plan import PrefixGroup
 
-__all__ = ["PrefixGroups", "SharedNode", "select_groups"]
-
 _Hinge = tuple[float, float]
 """(knee, slope): savings fall by `slope` with each page covered from above, until `knee` pages are covered."""
 

@@ -13,8 +13,6 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DecodeRow", "DecodeRows", "SampleRow", "SampleRows"]
-
 Int64 = npt.NDArray[np.int64]
 
 

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from batchgen.plan.rows import DecodeRows
 
-__all__ = ["Running", "RunningRow"]
-
 Int64 = npt.NDArray[np.int64]
 
 _ID, _ROW, _POSITION, _LIMIT, _CAPACITY, _REQUEST, _NODE, _IN_PLACE = range(8)

@@ -17,8 +17,6 @@ from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.running import Running
 
-__all__ = ["Phase", "ScheduledSequence", "SequenceScheduler"]
-
 
 class Phase(Enum):
     """Scheduling state of a sequence that has begun."""

@@ -14,8 +14,6 @@ import numpy.typing as npt
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.order import BeginOrder
 
-__all__ = ["simulate"]
-
 Int64s = npt.NDArray[np.int64]
 
 

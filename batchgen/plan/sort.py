@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["sort_prompts"]
-
 FIRST_WINDOW = 64
 """Number of tokens compared at first."""
 LAST_WINDOW = 256

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from batchgen.plan.sort import sort_prompts
 
-__all__ = ["PrefixTree", "build_tree", "tree_of_sorted"]
-
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 

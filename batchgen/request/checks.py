@@ -16,30 +16,6 @@ import orjson
 
 from batchgen.errors import ErrorCode, RowError
 
-__all__ = [
-    "INT64_HIGH",
-    "INT64_LOW",
-    "Check",
-    "Integer",
-    "Number",
-    "boolean",
-    "check_unicode",
-    "describe_range",
-    "ids",
-    "invalid",
-    "json_type",
-    "mapping",
-    "nonempty_ids",
-    "nonempty_string",
-    "one_of",
-    "plain",
-    "show",
-    "string",
-    "string_or_mapping",
-    "strings",
-    "token_id_lists",
-]
-
 Check = Callable[[str, Any], Any]
 
 INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Columns"]
-
 
 class Columns:
     """Object stored as append-only arrays, one value per row, prompt or blob in each."""

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from batchgen.errors import ErrorInfo
 
-__all__ = ["Completion", "Dialect", "FinishReason", "Score", "StateBlock", "StopKind", "StreamEvent"]
-
 Dialect = Literal["native", "openai-completions", "openai-chat"]
 """Format of an input row."""
 FinishReason = Literal["stop", "length", "abort", "repetition"]

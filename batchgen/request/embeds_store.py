@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from batchgen.errors import OutputError
 
-__all__ = ["EmbedsStore"]
-
 Floats = npt.NDArray[np.float32]
 
 

@@ -9,8 +9,6 @@ from typing import Any, Literal, TypeVar
 
 from batchgen.request.checks import Check
 
-__all__ = ["BODIES", "EVERYWHERE", "Field", "Place", "declared_fields", "sampling"]
-
 Place = Literal["row", "params", "completions", "chat"]
 """Where a field is allowed: on a native row, in its `sampling_params`, or in the body of an OpenAI batch line."""
 

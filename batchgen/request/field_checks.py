@@ -20,23 +20,6 @@ from batchgen.request.checks import (
     strings,
 )
 
-__all__ = [
-    "bad_words",
-    "boolean_or_count",
-    "choice",
-    "completion",
-    "completions",
-    "logit_bias",
-    "media",
-    "messages",
-    "prompts",
-    "response_format",
-    "row_id",
-    "template_kwargs",
-    "texts",
-    "tools",
-]
-
 _bias_id = Integer(0, 1 << 31)
 _bias_value = Number(-100.0, 100.0)
 _count = Integer(0, 1 << 20)

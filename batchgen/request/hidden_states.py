@@ -11,8 +11,6 @@ from batchgen.request.checks import Integer, boolean, invalid, one_of, plain, sh
 if TYPE_CHECKING:
     from batchgen.request.params import SamplingParams
 
-__all__ = ["CaptureSupport", "HiddenStates", "hidden_states"]
-
 _LAYER = Integer(-1, 1 << 20)
 _MAX_NUMBERS = 2**31 - 1
 """Most numbers in a list of one output row."""

@@ -11,8 +11,6 @@ from typing import Any, Literal
 from batchgen.request.fields import LOOKUP, SOURCES, Field, Place
 from batchgen.request.params import SAMPLING_FIELDS
 
-__all__ = ["CHAT_FIELDS", "ENVELOPE", "Kind", "Layout", "new_layout", "params_key"]
-
 Kind = Place | Literal["line"]
 """A place of fields, or the batch line around an OpenAI body."""
 ENVELOPE = ("method", "url", "body")

@@ -27,16 +27,6 @@ from batchgen.request.field import declared_fields, sampling
 from batchgen.request.hidden_states import HiddenStates, hidden_states
 from batchgen.request.stop_patterns import compile_pattern
 
-__all__ = [
-    "CONSTRAINT_KINDS",
-    "GREEDY_TEMPERATURE",
-    "MAX_STOPS",
-    "SAMPLING_FIELDS",
-    "Constraint",
-    "ConstraintKind",
-    "SamplingParams",
-]
-
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["encodable", "format_size", "printable"]
-
 
 def printable(text: str, keep: str = "") -> str:
     """Text with control characters escaped, except those in `keep`, so that it cannot control the terminal."""

@@ -24,8 +24,6 @@ from typing import Any, Protocol
 
 from batchgen.errors import UsageError
 
-__all__ = ["LoadedProcessor", "LogitProcessor", "ProcessorRow", "load_processors"]
-
 
 class ProcessorRow(Protocol):
     """View of a row that a processor receives."""

@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from batchgen.request.checks import invalid, json_type, nonempty_string
 
-__all__ = ["ChatPrompt", "EmbedsPrompt", "Prompt", "StoredPrompt", "TextPrompt", "TokenPrompt", "embeddings"]
-
 
 class TextPrompt(NamedTuple):
     """A prompt given as text; the tokenizer's BOS is added unless the text begins with it."""

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from batchgen.errors import ErrorCode, ErrorInfo
 
-__all__ = ["STDIN", "RawRow"]
-
 STDIN = "-"
 """Input name of standard input."""
 

@@ -14,8 +14,6 @@ from batchgen.request.layout import CHAT_FIELDS, Kind, Layout, new_layout
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt
 
-__all__ = ["RowDefaults", "RowValues", "chat_prompt"]
-
 _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
     ("logprob_start_len", -1),
     ("token_ids_logprob", ()),

@@ -8,8 +8,6 @@ from typing import Any
 
 import regex
 
-__all__ = ["MAX_PATTERN", "compile_pattern", "is_plain"]
-
 MAX_PATTERN = 10_000
 """Most characters in a pattern."""
 

@@ -16,8 +16,6 @@ from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.params import Constraint, SamplingParams
 from batchgen.request.prompts import Prompt, StoredPrompt
 
-__all__ = ["ParsedRow", "Request", "RequestTable", "TokenStore"]
-
 
 class ParsedRow(NamedTuple):
     """One input row after validation and before tokenisation."""

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["bad_word_sequences"]
-
 _LINE_BREAK = "\n"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ByteLevelTokens"]
-
 
 def _byte_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level BPE: printable Latin-1 is spelled as itself, other bytes from U+0100 on."""

@@ -10,16 +10,6 @@ from typing import Any
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.prompts import ChatPrompt
 
-__all__ = [
-    "PARTS_PROBE",
-    "PlainRenderer",
-    "check_template_reads",
-    "plain_renderer",
-    "prepare_messages",
-    "reads_parts",
-    "template_inputs",
-]
-
 PARTS_PROBE = [
     {"role": "user", "content": [{"type": "text", "text": "first-part"}, {"type": "text", "text": "second-part"}]}
 ]

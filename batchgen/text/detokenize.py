@@ -15,8 +15,6 @@ from typing import Protocol
 from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["REPLACEMENT", "Detokenizer"]
-
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """U+FFFD, the replacement for bytes that are not a complete character."""

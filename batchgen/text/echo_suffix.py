@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from batchgen.request.params import SamplingParams
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["add_echo_and_suffix", "echo_text"]
-
 
 def add_echo_and_suffix(text: str, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer) -> str:
     """The completion's `text`, after the prompt's text where `echo` is set and before `suffix`.

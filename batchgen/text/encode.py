@@ -22,8 +22,6 @@ from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.scoring import join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["EncodedPrompt", "Encoder", "Truncate"]
-
 Truncate = Literal["none", "left", "right"]
 _TokenizerInput = str | list[int] | ErrorInfo
 """A prompt before tokenization: text, ids given by the row, or the error of a conversation that cannot be rendered."""

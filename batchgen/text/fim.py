@@ -9,8 +9,6 @@ from typing import Literal
 from batchgen.request.params import SamplingParams
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["FillInTheMiddle", "find_fim"]
-
 _PREFIX, _SUFFIX = "prefix", "suffix"
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from batchgen.errors import ModelError, RowError
 from batchgen.request.params import SamplingParams
 
-__all__ = ["SAMPLING_KEYS", "GenerationConfig", "load_generation_config"]
-
 _UNSET = SamplingParams()
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")

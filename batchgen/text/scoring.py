@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["PromptWithText", "join_texts", "scored_field"]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptWithText:

@@ -12,8 +12,6 @@ from batchgen.request.checks import show
 from batchgen.request.stop_patterns import compile_pattern, is_plain
 from batchgen.text.detokenize import REPLACEMENT, Detokenizer
 
-__all__ = ["Match", "StopSearch"]
-
 SEARCH_SECONDS = 1.0
 """Processor time in seconds that the patterns of a sample may take in total, plus ..."""
 SEARCH_SECONDS_PER_TOKEN = 0.005

@@ -28,8 +28,6 @@ from batchgen.text.detokenize import Detokenizer
 from batchgen.text.stop_search import StopSearch
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["FinishedText", "StopEvent", "StopState", "all_stop_token_ids"]
-
 
 def all_stop_token_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
     """Token ids that end a sample with these parameters, which `min_new_tokens` masks at first."""

@@ -6,8 +6,6 @@ import re
 
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["TokenBytes"]
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

@@ -28,8 +28,6 @@ from batchgen.text.chat import (
 )
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 
-__all__ = ["Tokenizer"]
-
 _VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",

@@ -27,8 +27,6 @@ from configs.demo_model.batches import Batch, Document, Encoder, collate
 from configs.demo_model.export import BLOCK_NAMES, load_weights
 from configs.demo_model.network import Network, Shape
 
-__all__ = ["framed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

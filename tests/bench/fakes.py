@@ -17,8 +17,6 @@ from batchgen.bench.process import BenchEngine, Generated, LoadSpec
 from batchgen.bench.shapes import Shape
 from batchgen.bench.workloads import BenchRow
 
-__all__ = ["TEXT", "TOY", "InProcess", "Stub", "console_text", "in_process", "silent_console", "starting"]
-
 TEXT = Shape(2, 32, 4, 2, 8, 48, 400, context=128, text=True)
 TOY = """\
 name = "toy"

@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["write_client"]
-
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as s:

@@ -17,8 +17,6 @@ from typing import Any
 from batchgen.request.fields import FIELDS
 from batchgen.request.params import SamplingParams
 
-__all__ = ["NAMES", "page", "tagged", "tests_of", "unsupported"]
-
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 

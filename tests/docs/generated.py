@@ -10,8 +10,6 @@ from batchgen.cli.reference import reference
 from tests.docs import conformance, results_tables
 from tests.gpu import table as gpu_table
 
-__all__ = ["PARTS", "Part"]
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "batchgen" / "docs"
 

@@ -11,8 +11,6 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PACKAGE", "imported_names", "layers", "module_files", "node_of", "nodes", "single_importers"]
-
 PACKAGE = Path(__file__).parents[2] / "batchgen"
 _NAME = PACKAGE.name
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from batchgen.bench.figures import Figure
 from batchgen.bench.results import read_figures
 
-__all__ = ["RESULTS", "full_tables", "short_table"]
-
 RESULTS = Path(__file__).parents[2] / "configs" / "bench" / "results"
 _SHORT = "cpu-135m-zen5.jsonl"
 _METRIC = "output_tokens_per_second"

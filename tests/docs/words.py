@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["BANNED", "FOLDERS", "found_in", "source_files"]
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("batchgen", "tests", "configs", "README.md")
 _SUFFIXES = (".py", ".md", ".cpp", ".h", ".toml")

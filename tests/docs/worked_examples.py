@@ -21,8 +21,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Step", "copy_repository", "follow", "run_in", "steps_of"]
-
 ROOT = Path(__file__).parents[2]
 _STEP = re.compile(
     r"^In (?:the new file `(?P<new>[^`\n]+)`|`(?P<file>[^`\n]+)`, (?P<how>after|before|in place of) "

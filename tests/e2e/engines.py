@@ -7,8 +7,6 @@ from typing import Any
 
 from batchgen import Completion, Engine
 
-__all__ = ["generate", "outcomes"]
-
 
 def generate(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[Completion]:
     """All samples in input order."""

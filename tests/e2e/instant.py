@@ -23,8 +23,6 @@ from batchgen.models.base import Model, ModelInput, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.load import checked_spec
 
-__all__ = ["LIKELIEST", "InstantModel", "inspect"]
-
 LIKELIEST = 7
 """Token id that a greedy row generates."""
 

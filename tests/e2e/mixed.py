@@ -15,8 +15,6 @@ from typing import Any
 from batchgen.request.fields import FIELDS
 from tests.models.adapters import KINDS, save_adapter
 
-__all__ = ["ADAPTERS", "HIDDEN", "PROCESSOR", "VOCAB", "mixed_options", "mixed_rows"]
-
 VOCAB = 360
 HIDDEN = 64
 """Vocabulary size and hidden size of the model of `tests.e2e.model`."""

@@ -10,8 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models.tiny import save_tiny
 
-__all__ = ["CONTEXT", "DEFAULTS", "save_model"]
-
 CONTEXT = 256
 """Context length of the model in tokens."""
 DEFAULTS = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}

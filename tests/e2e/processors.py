@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["boost"]
-
 
 def boost(logits: Tensor, rows: Sequence[Any]) -> Tensor:
     """Raise one token's logit, more with each output token; lower that of the prompt's first token."""

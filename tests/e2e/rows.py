@@ -12,8 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["assert_same", "by_id", "mixed_lines", "prompts", "read", "rows_of", "write_lines"]
-
 _STEMS = [
     "The quick brown fox jumps over the lazy dog. ",
     "The quick brown fox is fine, thank you! ",

@@ -26,9 +26,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-__all__ = ["Job", "ProcessResult", "batchgen", "interrupt", "parts_of", "refused_before_torch", "run", "start"]
-
-
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.e2e.warm", "tests.e2e.runner"])
 

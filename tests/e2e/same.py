@@ -10,8 +10,6 @@ import numpy as np
 from batchgen import Completion, Engine
 from batchgen.request.completion import Score, StateBlock, StreamEvent
 
-__all__ = ["Key", "RunResult", "assert_close", "assert_equal", "compare"]
-
 BATCH_DEPENDENT = frozenset({"row_index", "cached_tokens", "dedup_of", "error"})
 """Fields of a completion that depend on the batch; of errors, the codes are compared."""
 TOLERANCE = 1e-4

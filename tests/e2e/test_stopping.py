@@ -118,7 +118,6 @@ def test_runs_stopped_by_max_time_finish_the_job(long: Long, tmp_path: Path) -> 
     assert_same(read(tmp_path / "out.parquet"), long.table)
 
 
-@pytest.mark.slow
 def test_a_signal_does_not_wait_for_a_step_of_minutes(model: Path, tmp_path: Path) -> None:
     """Another thread commits the finished rows within 20 s of the signal."""
     rows = [{"text": text, "max_new_tokens": 1 + i, "ignore_eos": True} for i, text in enumerate(prompts(40, 4))]

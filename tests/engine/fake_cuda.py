@@ -30,8 +30,6 @@ from tests.engine.fake_device import LateDevice
 from tests.engine.fake_syncs import COPIES, INDEXING, argument, is_composite, why_it_waits
 from tests.engine.fake_tape import start
 
-__all__ = ["CountingDevice", "FakeGpu", "GpuTensor", "Sync", "fake_cuda"]
-
 aten = torch.ops.aten
 
 CUDA = torch.device("cuda", 0)

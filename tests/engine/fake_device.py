@@ -20,8 +20,6 @@ from torch import Tensor
 from batchgen.kernels.device import Array, Download, Graph, Lane, as_array
 from tests.engine.fake_tape import Tape, TapeGraph, poison
 
-__all__ = ["Counts", "LateDevice", "LateDownload", "Wait"]
-
 _ALIGNMENT = 16
 
 

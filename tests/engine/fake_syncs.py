@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["COPIES", "INDEXING", "argument", "is_composite", "why_it_waits"]
-
 aten = torch.ops.aten
 
 COPIES = (aten.copy_, aten._to_copy)

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from batchgen.kernels.gpu.launch import recording
 from tests.engine.fake_syncs import is_composite, why_it_waits
 
-__all__ = ["Tape", "TapeGraph", "poison", "start"]
-
 
 def poison(tensor: Tensor) -> Tensor:
     """Fill a tensor with improbable values: NaN, or a very large or very negative integer."""

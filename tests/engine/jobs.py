@@ -7,8 +7,6 @@ from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
-__all__ = ["finish"]
-
 
 def finish(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
     """Run requests to their end; returns completions in input order, samples in order of their index."""

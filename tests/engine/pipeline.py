@@ -16,8 +16,6 @@ from batchgen.kernels.sampling_reference import filtered_distribution
 from batchgen.request.params import SamplingParams
 from tests.engine.reference import eager_model
 
-__all__ = ["Oracle", "Position", "distribution", "processed_logits"]
-
 Floats = npt.NDArray[np.float32]
 Processor = Callable[[Floats, Sequence[int], Sequence[int]], Floats]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_STAGES", "STAGES", "Stage", "no_time", "schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.launch import INTERPRETED
 
-__all__ = ["Verdict", "forbid_sync", "judge", "judge_equal", "poisoned"]
-
 _ULPS = {torch.float32: 16.0, torch.float16: 0.125, torch.bfloat16: 1.0 if INTERPRETED else 0.125}
 """Allowance by dtype in units of its epsilon. float32 has more: two orders of a long sum differ by some ulps. Triton's
 interpreter truncates float32 to bfloat16 instead of rounding it."""

@@ -19,8 +19,6 @@ from tests.gpu.under_test import flash_attention, torch_attention, triton_attent
 from tests.kernels.numbers import Numbers
 from tests.kernels.steps import Step
 
-__all__ = ["Gpu", "Timing"]
-
 RUNS = 20
 WARM_UP_RUNS = 3
 TOY_RUNS = 2

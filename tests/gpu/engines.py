@@ -16,8 +16,6 @@ from batchgen.bench.workloads import Workload
 from tests.gpu.device import Gpu
 from tests.gpu.outcomes import Absent
 
-__all__ = ["Rate", "best_within", "peer", "rate", "start"]
-
 WARM_UP, PROBE = 1 / 64, 1 / 16
 """Parts of a workload that are run first: to compile and capture, and to estimate how much of it fits into the time."""
 SLACK = 0.8

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from tests.gpu.report import Measure
 
-__all__ = ["GOALS", "Goal", "with_goal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Goal:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["commit", "hardware", "versions"]
-
 _SMI_FIELDS = [
     *("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
     *("power.limit", "temperature.gpu"),

@@ -14,8 +14,6 @@ from tests.gpu.compare import Verdict
 from tests.gpu.jobs import VOCAB
 from tests.gpu.registry import Labelled
 
-__all__ = ["compare", "mixed_job", "tokens_before_near_tie", "with_gaps"]
-
 Row = dict[str, Any]
 TOP = 20
 NEAR_TIE = 1e-3

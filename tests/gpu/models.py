@@ -12,8 +12,6 @@ from pathlib import Path
 from batchgen.bench.shapes import SHAPES, Shape, build_model, resolve_bench_model
 from tests.gpu.device import Gpu
 
-__all__ = ["built_in_background", "model_folder", "model_shape"]
-
 _BUILD = """
 import sys, torch
 from batchgen.bench.shapes import resolve_bench_model

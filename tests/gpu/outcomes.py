@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Absent", "Missing"]
-
 
 class Absent(Exception):
     """Something optional is not on this machine: reported, but not a failure."""

@@ -14,8 +14,6 @@ from tests.gpu.compare import Verdict
 from tests.gpu.device import Gpu
 from tests.gpu.report import Figure, Measure, Profile
 
-__all__ = ["DTYPES", "LOW", "Case", "Found", "Labelled", "Shape", "case", "cases"]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOW = (torch.float16, torch.bfloat16)
 

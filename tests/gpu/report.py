@@ -17,8 +17,6 @@ from typing import Any
 
 from tests.gpu.device import Gpu, Timing
 
-__all__ = ["Check", "Figure", "Measure", "Profile", "Report", "figure"]
-
 FAILURES = ("fail", "missing", "unreached")
 """Statuses of checks that count as failures; the others are `pass` and `absent` (an optional library)."""
 

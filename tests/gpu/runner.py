@@ -24,8 +24,6 @@ from tests.gpu.stages.rates import measure_rates
 from tests.gpu.stages.tune import tune
 from tests.gpu.under_test import flash_library
 
-__all__ = ["NoDevice", "Options", "run"]
-
 
 class NoDevice(RuntimeError):
     """No CUDA device, in a run without `--toy`."""

@@ -14,8 +14,6 @@ from pathlib import Path
 from tests.gpu.registry import Case
 from tests.gpu.report import Check
 
-__all__ = ["Shard", "check_in_processes"]
-
 _GRACE = 30.0
 """Seconds past the time limit after which a process counts as hung."""
 _TAIL = 400

@@ -10,8 +10,6 @@ from batchgen.engine.engine import Engine, Running
 from batchgen.kernels.device import Device, Download, Lane
 from batchgen.request.completion import Completion
 
-__all__ = ["TimedDevice", "run_steps", "steady_rows"]
-
 Row = dict[str, Any]
 _NOTHING: Mapping[str, bool] = {}
 

@@ -12,8 +12,6 @@ from batchgen.kernels.types import Ints, KVPool, LayerKV
 from tests.gpu.device import Gpu
 from tests.kernels.steps import Step, StepBuilder
 
-__all__ = ["DeviceSteps"]
-
 _FILL_CHUNK = 1 << 16
 """Positions filled at a time: the float32 random numbers for a whole 16-bit pool would not fit into memory."""
 

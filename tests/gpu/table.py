@@ -13,8 +13,6 @@ from typing import Any
 
 from tests.gpu.goals import GOALS, Goal
 
-__all__ = ["FIGURES", "markdown", "newest", "unmeasured"]
-
 FIGURES = Path(__file__).parent / "figures"
 
 _RATE, _BANDWIDTH = "output_tokens_per_second", "paged_decode_bandwidth"

@@ -19,9 +19,6 @@ from batchgen.kernels.types import LayerKV, PagedAttention
 from tests.gpu.outcomes import Absent, Missing
 from tests.kernels.steps import Step
 
-__all__ = ["flash_attention", "flash_library", "kernel", "reference", "torch_attention", "triton_attention"]
-
-
 _FILES = {
     "argmax_lse": "logprobs",
     "largest": "top",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "assert_as_close"]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "MORE_KINDS", "logits_of"]
-
 KINDS = ("normal", "ties", "bfloat16", "masked", "equal", "peaked")
 MORE_KINDS = (*KINDS, "zeros", "sorted", "clustered")
 """Kinds that matter to kernels that work on lanes and blocks, too."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Numbers", "laid_out"]
-
 LAYOUTS = ("packed", "padded", "transposed", "every second")
 """Strides of a matrix: contiguous, with gaps between rows, column by column, every second row of a larger one."""
 

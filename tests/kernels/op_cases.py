@@ -16,8 +16,6 @@ from batchgen.kernels.counts import CountLists
 from tests.kernels import op_arguments as make
 from tests.kernels.numbers import LAYOUTS
 
-__all__ = ["DTYPES", "OPERATIONS", "Operation", "Sizes"]
-
 Sizes = Mapping[str, Any]
 Call = Callable[..., Any]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from batchgen.kernels.lora import LoraPairs, LoraStep
 
-__all__ = ["Result", "results"]
-
 Call = Callable[..., Any]
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints
 
-__all__ = ["attend_by_token", "visible_slots"]
-
 
 def visible_slots(batch: AttentionBatch, page_size: int) -> list[tuple[int, Tensor]]:
     """By flat token of the step: its position, and the pool slots [position + 1] int64 of positions 0..position."""

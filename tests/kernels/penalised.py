@@ -10,8 +10,6 @@ from torch import Tensor
 
 from batchgen.kernels.counts import CountLists
 
-__all__ = ["expected_penalties", "listed", "lists_of"]
-
 
 def lists_of(outputs: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]] | None = None) -> CountLists:
     """Lists of samples with these outputs in slots 1, 2, ..., prompt tokens with a count of 0; the rest is poisoned."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-__all__ = ["KINDS", "adapted_logits", "base_model", "edit_config", "edit_weights", "merge_adapter", "save_adapter"]
-
 KINDS: dict[str, dict[str, Any]] = {
     "two": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"]},
     "all": {

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from batchgen.kernels.types import AttentionArgs
 
-__all__ = ["DenseAttention", "DenseCache"]
-
 
 class DenseCache:
     """Keys and values of each (layer, sequence), extended by every step."""

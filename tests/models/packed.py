@@ -16,8 +16,6 @@ from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import Model, ModelInput, ModelSpec
 
-__all__ = ["LENGTHS", "PagedCache", "packed_logits", "random_sequences"]
-
 LENGTHS = (3, 19, 11, 1, 26)
 """Sequence lengths, shorter and longer than the tiny models' window."""
 

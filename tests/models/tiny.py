@@ -16,18 +16,6 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-__all__ = [
-    "MORE_TYPES",
-    "NATIVE_TYPES",
-    "RECENT_TYPES",
-    "TYPES",
-    "VOCAB",
-    "WINDOW",
-    "save_tiny",
-    "tiny_config",
-    "tiny_model",
-]
-
 VOCAB = 256
 WINDOW = 5
 

@@ -11,8 +11,6 @@ from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.scheduler import Scheduler
 from tests.plan.test_tree import tree_of
 
-__all__ = ["Counted", "counted", "random_job"]
-
 
 @dataclass
 class Counted:

@@ -14,8 +14,6 @@ from batchgen.plan.page_forecast import Candidate
 from batchgen.plan.sequences import Phase, SequenceScheduler
 from batchgen.plan.sequences import ScheduledSequence as Sample
 
-__all__ = ["SlowPageForecast"]
-
 _RELEASE_DELAY = 1
 """Steps after a sample's last token in which its pages are still held, because ends may be read late."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["PageCount", "Trie", "count_pages"]
-
 
 class Trie:
     """Trie of prompts with one node per distinct prefix."""

@@ -22,8 +22,6 @@ from batchgen.request.checks import (
 from batchgen.request.field import Field
 from batchgen.request.hidden_states import hidden_states
 
-__all__ = ["wrong_texts", "wrong_values"]
-
 _NO_STRINGS: list[Any] = [5, True, {"a": 1}, "", ["a", ""], ["a", 5], ["a", None], [["a"]]]
 _NO_IDS: list[Any] = [5, "1", {"1": 1}, [True], [1.5], ["1"], [None], [[1]], [-1], [2**31]]
 _BY_CHECK: dict[Check, list[Any]] = {

@@ -14,8 +14,6 @@ from typing import Any
 import gguf
 import numpy as np
 
-__all__ = ["gguf_name", "interleaved", "write_gguf"]
-
 _FAMILIES = {"llama": "llama", "qwen3": "qwen3"}
 """`model_type` -> architecture in the GGUF file."""
 _LAYER_NAMES = {

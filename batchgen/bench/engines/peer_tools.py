@@ -22,20 +22,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-__all__ = [
-    "PeerEngine",
-    "build_folder",
-    "cached_conversion",
-    "common_length",
-    "expand_samples",
-    "fastest_dtype",
-    "join_samples",
-    "load_transformers",
-    "prefix_waves",
-    "require_cpu",
-    "serve",
-]
-
 _MIN_SPEEDUP = 1.25
 """Speedup above which a difference is not noise."""
 _MEASURE_SECONDS = 0.3

@@ -13,8 +13,6 @@ from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.errors import InputError
 from batchgen.request.raw_row import RawRow
 
-__all__ = ["FORMATS", "JSON_LINES", "SUFFIXES", "InputFormat", "format_of"]
-
 ReadRows = Callable[[BinaryIO, str, int, RowFilter | None, frozenset[str]], Iterator[RawRow | None]]
 """(stream, file name for messages, index of its first row, predicate of wanted rows, columns whose binary values must
 be UTF-8) -> one item per row, None for a row that is not wanted. A bad row is an item with an error, never an

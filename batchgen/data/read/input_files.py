@@ -25,8 +25,6 @@ from batchgen.data.read.streams import Compression, PositionedFile, decompressed
 from batchgen.errors import InputError, UsageError
 from batchgen.request.raw_row import STDIN
 
-__all__ = ["FoundInput", "InputFile", "describe_input", "find_inputs"]
-
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 _BLOCK = 1 << 20
 

@@ -13,8 +13,6 @@ from batchgen.request.fields import ID_NAMES
 from batchgen.request.printable import encodable
 from batchgen.request.raw_row import STDIN, RawRow
 
-__all__ = ["InputSet", "open_inputs"]
-
 _PROMPT_FIELDS = ("text", "prompt")
 
 

@@ -17,8 +17,6 @@ from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.raw_row import RawRow
 
-__all__ = ["MAX_DEPTH", "MAX_LINE_BYTES", "json_rows", "parse_json_object", "text_rows"]
-
 MAX_LINE_BYTES = 1 << 28
 """Longest line in bytes; a longer one is an error row, so that a file without line ends does not fill the memory."""
 

@@ -23,8 +23,6 @@ from batchgen.request.checks import Integer
 from batchgen.request.fields import FIELDS, ID_NAMES
 from batchgen.request.raw_row import RawRow
 
-__all__ = ["parquet_rows", "parquet_schema"]
-
 Convert = Callable[[Any], Any]
 Value = dict[str, Any] | RowError
 

@@ -11,9 +11,6 @@ from pathlib import Path
 
 from batchgen.data.write.work_folder import output_paths
 
-__all__ = ["ReservedPaths"]
-
-
 _EVENT_STARTS = (b'{"event":"token"', b'{"event":"finish"')
 _REPORT_KEYS = {"rows", "rows_ok", "rows_error", "fingerprint"}
 """Keys that every report has."""

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from batchgen.errors import UsageError
 
-__all__ = ["Selection", "smallest_hashes"]
-
 _CHUNK = 1 << 20
 
 

@@ -19,8 +19,6 @@ import zstandard
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["Compression", "DamagedStream", "PositionedFile", "decompressed", "sniff_compression"]
-
 Compression = Literal["gzip", "zstd"]
 
 _GZIP_INPUT = 1 << 16

@@ -8,8 +8,6 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.types as pat
 
-__all__ = ["temporal_to_text"]
-
 
 def temporal_to_text(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     """The column with dates, times and durations, at any depth, converted to strings.

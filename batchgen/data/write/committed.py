@@ -22,8 +22,6 @@ from batchgen.data.write.states import read_index, states_part
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import BatchgenError, FingerprintError
 
-__all__ = ["Committed", "find_prompts", "first_of_prompt", "read_keys"]
-
 _Keys = tuple[npt.NDArray[Any], ...]
 """(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
 _Prompts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]

@@ -16,21 +16,6 @@ import pyarrow.parquet as pq
 from batchgen.data.write.schema import RUN_KEY, SCHEMA_VERSION, VERSION_KEY
 from batchgen.errors import OutputError
 
-__all__ = [
-    "damaged_part",
-    "open_parquet",
-    "output_errors",
-    "parquet_writer",
-    "part_errors",
-    "read_footer",
-    "refuse_existing",
-    "refuse_special",
-    "states_writer",
-    "sync_file",
-    "sync_folder",
-    "write_durably",
-]
-
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 

@@ -12,8 +12,6 @@ from batchgen.data.write.committed import Committed, find_prompts
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.request.columns import Columns
 
-__all__ = ["ExpectedKeys"]
-
 
 class ExpectedKeys(Columns):
     """Every prompt of the job with its number of samples; 16 bytes per prompt, added in any order."""

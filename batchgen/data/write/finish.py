@@ -28,8 +28,6 @@ from batchgen.data.write.states_result import write_states_result
 from batchgen.data.write.work_folder import OutputPaths, WorkFolder
 from batchgen.errors import BatchgenError, OutputError
 
-__all__ = ["CommittedRows", "finish", "write_output"]
-
 
 def finish(
     work: WorkFolder,

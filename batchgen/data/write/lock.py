@@ -13,8 +13,6 @@ from pathlib import Path
 from batchgen.data.write.durable_files import output_errors
 from batchgen.errors import OutputError
 
-__all__ = ["LOCK_NAME", "RunLock"]
-
 LOCK_NAME = "lock"
 _HELD = {errno.EAGAIN, errno.EACCES}
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}

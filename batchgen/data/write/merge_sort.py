@@ -20,8 +20,6 @@ import pyarrow.types as pat
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.durable_files import open_parquet
 
-__all__ = ["MEMORY_BYTES", "ROW_GROUP_BYTES", "ROW_GROUP_ROWS", "ResultWriter", "merge_sort"]
-
 MEMORY_BYTES = 128 << 20
 """Results that are estimated larger than this are sorted on disk."""
 ROW_GROUP_ROWS = 10_000

@@ -8,8 +8,6 @@ from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import OutputError
 from batchgen.request.printable import format_size
 
-__all__ = ["OutputBudget"]
-
 
 @dataclass(slots=True)
 class OutputBudget:

@@ -33,8 +33,6 @@ from batchgen.data.write.schema import (
 from batchgen.data.write.states import records_of, states_part, write_states_part
 from batchgen.data.write.work_folder import WorkFolder
 
-__all__ = ["STATES_KEY", "PartWriter", "WriterStats", "part_schema"]
-
 STATES_KEY = b"batchgen.states"
 """Footer key: number of hidden-state records of the part; absent if there are none."""
 

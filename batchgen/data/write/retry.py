@@ -24,8 +24,6 @@ from batchgen.data.write.work_folder import (
 )
 from batchgen.errors import FingerprintError, InputError
 
-__all__ = ["open_for_retry"]
-
 
 def open_for_retry(
     paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy = "resume"

@@ -24,19 +24,6 @@ import pyarrow.types as pat
 from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable
 
-__all__ = [
-    "KEY_COLUMNS",
-    "SCHEMA",
-    "SCHEMA_VERSION",
-    "STATES_CONTENTS",
-    "OutputRow",
-    "completions_to_table",
-    "extra_json",
-    "non_finite_to_none",
-    "results_schema",
-    "with_footer",
-]
-
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"batchgen.schema_version"
 RUN_KEY = b"batchgen.run"

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from batchgen.data.write.durable_files import output_errors, sync_file
 from batchgen.request.columns import Columns
 
-__all__ = ["BlobSpool", "TokenSpool"]
-
 _BUFFER = 1 << 20
 
 

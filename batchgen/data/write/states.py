@@ -23,17 +23,6 @@ from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.schema import OutputRow
 from batchgen.request.completion import StateBlock
 
-__all__ = [
-    "INDEX_DTYPE",
-    "Index",
-    "StateRecord",
-    "read_index",
-    "read_record",
-    "records_of",
-    "states_part",
-    "write_states_part",
-]
-
 _MAGIC: Final = b"batchgen states "
 _LENGTH: Final = struct.Struct("<I")
 _TRAILER: Final = struct.Struct("<QI16s")

@@ -22,8 +22,6 @@ from batchgen.data.write.states import INDEX_DTYPE, Index, StateRecord, read_ind
 from batchgen.errors import BatchgenError
 from batchgen.request.completion import StateBlock
 
-__all__ = ["STATES_SCHEMA", "part_from_result", "write_states_result"]
-
 STATES_SCHEMA: Final = pa.schema(
     [
         ("id", pa.string()),

@@ -36,19 +36,6 @@ from batchgen.data.write.lock import LOCK_NAME, RunLock
 from batchgen.data.write.schema import FINGERPRINT_KEY, STATES_CONTENTS
 from batchgen.errors import FingerprintError, OutputError
 
-__all__ = [
-    "OutputPaths",
-    "Policy",
-    "RunIdentity",
-    "WorkFolder",
-    "belongs_to",
-    "has_other_work",
-    "is_complete",
-    "open_work",
-    "output_paths",
-    "part_files",
-]
-
 Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
 
 

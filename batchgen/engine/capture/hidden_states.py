@@ -28,8 +28,6 @@ from batchgen.request.completion import StateBlock
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import Request
 
-__all__ = ["HiddenStateCollector", "PendingStates", "hidden_state_collector"]
-
 _EXPERTS: Final = "experts"
 
 

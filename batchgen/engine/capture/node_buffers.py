@@ -16,8 +16,6 @@ import numpy.typing as npt
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
 
-__all__ = ["NodeBuffers", "NodeRows", "Span", "split_spans"]
-
 Ints = npt.NDArray[np.integer]
 
 _NEVER = np.iinfo(np.int32).max

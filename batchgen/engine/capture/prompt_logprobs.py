@@ -30,8 +30,6 @@ from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from batchgen.request.table import Request
 
-__all__ = ["LOGITS_BYTES", "PendingPromptLogprobs", "PromptLogprobs"]
-
 LOGITS_BYTES = 64 << 20
 """Bytes of prompt logits that are computed at once, as float32."""
 

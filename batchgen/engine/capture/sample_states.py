@@ -11,8 +11,6 @@ import numpy.typing as npt
 from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.table import Request
 
-__all__ = ["Floats", "SampleStates", "StateArray", "StateNeeds", "Sums", "to_float32"]
-
 Floats = npt.NDArray[np.float32]
 Sums = npt.NDArray[np.float64]
 StateArray = npt.NDArray[Any]

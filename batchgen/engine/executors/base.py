@@ -24,8 +24,6 @@ from batchgen.kernels.types import KVPool
 from batchgen.models.base import CaptureSpec, Model
 from batchgen.plan.step_plan import PageCopy, StepPlan
 
-__all__ = ["Captured", "Executor", "ExecutorContext", "InFlight", "Step"]
-
 
 @dataclass(slots=True)
 class Captured:

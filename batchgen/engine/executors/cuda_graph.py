@@ -29,8 +29,6 @@ from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import DecodePlanner, DecodeWork, Graphs
 from batchgen.models.base import CaptureSpec, Model, ModelInput
 
-__all__ = ["CudaGraphExecutor", "GraphCounts", "padded_rows"]
-
 _PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
 """(up to, step): padded batch sizes above 8."""
 _LARGE_STEP: Final = 64

@@ -9,8 +9,6 @@ from batchgen.engine.step_batch import StepBatch
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.models.base import ModelInput
 
-__all__ = ["EagerExecutor"]
-
 
 class EagerExecutor(Executor):
     """Runs every step, so it is the last of all executors."""

@@ -15,8 +15,6 @@ from batchgen.kernels.sampling import SampleResult
 from batchgen.kernels.types import PagedAttention
 from batchgen.models.base import ModelInput
 
-__all__ = ["OverlappedCpuExecutor"]
-
 
 class OverlappedCpuExecutor(Executor):
     """Runs steps of models that compiled kernels compute as a whole."""

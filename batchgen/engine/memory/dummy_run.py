@@ -32,17 +32,6 @@ from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 from batchgen.request.table import RequestTable
 
-__all__ = [
-    "PAGES",
-    "CudaMeter",
-    "DummyRun",
-    "Meter",
-    "dummy_run",
-    "estimated_bytes",
-    "measure_largest_step",
-    "widest_params",
-]
-
 
 class Meter(Protocol):
     """Measures a device's peak memory."""

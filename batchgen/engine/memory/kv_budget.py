@@ -20,8 +20,6 @@ from batchgen.models.base import ModelSpec
 from batchgen.plan.cache_groups import CacheGroup, cache_bytes, pages_within
 from batchgen.request.printable import format_size
 
-__all__ = ["AUTO_SHARE", "DeviceMemory", "allowed_pages", "cache_groups", "device_memory", "most_pages", "pool_pages"]
-
 AUTO_SHARE: Final = 0.4
 """Share of a CPU's free memory for keys and values without `--kv-memory`."""
 RESERVE: Final = 0.02

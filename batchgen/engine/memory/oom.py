@@ -18,14 +18,6 @@ from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
 from batchgen.plan.step_plan import StepPlan, split_plan
 from batchgen.plan.tree import PrefixTree
 
-__all__ = [
-    "OOMSplitter",
-    "Part",
-    "blocked_requests",
-    "is_out_of_memory",
-    "out_of_memory",
-]
-
 
 def out_of_memory(problem: str) -> ErrorInfo:
     """The error of a row that does not fit into memory."""

@@ -24,8 +24,6 @@ from batchgen.request.params import Constraint, SamplingParams
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.stops import all_stop_token_ids
 
-__all__ = ["Constrained", "GrammarMasks", "GrammarState"]
-
 _MAX_SECONDS = 30.0
 """Most time for the grammar of one sample; a normal grammar takes less than a millisecond per token."""
 _SLOW_FILL_SECONDS = 0.25

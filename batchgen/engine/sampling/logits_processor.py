@@ -32,16 +32,6 @@ from batchgen.request.table import Request
 from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = [
-    "LogitsProcessor",
-    "LogitsRules",
-    "ProcessorView",
-    "RepetitionScope",
-    "RowLogitsState",
-    "RulesCache",
-    "run_processor",
-]
-
 
 class ProcessorView(ProcessorRow):
     """One sample as a custom logit processor sees it: copies of its tokens and of its parameters."""

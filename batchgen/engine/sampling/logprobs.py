@@ -24,8 +24,6 @@ from batchgen.kernels.device import Array, Device
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SamplingColumns
 
-__all__ = ["LogprobColumns", "LogprobsGatherer", "LogprobsMode", "RawLogprobs", "StepLogprobs"]
-
 Int64 = npt.NDArray[np.int64]
 Column = npt.NDArray[Any]
 

@@ -16,8 +16,6 @@ from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 
-__all__ = ["PenalisedRows", "TokenCounts", "lists_bytes"]
-
 _INITIAL_SLOTS, _INITIAL_WIDTH = 16, 64
 """Initial number and length of lists; both are doubled when needed."""
 

@@ -26,8 +26,6 @@ from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.request.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor
 
-__all__ = ["MinTokensMask", "PlainColumns", "SampledTokens", "Sampler", "SamplingMetadata", "StepSamples"]
-
 _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS,
     "the model's logits contain NaN for this row; try --dtype float32 or check the weights",

@@ -28,8 +28,6 @@ from torch import Tensor
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
 
-__all__ = ["ProductHeights", "TorchAttention", "product_heights"]
-
 _BLOCK: Final = 64
 """Positions per block of keys."""
 _LOW: Final = 16

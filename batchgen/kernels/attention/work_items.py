@@ -23,19 +23,6 @@ import numpy.typing as npt
 
 from batchgen.kernels.types import AttentionBatch, ChunkPages, Ints
 
-__all__ = [
-    "Chosen",
-    "ItemPlanner",
-    "ItemShape",
-    "Items",
-    "SharedPages",
-    "Words",
-    "numbered",
-    "shared_pages",
-    "spans",
-    "token_positions",
-]
-
 LEAST_KEYS = 256
 """Least positions of a separate pass: shorter ones save less than merging their parts costs."""
 

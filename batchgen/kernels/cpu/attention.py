@@ -17,8 +17,6 @@ from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
 
-__all__ = ["CompiledAttention", "StackArguments"]
-
 
 class _List(Structure):
     """`AttentionList` of attention.h."""

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from batchgen.kernels.attention.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
 from batchgen.kernels.types import AttentionBatch, GroupPages, Ints
 
-__all__ = ["FIELDS", "ListPlanner", "ListShape", "WorkList", "aligned"]
-
 FIELDS: Final = 8
 """Number of int32 fields of an item, in the order of `ItemField` of attention.h."""
 

@@ -20,8 +20,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CompilerMissing", "built_library", "cache_folder", "find_compiler"]
-
 _SOURCES: Final = Path(__file__).with_name("src")
 _FLAGS: Final = (
     "-O3",

@@ -22,22 +22,6 @@ from batchgen.kernels.cpu.library import library
 from batchgen.kernels.cpu.structs import FillSampledIds
 from batchgen.kernels.device import Array, Download, as_array
 
-__all__ = [
-    "COPY",
-    "DECODE",
-    "FILL_SAMPLED_IDS",
-    "MATMUL",
-    "SAMPLE",
-    "BackgroundThread",
-    "CannotRecord",
-    "CommandBuffer",
-    "CommandBuffers",
-    "background_thread",
-    "current_buffer",
-    "fill_sampled_ids",
-    "record_commands",
-]
-
 COPY, DECODE, MATMUL, SAMPLE, FILL_SAMPLED_IDS = range(5)
 """Kinds of commands and their arguments, as in background.h: `PageCopies`; `Decoder` and `DecoderStep`; `Matmul`;
 `Sample`; `FillSampledIds`."""

@@ -28,8 +28,6 @@ from batchgen.kernels.lora import LoraStep, tiles_of
 from batchgen.kernels.rope import rope_tables
 from batchgen.kernels.types import Attention, AttentionArgs
 
-__all__ = ["CompiledDecoder", "compiled_decoder"]
-
 _PRODUCTS: Final = ("qkv", "o", "gate_up", "down")
 _LAYOUTS: Final = 64
 """Most workspace layouts that are cached, one per number of tokens."""

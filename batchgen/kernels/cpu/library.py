@@ -13,8 +13,6 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.build import CompilerMissing, built_library
 
-__all__ = ["DTYPES", "address", "library", "library_file", "loaded", "missing"]
-
 DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
 """Supported dtypes and their codes in C++."""
 

@@ -18,8 +18,6 @@ from batchgen.kernels.cpu.library import DTYPES, library
 from batchgen.kernels.lora import LoraPairs, LoraStack, LoraStep, LoraTiles, tiles_of
 from batchgen.kernels.lora import add_lora as plain_add_lora
 
-__all__ = ["LoraWorkspace", "StackCall", "StepCall", "add_lora", "stack_call"]
-
 _SERIAL: Final = 1 << 14
 """Steps with fewer inner sums than this run on one thread."""
 

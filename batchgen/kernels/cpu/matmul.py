@@ -28,23 +28,6 @@ from batchgen.kernels.cpu.command_buffer import MATMUL, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, library
 from batchgen.kernels.quantization import BFP, INT8, GroupedWeight, Scheme, groups_of
 
-__all__ = [
-    "METHODS",
-    "SLAB",
-    "MatmulCall",
-    "Method",
-    "PackedWeight",
-    "matmul",
-    "methods",
-    "pack",
-    "pack_bfp",
-    "pack_int8",
-    "unpack",
-    "unpack_bfp",
-    "unpack_int8",
-    "weight_memory",
-]
-
 SLAB: Final = 64 << 20
 """Bytes of a slab. numpy asks for huge pages from 4 MiB on; larger slabs waste less memory at their ends."""
 _SEPARATE: Final = SLAB // 4

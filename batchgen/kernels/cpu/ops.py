@@ -26,8 +26,6 @@ from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import KVPool
 
-__all__ = ["ACTIVATION_CODES", "COMPILED_INVARIANT_OPS", "COMPILED_OPS"]
-
 _GELU_TANH: Final = 2
 ACTIVATION_CODES: Final[dict[str, int]] = {
     "silu": 0,

@@ -19,8 +19,6 @@ from batchgen.kernels.attention.work_items import Words
 from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.types import Ints, KVPool, LayerKV
 
-__all__ = ["PackedPages", "PackedPool", "packed_pool"]
-
 _LANES: Final = 16
 """Positions of a unit: lanes of a register on processors that have the instruction."""
 _HEAD_NUMBERS: Final = 32

@@ -20,8 +20,6 @@ import torch
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, GroupPages, KVPool, LayerKV
 
-__all__ = ["LEAST", "MOST", "ROWS", "even_saving", "measured_saving"]
-
 LEAST: Final = 64
 """Smallest saving that is returned, in reads of cached positions."""
 MOST: Final = 4096

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
-__all__ = [
-    "Embed",
-    "FillSampledIds",
-    "Gated",
-    "Heads",
-    "Logits",
-    "Norm",
-    "PageCopies",
-    "RowKeys",
-    "RowScan",
-    "Sample",
-    "Top",
-]
-
 
 class Norm(Structure):
     """`Norm` of elementwise.h: RMS norm of x, or of x + delta."""

@@ -24,8 +24,6 @@ from batchgen.kernels.merge import merge_parts
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, KVPool
 
-__all__ = ["FlashAttention", "MergeParts", "PrefixFactory", "PrefixPass", "flash_factory"]
-
 Ints = npt.NDArray[np.int32]
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from batchgen.kernels.flash.library import FlashLibrary, FlashUnavailable, Runs, first_line
 from batchgen.kernels.types import AttentionArgs, LayerKV
 
-__all__ = ["check_library", "flash_refusal"]
-
 _LSE_SLACK = 0.02
 """Additional tolerance of log-sum-exps: soft caps use the processor's approximate tanh."""
 

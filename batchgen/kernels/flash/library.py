@@ -24,8 +24,6 @@ from torch import Tensor
 
 from batchgen.kernels.types import AttentionArgs
 
-__all__ = ["FlashLibrary", "FlashUnavailable", "Runs", "find_flash", "first_line", "versions_for"]
-
 _FILES = {2: "_vllm_fa2_C*.so*", 3: "_vllm_fa3_C*.so*"}
 _PACKAGES = (("vllm", "vllm_flash_attn"), ("vllm_flash_attn", ""))
 """Packages that ship the library, and the folder in each that contains it."""

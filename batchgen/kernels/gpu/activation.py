@@ -12,8 +12,6 @@ from torch import Tensor
 from batchgen.kernels.gpu.common import rounded
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["KINDS", "activated", "gated"]
-
 _SILU = tl.constexpr(0)
 _GELU = tl.constexpr(1)
 _GELU_TANH = tl.constexpr(2)

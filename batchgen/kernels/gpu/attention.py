@@ -28,8 +28,6 @@ from batchgen.kernels.merge import PartLists
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
-__all__ = ["Heads", "ListKind", "TritonAttention", "UploadedList", "block_m", "list_shape", "multiprocessors_of"]
-
 LOG2_E = 1.4426950408889634
 
 

@@ -7,8 +7,6 @@ import triton.language as tl
 
 from batchgen.kernels.gpu.common import dot, rounded
 
-__all__ = ["attention_kernel"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)

@@ -9,8 +9,6 @@ from torch import Tensor
 from batchgen.kernels.gpu.common import power_of_2
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["apply_bitmask"]
-
 _WORDS = 128
 """Most words (of 32 tokens) per program."""
 

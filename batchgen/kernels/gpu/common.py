@@ -7,8 +7,6 @@ import triton.language as tl
 
 from batchgen.kernels.gpu import launch as _launch
 
-__all__ = ["dot", "power_of_2", "rounded"]
-
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["count_tokens", "penalise"]
-
 _SCANNED = 1024
 """Tokens of a list processed together."""
 _PENALISED = 256

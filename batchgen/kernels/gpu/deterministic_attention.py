@@ -28,8 +28,6 @@ from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
-__all__ = ["DeterministicTritonAttention", "deterministic_attention_kernel"]
-
 
 @triton.jit(do_not_specialize=["window", "state_from"])
 def deterministic_attention_kernel(

@@ -20,8 +20,6 @@ import numpy as np
 from batchgen.kernels.attention.work_items import Words, token_positions
 from batchgen.kernels.types import AttentionBatch, Ints
 
-__all__ = ["FIELDS", "DeterministicListShape", "DeterministicWorkList", "plan_deterministic"]
-
 FIELDS = 12
 """int32 fields per item: `_NAMES`, then padding to a multiple of 16 bytes."""
 

@@ -17,8 +17,6 @@ from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.sampling import DEFAULT_TILE, GREEDY_BELOW, SamplingTile, cut, largest_of_row
 from batchgen.kernels.gpu.top_k_threshold import boundary_in_few, boundary_in_row, inside, load_logits, scaled
 
-__all__ = ["filtered_scores"]
-
 
 @triton.jit
 def _filter(

@@ -11,8 +11,6 @@ from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.heads import HeadNorms
 
-__all__ = ["qk_norm_rope_cache"]
-
 _TILE = 2048
 """Elements per tile."""
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import triton
 
-__all__ = ["INTERPRETED", "Recorder", "launch", "recording"]
-
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors: `TRITON_INTERPRET=1` when this was imported."""
 """Whether kernels run in Triton's interpreter, on CPU tensors: `TRITON_INTERPRET=1` at import."""

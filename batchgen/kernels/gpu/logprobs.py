@@ -16,8 +16,6 @@ from batchgen.kernels.gpu.row_scan import scan_rows
 from batchgen.kernels.gpu.top import group_size, select_top, serves
 from batchgen.kernels.logprobs import GatheredLogprobs
 
-__all__ = ["argmax_lse", "gather_logprobs", "log_normalizers", "mask_tokens", "token_logprobs", "top_logprobs"]
-
 _ROWS = 128
 
 

@@ -17,8 +17,6 @@ from batchgen.kernels.gpu.common import dot, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.lora import OUTPUT_BLOCK, TALL_TILE, LoraPairs, LoraStep, tiles_of
 
-__all__ = ["add_lora"]
-
 _PROGRAMS = 256
 """Programs of shrink at which its inner dimension is split no further: about twice a large chip's multiprocessors."""
 _MOST_PARTS = 16

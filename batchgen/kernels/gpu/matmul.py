@@ -15,8 +15,6 @@ from batchgen.kernels.chips import fixed_tuning
 from batchgen.kernels.gpu.common import dot, rounded
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["batched_matmul", "linear"]
-
 _ALIGNMENT = 16
 """Multiple of bytes, or elements, at which rows are fetched fastest; others need another specialisation."""
 _BAND = 8

@@ -11,8 +11,6 @@ from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.merge import PartLists
 
-__all__ = ["merge_lists", "merge_parts"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)

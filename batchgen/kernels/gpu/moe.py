@@ -18,8 +18,6 @@ from batchgen.kernels.gpu.common import dot, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.moe import Experts, Routing
 
-__all__ = ["moe_experts", "route"]
-
 _SORT_BLOCK = 1024
 _COMBINE_BLOCK = 1024
 

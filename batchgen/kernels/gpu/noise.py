@@ -15,8 +15,6 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["gumbel_of", "noise_bits", "row_keys", "uniform_of"]
-
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND = tl.constexpr(0x94D049BB133111EB)

@@ -10,8 +10,6 @@ from torch import Tensor
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["add_rms_norm", "rms_norm"]
-
 _TILE = 2048
 """Elements of a tile of several rows."""
 

@@ -28,8 +28,6 @@ from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.moe import Experts
 from batchgen.kernels.ops import TORCH_OPS
 
-__all__ = ["TRITON_INVARIANT_OPS", "TRITON_OPS"]
-
 TRITON_OPS: Final = replace(
     TORCH_OPS,
     rms_norm=norm.rms_norm,

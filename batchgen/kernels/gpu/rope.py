@@ -12,8 +12,6 @@ from torch import Tensor
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["rope_tables"]
-
 _TILE: Final = 512
 """Angles per tile."""
 

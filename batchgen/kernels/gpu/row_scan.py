@@ -17,8 +17,6 @@ from batchgen.kernels.gpu.common import power_of_2
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.top_k_threshold import ordered
 
-__all__ = ["Scan", "scan_rows", "to_key"]
-
 BLOCK = 4096
 """Most logits per program."""
 

@@ -53,8 +53,6 @@ from batchgen.kernels.gpu.top_k_threshold import (
 )
 from batchgen.kernels.sampling import GREEDY_TEMPERATURE, SampleResult, SamplingColumns
 
-__all__ = ["DEFAULT_TILE", "SamplingTile", "cut", "greedy", "largest_of_row", "nan_rows", "sample"]
-
 GREEDY_BELOW = tl.constexpr(GREEDY_TEMPERATURE)
 NO_ID = tl.constexpr(0x7FFFFFFF)
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["add_bias", "drew_masked", "keep_only"]
-
 _PAIRS = 128
 """Pairs per program."""
 _BLOCK = 4096

@@ -29,8 +29,6 @@ from batchgen.kernels.gpu.attention import (
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, ListShape, WorkList, plan_step
 from batchgen.kernels.types import AttentionBatch, KVPool
 
-__all__ = ["Capacity", "DecodeWork", "StaticAttention", "StaticPlanner", "pack_static"]
-
 _LEAST_ITEMS = 16
 """Least grid of groups: programs without work cost little, further graphs more."""
 _LEAST_PAGES = 1024

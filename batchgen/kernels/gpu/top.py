@@ -22,8 +22,6 @@ from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.row_scan import scan_rows, to_key
 from batchgen.kernels.gpu.top_k_threshold import narrow, value_of
 
-__all__ = ["group_size", "largest", "select_top", "serves"]
-
 GROUPS = {8: 64, 32: 64, 128: 32, 1024: 16}
 """By capacity for k: logits per group, such that there are about as many groups as logits in the selected groups."""
 MOST_GROUPS = 1 << 15

@@ -23,20 +23,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "boundary_in_few",
-    "boundary_in_row",
-    "boundary_of_rank",
-    "collect",
-    "inside",
-    "lane_maxima",
-    "load_logits",
-    "narrow",
-    "ordered",
-    "scaled",
-    "value_of",
-]
-
 LOWEST_LOGIT = tl.constexpr(-(2**31) + 0x7FFFFF)
 """Key of -inf."""
 

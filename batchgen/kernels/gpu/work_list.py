@@ -21,8 +21,6 @@ import numpy.typing as npt
 from batchgen.kernels.attention.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
 from batchgen.kernels.types import AttentionBatch, Ints
 
-__all__ = ["FIELDS", "GROUPS", "LARGE", "SMALL", "ListShape", "TileSize", "WorkList", "plan_groups", "plan_step"]
-
 LARGE, GROUPS, SMALL = range(3)
 """Launches, by number."""
 

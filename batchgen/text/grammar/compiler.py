@@ -19,8 +19,6 @@ from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary
 
-__all__ = ["GrammarCompiler", "stop_compiler"]
-
 _MAX_WORKERS = 8
 # sys.path is passed on, since a new interpreter may not find the modules of this one.
 _PROGRAM = (

@@ -20,9 +20,6 @@ from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileLimits
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["Grammars"]
-
-
 _MAX_CHECKS = 1024
 """Number of checks kept in memory."""
 

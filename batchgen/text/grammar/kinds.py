@@ -16,8 +16,6 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request.params import ConstraintKind
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 
-__all__ = ["KINDS", "Check", "GrammarKind"]
-
 _TAG_WHITESPACE = 16
 """Most consecutive whitespace characters between JSON tokens inside a structural tag that sets no limit."""
 _MAX_TAG_DEPTH = 100

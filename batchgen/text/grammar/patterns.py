@@ -16,8 +16,6 @@ from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-__all__ = ["PatternError", "explicit_pattern"]
-
 Ranges = tuple[tuple[int, int], ...]
 """Code points as sorted, disjoint, inclusive ranges."""
 

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["can_end", "left_recursive_rule"]
-
 _TOKEN = re.compile(
     r"""(?P<blank>\s+)|(?P<string>"(?:[^"\\]|\\.)*")|(?P<set>\[(?:[^\]\\]|\\.)*\]\*?)|(?P<count>\{[^}]*\})"""
     r"""|(?P<ahead>\(=)|(?P<call>[A-Z][A-Za-z]*\()|(?P<name>[A-Za-z_][\w.-]*)|(?P<sign>.)""",

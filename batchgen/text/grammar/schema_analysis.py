@@ -7,26 +7,6 @@ from typing import Any
 
 from batchgen.text.grammar.validation import Schema
 
-__all__ = [
-    "ASSERTIONS",
-    "FORMAT_PATTERNS",
-    "HEAD_KEYWORDS",
-    "KEYWORDS_OF_TYPE",
-    "NATIVE_FORMATS",
-    "NONEMPTY_FORMATS",
-    "UNENFORCED_FORMATS",
-    "UNSUPPORTED_KEYWORDS",
-    "Json",
-    "additional_properties_of",
-    "any_of",
-    "bounds_of",
-    "fits_int64",
-    "items_of",
-    "may_overlap",
-    "refers_to_itself",
-    "valid_values",
-]
-
 Json = dict[str, Any]
 
 KEYWORDS_OF_TYPE: dict[str, tuple[str, ...]] = {

@@ -42,8 +42,6 @@ from batchgen.text.grammar.schema_analysis import (
 )
 from batchgen.text.grammar.validation import Schema, pattern_found
 
-__all__ = ["enforceable_schema"]
-
 _INT64 = (-(2**63), 2**63 - 1)
 _NUMBER_LIMIT = 1e15
 _DECIMALS = 6

@@ -17,8 +17,6 @@ from jsonschema.validators import validator_for
 
 from batchgen.errors import ErrorCode, RowError
 
-__all__ = ["Schema", "matches_whole", "pattern_found"]
-
 _SECONDS = 1.0
 """Time limit in seconds for one pattern in one text."""
 _FORMATS = jsonschema.FormatChecker(formats=("date", "ipv4", "ipv6", "uuid"))

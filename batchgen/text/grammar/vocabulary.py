@@ -9,8 +9,6 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.text.token_bytes import TokenBytes
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["VOCABULARIES", "Vocabularies"]
-
 VOCABULARIES = ("text", "json", "tag")
 """Kinds of vocabulary: plain text, JSON on one line, and structural tags, in which special tokens have text."""
 

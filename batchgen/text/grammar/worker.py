@@ -29,8 +29,6 @@ from batchgen.request.params import Constraint
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.rules import can_end, left_recursive_rule
 
-__all__ = ["CompileJob", "CompileLimits", "DropVocabulary", "LoadVocabulary", "import_compiler", "serve"]
-
 _STUBBED_MODULES = ("torch", "transformers")
 """Modules that xgrammar imports for device masks and tokenizers, which the compiler does not use."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CHOICES", "GRAMMARS", "INVALID", "PATTERNS", "SCHEMAS", "TAGS", "UNENFORCEABLE"]
-
 
 def obj(required: str = "", /, **properties: Any) -> dict[str, Any]:
     """An object schema; `required`: names of required properties, separated by spaces."""

@@ -10,8 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models.tiny import save_tiny
 
-__all__ = ["CLOSING", "EOS", "PADDING", "SPECIALS", "VOCAB", "save_grammar_model", "save_grammar_tokenizer"]
-
 SPECIALS = ["<s>", "</s>", "<|end|>", "<|call|>"]
 EOS = 1
 WORDS = [

@@ -8,8 +8,6 @@ from tests.gpu.device import Gpu
 from tests.gpu.steps import DeviceSteps
 from tests.kernels.steps import Shape, Step
 
-__all__ = ["decode_step", "grouped_step", "heads_shape", "mixed_step", "prefill_step"]
-
 
 def heads_shape(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, value_dim: int = 0) -> Shape:
     """Shape of a layer's heads and pages; `value_dim` 0: as `dim`."""

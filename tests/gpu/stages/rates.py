@@ -6,8 +6,6 @@ import torch
 
 from tests.gpu.device import Gpu
 
-__all__ = ["measure_rates"]
-
 
 def measure_rates(gpu: Gpu) -> dict[str, float]:
     """Measure the gpu's `copy_rate` (bytes per second, read plus written) and `matmul_rate` (bfloat16, per second)."""

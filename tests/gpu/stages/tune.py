@@ -22,8 +22,6 @@ from tests.gpu.stages.bench_attention import attend_time
 from tests.gpu.under_test import triton_attention
 from tests.kernels.steps import Step
 
-__all__ = ["tune"]
-
 DTYPE = torch.bfloat16
 PAGE = 16
 

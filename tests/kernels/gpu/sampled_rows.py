@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from batchgen.kernels.gpu.sampling import SamplingTile
 
-__all__ = ["SMALL", "TINY", "Params", "some"]
-
 Params = tuple[float, int, float, float]
 """Temperature, top_k, top_p, min_p."""
 SMALL = SamplingTile(block=64, capacity=32, spread=16, few_block=16, warps=4)

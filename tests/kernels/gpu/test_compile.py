@@ -92,8 +92,9 @@ def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(path.read_text()) if path.exists() else {}, done.stdout + done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "chip", [pytest.param(chip, marks=() if chip == "sm_90" else pytest.mark.slow) for chip in CHIPS]
+)
 def test_every_kernel_fits_the_chip(chip: str, tmp_path: Path) -> None:
     code, result, messages = run(tmp_path, "--arch", chip, "--quick")
     assert code == 0, messages[-4000:]

@@ -11,8 +11,6 @@ import xgrammar
 
 from batchgen.kernels.bitmask import bitmask_width
 
-__all__ = ["accepts", "compile_pattern", "compile_schema", "random_text"]
-
 _STOP = 256
 _PIECES = [bytes([byte]) for byte in range(256)] + [b""]
 _PIECES += [
