@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,10 +61,18 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     Parameters of `command` other than `config` are kept.
     """
     inputs = _parameter("inputs", Annotated[list[str], typer.Argument(metavar="INPUT", help=_INPUT_HELP)])
-    made = [parameter for option in OPTIONS for parameter in _parameters(option)]
     return _gathered(
-        command, "config", [inputs, *made], [], lambda values: resolve_config(_given(values), os.environ, Path.cwd())
+        command,
+        "config",
+        [inputs, *_option_parameters()],
+        [],
+        lambda values: resolve_config(_given(values), os.environ, Path.cwd()),
     )
+
+
+@cache
+def _option_parameters() -> list[inspect.Parameter]:
+    return [parameter for option in OPTIONS for parameter in _parameters(option)]
 
 
 def _gathered(

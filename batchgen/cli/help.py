@@ -6,8 +6,7 @@ import os
 import re
 import sys
 from difflib import get_close_matches
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -29,6 +28,7 @@ TOPICS: Final = tuple(topic for topics in _GROUPS.values() for topic in topics)
 """Name of each page, in the order of the list that `batchgen help` prints."""
 _LINK: Final = re.compile(r"\[([^\]]+)\]\((?:([\w-]+)\.md)?(?:#[\w-]+)?\)")
 """A link to a page, or to a heading of the same page."""
+_PAGES: Final = Path(__file__).parents[1] / "docs"
 _WIDEST: Final = 110
 """Columns of a page in a wide terminal."""
 
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command("help", cls=GroupedCommand)(show_help)
 
 
-def page_path(topic: str) -> Traversable:
+def page_path(topic: str) -> Path:
     """The Markdown file of a topic.
 
     Raises:
@@ -48,7 +48,7 @@ def page_path(topic: str) -> Traversable:
         near = get_close_matches(topic, TOPICS, n=1)
         hint = f" Did you mean `{near[0]}`?" if near else ""
         raise UsageError(f"there is no help topic `{topic}`.{hint} `batchgen help` lists the topics.")
-    return files("batchgen") / "docs" / f"{topic}.md"
+    return _PAGES / f"{topic}.md"
 
 
 def summary_of(topic: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -65,15 +66,18 @@ def _check(job: CheckedJob, as_json: bool) -> int:
 
 def _run(job: CheckedJob) -> None:
     from batchgen.engine.gc_control import DeferredGC
+    from batchgen.job.progress import ProgressState, make_progress
     from batchgen.job.signals import StopRequest, handle_signals
     from batchgen.library_settings import short_openmp_spins
 
-    stop = StopRequest(job.config.max_time)
-    with handle_signals(stop):  # a signal during the imports stops the job as usual
+    began, stop = time.monotonic(), StopRequest(job.config.max_time)
+    # A signal during the imports stops the job as usual, and the display is open while they take their seconds.
+    with handle_signals(stop), make_progress(job.config.progress) as progress:
+        progress.update(ProgressState("starting"))
         # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
         with short_openmp_spins(), DeferredGC():
             from batchgen.job.run import run_job  # imports torch, which is slow
-        summary = run_job(job, stop)
+        summary = run_job(job, stop, progress, began)
     from batchgen.job.summary import print_summary, write_report
 
     print_summary(summary)

@@ -232,7 +232,10 @@ def _matching_rows(parquet: pq.ParquetFile, group: int, row: int | None, errors:
     return pc.indices_nonzero(mask)
 
 
-_COLUMNS = ["row_index", "status", "error.code", "completion_tokens", "cached_tokens", "dropped_tokens"]
+_COLUMNS = [
+    *("row_index", "status", "error.code", "completion_tokens", "cached_tokens", "dropped_tokens"),
+    *("finish_reason", "constraint_ok", "dedup_of", "text"),
+]
 
 
 @dataclass(slots=True)
@@ -247,6 +250,16 @@ class Totals:
     cached_tokens: int = 0
     dropped_tokens: int = 0
     """Tokens of samples that `best_of` discarded."""
+    copied_tokens: int = 0
+    """Tokens of rows that are copies of an equal greedy row; included in `completion_tokens`."""
+    answers: int = 0
+    """Number of samples that ended, scored texts excluded."""
+    empty_texts: int = 0
+    """Number of answers without text."""
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    """Finish reason -> number of answers."""
+    constraints: Counter[str] = field(default_factory=Counter)
+    """`met`, `failed` -> number of answers whose finished text was checked against their constraint."""
 
 
 def read_totals(path: Path) -> Totals:
@@ -266,7 +279,29 @@ def read_totals(path: Path) -> Totals:
             totals.completion_tokens += pc.sum(batch["completion_tokens"]).as_py() or 0
             totals.cached_tokens += pc.sum(batch["cached_tokens"]).as_py() or 0
             totals.dropped_tokens += pc.sum(batch["dropped_tokens"]).as_py() or 0
+            copied = batch["completion_tokens"].filter(pc.is_valid(batch["dedup_of"]))
+            totals.copied_tokens += pc.sum(copied).as_py() or 0
+            answered = pc.is_valid(batch["finish_reason"])
+            totals.answers += pc.sum(answered).as_py() or 0
+            empty = pc.and_(answered, pc.equal(pc.binary_length(batch["text"]), 0))
+            totals.empty_texts += pc.sum(empty).as_py() or 0
+            totals.finish_reasons.update(_counts(batch["finish_reason"]))
+            checked = {("met" if ok == "true" else "failed"): n for ok, n in _counts(batch["constraint_ok"]).items()}
+            totals.constraints.update(checked)
     return totals
+
+
+def _counts(values: pa.Array) -> dict[str, int]:
+    """Number of occurrences of each value that is not null."""
+    found = pc.cast(values, pa.string()).drop_null().value_counts().to_pylist()
+    return {str(item["values"]): item["counts"] for item in found}
+
+
+def first_answer(path: Path) -> str | None:
+    """The first text of a results file that is not empty, among the first rows."""
+    with open_parquet(path) as file:
+        batch = next(file.iter_batches(batch_size=64, columns=["text"]), None)
+    return next((text for text in batch["text"].to_pylist() if text), None) if batch is not None else None
 
 
 def _count_new(rows: list[int], last: int) -> int:

@@ -19,6 +19,7 @@ from batchgen.data.read.input_set import open_inputs
 from batchgen.engine.engine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.workload import JobWorkload, plan_workload
+from batchgen.job.advice import input_advice
 from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
@@ -77,6 +78,8 @@ class CheckReport:
     estimated_hidden_states_bytes: int
     fingerprint: str
     first_prompt: str | None
+    advice: list[str]
+    """What is probably not as meant, with a remedy each."""
     seconds: dict[str, float]
     model: dict[str, Any]
     configuration: dict[str, Any]
@@ -166,6 +169,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
         first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt),
+        advice=input_advice(rows, workload, setup),
         seconds={
             "starting": round(started - began, 3),
             "reading": round(read - started, 3),
@@ -233,6 +237,7 @@ def _lines(report: CheckReport) -> list[str]:
         f"output          about {format_size(report.estimated_output_bytes)}{_states(report)}",
         f"time            {_time(report)}",
     ]
+    lines += [f"advice          {line}" for line in report.advice]
     if report.first_prompt is not None:
         lines.append("first prompt, as the model sees it:")
         lines += [f"  | {printable(line)}" for line in report.first_prompt.split("\n")]

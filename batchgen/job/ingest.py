@@ -26,7 +26,7 @@ from batchgen.request.columns import Columns
 from batchgen.request.completion import Completion
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.printable import printable
-from batchgen.request.prompts import ChatPrompt
+from batchgen.request.prompts import ChatPrompt, TextPrompt
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import EncodedPrompt
 
@@ -80,6 +80,10 @@ class Ingested:
     """Error code -> number of rows."""
     first_prompt: list[int] | None = None
     """Token ids of the first good row's first prompt."""
+    plain: int = 0
+    """Number of good native rows whose prompt is text that no chat template was applied to."""
+    truncated: int = 0
+    """Number of prompts that were truncated."""
 
     def close(self, *, keep: bool = False) -> None:
         """Close the files of token ids, texts and bad rows; remove them unless `keep`.
@@ -137,6 +141,7 @@ def ingest(
                 _add_bad(result, row, extra, config, on_bad)
             else:
                 _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
+        result.truncated = setup.front_end.encoder.truncated
         tokens.ids()  # mapped, so that the ids stay readable when the file is closed
     except BaseException:
         result.close()
@@ -170,10 +175,12 @@ def _add_good(
     if decode is not None:
         prompts = [decode(_prompt_ids(prompt)) if prompt.embeds is None else None for prompt in first_texts]
     result.texts.add(index, row.id, extra, prompts)
+    parsed, first = row.row, row.row.prompts[0]
+    result.plain += isinstance(first, TextPrompt) and parsed.dialect == "native" and not parsed.completions
     # The answer is a chat message if the row has messages, or `--chat` made its text one.
-    result.shapes.add(index, isinstance(row.row.prompts[0], ChatPrompt), row.row.params.echo)
+    result.shapes.add(index, isinstance(first, ChatPrompt), parsed.params.echo)
     for prompt in first_texts:
-        result.expected.add(index, prompt.prompt_index, row.row.params.n)
+        result.expected.add(index, prompt.prompt_index, parsed.params.n)
     if result.first_prompt is None and first_texts[0].embeds is None:
         result.first_prompt = _prompt_ids(first_texts[0])
 

@@ -19,7 +19,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-Phase = Literal["starting", "reading", "planning", "loading", "generating", "writing"]
+Phase = Literal["starting", "compiling", "reading", "planning", "loading", "generating", "writing"]
+_BEFORE_ROWS: tuple[Phase, ...] = ("starting", "compiling")
+"""Phases in which no rows are known yet."""
 Mode = Literal["auto", "bar", "plain", "json", "none"]
 
 PLAIN_SECONDS = 30.0
@@ -274,7 +276,7 @@ def _bar_line(state: ProgressState, eta: float | None, elapsed: float, width: in
     line = Text(no_wrap=True, overflow="crop")
     line.append(state.phase, style="bold")
     line.append(" ")
-    tail = f" {timing}" if state.phase == "starting" else f" {_format_rows(state)} {timing}"  # no rows are known yet
+    tail = f" {timing}" if state.phase in _BEFORE_ROWS else f" {_format_rows(state)} {timing}"
     bar_width = min(width - 1 - len(state.phase) - 1 - len(tail), 60)
     if bar_width >= 5 and state.rows_total:
         filled = bar_width * min(state.rows_done, state.rows_total) // state.rows_total

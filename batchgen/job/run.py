@@ -9,28 +9,30 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.read.input_set import InputSet, open_inputs
-from batchgen.data.view import read_totals
+from batchgen.data.view import Totals, read_totals
 from batchgen.data.write.committed import Committed, first_of_prompt
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
-from batchgen.data.write.parts import PartWriter, WriterStats
+from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, open_work, output_paths
 from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
+from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.preflight import CheckedJob
-from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
+from batchgen.job.progress import Phase, Progress, ProgressState
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary
@@ -41,30 +43,39 @@ from batchgen.job.tokenized_cache import (
     save_tokenized,
     tokenized_key,
 )
+from batchgen.kernels.cpu.library import COMPILING
 from batchgen.models.base import Model
 from batchgen.request.completion import Completion
 
 
-def run_job(job: CheckedJob, stop: StopRequest) -> RunSummary:
-    """Run a job to its end, or until `stop` requests a stop.
+def run_job(job: CheckedJob, stop: StopRequest, progress: Progress, began: float) -> RunSummary:
+    """Run a job to its end.
+
+    Args:
+        job: the checked job.
+        stop: ends the run when it requests a stop.
+        progress: the display, to which the job reports its state.
+        began: when the command began, by `time.monotonic`.
 
     Raises:
         BatchgenError: the job ended early; all finished rows are committed.
     """
-    with make_progress(job.config.progress) as progress, DeferredGC(every=1) as collector:
-        return _Job(job, stop, progress, collector).run()
+    with DeferredGC(every=1) as collector:
+        return _Job(job, stop, progress, collector, began).run()
 
 
 class _Job:
     """One run of one job: the phases and the state they share."""
 
-    def __init__(self, job: CheckedJob, stop: StopRequest, progress: Progress, collector: DeferredGC) -> None:
+    def __init__(
+        self, job: CheckedJob, stop: StopRequest, progress: Progress, collector: DeferredGC, began: float
+    ) -> None:
         self.job = job
         self.config = job.config
         self.stop = stop
         self.progress = progress
         self.collector = collector
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {"starting": time.monotonic() - began}
         self.state = ProgressState("starting")
         self.result = job.config.output
         """Path of the results file; for a shard, its file in the output folder."""
@@ -84,7 +95,7 @@ class _Job:
     def run(self) -> RunSummary:
         """Run the job and return its summary."""
         with self._phase("starting"):  # the cost of a job of any size
-            setup = prepare(self.job, self.progress.note)
+            setup = prepare(self.job, self.progress.note, compiling=self._compiling)
             inputs = open_inputs(self.job.inputs)
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
@@ -136,8 +147,6 @@ class _Job:
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
-                if setup.spec.device.type != "cpu" or engine.backend is None or engine.backend.name != "torch":
-                    self.progress.note(f"kernels: {engine.kernels}")
             with self._phase("generating"):
                 self._generate(running, rows, writer)
             for note in running.loop.notes:
@@ -157,7 +166,12 @@ class _Job:
                 "experts_per_token": setup.spec.experts_per_token or None,
             }
             finish(work, rows.expected, {**identity.record, **record}, max_bytes=config.max_output_bytes)
-        return self._summary(work.paths.result, identity, rows, committed, running, writer.stats)
+        totals = read_totals(work.paths.result)
+        advice = [*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)]
+        summary = self._summary(work.paths.result, totals, identity, rows, committed, running)
+        return replace(
+            summary, kernels=engine.kernels, advice=advice, engine={**summary.engine, **asdict(writer.stats)}
+        )
 
     def _events(self, resumed: bool) -> EventWriter | nullcontext[None]:
         """The event writer, if `--events` is given; opened before the computation, so that a bad path fails early."""
@@ -286,39 +300,43 @@ class _Job:
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
 
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """The phase in which CPU kernels are compiled; it interrupts the one that needs them."""
+        outer = self.state.phase
+        self.progress.note(COMPILING)
+        with self._phase("compiling"):
+            yield
+        self.seconds[outer] = self.seconds.get(outer, 0.0) - self.seconds["compiling"]
+        self.state = replace(self.state, phase=outer)
+        self.progress.update(self.state)
+
     def _summary(
         self,
         result: Path,
+        totals: Totals,
         identity: JobIdentity,
         rows: Ingested,
         committed: Committed,
         running: Running,
-        written: WriterStats,
     ) -> RunSummary:
-        totals = read_totals(result)
         stats = running.scheduler.stats
         generating = self.seconds["generating"]
         return RunSummary(
             output=str(result),
             rows=rows.rows,
-            rows_ok=totals.rows - totals.rows_error,
-            rows_error=totals.rows_error,
+            **_counts(totals),
             fingerprint=identity.run.fingerprint,
-            errors=dict(totals.errors),
             rows_skipped=rows.skipped,
             rows_resumed=len(np.unique(committed.row_index)),
             prompt_tokens=running.workload.tree.prompt_tokens,
             distinct_prompt_tokens=running.workload.tree.distinct_tokens,
             computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
-            cached_tokens=totals.cached_tokens,
-            completion_tokens=totals.completion_tokens,
-            dropped_tokens=totals.dropped_tokens,
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
             output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
             engine={
                 **stats.as_dict(),
-                **asdict(written),
                 "output_ms": round(1e3 * self.output_seconds),
                 **running.loop.counts(),
             },
@@ -344,13 +362,25 @@ def _finished(result: Path, identity: JobIdentity) -> RunSummary:
     return RunSummary(
         output=str(result),
         rows=int(footer.get("input_rows") or totals.rows),
-        rows_ok=totals.rows - totals.rows_error,
-        rows_error=totals.rows_error,
+        **_counts(totals),
         fingerprint=identity.run.fingerprint,
-        errors=dict(totals.errors),
         rows_skipped=int(footer.get("rows_skipped") or 0),
-        cached_tokens=totals.cached_tokens,
-        completion_tokens=totals.completion_tokens,
-        dropped_tokens=totals.dropped_tokens,
+        kernels=str(footer.get("kernels") or ""),
         already_done=True,
     )
+
+
+def _counts(totals: Totals) -> dict[str, Any]:
+    """The fields of a summary that are counted in the output."""
+    return {
+        "rows_ok": totals.rows - totals.rows_error,
+        "rows_error": totals.rows_error,
+        "errors": dict(totals.errors),
+        "cached_tokens": totals.cached_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "copied_tokens": totals.copied_tokens,
+        "dropped_tokens": totals.dropped_tokens,
+        "finish_reasons": dict(totals.finish_reasons),
+        "constraints": dict(totals.constraints),
+        "empty_texts": totals.empty_texts,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.job.preflight import CheckedJob
 from batchgen.kernels.backend import GPU_BACKENDS
+from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.load import checked_spec, load_checked
@@ -81,12 +83,19 @@ class Setup:
         return self.front_end.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def prepare(job: CheckedJob, note: Callable[[str], None], *, allow_missing_gpu: bool = False) -> Setup:
+def prepare(
+    job: CheckedJob,
+    note: Callable[[str], None],
+    *,
+    compiling: Callable[[], AbstractContextManager[None]] | None = None,
+    allow_missing_gpu: bool = False,
+) -> Setup:
     """Load the tokenizer and resolve the defaults, without loading weights.
 
     Args:
         job: the checked job.
         note: called with each message for the user.
+        compiling: gives the context in which CPU kernels are compiled, if they have to be.
         allow_missing_gpu: whether a GPU that this machine lacks is allowed, for jobs that run on another machine.
 
     Raises:
@@ -103,6 +112,8 @@ def prepare(job: CheckedJob, note: Callable[[str], None], *, allow_missing_gpu: 
         refuse_anywhere(engine)
         note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
     else:
+        if spec.device.type == "cpu" and engine.attention != "torch":
+            load_library(compiling)
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read

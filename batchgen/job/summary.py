@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.errors import OutputError
-from batchgen.request.printable import encodable, format_size
+from batchgen.data.view import first_answer
+from batchgen.errors import BatchgenError, OutputError
+from batchgen.request.printable import encodable, format_size, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,17 @@ class RunSummary:
     """Prompt tokens that were run through the model."""
     cached_tokens: int = 0
     completion_tokens: int = 0
+    """Tokens of all answers in the output."""
+    copied_tokens: int = 0
+    """Tokens of answers that are copies of an equal greedy row's; included in `completion_tokens`."""
     dropped_tokens: int = 0
     """Tokens of samples that `best_of` discarded; not included in `completion_tokens`."""
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
+    """Finish reason -> number of answers."""
+    constraints: Mapping[str, int] = field(default_factory=dict)
+    """`met`, `failed` -> number of answers whose text was checked against their constraint."""
+    empty_texts: int = 0
+    """Number of answers without text."""
     kv_peak_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase name -> seconds."""
@@ -51,6 +61,10 @@ class RunSummary:
     """Tokens that this run generated per second of its generating phase."""
     already_done: bool = False
     """Whether the output was complete before this run, so that nothing was computed."""
+    kernels: str = ""
+    """The kernels that computed, with their versions and the times by which they were chosen."""
+    advice: Sequence[str] = ()
+    """What is probably not as meant, with a remedy each."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Counters of the engine and the writer: steps, preemptions, slot occupancy, writer stalls."""
 
@@ -82,9 +96,12 @@ def write_report(text: str, target: str, stdout: TextIO | None = None) -> None:
 
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Print the summary to `console` (default: stderr), as plain text if it is not a terminal."""
+    """Print the summary to `console` (default: stderr), as plain text if it is not a terminal.
+
+    The first answer is for a reader, not for a log: it is printed on a terminal only.
+    """
     console = console or _Console(stderr=True, highlight=False)
-    text = _summary_text(summary, folded=console.is_terminal)
+    text = _summary_text(summary, folded=console.is_terminal, width=console.width)
     with suppress(OSError):
         # In a log, a line with a long path is not wrapped.
         console.print(text, soft_wrap=isinstance(text, Text))
@@ -98,13 +115,16 @@ class _Console(Console):
         self.quiet = True
 
 
-def _summary_text(summary: RunSummary, *, folded: bool) -> Table | Text:
+def _summary_text(summary: RunSummary, *, folded: bool, width: int) -> Table | Text:
     if summary.already_done:
         return Text(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do")
     lines = _lines(summary)
+    label_width = max(len(label) for label, _ in lines)
     if not folded:
-        width = max(len(label) for label, _ in lines)
-        return Text("\n").join(Text(f"{label:{width}}  ") + value for label, value in lines)
+        return Text("\n").join(Text(f"{label:{label_width}}  ") + value for label, value in lines)
+    answer = _answer(summary, max(width - label_width - 3, 20))
+    if answer:
+        lines.insert(2, ("first answer", answer))
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
@@ -113,19 +133,32 @@ def _summary_text(summary: RunSummary, *, folded: bool) -> Table | Text:
     return table
 
 
+def _answer(summary: RunSummary, width: int) -> Text:
+    """The first answer that has text, on one line."""
+    line = Text()
+    with suppress(BatchgenError, OSError):
+        line = Text(printable((first_answer(Path(summary.output)) or "").strip().replace("\n", " ")))
+        line.truncate(width, overflow="ellipsis")
+    return line
+
+
 def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     lines = [("output", Text(summary.output)), ("rows", Text(_rows(summary)))]
     if summary.errors:
-        counts = sorted(summary.errors.items(), key=lambda item: (-item[1], item[0]))
-        codes = ", ".join(f"{code} {count:,}" for code, count in counts)
-        lines.append(("errors", Text(codes, style="red")))
+        lines.append(("errors", Text(_by_count(summary.errors), style="red")))
         lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
+    if summary.finish_reasons:
+        lines.append(("ended by", Text(_by_count(summary.finish_reasons))))
+    if summary.constraints:
+        lines.append(("constraints", Text(_by_count(summary.constraints))))
     # The last prompt token may be computed several times (for samples that start later), so the difference can be < 0.
     shared = max(0, summary.prompt_tokens - summary.computed_prompt_tokens)
     prompt_text = f"prompt {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
-    dropped = f" (and {summary.dropped_tokens:,} discarded by best_of)" if summary.dropped_tokens else ""
-    lines.append(("tokens", Text(f"{prompt_text}, output {summary.completion_tokens:,}{dropped}")))
-    lines.append(("speed", Text(f"{summary.output_tokens_per_second:,.0f} output tokens/s")))
+    more = [f"{summary.copied_tokens:,} copied from equal rows"] if summary.copied_tokens else []
+    more += [f"{summary.dropped_tokens:,} more discarded by best_of"] if summary.dropped_tokens else []
+    output_text = f"output {summary.completion_tokens:,}" + (f" ({', '.join(more)})" if more else "")
+    lines.append(("tokens", Text(f"{prompt_text}, {output_text}")))
+    lines.append(("speed", Text(f"{summary.output_tokens_per_second:,.0f} generated tokens/s")))
     if summary.engine.get("steps"):
         lines.append(("steps", Text(_steps(summary.engine))))
     phases = ", ".join(f"{phase} {format_seconds(spent)}" for phase, spent in summary.seconds.items())
@@ -133,7 +166,16 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         lines.append(("time", Text(phases)))
     if summary.kv_peak_bytes:
         lines.append(("KV peak", Text(format_size(summary.kv_peak_bytes))))
+    lines += [("advice" if i == 0 else "", Text(line, style="yellow")) for i, line in enumerate(summary.advice)]
+    if not summary.rows_error:
+        lines.append(("next", Text(f"batchgen show {shlex.quote(summary.output)}", style="dim")))
     return lines
+
+
+def _by_count(counts: Mapping[str, int]) -> str:
+    """`stop 40, length 8`."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name} {count:,}" for name, count in ordered)
 
 
 def _steps(engine: Mapping[str, Any]) -> str:

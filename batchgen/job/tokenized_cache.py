@@ -78,6 +78,8 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
         "params": list(map(_non_default_params, rows.table.params)),
         "rows": rows.rows,
         "skipped": rows.skipped,
+        "plain": rows.plain,
+        "truncated": rows.truncated,
         "errors": {str(code): count for code, count in rows.errors.items()},
     }
     columns = {
@@ -110,7 +112,9 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
         texts = opened.enter_context(BlobSpool(folder / TEXTS, _columns_of("texts_spool", columns)))
         bad = opened.enter_context(BlobSpool(folder / BAD, _columns_of("bad", columns)))
         table = RequestTable(tokens=tokens)
-        rows = Ingested(table, tokens, RowTexts(texts), bad, rows=metadata["rows"], skipped=metadata["skipped"])
+        rows = Ingested(table, tokens, RowTexts(texts), bad)
+        rows.rows, rows.skipped = metadata["rows"], metadata["skipped"]
+        rows.plain, rows.truncated = metadata["plain"], metadata["truncated"]
         for name, part in _parts(rows).items():
             part.restore_columns(_columns_of(name, columns))
         rows.errors.update({ErrorCode(code): count for code, count in metadata["errors"].items()})

@@ -25,7 +25,6 @@ from batchgen.request.checks import (
 )
 from batchgen.request.field import declared_fields, sampling
 from batchgen.request.hidden_states import HiddenStates, hidden_states
-from batchgen.request.stop_patterns import compile_pattern
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy."""
@@ -293,6 +292,10 @@ class SamplingParams(_HashedOnce):
         for name, given, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
             if len(given) > MAX_STOPS:
                 raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(given)}")
+        if not self.stop_regex:
+            return
+        from batchgen.request.stop_patterns import compile_pattern  # imports regex, which is slow to start
+
         for pattern in self.stop_regex:
             try:
                 compile_pattern(pattern)

@@ -110,6 +110,8 @@ class Encoder:
         self._check_params_once = lru_cache(_MAX_CHECKED)(self._check_params)  # an error is not remembered
         self._check_bad_words_once = lru_cache(_MAX_CHECKED)(self._check_bad_words)
         self._limits = limits
+        self.truncated = 0
+        """Number of prompts that were truncated."""
 
     def encode_rows(
         self, rows: Iterable[tuple[_Tag, ParsedRow | None]]
@@ -319,6 +321,7 @@ class Encoder:
 
     def _cut(self, prompt: Prompt, ids: list[int], keep: int) -> list[int]:
         """`ids` cut to `keep` tokens on the side that `truncate` names."""
+        self.truncated += 1
         if self._truncate == "right":
             return ids[:keep]
         bos = self._tokenizer.prefix_ids
@@ -341,6 +344,7 @@ class Encoder:
         fitted = self._add_bos(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate))
         if len(fitted) > keep:
             raise self._too_long(len(whole), "shorten it")
+        self.truncated += 1
         return fitted
 
     def _kept_length(self, count: int, max_new_tokens: int | None) -> int:

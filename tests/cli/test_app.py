@@ -52,7 +52,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
     def install(outcome: Any) -> list[RunConfig]:
         seen: list[RunConfig] = []
 
-        def run_job(checked: CheckedJob, stop: object = None) -> Any:
+        def run_job(checked: CheckedJob, stop: object = None, *display: object) -> Any:
             seen.append(checked.config)
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,13 +173,15 @@ def test_flash_is_measured_and_used(hopper: None, library: Path, fake: Fakes) ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
-def test_the_footer_and_stderr_name_the_kernels(
+def test_the_footer_and_the_report_name_the_kernels(
     hopper: None, library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.parquet"
     rows.write_text('{"text": "Sort: 3 1"}\n')
     flags = ["--dtype", "float16", "--device", "cpu", "--max-new-tokens", "1", "--flash-library", str(library)]
-    assert run_command(["run", str(rows), "-o", str(out), *flags]) == 0
+    assert run_command(["run", str(rows), "-o", str(out), *flags, "--report", "-"]) == 0
     described = f"flash-attn 3 of {library} (faster than {TRITON}: 0.1 ms against 0.2 ms a layer)"
-    assert f"\nkernels: {described}\n" in capsys.readouterr().err
+    streams = capsys.readouterr()
+    assert described in json.loads(streams.out)["kernels"]
+    assert described not in streams.err
     assert described in str(pq.read_schema(out).metadata)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -56,7 +58,7 @@ def test_the_text_is_the_same_in_a_log_and_on_a_terminal() -> None:
         "errors   invalid_json 40, duplicate_id 5, missing_prompt 5",
         "         see: batchgen show results.parquet --errors",
         "tokens   prompt 12,345 (computed 4,345, shared 8,000), output 56,789",
-        "speed    284 output tokens/s",
+        "speed    284 generated tokens/s",
         "steps    1,234, slots 98% full (50% in the last 56, with no sample waiting)",
         "time     reading 0.25 s, generating 3m 20s, total 2h 05m",
         "KV peak  1.5 GiB",
@@ -67,6 +69,31 @@ def test_a_run_without_errors_prints_no_error_lines() -> None:
     text = printed(replace(SUMMARY, rows_ok=1000, rows_error=0, errors={}, rows_skipped=3))
     assert "--errors" not in text
     assert "1,000 (ok 1,000, errors 0, skipped 3, resumed 100)" in text
+
+
+def test_how_answers_ended_and_what_comes_next(tmp_path: Path) -> None:
+    out = tmp_path / "results.parquet"
+    pq.write_table(pa.table({"text": ["", None, "Forty-\ntwo \x1b[31m" + "x" * 100, "other"]}), out)
+    summary = replace(
+        SUMMARY,
+        output=str(out),
+        rows_error=0,
+        errors={},
+        copied_tokens=1_000,
+        dropped_tokens=7,
+        finish_reasons={"length": 1, "stop": 2_000},
+        constraints={"failed": 3},
+        advice=["first", "second"],
+    )
+    lines = [line.rstrip() for line in printed(summary, width=60, terminal=True, colour=False).splitlines()]
+    shown = {label: line[14:] for line in lines if (label := line[:13].rstrip())}
+    assert shown["first answer"].startswith("Forty- two \\x1b[31mxxx")
+    assert (shown["ended by"], shown["constraints"]) == ("stop 2,000, length 1", "failed 3")
+    assert lines[lines.index("advice        first") + 1] == "              second"
+    log = printed(summary)
+    assert "Forty" not in log
+    assert "output 56,789 (1,000 copied from equal rows, 7 more discarded by best_of)" in log
+    assert log.splitlines()[-1].split() == ["next", "batchgen", "show", str(out)]
 
 
 def test_other_lines() -> None:

@@ -16,7 +16,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
@@ -63,11 +63,11 @@ def cache_folder() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "kernels"
 
 
-def built_library(on_build: Callable[[], None] = lambda: None, *, again: bool = False) -> Path:
+def built_library(building: Callable[[], AbstractContextManager[None]] = nullcontext, *, again: bool = False) -> Path:
     """Path of the library, which is compiled if it does not exist yet.
 
     Args:
-        on_build: called before the compiler runs.
+        building: gives the context in which the compiler runs.
         again: compile even if the library exists, and replace it.
 
     Raises:
@@ -84,12 +84,11 @@ def built_library(on_build: Callable[[], None] = lambda: None, *, again: bool = 
                 with suppress(OSError):
                     library.touch()  # mark as recently used, so that `_prune` keeps it
                 return library
-    on_build()
     for folder in _folders():
         work = _work_folder(folder)
         if work is None:
             continue
-        with work as made_in:
+        with building(), work as made_in:
             made = _compile(compiler, sorted(_SOURCES.glob("*.cpp")), Path(made_in))
             made.replace(folder / name)  # if another process was first, the file is the same
         _prune(folder)

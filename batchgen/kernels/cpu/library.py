@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -16,35 +18,48 @@ from batchgen.kernels.cpu.build import CompilerMissing, built_library
 DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
 """Supported dtypes and their codes in C++."""
 
+COMPILING: Final = "compiling CPU kernels for this processor, once; this takes about a minute on two cores"
+"""What to tell the user when the compiler runs."""
+
 _PERMANENT: Final = (
     "undefined symbol",  # torch has loaded another OpenMP than the compiler's
     "failed to map segment",  # the file system is mounted with noexec
 )
 """Loader errors that a rebuild would not fix."""
 
-
-@cache
-def _library() -> ctypes.CDLL | str:
-    """The library, or the reason why it is missing."""
-    try:
-        return _load()
-    except (CompilerMissing, OSError) as problem:
-        reason = " ".join(str(problem).split())
-        _report(f"CPU kernels were not compiled, PyTorch's are used instead: {reason}")
-        return reason
+_found: ctypes.CDLL | str | None = None
 
 
-def _load() -> ctypes.CDLL:
-    def on_build() -> None:
-        _report("compiling CPU kernels for this processor (once)")
+def load_library(building: Callable[[], AbstractContextManager[None]] | None = None) -> ctypes.CDLL | str:
+    """Load the library once per process: the library, or the reason why it is missing.
 
+    Args:
+        building: gives the context in which the compiler runs, if it has to; by default one line on stderr.
+    """
+    global _found
+    if _found is None:
+        try:
+            _found = _load(building or _announced)
+        except (CompilerMissing, OSError) as problem:
+            _found = " ".join(str(problem).split())
+            _report(f"CPU kernels were not compiled, PyTorch's are used instead: {_found}")
+    return _found
+
+
+@contextmanager
+def _announced() -> Iterator[None]:
+    _report(COMPILING)
+    yield
+
+
+def _load(building: Callable[[], AbstractContextManager[None]]) -> ctypes.CDLL:
     # torch has loaded its OpenMP runtime, which provides the symbols that the library needs.
     try:
-        return ctypes.CDLL(str(built_library(on_build)))
+        return ctypes.CDLL(str(built_library(building)))
     except OSError as problem:
         if any(sign in str(problem) for sign in _PERMANENT):
             raise
-        return ctypes.CDLL(str(built_library(on_build, again=True)))  # a damaged file
+        return ctypes.CDLL(str(built_library(building, again=True)))  # a damaged file
 
 
 def _report(line: str) -> None:
@@ -53,22 +68,23 @@ def _report(line: str) -> None:
 
 def loaded() -> bool:
     """Whether the library could be loaded. Compiles it if necessary."""
-    return not isinstance(_library(), str)
+    return not isinstance(load_library(), str)
 
 
 def missing() -> str | None:
     """The reason why there is no library; None if it is loaded."""
-    found = _library()
+    found = load_library()
     return found if isinstance(found, str) else None
 
 
+@cache
 def library() -> Any:
     """The library, used as `library().bg_matmul(...)`.
 
     Raises:
         RuntimeError: there is no library; the message gives the reason.
     """
-    found = _library()
+    found = load_library()
     if isinstance(found, str):
         raise RuntimeError(found)
     return found

@@ -1,0 +1,138 @@
+"""Advice: what is probably not as the author of a job means it, from its counts, each with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.data.view import Totals
+from batchgen.engine.workload import JobWorkload
+from batchgen.job.ingest import Ingested
+from batchgen.job.setup import Setup
+
+_LOOKED_AT = 10_000
+"""Most prompts whose tokens are looked at."""
+_TAIL = 16
+"""Tokens of a prompt's end that may hold the marker of an open thought."""
+_TAILS = 64
+"""Most different ends of prompts that are decoded."""
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+)
+"""Begin and end of thoughts in the families of reasoning models."""
+
+
+def input_advice(rows: Ingested, workload: JobWorkload, setup: Setup) -> list[str]:
+    """Advice on the rows of a job, before anything is generated."""
+    found = (_plain_text(rows, setup), _doubled_bos(rows, setup), _equal_prompts(workload), _truncated(rows))
+    return [line for line in (*found, _open_thought(rows, setup)) if line is not None]
+
+
+def output_advice(totals: Totals, workload: JobWorkload) -> list[str]:
+    """Advice on the results of a whole job."""
+    return [*_empty_texts(totals), *_limited(totals, workload)]
+
+
+def _plain_text(rows: Ingested, setup: Setup) -> str | None:
+    """Only plain text for a model with a chat template, none of which writes out the template's special tokens."""
+    tokenizer = setup.front_end.tokenizer
+    good = rows.rows - rows.skipped - rows.errors.total()
+    if not good or rows.plain < good or setup.config.chat is not None or not tokenizer.has_chat_template:
+        return None
+    special = np.array(sorted(tokenizer.special_ids - set(tokenizer.prefix_ids)), np.int64)
+    offsets = rows.table.offsets[: _LOOKED_AT + 1]
+    if np.isin(rows.table.tokens[: offsets[-1]], special).any():
+        return None
+    return (
+        "every row is plain text, and the model has a chat template: an instruction-tuned model answers better to "
+        "`messages` or with --chat (--no-chat says that plain text is meant)"
+    )
+
+
+def _doubled_bos(rows: Ingested, setup: Setup) -> str | None:
+    prefix = setup.front_end.tokenizer.prefix_ids
+    if not prefix:
+        return None
+    starts = rows.table.offsets[:-1][np.diff(rows.table.offsets) > 1]
+    tokens = rows.table.tokens
+    count = int(((tokens[starts] == prefix[0]) & (tokens[starts + 1] == prefix[0])).sum())
+    if not count:
+        return None
+    return (
+        f"{count:,} of {len(rows.table):,} prompts begin with two BOS tokens: leave the BOS out of the text of a "
+        "message, or of `input_ids`"
+    )
+
+
+def _equal_prompts(workload: JobWorkload) -> str | None:
+    nodes = workload.tree.node_of_request
+    if len(nodes) < 3 or (nodes != nodes[0]).any() or (workload.table.score_start >= 0).any():
+        return None
+    return (
+        f"all {len(nodes):,} prompts are equal: if the prompt is in another column, name it with --prompt-column; for "
+        "more samples of one prompt set `n`"
+    )
+
+
+def _truncated(rows: Ingested) -> str | None:
+    if not rows.truncated:
+        return None
+    return (
+        f"{rows.truncated:,} of {len(rows.table):,} prompts were cut by --truncate: shorten them, or raise "
+        "--max-model-len if the model allows it"
+    )
+
+
+def _open_thought(rows: Ingested, setup: Setup) -> str | None:
+    """Constrained rows whose prompt ends inside a thought, which the constraint then forces into its form."""
+    params = rows.table.params
+    constrained = np.array([p.constraint is not None for p in params], np.bool_)[rows.table.params_id[:_LOOKED_AT]]
+    requests = np.flatnonzero(constrained)
+    if not len(requests):
+        return None
+    tails = {_tail(rows, request): None for request in requests.tolist()}
+    opened = {tail for tail in list(tails)[:_TAILS] if _is_open(setup.decode_prompt(list(tail)))}
+    count = sum(_tail(rows, request) in opened for request in requests.tolist())
+    if not count:
+        return None
+    return (
+        f"{count:,} rows with a constraint begin inside an open thought, which the constraint forces into its form: "
+        "turn thinking off in `chat_template_kwargs`, or leave the constraint out"
+    )
+
+
+def _tail(rows: Ingested, request: int) -> tuple[int, ...]:
+    end = rows.table.offsets[request + 1]
+    ids: npt.NDArray[np.int32] = rows.table.tokens[max(rows.table.offsets[request], end - _TAIL) : end]
+    return tuple(ids.tolist())
+
+
+def _is_open(text: str) -> bool:
+    return any(text.rfind(begin) > text.rfind(end) for begin, end in _THOUGHTS)
+
+
+def _empty_texts(totals: Totals) -> Iterator[str]:
+    if totals.empty_texts:
+        yield (
+            f"{totals.empty_texts:,} of {totals.answers:,} answers are empty: the model ended at once; look at the "
+            "prompt as the model sees it with `batchgen check`, or set `min_new_tokens`"
+        )
+
+
+def _limited(totals: Totals, workload: JobWorkload) -> Iterator[str]:
+    """Most answers are cut at their limit although they could have ended before it."""
+    table = workload.table
+    free = np.array([not p.runs_to_limit for p in table.params], np.bool_)[table.params_id] & (table.max_new_tokens > 1)
+    count = totals.finish_reasons["length"]
+    if 2 * count > totals.answers and 2 * int(free.sum()) > len(table):
+        yield (
+            f"{count:,} of {totals.answers:,} answers were cut at their token limit: raise --max-new-tokens (the "
+            "default is 128), or give a `stop`"
+        )
