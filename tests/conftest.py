@@ -61,5 +61,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         speed_up_interpreter()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="Run every Nth test only: a sample of all.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every = config.getoption("every")
+    items[:] = items[::every]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

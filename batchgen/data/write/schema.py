@@ -155,6 +155,10 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     return pa.array(values, kind)
 
 
+_NUMPY = {pa.int32(): np.dtype(np.int32), pa.float32(): np.dtype(np.float32)}
+"""numpy's type of the numbers in lists. Arrow's own conversion imports pandas."""
+
+
 def _number_lists(values: list[Sequence[float] | None], kind: pa.DataType) -> pa.Array:
     """A list column built from one flat array, or element by element if lists contain nulls."""
     present = [value for value in values if value is not None]
@@ -170,7 +174,7 @@ def _number_lists(values: list[Sequence[float] | None], kind: pa.DataType) -> pa
 
 def _flat_values(lists: list[Sequence[float]], kind: pa.DataType) -> pa.Array | None:
     """All numbers of the lists, masked ones as null; None if a list contains None or needs a checked conversion."""
-    dtype = kind.to_pandas_dtype()
+    dtype = _NUMPY[kind]
     if all(isinstance(value, np.ndarray) for value in lists):
         return _flat_arrays(lists, kind)  # type: ignore[arg-type]
     try:
@@ -184,7 +188,7 @@ def _flat_values(lists: list[Sequence[float]], kind: pa.DataType) -> pa.Array | 
 
 def _flat_arrays(arrays: list[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array | None:
     flat = np.concatenate([np.asarray(array) for array in arrays])  # a masked array's data
-    if flat.dtype != kind.to_pandas_dtype():
+    if flat.dtype != _NUMPY[kind]:
         return None
     if not any(isinstance(array, np.ma.MaskedArray) for array in arrays):
         return pa.array(flat)

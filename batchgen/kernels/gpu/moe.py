@@ -344,6 +344,7 @@ def _combine(p_parts, p_ids, p_weights, p_out, hidden, chosen, experts, BLOCK: t
         expert = tl.load(p_ids + pair)
         known = (expert >= 0) & (expert < experts)
         weight = tl.load(p_weights + pair).to(tl.float32)
-        part = tl.load(p_parts + pair * hidden + o_column, mask=m_column & known, other=0.0).to(tl.float32)
+        m_part = o_column < tl.where(known, hidden, 0)  # a block and a scalar joined by & would be int32, not a mask
+        part = tl.load(p_parts + pair * hidden + o_column, mask=m_part, other=0.0).to(tl.float32)
         acc += tl.where(known, weight, 0.0) * part
     tl.store(p_out + token * hidden + o_column, rounded(acc, p_out.dtype.element_ty), mask=m_column)
