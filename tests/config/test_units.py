@@ -56,7 +56,7 @@ WRONG: dict[Parser, tuple[str, list[str]]] = {
     parse_threshold: (
         "must be a count such as 10 or a share such as 5%, got ", ["", "-1", "1.5", "101%", "%", "ten"],
     ),
-    parse_columns: ("", ["", "a,,b", "a,a"]),
+    parse_columns: ("names", ["", "a,,b", "a,a"]),
     parse_token_ids: ("must be token ids", ["", "1,", "-1", "1;2"]),
     parse_name_path: ("must be NAME=PATH", ["", "name", "=p", "n="]),
 }  # fmt: skip
