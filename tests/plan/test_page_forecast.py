@@ -313,8 +313,8 @@ def waiting_rows(rows: int, limit: int, config: SchedulerConfig, kinds: int) -> 
 def test_refused_rows_cost_a_step_little() -> None:
     """Between two ends the forecast changes only when rows take pages."""
     config = SchedulerConfig(num_pages=40, page_size=16, max_num_seqs=8, max_tokens_per_step=99)
-    alone, beside = (calls_per_step(waiting_rows(rows, 400, config, 1), 320) for rows in (1, 4))
-    assert beside < 1.5 * alone
+    alone, refusing = (calls_per_step(waiting_rows(rows, 400, config, 1), 320) for rows in (1, 4))
+    assert refusing < 1.5 * alone
 
 
 def test_a_forecast_runs_no_python_code_per_sample() -> None:
