@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
@@ -89,6 +89,8 @@ class _Job:
         """Number of rows of which every prompt is done, invalid and skipped rows included."""
         self.prompts_left: dict[int, int] = {}
         """Row index -> number of its unfinished prompts, for rows with several."""
+        self.opened = ExitStack()
+        """Closes the files of the tokenised rows, which are kept for a run that resumes."""
         self.output_seconds = 0.0
         """Seconds that the loop spent on passing finished rows to the writer."""
 
@@ -105,7 +107,7 @@ class _Job:
         if work is None:
             return _finished(paths.result, identity)
         self.collector.freeze_all()
-        with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
+        with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
             with self._phase("reading"):
@@ -154,7 +156,7 @@ class _Job:
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
-        rows.close(keep=True)  # for a run that resumes if this one is interrupted while writing
+        self.opened.close()
         with self._phase("writing"):
             record = {
                 "kernels": engine.kernels,
@@ -209,6 +211,7 @@ class _Job:
             discard_tokenized(work.tokenized)
             rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row)
             save_tokenized(rows, work.tokenized, key)
+        self.opened.callback(rows.close, keep=True)
         setup.front_end.grammars.release()
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)

@@ -56,7 +56,7 @@ WRONG: dict[Parser, tuple[str, list[str]]] = {
     parse_threshold: (
         "must be a count such as 10 or a share such as 5%, got ", ["", "-1", "1.5", "101%", "%", "ten"],
     ),
-    parse_columns: ("", ["", "a,,b", "a,a"]),
+    parse_columns: ("must be names separated by commas, got ", ["", "a,,b"]),
     parse_token_ids: ("must be token ids", ["", "1,", "-1", "1;2"]),
     parse_name_path: ("must be NAME=PATH", ["", "name", "=p", "n="]),
 }  # fmt: skip
@@ -74,6 +74,8 @@ def test_wrong_texts() -> None:
         for text in texts:
             with pytest.raises(ValueError, match="^" + re.escape(problem) + (f"{text!r}$" * problem.endswith("got "))):
                 pytest.fail(f"{parse} accepts {text!r}: {parse(text)}")
+    with pytest.raises(ValueError, match="^names a column twice: 'a,a'$"):
+        parse_columns("a,a")
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "x", ""])

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
@@ -199,7 +198,6 @@ def _as_process(folder: Path, stdin: bytes, env: Mapping[str, str] | None) -> It
         patch.multiple(sys, dont_write_bytecode=True, path=[*sys.path], **streams),
         patch.dict(os.environ, env or {}),
         chdir(folder),
-        warnings.catch_warnings(action="ignore"),
     ):
         try:
             yield stdout, stderr

@@ -18,6 +18,20 @@ DRAWN = {"temperature": 1.2, "top_k": -1, "top_p": 1.0}
 SPAN = 4
 
 
+def build(model: Path, preempted: bool, **options: Any) -> Engine:
+    """An engine; `preempted`: with a pool and steps so small that samples are preempted and recomputed."""
+    small = {"kv_memory": 1 << 20, "page_size": 8, "max_tokens_per_step": 160} if preempted else {}
+    engine = Engine(str(model), dtype="float32", **small, **options)
+    if preempted:
+        engine.order, engine.admission = "tree", "free"
+    return engine
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "preempted"])
+def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
+    return build(model, request.param)
+
+
 def best_of_rows() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for i, text in enumerate(prompts(60, 4)):
@@ -61,6 +75,7 @@ def test_the_likeliest_samples_are_kept(engine: Engine) -> None:
         assert [c.cached_tokens for c in kept[i][1:]] == [c.prompt_tokens for c in kept[i][1:]], "counted once"
         moved += ids != [list(c.output_ids or []) for c in samples[i][: row["n"]]]
     assert moved > 5, "the ranking must change the order of some rows"
+    assert (engine.last_run.scheduler.stats.preemptions > 0) == (engine.config.page_size == 8)
 
 
 @pytest.mark.field("best_of")
@@ -101,7 +116,7 @@ def test_stop_on_repeat_ends_a_repeating_sample(engine: Engine, model: Path) -> 
         for i, text in enumerate(prompts(40, 6))
     ]
     free = generate(engine, rows)
-    held = generate(Engine(str(model), dtype="float32", stop_on_repeat=SPAN), rows)
+    held = generate(build(model, engine.config.page_size == 8, stop_on_repeat=SPAN), rows)
     ended = 0
     for before, after, row in zip(free, held, rows, strict=True):
         ids = list(before.output_ids or [])

@@ -14,7 +14,7 @@ import pytest
 
 from batchgen.data.write.schema import SCHEMA
 from tests.e2e.rows import prompts, read, write_lines
-from tests.e2e.runner import interrupt, run
+from tests.e2e.runner import interrupt, parts_of, run
 
 F32 = ["--dtype", "float32", "--max-new-tokens", "4"]
 COUNT = 40
@@ -88,6 +88,8 @@ def test_parquet_columns_keep_their_types(model: Path, source: Path, tmp_path: P
 def test_a_job_resumed_anyway_lacks_what_was_not_carried(model: Path, source: Path, tmp_path: Path) -> None:
     command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--max-new-tokens", "60"]
     interrupt([*command, "--carry", "small"], tmp_path)
+    assert pq.read_schema(parts_of(tmp_path / "out.parquet")[0]).names == [*SCHEMA.names, "small"]
+    assert "--carry" in run([*command, "--carry", "moment"], tmp_path, expect=2).stderr
     run([*command, "--carry", "small,name", "--resume-anyway"], tmp_path)
     table = read(tmp_path / "out.parquet")
     assert table["small"].to_pylist() == [KEPT["small"][1][row % 3] for row in table["row_index"].to_pylist()]
@@ -128,8 +130,9 @@ def test_an_empty_input_has_the_columns(model: Path, source: Path, tmp_path: Pat
 def test_names_that_cannot_be_carried_are_refused(
     model: Path, source: Path, tmp_path: Path, carry: str, more: list[str], problem: str
 ) -> None:
-    done = run(["run", source, "--model", model, "-o", "out.parquet", "--carry", carry, *more], tmp_path, expect=2)
-    assert problem in done.stderr
+    for name in ("run", "check"):
+        words = [name, source, "--model", model, "-o", "out.parquet", "--carry", carry, *more]
+        assert problem in run(words, tmp_path, expect=2).stderr
     assert not (tmp_path / "out.parquet").exists()
 
 

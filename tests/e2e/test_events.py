@@ -142,6 +142,8 @@ def test_a_file_of_events_and_stdout(engine: Engine, model: Path, tmp_path: Path
     assert (tmp_path / "events.jsonl").stat().st_mtime_ns == before, "a finished job does nothing"
     run([*command, "-o", "c.parquet", "--max-errors", "100%"], tmp_path)
     assert {row["error"]["param"] for row in rows_of(tmp_path / "c.parquet")} == {"stream"}
+    refused = run([*command, "-o", "d.parquet", "--events", "no/such/folder"], tmp_path, expect=5)
+    assert "cannot write the events" in refused.stderr
 
 
 @pytest.mark.parametrize(

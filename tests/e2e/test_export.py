@@ -192,6 +192,10 @@ def test_outputs_that_cannot_be_exported(done: Path, tmp_path: Path, model: Path
     assert "not finished" in unfinished
     (tmp_path / "not.parquet").write_bytes(b"PAR1")
     assert "not a batchgen output" in run(["export", "not.parquet", "--format", "jsonl"], tmp_path, expect=4).stderr
+    for shard in ("0/2", "1/2"):
+        run([*arguments[:-1], "shards", "--shard", shard, "--limit", "2"], tmp_path)
+    assert "batchgen merge" in run(["export", "shards", "--format", "jsonl"], tmp_path, expect=4).stderr
+    assert run(["export", done / "out.parquet", "--format", "csv"], tmp_path, expect=2).stderr
     command = ["export", done / "out.parquet", "--format", "openai-batch", "-o", "x.jsonl"]
     assert "is not the one of the run" in run([*command, "--tokenizer", model_path()], tmp_path, expect=6).stderr
     assert "--tokenizer" in run([*command, "--tokenizer", "nowhere"], tmp_path, expect=6).stderr

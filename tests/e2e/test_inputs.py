@@ -195,3 +195,22 @@ def test_file_names_that_are_not_utf_8(model: Path, tmp_path: Path) -> None:
         run(["export", out, "--format", shape], tmp_path)
     checked = json.loads(run(["check", source, "--model", model, "--json"], tmp_path).stdout)
     assert checked["configuration"]["inputs"] == [source]
+
+
+@ANY_BYTES
+def test_slurm_shards_under_names_that_are_not_utf_8(
+    model: Path, tmp_path: Path, lines: bytes, expected: pa.Table
+) -> None:
+    (tmp_path / f"{NOT_UTF_8}.jsonl").write_bytes(lines)
+    for task in ("0", "1"):
+        env = {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "0"}
+        command = ["run", f"{NOT_UTF_8}.jsonl", "-o", NOT_UTF_8, "--model", model, *OPTIONS, "--shard", "auto"]
+        run(command, tmp_path, env=env)
+    parts = sorted((tmp_path / NOT_UTF_8).iterdir())
+    assert [part.name for part in parts] == ["part-00000-of-00002.parquet", "part-00001-of-00002.parquet"]
+    for shard, part in enumerate(parts):
+        with part.open("rb") as stream:
+            assert pq.read_table(stream)["row_index"].to_pylist() == [*range(shard, 24, 2)]
+    run(["merge", NOT_UTF_8, "-o", f"{NOT_UTF_8}.parquet"], tmp_path)
+    (tmp_path / f"{NOT_UTF_8}.parquet").rename(tmp_path / "out.parquet")
+    assert_same(read(tmp_path / "out.parquet"), expected, ignore=["cached_tokens", "dedup_of"])

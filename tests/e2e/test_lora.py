@@ -110,3 +110,17 @@ def test_an_invalid_adapter_ends_the_run_before_rows_are_read(
         assert "The adapter bad (--lora) cannot be used" in done.stderr
         assert message in done.stderr
         assert not (tmp_path / "out.parquet.work").exists()
+
+
+def test_check_counts_prefixes_by_adapter(command: list[Any], tmp_path: Path) -> None:
+    """`check` predicts the run's counts: equal texts with different adapters share no prefix."""
+
+    def planned() -> int:
+        found: int = json.loads(run(["check", *command[1:], "--json"], tmp_path).stdout)["distinct_prompt_tokens"]
+        return found
+
+    adapted, ran = planned(), run([*command, "--report", "-"], tmp_path).report
+    assert adapted == ran["distinct_prompt_tokens"] == ran["computed_prompt_tokens"]
+    plain = [{**line, "lora_path": None} for line in lines(30)[:30]]
+    write_lines(tmp_path / "in.jsonl", [*plain, *({**line, "id": f"b{i}"} for i, line in enumerate(plain))])
+    assert planned() * 2 < adapted

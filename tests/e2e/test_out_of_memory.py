@@ -1,6 +1,6 @@
 """Out of memory: steps are split and retried, rows that never fit fail alone, and a device without memory ends the run.
 
-The model computes as usual but raises out-of-memory errors: before its forward, after it, or in the logits.
+The model computes as usual but raises out-of-memory errors: before its forward, after it, in the logits or draws.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen import Completion, Engine
+from batchgen.engine.sampling.sampler import SampledTokens, SamplingMetadata
 from batchgen.errors import DeviceError
 from batchgen.kernels.device import HOST, Device
 from batchgen.models.base import Model, ModelInput
@@ -56,18 +57,19 @@ class LowMemoryModel:
     def hidden(self, inputs: ModelInput) -> Tensor:
         too_large = self._forward(inputs)
         if too_large and not self._late:
-            self._raise()
+            self.fail()
         hidden = self._model.hidden(inputs)
         if too_large:
-            self._raise()
+            self.fail()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._head(hidden):
-            self._raise()
+            self.fail()
         return self._model.logits(hidden)
 
-    def _raise(self) -> None:
+    def fail(self) -> None:
+        """Raise an out-of-memory error."""
         self.failed += 1
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -79,8 +81,12 @@ def engine_with(engine: Engine, model: Model, device: Device = HOST) -> Engine:
     return other
 
 
-@pytest.mark.parametrize(("how", "kind"), [("tokens", "host"), ("rows", "late"), ("anywhere", "late")])
-def test_out_of_memory_does_not_change_results(model: Path, tmp_path: Path, how: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "kind"), [("tokens", "host"), ("rows", "late"), ("anywhere", "late"), ("draws", "late")]
+)
+def test_out_of_memory_does_not_change_results(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, kind: str
+) -> None:
     rows = mixed_rows(80, seed=5)
     options = {"page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 96, "kv_memory": 1 << 20}
     engine = Engine(str(model), dtype="float32", **options, **mixed_options(model, tmp_path))
@@ -94,9 +100,19 @@ def test_out_of_memory_does_not_change_results(model: Path, tmp_path: Path, how:
             head=lambda hidden: len(hidden) > 1 and random.random() < 0.1,
             late=True,
         ),
+        "draws": LowMemoryModel(engine.model),
     }[how]
     failing = engine_with(engine, low, HOST if kind == "host" else LateDevice(poison_uploads=True))
-    want, got = RunResult.of(engine, rows), RunResult.of(failing, rows)
+    want = RunResult.of(engine, rows)
+    draw = SamplingMetadata.sample
+
+    def sample(sampler: SamplingMetadata, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
+        if how == "draws" and len(logits) > 3:
+            low.fail()
+        return draw(sampler, logits, num_sampled)
+
+    monkeypatch.setattr(SamplingMetadata, "sample", sample)
+    got = RunResult.of(failing, rows)
     assert low.failed > 5
     assert failing.last_run is not None
     stats = failing.last_run.scheduler.stats

@@ -26,6 +26,8 @@ from tests.kernels.cpu.products import with_threads
 pytestmark = pytest.mark.skipif(not loaded(), reason="no compiled kernels here")
 
 STEPS = {"page_size": 8, "max_num_seqs": 24, "max_tokens_per_step": 64}
+LATEST = 1 << 60
+"""The number of a submission after all others."""
 STEM = "The quick brown fox jumps over the lazy dog. "
 MORE: tuple[dict[str, Any], ...] = (
     {"regex": "[a-f]{3,9}"},
@@ -179,14 +181,14 @@ def test_a_job_that_ends_early_leaves_no_step_running(model: Path, monkeypatch: 
     engine = Engine(str(model), dtype="float32", **STEPS)
     job = engine.generate([{"text": f"{STEM}{i}", "max_new_tokens": 2 + i} for i in range(40)])
     next(job)
-    assert background_thread()._running is not None
+    assert not background_thread().done(LATEST)
     if how == "closed":
         job.close()
     else:
         monkeypatch.setattr("batchgen.engine.outputs.OutputProcessor.finish_sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(job)
-    assert background_thread()._running is None
+    assert background_thread().done(LATEST)
 
 
 def test_one_thread_overlaps_no_steps(model: Path, steps: Counter[bool]) -> None:

@@ -158,6 +158,7 @@ def _fail(*_: object, **__: object) -> None:
         ([], ["--limit", "2"], "is not in this job"),
         ([], ["--n", "3"], "samples, but this job has 3"),
         (["--on-bad-row", "error-row"], ["--on-bad-row", "skip"], "row 0, prompt 0 is not in this job"),
+        (["--on-bad-row", "skip"], ["--on-bad-row", "error-row", "--n", "2"], "samples, but this job has 2"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value else None,
 )
@@ -178,11 +179,12 @@ def test_resume_anyway_refuses_rows_that_do_not_fit_and_adds_none(
     }
     report = run([*base, *first, "--report", "-"], tmp_path).report
     assert report["rows_resumed"] > 0
-    assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(len(rows)))
+    found = [row["row_index"] for row in rows_of(tmp_path / "out.parquet")]
+    assert found == list(range("skip" in first, len(rows)))
 
 
 def test_resume_anyway_resumes_if_the_rows_fit(model: Path, tmp_path: Path) -> None:
-    """The first run skipped bad rows and had a lower --limit: the second adds the missing rows.
+    """The first run skipped bad rows and had a lower --limit: the second, with another seed, adds the missing rows.
 
     One of them is a duplicate of a committed row.
     """
@@ -193,7 +195,7 @@ def test_resume_anyway_resumes_if_the_rows_fit(model: Path, tmp_path: Path) -> N
     committed = rows_of(parts_of(tmp_path / "out.parquet")[0])[0]
     rows[95] = {**rows[committed["row_index"]], "id": "95"}
     write_lines(tmp_path / "in.jsonl", rows)
-    report = run([*base, "--resume-anyway", "--report", "-"], tmp_path).report
+    report = run([*base, "--seed", "1", "--resume-anyway", "--report", "-"], tmp_path).report
     assert (report["rows"], report["errors"]) == (len(rows), {"missing_prompt": 1})
     assert 0 < report["rows_resumed"] < 90
     output = rows_of(tmp_path / "out.parquet")
@@ -258,3 +260,49 @@ def test_rows_too_large_for_the_pool_fail_and_are_retried_with_more_memory(tmp_p
     assert [row["completion_tokens"] for row in after if row["id"] in ("long", "twin")] == [6] * 4
     assert [row["dedup_of"] for row in after if row["id"] == "twin"] == [11, 11]
     assert [row for row in after if row["row_index"] not in (11, 12)] == before[:11] + before[13:]
+
+
+def test_overwrite_recomputes_rows_that_a_retry_copied_from_the_output(model: Path, tmp_path: Path) -> None:
+    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **GREEDY} for i, text in MANY)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    run(base, tmp_path)
+    whole, before = read(tmp_path / "out.parquet"), (tmp_path / "out.parquet").stat().st_ino
+    interrupted([*base, "--retry-errors"], tmp_path, parts=1)
+    report = run([*base, "--overwrite", "--report", "-"], tmp_path).report
+    assert (report["rows_resumed"], report["rows_ok"]) == (0, 99)
+    assert (tmp_path / "out.parquet").stat().st_ino != before
+    assert_same(read(tmp_path / "out.parquet"), whole)
+
+
+def test_a_finished_job_keeps_the_work_folder_of_an_unfinished_overwrite(
+    base: list[Any], tmp_path: Path, finished: bytes
+) -> None:
+    (tmp_path / "out.parquet").write_bytes(finished)
+    kept = interrupted([*base, "--overwrite"], tmp_path)
+    assert run([*base, "--report", "-"], tmp_path).report["already_done"]
+    assert len(parts_of(tmp_path / "out.parquet")) == kept
+    assert run([*base, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] > 0
+    assert not (tmp_path / "out.parquet.work").exists()
+
+
+def test_overwrite_after_resume_anyway_does_not_mix_jobs(model: Path, tmp_path: Path) -> None:
+    """One job begins with --overwrite over an older output, a second one resumes its work, then overwrites it."""
+    rows = [{"id": str(i), "text": text, "max_new_tokens": 30, "ignore_eos": True} for i, text in MANY]
+    write_lines(tmp_path / "in.jsonl", rows)
+    out = tmp_path / "out.parquet"
+    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    second = [*base, "--seed", "1"]
+    run(["run", "in.jsonl", "-o", "whole.parquet", *second[4:]], tmp_path)
+    out.write_bytes(b"an older output")
+    first = interrupted([*base, "--overwrite"], tmp_path)
+    run([*base, "--limit", "1", "--resume-anyway"], tmp_path, expect=2)
+    assert len(parts_of(out)) == first, "the refused run added nothing"
+    kept = interrupted([*base, "--overwrite"], tmp_path, parts=first + 2)
+    assert kept > first, "the job's own work"
+    kept = interrupted([*second, "--resume-anyway"], tmp_path, parts=kept + 2)
+    refused = run(base, tmp_path, expect=2)
+    assert "belongs to a different job. Continue it with --resume-anyway" in refused.stderr
+    assert len(parts_of(out)) == kept
+    assert run([*second, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] == 0
+    assert_same(read(out), read(tmp_path / "whole.parquet"))

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, write_lines
-from tests.e2e.runner import Job, run, start
+from tests.e2e.runner import Job, batchgen, run, start
 
 ROWS = 200
 ROOT = Path(__file__).parents[2]
@@ -49,16 +49,18 @@ def wait_until_generating(job: Job, folder: Path) -> None:
     time.sleep(0.3)
 
 
-def test_a_signal_commits_finished_rows_and_the_same_command_resumes(long: Long, tmp_path: Path) -> None:
-    """tests/job/test_signals.py has the codes of the other signals."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+def test_a_signal_commits_finished_rows_and_the_same_command_resumes(
+    long: Long, tmp_path: Path, number: signal.Signals
+) -> None:
     job = start([*long.arguments, "out.parquet"], tmp_path)
     wait_until_generating(job, tmp_path)
     began = time.monotonic()
-    job.signal(signal.SIGTERM)
+    job.signal(number)
     done = job.wait()
     assert time.monotonic() - began < 20
-    assert done.code == 143, done.stderr
-    assert "error: stopped by SIGTERM with " in done.stderr
+    assert done.code == 128 + number, done.stderr
+    assert f"error: stopped by {number.name} with " in done.stderr
     assert f" of {ROWS} rows committed. Run the same command again to continue." in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out.parquet").exists()
@@ -138,3 +140,11 @@ def test_a_signal_does_not_wait_for_a_step_of_minutes(model: Path, tmp_path: Pat
     parts = sorted((tmp_path / "out.parquet.work" / "parts").iterdir())
     assert sum(len(read(part)) for part in parts) > 5
     assert not (tmp_path / "out.parquet").exists()
+
+
+def test_the_console_script_has_the_same_exit_codes(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": text, "max_new_tokens": 200} for text in prompts(60, 4)])
+    done = batchgen(["run", source, "--model", model, "--max-time", "0", "--dtype", "float32"], tmp_path)
+    assert done.returncode == 75, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from batchgen.job.tokenized_cache import load_tokenized
 from batchgen.text.encode import Encoder
 from batchgen.text.grammar.compiler import GrammarCompiler
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
-from tests.e2e.runner import interrupt, run
+from tests.e2e.runner import interrupt, parts_of, run
 
 OPTIONS = ["--dtype", "float32", "--include-prompt", "--include-prompt-ids"]
 EXTRA: list[bytes | dict[str, Any]] = [
@@ -61,30 +63,38 @@ def folder(killed: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Row counts of the calls that read the input."""
     counts: list[int] = []
     ingest = job.ingest
 
     def watched(*arguments: Any) -> Any:
+        assert not gc.isenabled(), "no automatic garbage collection while rows are read"
         rows = ingest(*arguments)
         counts.append(rows.rows)
         return rows
 
     monkeypatch.setattr(job, "ingest", watched)
-    return counts
+    yield counts
+    assert gc.isenabled()
 
 
 def resume(folder: Path, model: Path, *options: str) -> int:
     return run_command([*map(str, command(folder, model)), "--progress", "none", *options])
 
 
-def test_a_resumed_run_reads_no_input(folder: Path, model: Path, whole: Any, reads: list[int], killed: Path) -> None:
-    """Nor if the part with the error rows was lost."""
-    for part in sorted((folder / "out.parquet.work" / "parts").glob("part-*.parquet")):
-        part.unlink()
-    assert resume(folder, model) == 0
+@pytest.mark.parametrize("lost", [False, True], ids=["some committed", "none committed"])
+def test_a_resumed_run_reads_no_input(
+    folder: Path, model: Path, whole: Any, reads: list[int], killed: Path, lost: bool
+) -> None:
+    """Nor if the parts, one with the error rows, were lost."""
+    assert (folder / "out.parquet.work" / "tokenized" / "columns.npz").exists()
+    for part in parts_of(folder / "out.parquet"):
+        if lost:
+            part.unlink()
+    assert resume(folder, model, "--report", str(folder / "report.json")) == 0
     assert reads == []
+    assert (json.loads((folder / "report.json").read_text())["rows_resumed"] == 0) == lost
     errors = [row["error"] for row in rows_of(folder / "out.parquet") if row["status"] == "error"]
     assert len(errors) > 2
     assert errors[0]["param"] == "temperature"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,12 @@ def assert_same(
         assert (block.layer, block.span, block.token_start) == (other.layer, other.span, other.token_start)
         assert block.dtype == other.dtype
         np.testing.assert_allclose(block.values, other.values, atol=atol, rtol=1e-5)
+
+
+def assert_all_same(got: Iterable[Completion], want: Iterable[Completion]) -> None:
+    """`assert_same` for each."""
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours, theirs)
 
 
 @cache

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from batchgen.engine import engine as engine_module
-from batchgen.engine.engine import Engine
+from batchgen.engine.engine import Engine, Running
 from batchgen.engine.executors.cuda_graph import padded_rows
-from batchgen.engine.loop import Loop
 from batchgen.kernels.device import Graph
 from batchgen.kernels.types import Graphs
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
-from tests.engine.reference import assert_same, save_word_tokenizer
+from tests.engine.reference import assert_all_same, save_word_tokenizer
 from tests.models.tiny import VOCAB, save_tiny
 
 SHARED, STEM = [5, 6, 7, 8], [9, 10, 11, 12]
@@ -58,18 +57,13 @@ def model_folder(tmp_path: Path, model_type: str = "llama", layers: int = 1, **o
 
 def run(
     folder: Path, work: list[dict[str, Any]], captures: bool, meanwhile: Callable[[Engine], None] = lambda _: None
-) -> tuple[list[Completion], LateDevice, Loop]:
+) -> tuple[list[Completion], LateDevice, Running]:
     engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4, max_tokens_per_step=128)
     engine.device = device = LateDevice(captures=captures)
     meanwhile(engine)
     done = list(engine.generate(work, ordered=True))
     assert all(c.error is None for c in done)
-    return done, device, engine.last_run.loop
-
-
-def assert_all_same(got: list[Completion], want: list[Completion]) -> None:
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours, theirs)
+    return done, device, engine.last_run
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +81,11 @@ def products(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, dict[str, int]]:
     """The device and counters of a run with graphs, whose results equal those of a run without."""
     want, *_ = run(folder, work, captures=False)
-    got, device, loop = run(folder, work, captures=True)
+    got, device, last = run(folder, work, captures=True)
     assert_all_same(got, want)
-    counts = loop.counts()
-    assert loop.notes == []
+    counts = last.loop.counts()
+    counts["group_passes"] = last.scheduler.stats.group_passes
+    assert last.loop.notes == []
     assert counts["graph_replays"] > 0
     assert (device.counts.captures, device.counts.replays) == (counts["graph_captures"], counts["graph_replays"])
     return device, counts
@@ -104,6 +99,7 @@ def test_plain_rows_are_sampled_inside_graphs(tmp_path: Path) -> None:
     assert counts["graph_captures"] <= counts["graph_first"] < steps, "captured once per kind, at its second step"
     assert counts["graph_replays"] >= 2
     assert counts["graph_padded"] > 0, "5 rows are padded to 8, 3 to 4"
+    assert counts["group_passes"] > 0, "prefixes are shared inside of graphs"
     # Uploads per step: its inputs, and attention lists for layers with and without a sliding window.
     assert device.counts.uploads_into == 3 * steps
 
@@ -169,8 +165,8 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(plain: tuple[Path, list[Com
 
         model.logits = strange
 
-    got, device, loop = run(folder, few(), captures=True, meanwhile=break_capture)
-    (note,) = loop.notes
+    got, device, last = run(folder, few(), captures=True, meanwhile=break_capture)
+    (note,) = last.loop.notes
     assert ("captured" if problem == "wait" else "memory") in note
     assert (device.counts.captures, device.counts.replays, device.counts.releases) == (0, 0, 1)
     assert_all_same(got, want)
@@ -194,8 +190,8 @@ def test_the_first_error_of_a_capture_is_reported(plain: tuple[Path, list[Comple
     def break_capture(engine: Engine) -> None:
         engine.device.capture = capture  # type: ignore[method-assign]
 
-    *_, loop = run(plain[0], few(), captures=True, meanwhile=break_capture)
-    (note,) = loop.notes
+    *_, last = run(plain[0], few(), captures=True, meanwhile=break_capture)
+    (note,) = last.loop.notes
     assert note.startswith("no CUDA graphs: ")
     assert note.endswith(": operation not permitted when stream is capturing")
 

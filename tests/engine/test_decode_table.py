@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,9 +16,20 @@ from batchgen.plan.step_plan import DecodeRow, DecodeRows, StepPlan
 from batchgen.plan.tree import build_tree
 
 
+class Pages(list[int]):
+    """A row's pages, which count how often rows are laid out from them."""
+
+    laid_out = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        Pages.laid_out += isinstance(index, slice)
+        return super().__getitem__(index)
+
+
 def filled(table: DecodeTable, plan: StepPlan) -> tuple[AttentionBatch, list[np.ndarray]]:  # type: ignore[type-arg]
     attention = AttentionBatch(slot_mapping=torch.empty(0, dtype=torch.int64))
-    found = table.fill(attention, plan.decodes, plan.groups, plan.decodes.sequence_ids)
+    rows = replace(plan.decodes, pages=[Pages(pages) for pages in plan.decodes.pages])
+    found = table.fill(attention, rows, plan.groups, plan.decodes.sequence_ids)
     return attention, list(found)
 
 
@@ -38,11 +52,13 @@ def test_incremental_updates_equal_a_new_table(page_size: int, pages: int) -> No
     )
     scheduler = Scheduler(tree, np.ones(30, np.int32), longest, config)
     table = DecodeTable(page_size)
-    steps = 0
+    steps = advanced = 0
     left: dict[int, int] = {}
     while (plan := scheduler.step()) is not None:
         if plan.decodes:
+            before = Pages.laid_out
             got, arrays = filled(table, plan)
+            advanced += Pages.laid_out == before
             want, expected = filled(DecodeTable(page_size), plan)
             for name in ("decode_pages", "decode_lens", "decode_own_start"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
@@ -63,6 +79,7 @@ def test_incremental_updates_equal_a_new_table(page_size: int, pages: int) -> No
         scheduler.commit([number for number in sampled if not left[number] or rng.random() < 0.02])
         steps += 1
     assert steps > 30
+    assert advanced > 0
 
 
 def test_rows_that_skipped_a_step_are_laid_out_again() -> None:

@@ -13,7 +13,7 @@ import torch
 from batchgen.engine.engine import Engine
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
-from tests.engine.reference import assert_same, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import assert_all_same, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, save_tiny
 
 torch.set_num_threads(1)
@@ -76,11 +76,6 @@ def engine_of(folder: Path, **options: Any) -> Engine:
 
 def results(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
     return sorted(engine.generate(rows), key=lambda done: done.key)
-
-
-def assert_all_same(got: list[Completion], wanted: list[Completion]) -> None:
-    for ours, theirs in zip(got, wanted, strict=True):
-        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -54,3 +54,21 @@ def test_a_prompt_without_returned_values_does_not_run(folder: Path) -> None:
     (first, second) = finish(engine, [([3, 4], nothing(return_logprob=True)), ([3, 4, 5], nothing(temperature=0.0))])
     assert (first.completion_tokens, second.completion_tokens) == (0, 0)
     assert engine.last_run.scheduler.stats.steps == 0
+
+
+def test_prompt_only_rows_among_rows_that_generate(folder: Path) -> None:
+    """Several samples and identical prompts, too."""
+    engine = Engine(str(folder), dtype="float32", page_size=4)
+    wanted = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+    alone = finish(engine, [([3, 4, 5], wanted)])[0]
+    twice = nothing(return_logprob=True, logprob_start_len=0, n=2)
+    greedy = nothing(return_logprob=True, logprob_start_len=0, temperature=0.0)
+    rows = [([3, 4, 5], params) for params in (twice, greedy, greedy, wanted)]
+    done = finish(engine, [*rows, ([3, 4, 5, 6], SOME[1])])
+    assert [c.sample_index for c in done] == [0, 1, 0, 0, 0, 0]
+    assert [c.dedup_of for c in done] == [None, None, None, 1, None, None]
+    assert [c.completion_tokens for c in done] == [0, 0, 0, 0, 3, 0]
+    assert done[4].output_ids == alone.output_ids
+    assert engine.last_run.loop.state.output_tokens == 3
+    stats = engine.last_run.scheduler.stats
+    assert (stats.sampled_tokens, stats.prompt_tokens) == (3, 4)

@@ -15,12 +15,13 @@ import pytest
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
+from batchgen.engine.sampling.sampler import SampledTokens, SamplingMetadata
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from tests.engine.fake_cuda import Sync, fake_cuda
 from tests.engine.fake_device import Counts, Wait
-from tests.engine.reference import assert_same, save_word_tokenizer
+from tests.engine.reference import assert_all_same, save_word_tokenizer
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import save_tiny
@@ -199,8 +200,28 @@ def test_no_kind_of_row_waits(model: Path, kinds: list[dict[str, Any]], download
     assert all(step.downloads["tokens"] == 1 for step in steady_steps(job))
     assert all(step.downloads["outputs"] <= 1 for step in steady_steps(job))  # hidden states
     engine = Engine(str(model), attention="torch", dtype="float32", page_size=4)
-    for ours, theirs in zip(job.done, engine.generate(work, ordered=True), strict=True):
-        assert_same(ours, theirs)
+    assert_all_same(job.done, engine.generate(work, ordered=True))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["wait", "early read"])
+def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    draw = SamplingMetadata.sample
+
+    def waiting(self: SamplingMetadata, *args: Any) -> SampledTokens:
+        sampled = draw(self, *args)
+        assert int(sampled.tokens.max()) < VOCAB if not early else sampled.read() is not None
+        return sampled
+
+    monkeypatch.setattr(SamplingMetadata, "sample", waiting)
+    job = run_job(model, rows(FREE[:1]))
+    if early:
+        assert job.syncs == []
+        assert {wait.uploads for wait in job.waits} == {0}
+        with pytest.raises(AssertionError):
+            assert_late(job, downloads=1)
+    else:
+        assert {len(step.syncs) for step in job.steps if step.plan.samples} == {1}
+        assert "reads a number" in str(job.syncs[0])
 
 
 def test_states_and_prompt_logprobs_do_not_wait(model: Path) -> None:
@@ -215,8 +236,7 @@ def test_states_and_prompt_logprobs_do_not_wait(model: Path) -> None:
     assert all(step.downloads["outputs"] <= 1 for step in steady_steps(job))
     assert job.counts.downloads["outputs"] > 0
     engine = Engine(str(model), attention="torch", dtype="float32", page_size=4)
-    for ours, theirs in zip(job.done, engine.generate(work, ordered=True), strict=True):
-        assert_same(ours, theirs)
+    assert_all_same(job.done, engine.generate(work, ordered=True))
 
 
 def test_constrained_rows_do_not_wait(tmp_path: Path) -> None:

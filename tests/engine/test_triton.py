@@ -14,7 +14,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode, UsageError
 from batchgen.kernels.gpu.launch import recording
 from batchgen.request.completion import Completion
-from tests.engine.reference import assert_same, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import assert_all_same, assert_same, save_word_tokenizer, shared_prefix_prompts
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB, save_tiny
@@ -63,9 +63,8 @@ def test_every_kind_of_row(tmp_path: Path, model_type: str, implementation: str)
     options = {"model_impl": implementation, "lora": adapters}
     want = generate(folder, "torch", work, **options)
     got = generate(folder, "triton", work, **options)
-    assert len(got) == len(want) == len(work) + 1
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours, theirs)
+    assert len(got) == len(work) + 1
+    assert_all_same(got, want)
 
 
 def test_constrained_rows(tmp_path: Path) -> None:
@@ -83,6 +82,25 @@ def test_constrained_rows(tmp_path: Path) -> None:
     for ours, theirs in zip(got, want, strict=True):
         assert_same(ours, theirs)
         assert ours.constraint_ok == theirs.constraint_ok
+
+
+def test_greedy_rows_launch_only_the_kernels_that_they_need(tmp_path: Path) -> None:
+    """Norms, rotary tables, heads, attention and activations, and one kernel that samples and finds NaN logits."""
+    folder = save_tiny("llama", tmp_path / "model")
+    save_word_tokenizer(folder, VOCAB)
+    engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
+    kernels: Counter[str] = Counter()
+
+    def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        kernels[kernel.fn.__name__] += 1
+        if all(grid):
+            kernel[grid](*args, **constants)
+
+    work = [{"input_ids": [5, 6, 7 + i], "temperature": 0, "max_new_tokens": 3, "ignore_eos": True} for i in range(3)]
+    with recording(run):
+        assert all(c.error is None for c in engine.generate(work))
+    layers = engine.model.spec.num_layers
+    assert kernels.total() == engine.last_run.loop.state.steps * (5 * layers + 3), kernels
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
@@ -118,8 +136,7 @@ def test_a_deterministic_job_with_gpu_kernels(tmp_path: Path) -> None:
         str(tmp_path / "base"), attention="triton", dtype="float32", page_size=4, max_tokens_per_step=64,
         deterministic=True,
     )  # fmt: skip
-    for got, want in zip(engine.generate(work, ordered=True), wanted, strict=True):
-        assert_same(got, want)
+    assert_all_same(engine.generate(work, ordered=True), wanted)
     with recording(lambda kernel, *_: kernels.update([kernel.__name__])):
         engine.model.logits(torch.zeros(3, engine.model.spec.hidden_size))
     assert kernels == {"_matmul": 1}

@@ -13,9 +13,9 @@ from tests.gpu.budget import STAGES
 from tests.gpu.compare import Verdict
 from tests.gpu.device import Gpu
 from tests.gpu.report import Figure, Measure, Profile
+from tests.kernels.closeness import DTYPES
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LOW = (torch.float16, torch.bfloat16)
+LOW = DTYPES[1:]
 
 Shape = Mapping[str, Any]
 Labelled = tuple[str, Verdict]

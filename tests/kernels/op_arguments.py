@@ -6,7 +6,7 @@ A maker takes a source of numbers, the dtype and sizes, and returns name -> argu
 from __future__ import annotations
 
 import itertools
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from batchgen.kernels.bitmask import bitmask_width
 from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.device import device_for
 from batchgen.kernels.heads import HeadNorms
-from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, lora_step
 from batchgen.kernels.merge import PartLists
 from batchgen.kernels.moe import Experts, Gating, Routing
-from batchgen.kernels.moe import route as plain_route
 from batchgen.kernels.noise import row_keys as keys_of
 from batchgen.kernels.rope import rope_tables
 from batchgen.kernels.sampling import SamplingColumns
@@ -80,13 +78,6 @@ def rope(n: Numbers, dtype: torch.dtype, rows: int, dim: int) -> Arguments:
     return {"inv_freq": inverse, "scale": 1.25, "positions": n.randint(0, 131072, rows), "dtype": dtype}
 
 
-def exact_rope(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Angles are float32 products, as in the models' code."""
-    angles = (positions[:, None].float() * inv_freq.float()).double()[:, None]
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
 def linear(n: Numbers, dtype: torch.dtype, rows: int, inputs: int, outputs: int, layout: str = "packed") -> Arguments:
     x, weight = n.randn(rows, inputs, dtype=dtype), n.randn(outputs, inputs, dtype=dtype)
     return {"x": laid_out(x, layout), "weight": laid_out(weight, layout), "bias": n.randn(outputs, dtype=dtype)}
@@ -101,41 +92,18 @@ def logits(
     return {"logits": laid_out(n.logits(rows, vocab, dtype, kind), layout)}
 
 
-def exact_lse(logits: Tensor) -> Tensor:
-    return logits.logsumexp(-1)
-
-
-def exact_argmax(logits: Tensor) -> tuple[Tensor, ...]:
-    largest = logits.amax(-1)
-    return logits.argmax(-1), largest, logits.logsumexp(-1), ~largest.isfinite()
-
-
 def token_logprobs(n: Numbers, dtype: torch.dtype, rows: int, vocab: int, known: int = 0, **how: str) -> Arguments:
     made = logits(n, dtype, rows, vocab, **how)
     normalizers = made["logits"].double().logsumexp(-1).float() if known else None
     return {**made, "tokens": n.randint(0, vocab, rows), "normalizers": normalizers}
 
 
-def exact_tokens(logits: Tensor, tokens: Tensor, normalizers: Tensor | None) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-
-
 def top(n: Numbers, dtype: torch.dtype, rows: int, vocab: int, k: int, **how: str) -> Arguments:
     return {**logits(n, dtype, rows, vocab, **how), "k": min(k, vocab)}
 
 
-def exact_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    return ids[:, :k], values[:, :k] - logits.logsumexp(-1)[:, None]
-
-
 def gather(n: Numbers, dtype: torch.dtype, rows: int, vocab: int, k: int, **how: str) -> Arguments:
     return {**logits(n, dtype, rows, vocab, **how), "targets": n.randint(0, vocab, rows), "k": min(k, vocab)}
-
-
-def exact_gather(logits: Tensor, targets: Tensor, k: int) -> Any:
-    ids, top = exact_top(logits, k)
-    return GatheredLogprobs(logits.logsumexp(-1), exact_tokens(logits, targets, None), ids, top)
 
 
 def _pairs(n: Numbers, rows: int, vocab: int, pairs: int) -> tuple[Tensor, Tensor]:
@@ -267,12 +235,16 @@ def copies(n: Numbers, dtype: torch.dtype, page_size: int, count: int) -> Argume
 def lora_pairs(n: Numbers, adapters: int, rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> LoraPairs:
     """Adapters of ranks around `rank`; the last of more than two does not change the layer."""
     ranks = [max(1, rank - i % 3) for i in range(adapters)]
-    pairs: list[LoraPair | None] = [
-        LoraPair(n.randn(r, inputs, dtype=dtype, scale=inputs**-0.5), n.randn(outputs, r, dtype=dtype)) for r in ranks
-    ]
-    if adapters > 2:
-        pairs[-1] = None
-    return LoraPairs(pairs)
+    return pairs_of(n, [*ranks[:-1], 0] if adapters > 2 else ranks, inputs, outputs, dtype)
+
+
+def pairs_of(n: Numbers, ranks: Sequence[int], inputs: int, outputs: int, dtype: torch.dtype) -> LoraPairs:
+    """Adapters of these ranks; one of rank 0 does not change the layer."""
+
+    def drawn(rank: int) -> LoraPair:
+        return LoraPair(n.randn(rank, inputs, dtype=dtype, scale=inputs**-0.5), n.randn(outputs, rank, dtype=dtype))
+
+    return LoraPairs([drawn(rank) if rank else None for rank in ranks])
 
 
 def lora_step_for(n: Numbers, rows: int, adapters: int) -> LoraStep:
@@ -332,13 +304,6 @@ def _without_ties(logits: Tensor, routing: Routing, bias: Tensor | None) -> Tens
     return (torch.cat(gaps, -1) > _TIE).all(-1)
 
 
-def exact_route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    ids = plain_route(logits.float(), routing, None if bias is None else bias.float())[0]
-    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
-    weights = scores.gather(-1, ids.long())
-    return ids, (weights / weights.sum(-1, keepdim=True) if routing.renormalise else weights) * routing.scale
-
-
 GATINGS = {
     **{name: Gating(name) for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu")},
     "limited": Gating(limit=0.5),
@@ -367,17 +332,6 @@ def experts(
     return {"x": n.randn(rows, hidden, dtype=dtype), "ids": ids, "weights": n.rand(rows, chosen), "experts": layer}
 
 
-def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """One expert after the other, in float64."""
-    out = torch.zeros_like(x)
-    for expert, (up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-        token, place = torch.where(ids == expert)
-        both = x[token] @ up.T + (0.0 if experts.gate_up_bias is None else experts.gate_up_bias[expert])
-        made = experts.gating(both) @ down.T + (0.0 if experts.down_bias is None else experts.down_bias[expert])
-        out.index_add_(0, token, made * weights[token, place, None])
-    return out
-
-
 def _lse(n: Numbers, parts: int, rows: int, heads: int) -> Tensor:
     """[parts, rows, heads] float32, with large and small differences, a fifth of them -inf."""
     lse = n.randn(parts, rows, heads) * 8 * n.rand(rows, 1)
@@ -391,12 +345,6 @@ def merge_parts(n: Numbers, dtype: torch.dtype, rows: int, heads: int, dim: int,
     first[lse[0].isneginf()], second[lse[1].isneginf()] = torch.nan, torch.nan
     made = {"out_a": first, "lse_a": lse[0].T.contiguous().T, "out_b": second, "lse_b": lse[1]}
     return {**made, "dtype": dtype, "sinks": n.randn(heads, scale=3.0) if sinks else None}
-
-
-def exact_parts(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, dtype: torch.dtype, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return _merged(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)), sinks)
 
 
 def merge_lists(n: Numbers, dtype: torch.dtype, rows: int, heads: int, dim: int, most: int, sinks: int) -> Arguments:
@@ -413,20 +361,3 @@ def merge_lists(n: Numbers, dtype: torch.dtype, rows: int, heads: int, dim: int,
     made = {"part_out": part_out, "part_lse": part_lse, "lists": lists, "out": out}
     made |= {"lse": torch.full((rows, heads), 7.0, device=n.device)}
     return {**made, "sinks": n.randn(heads, scale=3.0) if sinks else None}
-
-
-def exact_lists(
-    part_out: Tensor, part_lse: Tensor, lists: PartLists, out: Tensor, lse: Tensor, sinks: Tensor | None
-) -> None:
-    for token, start, count in zip(lists.tokens.tolist(), lists.starts.tolist(), lists.counts.tolist(), strict=True):
-        if token >= 0:
-            chosen = lists.parts[start : start + count].long()
-            out[token], lse[token] = _merged(part_out[chosen], part_lse[chosen], sinks)
-
-
-def _merged(values: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge [n, ..., N, D] values and [n, ..., N] log-sum-exps over the first dimension, in float64."""
-    total = lse.logsumexp(0) if len(lse) else lse.new_full(lse.shape[1:], -math.inf)
-    joined = total if sinks is None else torch.logaddexp(total, sinks.expand_as(total))
-    weights = torch.where(lse == -torch.inf, 0.0, (lse - joined).exp())[..., None]
-    return torch.where(weights > 0, weights * values, 0.0).sum(0), total

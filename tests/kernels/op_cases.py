@@ -14,13 +14,16 @@ import torch
 from batchgen.kernels.activation import ACTIVATIONS
 from batchgen.kernels.counts import CountLists
 from tests.kernels import op_arguments as make
+from tests.kernels import op_exact as exact
+from tests.kernels.closeness import DTYPES
 from tests.kernels.numbers import LAYOUTS
 
 Sizes = Mapping[str, Any]
 Call = Callable[..., Any]
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT32 = (torch.float32,)
 ALL = frozenset("*")
+SUMS: Mapping[str, tuple[float, float]] = {"*": (3e-7, 3e-6)}
+"""Bounds of sums over logits: a few float32 roundings of a logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Operation:
     """Results and arguments that must be equal to the plain operation's; "*": all."""
     tolerance: float = 1e-5
     """Allowed error in float32, relative to each value and to the largest of all."""
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Largest errors of float32 results by name ("*": all), relative to each value and absolute, of every backend."""
     roundings: float = 0.0
     """Allowed error in addition to twice PyTorch's, in units of the dtype's precision relative to the largest value."""
     adapt: Callable[[Call], Call] = lambda call: call
@@ -110,6 +115,7 @@ OPERATIONS = (
             {"rows": 256, "width": 128, "layout": "heads"},
         ],
         {"rows": (1, 40), "width": (1, 300)},
+        exact=exact.norm,
     ),
     Operation(
         "add_rms_norm",
@@ -121,6 +127,7 @@ OPERATIONS = (
         _sizes("rows width", (256, 1024), (4099, 4096), (7, 576)),
         {"rows": (1, 40), "width": (1, 300)},
         equal=frozenset({"x", "delta"}),
+        exact=exact.add_norm,
     ),
     Operation(
         "gated",
@@ -135,6 +142,7 @@ OPERATIONS = (
             activation=["silu", "gelu", "gelu_pytorch_tanh", "relu", "quick_gelu"],
         ),
         {"rows": (1, 9), "width": (1, 200)},
+        exact=exact.gated,
     ),
     Operation(
         "qk_norm_rope_cache",
@@ -160,6 +168,7 @@ OPERATIONS = (
         {"rows": (1, 8), "heads": (1, 12), "kv_heads": (1, 4), "dim": (2, 80), "normed": (0, 1), "page": (1, 9)},
         equal=frozenset({"values", "qkv"}),
         toys=2,
+        exact=exact.heads,
     ),
     Operation(
         "rope_tables",
@@ -167,7 +176,7 @@ OPERATIONS = (
         _sizes("rows dim", (3, 16), (5, 2), (5, 6), (5, 128), (5, 256), (1, 80), (8, 80), (9, 80), (100, 80), (0, 8)),
         _sizes("rows dim", (256, 128), (4097, 64), (1, 80)),
         {"rows": (1, 40), "dim": (2, 140)},
-        exact=make.exact_rope,
+        exact=exact.rope,
     ),
     Operation(
         "linear",
@@ -181,20 +190,17 @@ OPERATIONS = (
         ],
         _sizes("rows inputs outputs", (256, 1024, 4096), (65, 100, 63), (1, 4096, 6144)),
         drawn={"rows": (1, 80), "inputs": (1, 150), "outputs": (1, 150)},
+        exact=exact.linear,
     ),
-    Operation(
-        "log_normalizers", make.logits, [*ROWS, *KINDS], VOCABULARIES, ANY_ROWS, exact=make.exact_lse, tolerance=2e-7
-    ),
-    Operation(
-        "argmax_lse", make.logits, [*ROWS, *KINDS], VOCABULARIES, ANY_ROWS, exact=make.exact_argmax, tolerance=2e-7
-    ),
+    Operation("log_normalizers", make.logits, [*ROWS, *KINDS], VOCABULARIES, ANY_ROWS, exact=exact.lse, bounds=SUMS),
+    Operation("argmax_lse", make.logits, [*ROWS, *KINDS], VOCABULARIES, ANY_ROWS, exact=exact.argmax, bounds=SUMS),
     Operation(
         "token_logprobs",
         make.token_logprobs,
         [*_with(ROWS, known=[0, 1]), *KINDS],
         _with(VOCABULARIES, known=[0, 1]),
-        exact=make.exact_tokens,
-        tolerance=2e-7,
+        exact=exact.tokens,
+        bounds=SUMS,
         toys=2,
     ),
     Operation(
@@ -203,8 +209,8 @@ OPERATIONS = (
         [*_sizes("rows vocab k", (3, 150, 5), (2, 3, 3), (2, 63, 17)), *_with(KINDS, k=[5])],
         _with(VOCABULARIES, k=[1, 20]),
         {**ANY_ROWS, "k": (1, 18)},
-        exact=make.exact_top,
-        tolerance=2e-7,
+        exact=exact.top,
+        bounds=SUMS,
     ),
     Operation(
         "gather_logprobs",
@@ -212,8 +218,8 @@ OPERATIONS = (
         [*_with(_sizes("rows vocab", (3, 150)), k=[0, 3, 1, 5, 17]), *_with(KINDS, k=[5])],
         _with(VOCABULARIES, k=[20]),
         {**ANY_ROWS, "k": (1, 18)},
-        exact=make.exact_gather,
-        tolerance=2e-7,
+        exact=exact.gather,
+        bounds=SUMS,
         toys=2,
     ),
     Operation(
@@ -259,6 +265,7 @@ OPERATIONS = (
         _with(VOCABULARIES, pairs=[300]),
         dtypes=FLOAT32,
         tolerance=1e-6,
+        exact=exact.bias,
     ),
     Operation(
         "keep_only",
@@ -283,6 +290,7 @@ OPERATIONS = (
         _with(VOCABULARIES, tokens=[300]),
         dtypes=FLOAT32,
         tolerance=2e-7,
+        exact=exact.penalise,
     ),
     Operation(
         "row_keys",
@@ -319,6 +327,7 @@ OPERATIONS = (
         ),
         {"rows": (1, 24), "adapters": (1, 4), "rank": (1, 20), "inputs": (1, 70), "outputs": (1, 140)},
         roundings=2.0,
+        exact=exact.lora,
     ),
     Operation(
         "route",
@@ -334,7 +343,7 @@ OPERATIONS = (
             *((256, 8, "mixtral"), (256, 128, "qwen3"), (256, 60, "qwen2"), (256, 160, "deepseek_v2")),
             *((256, 256, "deepseek_v3"), (1, 128, "qwen3"), (4099, 256, "deepseek_v3")),
         ),
-        exact=make.exact_route,
+        exact=exact.route,
         tolerance=1e-6,
     ),
     Operation(
@@ -358,7 +367,7 @@ OPERATIONS = (
             | {"gating": "gpt_oss", "biased": 1, "transposed": 1},
         ],
         {"rows": (1, 24), "experts": (1, 9), "chosen": (1, 4), "hidden": (1, 70), "inner": (1, 40)},
-        exact=make.exact_experts,
+        exact=exact.experts,
     ),
     Operation(
         "merge_parts",
@@ -376,7 +385,8 @@ OPERATIONS = (
             ),
         ],
         _sizes("rows heads dim sinks", (256, 32, 128, 0), (1025, 16, 64, 1), (3, 7, 80, 0)),
-        exact=make.exact_parts,
+        exact=exact.parts,
+        bounds={"result 1": (1e-6, 1e-5)},
         adapt=lambda call: lambda a, lse_a, b, lse_b, dtype, sinks: call(a, lse_a, b, lse_b, dtype=dtype, sinks=sinks),
     ),
     Operation(
@@ -387,7 +397,8 @@ OPERATIONS = (
         ],
         _sizes("rows heads dim most sinks", (256, 32, 128, 6, 0), (33, 16, 64, 40, 1)),
         {"rows": (1, 5), "heads": (1, 17), "dim": (1, 70), "most": (1, 6), "sinks": (0, 1)},
-        exact=make.exact_lists,
+        exact=exact.lists,
+        bounds={"lse": (1e-6, 1e-5)},
     ),
     Operation(
         "sample", make.sample, _sizes("vocab drawn", (1, 0), (63, 0), (300, 0), (300, 5)), equal=ALL, adapt=_tokens

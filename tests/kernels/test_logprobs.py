@@ -19,13 +19,17 @@ from batchgen.kernels.logprobs import (
 @pytest.mark.field("top_logprobs_num")
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(4, 1, 1), (7, 63, 63), (50, 8192, 20)])
 def test_top_logprobs_come_most_likely_first_with_ties_by_id(rows: int, vocab: int, k: int) -> None:
-    logits = (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1))).bfloat16().float()
+    logits = (5 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1))).bfloat16().float()
     ids, values = top_logprobs(logits, k)
     exact = torch.log_softmax(logits.double(), -1)
     for row in range(rows):
         order = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:k]
         assert ids[row].tolist() == order.tolist()
     torch.testing.assert_close(values.double(), exact.gather(1, ids), rtol=0, atol=1e-5)
+    one = torch.randint(0, vocab, (rows, 1), generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(
+        token_logprobs(logits, one[:, 0]).double(), exact.gather(1, one)[:, 0], rtol=0, atol=1e-5
+    )
 
 
 def test_masked_tokens_have_no_mass() -> None:

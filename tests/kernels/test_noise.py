@@ -36,11 +36,13 @@ def test_torch_and_numpy_agree_bit_for_bit(rows: list[tuple[int, int, int, int]]
 @pytest.mark.parametrize("vocab", [1, 63, 1000])
 def test_candidates_get_the_noise_of_the_whole_row(vocab: int) -> None:
     keys = keys_of(torch.arange(-3, 4))
+    before = keys.clone()
     whole = gumbel(keys, vocab)
     ids = torch.randint(0, vocab, (7, 5), generator=torch.Generator().manual_seed(0))
     assert torch.equal(gumbel_at(keys, ids), whole.gather(1, ids))
     for row in range(7):
         assert torch.equal(gumbel(keys[row : row + 1], vocab)[0], whole[row])
+    assert torch.equal(keys, before)
 
 
 def test_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +79,24 @@ def test_uniform_along_every_coordinate(kind: str) -> None:
     assert abs(chi2 - (cells - 1)) < 4.5 * np.sqrt(2 * (cells - 1))
     for lag in (1, 2, 3, 64, 1000):
         assert abs(np.corrcoef(u[:-lag], u[lag:])[0, 1]) < 4.5 / np.sqrt(count)
+
+
+def test_every_bit_is_fair_and_flips_with_every_input_bit() -> None:
+    seeds = torch.randint(-(2**63), 2**63 - 1, (4096,), generator=torch.Generator().manual_seed(1))
+    base = noise_bits(keys_of(seeds), torch.zeros(4096, dtype=torch.int64))
+    for bit in range(0, 64, 7):
+        flip = -(2**63) if bit == 63 else 1 << bit
+        changed = base ^ noise_bits(keys_of(seeds ^ flip), torch.zeros(4096, dtype=torch.int64))
+        shares = [float(((changed >> b) & 1).double().mean()) for b in range(53)]
+        assert all(abs(s - 0.5) < 5 * 0.5 / 64 for s in shares)
+
+
+def test_neighbouring_rows_and_tokens_are_uncorrelated() -> None:
+    noise = gumbel(keys_of(torch.arange(64)), 2048).double().numpy()
+    assert abs(noise.mean() - 0.57722) < 4.5 * 1.2825 / np.sqrt(noise.size)
+    assert abs(noise.var() - np.pi**2 / 6) < 0.05
+    rows = np.corrcoef(noise)[~np.eye(64, dtype=bool)]
+    assert np.abs(rows).max() < 5.5 / np.sqrt(2048)
 
 
 def test_grids_of_keys_do_not_collide() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.deterministic import DeterministicModel
+from batchgen.models.hf import TransformersModel
 from batchgen.models.load import load_model
 from tests.models.tiny import save_tiny
 
@@ -75,10 +76,10 @@ def test_tile_sizes_with_different_bits_are_not_mixed(tmp_path: Path) -> None:
     assert model.seen == {64}
 
 
-def test_error_names_expert_layers_of_the_library(tmp_path: Path) -> None:
+def test_error_names_expert_layers_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("mixtral", tmp_path)
     model = load_model(folder, implementation="transformers", dtype="float32", device="cpu")
     DeterministicModel(model)
-    model._model.experts.library_layers.append("model.layers.0.mlp.experts")
+    monkeypatch.setattr(TransformersModel, "library_experts", ["model.layers.0.mlp.experts"])
     with pytest.raises(UsageError, match=r"model\.layers\.0\.mlp\.experts of a mixtral model multiplies in groups"):
         DeterministicModel(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,11 +47,23 @@ def inputs(ops: Ops, tokens: int = 7) -> ModelInput:
     return ModelInput(ids, torch.arange(tokens), ProbeAttention(), ops=ops)
 
 
+def loaded(model_type: str, folder: Path) -> tuple[Any, ExpertsSlot]:
+    """A model, and the slot of its experts."""
+    slots: list[ExpertsSlot] = []
+
+    def install(model: Any) -> ExpertsSlot:
+        slots.append(install_experts(model))
+        return slots[-1]
+
+    with patch.object(hf_load, "install_experts", install):
+        model = load_model(save_tiny(model_type, folder), implementation="transformers", dtype="float32")
+    return model, slots[-1]
+
+
 @pytest.mark.parametrize("model_type", KINDS)
 def test_states_equal_the_library(model_type: str, tmp_path: Path) -> None:
     layers, gating = KINDS[model_type]
-    model: Any = load_model(save_tiny(model_type, tmp_path / "model"), implementation="transformers", dtype="float32")
-    slot: ExpertsSlot = model._model.experts
+    model, slot = loaded(model_type, tmp_path / "model")
     assert [layer.experts.gating for layer in slot.layers if layer.experts is not None] == [gating] * layers
     calls: list[int] = []
     counted = counting_ops(calls)
@@ -148,8 +161,7 @@ def failing(x: Tensor, *_: Any) -> Tensor:
 def test_experts_with_wrong_results_use_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Any
 ) -> None:
-    model: Any = load_model(save_tiny("mixtral", tmp_path / "model"), implementation="transformers", dtype="float32")
-    slot, ids = model._model.experts, torch.arange(7)
+    (model, slot), ids = loaded("mixtral", tmp_path / "model"), torch.arange(7)
     with torch.no_grad():
         expected = model.logits(model.hidden(ModelInput(ids, ids, ProbeAttention()))).float()
         hf_load._check_experts(model, slot, ids, expected)

@@ -28,18 +28,19 @@ from batchgen.models.load import inspect_model, load_model
 from batchgen.models.lora_config import Adapter, by_pattern
 from tests.models.adapters import KINDS, adapted_logits, edit_config, edit_weights, save_adapter
 from tests.models.packed import PagedCache, packed_logits, random_sequences
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny
 
-CASES: list[tuple[str, str, list[dict[str, Any]]]] = [
-    ("llama", "native", list(KINDS.values())),
-    ("qwen3", "native", list(KINDS.values())),
-    ("llama", "transformers", list(KINDS.values())),
-    ("gpt2", "transformers", [{"target_modules": "all-linear"}, {"target_modules": ["c_attn"], "r": 3}]),
-    ("phi3", "transformers", [{"target_modules": "all-linear"}, {"target_modules": ["qkv_proj", "down_proj"], "r": 5}]),
-    ("gpt_neox", "transformers", [{"target_modules": ["query_key_value", "dense"]}]),
-    ("qwen2_moe", "transformers", [KINDS["two"], {"target_modules": r".*\.shared_expert\..*_proj", "r": 3}]),
-]
-"""Both paths, other names and layouts of linear layers, and experts."""
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [{"target_modules": "all-linear"}, {"target_modules": ["c_attn"], "r": 3}],
+    "phi3": [{"target_modules": "all-linear"}, {"target_modules": ["qkv_proj", "down_proj"], "r": 5}],
+    "gemma2": [KINDS["all"], KINDS["regex"]],
+    "cohere2": [KINDS["two"], KINDS["some"]],
+    "gpt_neox": [{"target_modules": ["query_key_value", "dense"]}, {"target_modules": "all-linear", "r": 2}],
+    "qwen2_moe": [KINDS["two"], {"target_modules": r".*\.shared_expert\..*_proj", "r": 3}],
+}
+"""Types of the transformers path with other names and layouts of linear layers, one with experts."""
+CASES = [(name, impl, list(KINDS.values())) for name in NATIVE_TYPES for impl in ("native", "transformers")]
+CASES += [(name, "transformers", kinds) for name, kinds in OTHERS.items()]
 
 
 @pytest.mark.field("lora_path")

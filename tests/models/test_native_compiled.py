@@ -123,22 +123,23 @@ def test_block_floating_point_is_as_close_to_float32_as_widening(
     ],
 )
 def test_steps_equal_separate_operations(
-    name: str, products: Products, dtype: Any, adapted: bool, tmp_path: Path, calls: list[int]
-) -> None:
+    name: str, products: Products, dtype: Any, adapted: bool, tmp_path: Path, calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With captured states, and embeddings or an adapter."""
     if products == "int8" and int8_refusal(torch.float32, torch.device("cpu")) is not None:
         pytest.skip("no products of int8 here")
     model_type, overrides = CASES[name]
     base = save_tiny(model_type, tmp_path / "base", **overrides)
     lora = [("a", str(save_adapter(base, tmp_path / "a", **KINDS["all"])))] if adapted else []
-    model: Any = load_model(base, dtype=dtype, device="cpu", products=products, lora=lora)
     ids, layers = random_sequences(VOCAB, lengths=(19,))[0], (0, 1, 3, -1)
     embeds = TokenEmbeds(torch.tensor([2, 11]), torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
     given = {"lora": lora_step(np.zeros(19, np.int64), HOST)} if adapted else {"embeds": embeds}
     runs: list[dict[int, Tensor]] = []
     for alone in (False, True):
         if alone:
-            model._fused = None
+            monkeypatch.setattr("batchgen.models.native.fused_decoder", lambda weights: None)
+        model = load_model(base, dtype=dtype, device="cpu", products=products, lora=lora)
         capture = CaptureSpec(torch.tensor([18, 2, 11, 0]), 19, layers)
         attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
         model.hidden(ModelInput(ids, torch.arange(19), attention, capture, ops=COMPILED_OPS, **given))

@@ -46,6 +46,11 @@ def test_type_equals_eager(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
 
 
+def test_at_least_twenty_types_including_common_ones() -> None:
+    assert len(set(TYPES)) >= 20
+    assert {"gemma2", "gemma3_text", "gpt_oss", "phi3", "olmo2", "mixtral", "qwen3_moe"} <= set(TYPES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MORE_TYPES)
 def test_more_types_equal_eager(model_type: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
@@ -287,3 +288,41 @@ def test_running_samples_raise_the_expected_length() -> None:
     early = np.mean([predictor.remaining(i, i, 10, 10) for i in range(20)])
     late = np.mean([predictor.remaining(i, i, 500, 500) for i in range(20)])
     assert early < 400 < 450 < late
+
+
+def calls_per_step(scheduler: Scheduler, steps: int) -> float:
+    """Python calls that planning takes."""
+    events: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda _, event, __: events.append(event))
+    try:
+        for _ in range(steps):
+            assert scheduler.step() is not None
+            scheduler.commit(())
+    finally:
+        sys.setprofile(before)
+    return events.count("call") / steps
+
+
+def waiting_rows(rows: int, limit: int, config: SchedulerConfig, kinds: int) -> Scheduler:
+    """A scheduler of rows with different prompts, one sample each, of several kinds."""
+    tree, columns = tree_of([[i] * 20 for i in range(rows)]), np.arange(rows, dtype=np.int32) % kinds
+    return Scheduler(tree, np.ones(rows, int), np.full(rows, limit), config, columns)
+
+
+def test_refused_rows_cost_a_step_little() -> None:
+    """Between two ends the forecast changes only when rows take pages."""
+    config = SchedulerConfig(num_pages=40, page_size=16, max_num_seqs=8, max_tokens_per_step=99)
+    alone, refusing = (calls_per_step(waiting_rows(rows, 400, config, 1), 320) for rows in (1, 4))
+    assert refusing < 1.5 * alone
+
+
+def test_a_forecast_runs_no_python_code_per_sample() -> None:
+    """Steps with waiting rows that the forecast refuses, for 40 and for 200 running samples."""
+    cost = []
+    for slots in (40, 200):
+        config = SchedulerConfig(num_pages=50 * slots, page_size=16, max_num_seqs=2 * slots, max_tokens_per_step=9999)
+        scheduler = waiting_rows(2 * slots, 4000, config, 5)
+        calls_per_step(scheduler, 3)
+        cost.append(calls_per_step(scheduler, 64))
+    assert cost[1] < 1.2 * cost[0]

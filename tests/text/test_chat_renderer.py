@@ -51,12 +51,26 @@ def render_one(tokenizer: Tokenizer, prompt: ChatPrompt) -> str | ErrorInfo:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_random_conversations_are_rendered_as_by_the_library(tmp_path: Path, name: str) -> None:
+def test_random_conversations_are_rendered_as_by_the_library(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=TEMPLATES[name]))
-    rng = Random(name)
-    for count in (1, 2, 63, 100):
-        prompts = [conversation(rng) for _ in range(count)]
-        assert tokenizer.render_chats(prompts) == [render_one(tokenizer, prompt) for prompt in prompts]
+    rng, found, slow = Random(name), [], 0
+    batches = [[conversation(rng) for _ in range(count)] for count in (1, 2, 63, 100)]
+    expected = [[render_one(tokenizer, prompt) for prompt in prompts] for prompts in batches]
+    tokenizer.render_chats([ChatPrompt(({"role": "user", "content": "b"},))])
+    library = PreTrainedTokenizerBase.apply_chat_template
+
+    def counted(self: Any, messages: Any, *args: Any, **more: Any) -> Any:
+        nonlocal slow
+        slow += len(messages) if isinstance(messages[0], list) else 1
+        return library(self, messages, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerBase, "apply_chat_template", counted)
+        found = [tokenizer.render_chats(prompts) for prompts in batches]
+    assert found == expected
+    assert sum(map(len, batches)) - slow > 50, "most plain conversations do not go through the library"
 
 
 def test_plain_conversations_do_not_go_through_the_library(

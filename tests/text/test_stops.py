@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 import pytest
 import regex
@@ -204,14 +206,55 @@ def test_the_end_of_a_sample_is_an_event_and_a_reason(tokenizer: Tokenizer) -> N
     assert StopState(SamplingParams(), frozenset(), tokenizer).finish("abort") == FinishedText("", "abort")
 
 
-def test_the_cost_per_token_of_a_search_is_constant(tokenizer: Tokenizer) -> None:
-    line = tokenizer.encode_plain([" ".join(SENTENCES)])[0]
-    params = SamplingParams(stop=("never found", "x" * 50), stop_regex=("never[0-9]found", r"x{50}|END\s+OF"))
+class Searched:
+    """A compiled pattern that counts the characters it searches."""
 
-    def seconds(ids: list[int]) -> float:
-        start = time.perf_counter()
-        assert run(tokenizer, ids, params) == (len(ids), FinishedText(tokenizer.decode(ids), "length"))
-        return time.perf_counter() - start
+    characters = 0
 
-    short, long = min(seconds(line) for _ in range(3)), seconds(line * 100)
-    assert long < 100 * 8 * short, "searching the whole text each time would take 100 times as long per token"
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.flags = compiled.flags
+
+    def search(self, text: str, pos: int = 0, **more: Any) -> Any:
+        Searched.characters += len(text) - pos
+        return self._compiled.search(text, pos, **more)
+
+
+def test_patterns_search_each_character_a_bounded_number_of_times(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokenizer.encode_plain([" ".join(SENTENCES)])[0] * 200
+    compile_with = regex.compile
+    monkeypatch.setattr(regex, "compile", lambda *args: Searched(compile_with(*args)))
+    params = SamplingParams(stop=("never found", "x" * 50), stop_regex=("nowhere[0-9]found", r"x{51}|END\s+OF"))
+    assert run(tokenizer, ids, params) == (len(ids), FinishedText(tokenizer.decode(ids), "length"))
+    assert len(ids) < Searched.characters < 12 * len(ids), "only the new text and its surroundings"
+
+
+class Decoded:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.ids = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._tokenizer, name)
+        if not name.startswith("decode"):
+            return found
+
+        def decode(ids: Sequence[int], *flags: bool) -> str:
+            self.ids += len(ids)
+            return found(ids, *flags)  # type: ignore[no-any-return]
+
+        return decode
+
+
+def test_outputs_without_stop_strings_are_decoded_once(tokenizer: Tokenizer) -> None:
+    counting: Any = Decoded(tokenizer)
+    state = StopState(SamplingParams(stop_token_ids=(3,)), frozenset({4}), counting)
+    for token in (10, 11, 12):
+        assert state.append(token) is None
+    assert counting.ids == 0
+    assert state.finish("length").text == tokenizer.decode([10, 11, 12])
+    assert counting.ids == 3

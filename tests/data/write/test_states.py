@@ -426,7 +426,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 
 def test_memory_does_not_grow_with_the_states(tmp_path: Path) -> None:
-    """224 MiB of states, in shuffled order, are committed and merged in the memory that 32 MiB need."""
+    """224 MiB of states, in shuffled order, are committed and merged in the memory that 32 MiB need.
+
+    A quarter of the difference is allowed.
+    """
 
     def peak(rows: int) -> int:
         out = tmp_path / f"{rows}.parquet"
@@ -436,4 +439,4 @@ def test_memory_does_not_grow_with_the_states(tmp_path: Path) -> None:
         return int(done.stdout)
 
     small, large = peak(16), peak(112)
-    assert large < small + 100
+    assert large < small + 50

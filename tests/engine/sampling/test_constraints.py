@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 
 from batchgen import Completion, Engine, SamplingParams
 from batchgen.engine.sampling.constraints import GrammarState
+from batchgen.engine.sampling.logits_processor import LogitsRules
 from batchgen.request.completion import StreamEvent
 from tests.e2e.engines import outcomes
 from tests.engine.sampling.grammar_model import CLOSING, EOS, VOCAB, save_grammar_model
@@ -76,6 +78,19 @@ def test_a_leading_space_is_text_if_the_decoder_strips_it(tmp_path: Path) -> Non
     list(engine.generate([row, row | {"echo": True}], on_event=events.append))
     for index, text in enumerate((" fox", "the lazy fox")):
         assert "".join(event.text for event in events if event.row_index == index) == text
+
+
+def test_constraints_of_single_rows_are_not_kept(engine: Engine) -> None:
+    """A job may have as many constraints as rows; rules of other fields are kept once."""
+
+    def kept(count: int) -> int:
+        rows = [{"text": "a", "choice": [f"yes {count} {i}"], "max_new_tokens": 2} for i in range(count)]
+        rows += [{"text": "a", "presence_penalty": 0.5, "max_new_tokens": 2}] * count
+        assert all(c.error is None for c in engine.generate(rows))
+        gc.collect()
+        return sum(type(found) is LogitsRules for found in gc.get_objects())
+
+    assert kept(2) == kept(9)
 
 
 def rows_of(closing: dict[str, float], count: int = 28) -> list[dict[str, Any]]:

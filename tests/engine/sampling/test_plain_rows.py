@@ -101,3 +101,26 @@ def test_a_steady_step_runs_no_line_per_row(
     sought = {file for file, _ in differ}  # an ending row's index is found by bisection
     assert sought <= ({"plan/running.py"} if ends is not None else set()), differ
     assert len(differ) <= 1
+
+
+OTHER_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"frequency_penalty": 1}, "engine/sampling/penalty_counts.py"),
+    ({"return_logprob": True}, "engine/sampling/logprobs.py"),
+    ({"logit_bias": {"5": 1}}, "engine/sampling/logits_processor.py"),
+    ({"return_hidden_states": {"tokens": "all"}}, "engine/capture/hidden_states.py"),
+]
+
+
+def test_steps_of_plain_rows_run_no_code_of_other_fields(folder: Path) -> None:
+    """The code of a field runs in steps with rows that use it, and in no others."""
+    engine = Engine(str(folder), dtype="float32", attention="torch")
+
+    def files(fields: dict[str, Any]) -> set[str]:
+        """Files that steps of rows with these fields run."""
+        return {file for (file, _), runs in count_lines(engine, 2, fields, None, ()).items() if runs}
+
+    plain = files({"temperature": 1.0})
+    assert {"engine/loop.py", "kernels/sampling.py"} <= plain
+    for fields, file in OTHER_FIELDS:
+        assert file not in plain
+        assert file in files({"temperature": 1.0, **fields}), fields

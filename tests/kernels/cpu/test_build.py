@@ -194,12 +194,30 @@ def test_a_damaged_library_is_built_again(cache: Path, sources: Path) -> None:
     assert built.stat().st_size > 100
 
 
+NOEXEC = """
+import ctypes, torch
+def refuse(path):
+    raise OSError(f"{path}: failed to map segment from shared object")
+ctypes.CDLL = refuse
+"""
+
+
 @here
-def test_a_library_with_undefined_symbols_is_not_built_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "before", "reason"),
+    [
+        ('extern "C" int nowhere(); extern "C" int one() { return nowhere(); }', "", "undefined symbol: nowhere"),
+        ('extern "C" int one() { return 1; }', NOEXEC, "failed to map segment"),
+    ],
+    ids=["undefined symbol", "noexec"],
+)
+def test_a_library_that_another_build_would_not_mend_is_not_built_again(
+    tmp_path: Path, body: str, before: str, reason: str
+) -> None:
     code = "from batchgen.kernels.cpu.library import missing; print(missing())"
     sources = tmp_path / "src"
     sources.mkdir()
-    (sources / "one.cpp").write_text('extern "C" int nowhere(); extern "C" int one() { return nowhere(); }\n')
-    done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, USE_SOURCES.format(str(sources)) + code)
-    assert "undefined symbol: nowhere" in done.stdout
+    (sources / "one.cpp").write_text(body + "\n")
+    done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, before + USE_SOURCES.format(str(sources)) + code)
+    assert reason in done.stdout
     assert len(done.stderr.splitlines()) == 2

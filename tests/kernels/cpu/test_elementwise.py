@@ -14,6 +14,8 @@ from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.ops import TORCH_OPS
 from tests.kernels.cpu.products import randn
+from tests.kernels.numbers import Numbers
+from tests.kernels.op_arguments import heads
 
 pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
 
@@ -66,8 +68,32 @@ def test_silu_of_every_bfloat16() -> None:
 @given(tokens, widths, dtypes)
 @settings(max_examples=40, deadline=None)
 def test_norms_round_like_pytorch(count: int, width: int, dtype: torch.dtype) -> None:
-    x, weight = randn(count, width, dtype=dtype), randn(width, dtype=dtype, seed=1)
+    x, delta = randn(count, width, dtype=dtype), randn(count, width, dtype=dtype, seed=2)
+    weight = randn(width, dtype=dtype, seed=1)
     assert_rounded_alike(COMPILED_OPS.rms_norm(x, weight, 1e-5), TORCH_OPS.rms_norm(x, weight, 1e-5))
+    assert_rounded_alike(*(ops.add_rms_norm(x.clone(), delta, weight, 1e-5) for ops in (COMPILED_OPS, TORCH_OPS)))
+
+
+@given(
+    tokens,
+    st.sampled_from([(1, 1, 2), (3, 1, 6), (9, 3, 16), (14, 2, 24), (4, 4, 64), (5, 5, 80), (2, 1, 256), (3, 3, 34)]),
+    dtypes,
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_heads_round_like_pytorch(count: int, shape: tuple[int, int, int], dtype: torch.dtype, normed: bool) -> None:
+    made = heads(Numbers(torch.device("cpu"), count), dtype, count, *shape, normed=normed, page=13)
+    mine, plain = ({**made, **{name: made[name].clone() for name in ("qkv", "keys", "values")}} for _ in range(2))
+    found = [
+        (run.qk_norm_rope_cache(**of), of["keys"], of["values"])
+        for run, of in ((COMPILED_OPS, mine), (TORCH_OPS, plain))
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        if normed:
+            assert_rounded_alike(ours[~ours.isnan()], theirs[~ours.isnan()])
+        else:
+            torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=0, atol=1e-6)
 
 
 def test_tensors_that_are_not_supported_use_pytorch() -> None:

@@ -45,8 +45,9 @@ KERNEL = pytest.mark.parametrize("kernel", KERNELS)
 def test_steps_equal_the_reference(group: str, kernel: str) -> None:
     for case in GROUPS[group][:: 1 if kernel == "triton" else 2]:  # both kernels have the same page and mask arithmetic
         step = built(case.fill, **case.shape)
-        tuning: Any = Tiles(case.keys)
-        check(KERNELS[kernel](step, tuning), step, **with_sinks(case.options, step.query.shape[1]))
+        tunings: list[Any] = [Tiles(case.keys), *([SPLITTING] if (kernel, group) == ("triton", "options") else [])]
+        for tuning in tunings:
+            check(KERNELS[kernel](step, tuning), step, **with_sinks(case.options, step.query.shape[1]))
 
 
 @KERNEL

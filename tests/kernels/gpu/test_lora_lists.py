@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu.lora import add_lora
 from batchgen.kernels.lora import LoraPair, LoraPairs, lora_step, tiles_of
+from batchgen.kernels.lora import add_lora as plain_lora
+from tests.kernels import op_exact as exact
+from tests.kernels.closeness import DTYPES
 from tests.kernels.numbers import Numbers
+from tests.kernels.op_arguments import lora, pairs_of
 
 CPU = torch.device("cpu")
 NUMBERS = Numbers(CPU)
@@ -25,19 +30,31 @@ def test_zeros_of_projections_fused_along_their_outputs_are_not_read() -> None:
     assert pairs.stack.spans[1].tolist() == [[0, 16], [0, 32], [16, 48], [32, 48]]
     assert pairs.stack.spans[0].tolist() == [[0, 0]] * 4
     x, out = NUMBERS.randn(3, 32), NUMBERS.randn(3, 400)
-    exact = out.double()
-    exact[[0, 2]] += x[[0, 2]].double() @ pairs[1].down.double().T @ up.double().T
+    want = out.double()
+    want[[0, 2]] += x[[0, 2]].double() @ pairs[1].down.double().T @ up.double().T
     step = lora_step(np.array([1, 0, 1]), HOST)
     assert step is not None
     add_lora(out, x, step, pairs)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(5, 2, 8, 33, 7), (19, 3, 64, 100, 130), (17, 4, 130, 40, 48), (4, 2, 16, 1537, 24)])
+def test_updates_are_as_exact_as_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Up to one intermediate rounding: where terms cancel, PyTorch may be right by chance."""
+    out, x, step, pairs = lora(Numbers(CPU), dtype, *sizes).values()
+    ours, plain, truth, terms = out.clone(), out.clone(), out.double(), out.double().abs()
+    add_lora(ours, x, step, pairs)
+    plain_lora(plain, x, step, pairs)
+    wide = [pair and LoraPair(pair.down.double(), pair.up.double()) for pair in pairs]
+    exact.lora(truth, x.double(), step, LoraPairs(wide))
+    exact.lora(terms, x.double().abs(), step, LoraPairs([w and LoraPair(w.down.abs(), w.up.abs()) for w in wide]))
+    allowed = 2 * (plain.double() - truth).abs().max() + torch.finfo(dtype).eps * terms.max()
+    assert (ours.double() - truth).abs().max() <= allowed
 
 
 def test_a_stack_contains_the_pairs_once() -> None:
-    def drawn(rank: int) -> LoraPair:
-        return LoraPair(NUMBERS.randn(rank, 12, dtype=torch.bfloat16), NUMBERS.randn(10, rank, dtype=torch.bfloat16))
-
-    pairs = LoraPairs([drawn(4), None, drawn(17)])
+    pairs = pairs_of(NUMBERS, [4, 0, 17], 12, 10, torch.bfloat16)
     before = [None if p is None else (p.down.clone(), p.up.clone()) for p in pairs]
     stack = pairs.stack
     assert stack.ranges.tolist() == [[0, 16], [16, 0], [16, 32]]
