@@ -1,13 +1,16 @@
-"""Validation of finished texts against schemas and patterns, independent of the grammar compiler.
+"""Validation of finished texts against schemas and patterns, independent of the grammar compilers.
 
 Nothing here uses the network (a `$ref` to another document is not found). Patterns have a time limit, since a
-backtracking matcher may run forever on a text that does not match.
+backtracking matcher may run forever on a text that does not match. What nothing here can check makes a verdict None,
+never true.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 import jsonschema
@@ -16,17 +19,31 @@ import regex
 from jsonschema.validators import validator_for
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS
+from batchgen.text.grammar.keywords import unchecked_keywords
+from batchgen.text.grammar.patterns import with_escaped_braces
 
 _SECONDS = 1.0
 """Time limit in seconds for one pattern in one text."""
-_FORMATS = jsonschema.FormatChecker(formats=("date", "ipv4", "ipv6", "uuid"))
-"""Formats that need no further packages, so that every installation gives the same result."""
+
+
+def _format_checker() -> jsonschema.FormatChecker:
+    """Checker of exactly the formats that are known here, so that every installation gives the same result."""
+    checker = jsonschema.FormatChecker(formats=())
+    for name, known in FORMATS.items():
+        checker.checks(name)(lambda value, check=known.check: not isinstance(value, str) or check(value))
+    for name, (low, high) in INTEGER_FORMATS.items():
+        checker.checks(name)(lambda value, low=low, high=high: type(value) is not int or low <= value <= high)
+    return checker
+
+
+_FORMAT_CHECKER = _format_checker()
 
 
 def pattern_found(pattern: str, text: str, *, on_failure: bool = True) -> bool:
     """Whether `pattern` matches somewhere in `text`; `on_failure` if the search times out or the pattern is invalid."""
     try:
-        return regex.search(pattern, text, timeout=_SECONDS) is not None
+        return regex.search(_judged(pattern), text, timeout=_SECONDS) is not None
     except (TimeoutError, regex.error):
         return on_failure
 
@@ -34,9 +51,15 @@ def pattern_found(pattern: str, text: str, *, on_failure: bool = True) -> bool:
 def matches_whole(pattern: str, text: str) -> bool:
     """Whether `pattern` matches all of `text`; False if the search times out."""
     try:
-        return regex.fullmatch(pattern, text, timeout=_SECONDS) is not None
+        return regex.fullmatch(_judged(pattern), text, timeout=_SECONDS) is not None
     except (TimeoutError, regex.error):
         return False
+
+
+@lru_cache(maxsize=1024)
+def _judged(pattern: str) -> str:
+    """`pattern` for the `regex` package, which reads a lone brace such as that of `a{e}` as a fuzzy match."""
+    return with_escaped_braces(pattern)
 
 
 class Schema:
@@ -44,8 +67,9 @@ class Schema:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self._validators = _with_time_limit(validator_for(root, default=jsonschema.Draft202012Validator))
-        self._validator = self._validators(root, registry=referencing.Registry(), format_checker=_FORMATS)
+        self._validators = _with_own_checks(validator_for(root, default=jsonschema.Draft202012Validator))
+        self._validator = self._validators(root, registry=referencing.Registry(), format_checker=_FORMAT_CHECKER)
+        self._unchecked: bool | None = None
 
     @classmethod
     def parse(cls, text: str, field: str) -> Schema:
@@ -88,24 +112,32 @@ class Schema:
         return found if type(found) in (dict, bool) else None
 
     def satisfies(self, value: Any, schema: Any = None) -> bool:
-        """Whether `value` is valid under the whole schema, or under its part `schema`."""
-        validator = self._validator if schema is None else self._validator.evolve(schema=schema)
-        try:
-            return bool(validator.is_valid(value))
-        except (referencing.exceptions.Unresolvable, RecursionError, ArithmeticError):
-            return False
+        """Whether `value` is valid under the whole schema, or under its part `schema`; False if that is unknown."""
+        return bool(self._verdict(value, self._validator if schema is None else self._validator.evolve(schema=schema)))
 
-    def satisfied_by(self, text: str) -> bool:
-        """Whether `text` is valid JSON and its value satisfies the schema."""
+    def satisfied_by(self, text: str) -> bool | None:
+        """Whether `text` is valid JSON and its value satisfies the schema.
+
+        None: it breaks no keyword that is checked, but the schema has others, or cannot be followed to its end.
+        """
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return False
-        return self.satisfies(value)
+        if self._unchecked is None:
+            self._unchecked = any(True for _ in unchecked_keywords(self.root, self.resolve))
+        verdict = self._verdict(value, self._validator)
+        return None if verdict and self._unchecked else verdict
+
+    def _verdict(self, value: Any, validator: Any) -> bool | None:
+        try:
+            return bool(validator.is_valid(value))
+        except (referencing.exceptions.Unresolvable, RecursionError, ArithmeticError):
+            return None
 
 
-def _with_time_limit(base: Any) -> Any:
-    """Validator class `base` with a time limit for patterns."""
+def _with_own_checks(base: Any) -> Any:
+    """Validator class `base` with a time limit for patterns, and with exact decimals."""
 
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
         if validator.is_type(instance, "string") and not pattern_found(wanted, instance, on_failure=False):
@@ -119,7 +151,12 @@ def _with_time_limit(base: Any) -> Any:
                 if pattern_found(expression, name):
                     yield from validator.descend(value, part, path=name, schema_path=expression)
 
-    return jsonschema.validators.extend(base, {"pattern": pattern, "patternProperties": pattern_properties})
+    def multiple_of(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        if validator.is_type(instance, "number") and Decimal(repr(instance)) % Decimal(repr(factor)) != 0:
+            yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {factor!r}")
+
+    checks = {"pattern": pattern, "patternProperties": pattern_properties, "multipleOf": multiple_of}
+    return jsonschema.validators.extend(base, checks)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""`enforceable_schema`: texts of the resulting grammar are valid under the original schema according to `jsonschema`.
+"""Schemas: texts of the grammar are valid under the schema according to `jsonschema`.
 
-Random schemas with every keyword, alone and combined, test the assumptions about what xgrammar enforces.
+Random schemas with every keyword, alone and combined, test the assumptions about what the grammar compilers enforce.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import jsonschema
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.text.grammar.schemas import enforceable_schema
-from tests.text.grammar.walk import accepts, compile_schema, random_text
+from batchgen.text.grammar.schemas import enforceable_schemas
+from batchgen.text.grammar.validation import Schema
+from tests.text.grammar.walk import compile_schema
 
 DEFS = {
     "A": {
@@ -166,19 +167,20 @@ def test_random_schemas_are_enforced_or_refused(seed: int) -> None:
     for _ in range(60):
         schema = {**generator.schema(), "$defs": DEFS}
         try:
-            written = enforceable_schema(json.dumps(schema))
+            grammar = compile_schema(schema)
         except RowError as error:
             outcomes[error.info.code] += 1
             continue
-        grammar = compile_schema(json.dumps(written))
         validator = jsonschema.Draft202012Validator(schema)
+        checked = Schema.parse(json.dumps(schema), "json_schema")
         for number in range(6):
-            text = random_text(grammar, number, steps=40)
+            text = grammar.random_text(number, steps=40)
             if text is not None:
                 value = json.loads(text.decode(errors="replace"))
-                assert validator.is_valid(value), (schema, written, value)
-                outcomes["valid"] += 1
-    assert outcomes["valid"] > 150
+                assert validator.is_valid(value), (schema, grammar.backend, value)
+                assert checked.satisfied_by(text.decode(errors="replace")) is True, (schema, grammar.backend, value)
+                outcomes[grammar.backend] += 1
+    assert outcomes["xgrammar"] > 150
     assert outcomes["unsupported_schema_keyword"] > 0
 
 
@@ -189,11 +191,11 @@ def test_random_schemas_compile_when_lenient(seed: int) -> None:
     for _ in range(60):
         schema = {**generator.schema(), "$defs": DEFS}
         try:
-            written = enforceable_schema(json.dumps(schema), lenient=True)
+            grammar = compile_schema(schema, lenient=True)
         except RowError as error:
             refused.add(error.info.code)
             continue
-        text = random_text(compile_schema(json.dumps(written)), 0, steps=40)
+        text = grammar.random_text(0, steps=40)
         if text is not None:
             json.loads(text.decode(errors="replace"))
     assert refused <= {"invalid_grammar"}
@@ -217,21 +219,22 @@ def test_random_schemas_compile_when_lenient(seed: int) -> None:
     ids=str,
 )
 def test_the_grammar_accepts_valid_texts(schema: Any, texts: list[str]) -> None:
-    grammar = compile_schema(json.dumps(enforceable_schema(json.dumps(schema))))
+    grammar = compile_schema(schema)
     for text in texts:
-        assert accepts(grammar, text), text
+        assert grammar.accepts(text), text
 
 
 def test_the_path_of_the_keyword_is_named() -> None:
-    schema = {"type": "object", "properties": {"list": {"items": {"type": "number", "multipleOf": 3}}}}
-    with pytest.raises(RowError, match=r"`multipleOf` \(at #/properties/list/items\)") as caught:
-        enforceable_schema(json.dumps(schema))
+    schema = {"type": "object", "properties": {"list": {"items": {"type": "array", "uniqueItems": True}}}}
+    with pytest.raises(RowError, match=r"`uniqueItems` \(at #/properties/list/items\)") as caught:
+        compile_schema(schema)
     assert caught.value.info.param == "json_schema"
 
 
 def test_a_long_chain_of_references_does_not_count_as_nesting() -> None:
     defs: dict[str, Any] = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(600)}
-    written = enforceable_schema(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d600": {"type": "null"}}}))
+    schema = {"$ref": "#/$defs/d0", "$defs": {**defs, "d600": {"type": "null"}}}
+    _, written = next(enforceable_schemas(json.dumps(schema), "json_schema"))
     assert len(written["$defs"]) == 601
 
 
@@ -239,5 +242,4 @@ def test_many_paths_to_one_definition_are_visited_once() -> None:
     defs: dict[str, Any] = {
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(60)
     }
-    written = enforceable_schema(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}))
-    assert accepts(compile_schema(json.dumps(written)), "null")
+    assert compile_schema({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}).accepts("null")
