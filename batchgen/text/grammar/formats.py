@@ -56,7 +56,10 @@ _ESCAPED = "%[0-9A-Fa-f]{2}"
 _PCHAR = f"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|{_ESCAPED})"
 _AFTER_PATH = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
 _AUTHORITY = rf"//(?:{_HOST}|{_IPV4})(?::[0-9]{{1,5}})?(?:/{_PCHAR}*)*"
-_URI = rf"[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}|{_PCHAR}+(?:/{_PCHAR}*)*){_AFTER_PATH}"
+_URI = (
+    rf"(?:[A-Za-z][A-Za-z0-9+.-]{{0,30}}:{_AUTHORITY}|mailto:{_EMAIL}|urn:[a-z0-9]{{2,20}}:{_PCHAR}+(?:/{_PCHAR}+)*)"
+    rf"{_AFTER_PATH}"
+)
 _NO_COLON = f"(?:[A-Za-z0-9._~!$&'()*+,;=@-]|{_ESCAPED})"
 _REFERENCE = rf"(?:{_URI}|(?:{_AUTHORITY}|/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?|{_NO_COLON}+(?:/{_PCHAR}*)*)?{_AFTER_PATH})"
 _VARIABLES = r"\{[+#./;?&]?[A-Za-z0-9_]+(?:\*|:[1-9][0-9]{0,3})?(?:,[A-Za-z0-9_]+(?:\*|:[1-9][0-9]{0,3})?)*\}"

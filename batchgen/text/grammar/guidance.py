@@ -45,7 +45,7 @@ def guidance_tokenizer(pieces: Sequence[bytes]) -> Any:
 
 @cache
 def byte_tokenizer() -> Any:
-    """llguidance's form of the vocabulary of all bytes."""
+    """Llguidance's form of the vocabulary of all bytes."""
     return guidance_tokenizer([bytes([code]) for code in range(256)])
 
 
@@ -71,6 +71,7 @@ class GuidanceMatcher:
         """`matcher`: of this sample alone; `stop_ids`: tokens that are allowed where the text may end."""
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._stop_ids = stop_ids
         self._stop_words = _words_of(stop_ids, vocab_size)
 
     def accept_token(self, token: int) -> bool:
@@ -82,6 +83,10 @@ class GuidanceMatcher:
         if self._matcher.is_stopped() or not self._matcher.validate_tokens([token]):
             return False
         return bool(self._matcher.consume_token(token))
+
+    def fork(self) -> GuidanceMatcher:
+        """A copy, which goes on alone."""
+        return GuidanceMatcher(self._matcher.deep_copy(), self._vocab_size, self._stop_ids)
 
     def is_completed(self) -> bool:
         """Whether the text may end here."""

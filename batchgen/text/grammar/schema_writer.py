@@ -105,7 +105,7 @@ class SchemaWriter(ABC):
         for key in unknown_keywords(schema):
             near = get_close_matches(key.lower(), [known.lower() for known in ASSERTIONS], 1, 0.8)
             hint = next((f"; did you mean `{known}`?" for known in ASSERTIONS if [known.lower()] == near), "")
-            self._unsupported(path, key, f"no draft of JSON Schema knows it{hint}")
+            self._unsupported(path, key, f"nothing here knows or checks it{hint}")
         for key in UNSUPPORTED_KEYWORDS:
             if key in schema:
                 self._unsupported(path, key, "grammars cannot express it")

@@ -8,9 +8,10 @@ never true.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from decimal import Decimal
-from functools import lru_cache
+from fractions import Fraction
+from functools import cache, lru_cache
 from typing import Any
 
 import jsonschema
@@ -136,6 +137,7 @@ class Schema:
             return None
 
 
+@cache
 def _with_own_checks(base: Any) -> Any:
     """Validator class `base` with a time limit for patterns, and with exact decimals."""
 
@@ -152,11 +154,16 @@ def _with_own_checks(base: Any) -> Any:
                     yield from validator.descend(value, part, path=name, schema_path=expression)
 
     def multiple_of(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterator[Any]:
-        if validator.is_type(instance, "number") and Decimal(repr(instance)) % Decimal(repr(factor)) != 0:
+        if validator.is_type(instance, "number") and not _is_multiple(instance, factor):
             yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {factor!r}")
 
     checks = {"pattern": pattern, "patternProperties": pattern_properties, "multipleOf": multiple_of}
     return jsonschema.validators.extend(base, checks)
+
+
+def _is_multiple(value: float, factor: float) -> bool:
+    """Whether a number is a whole multiple of another, as both are written in decimals."""
+    return math.isfinite(value) and (Fraction(repr(value)) / Fraction(repr(factor))).denominator == 1
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

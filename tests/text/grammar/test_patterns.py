@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import product
 
 import pytest
 from hypothesis import assume, example, given, settings

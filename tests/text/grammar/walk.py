@@ -1,4 +1,4 @@
-"""Texts that a constraint allows, found token by token without an engine, with a vocabulary of bytes and a few words."""
+"""Texts that a constraint allows, found token by token without an engine, over a vocabulary of bytes and some words."""
 
 from __future__ import annotations
 
@@ -73,21 +73,26 @@ class Walk:
         return None
 
     def texts(self, alphabet: str, longest: int, most: int = 10**9) -> Iterator[str]:
-        """Yield every text of at most `longest` characters of an ASCII alphabet, shortest first, at most `most`."""
-        waiting = [""]
-        for _ in range(longest + 1):
+        """Yield every text of at most `longest` characters of an ASCII alphabet, shortest first.
+
+        Of each length only the first `most` beginnings are followed.
+        """
+        waiting = [("", self.matcher())]
+        for length in range(longest + 1):
             longer = []
-            for text in waiting:
-                matcher = self.matcher()
-                assert all(matcher.accept_token(byte) for byte in text.encode())
-                allowed = set(_allowed(matcher))
-                if _STOP in allowed:
+            for text, matcher in waiting:
+                words = _mask(matcher).tolist()
+                if words[_STOP // 32] >> _STOP % 32 & 1:
                     yield text
-                    most -= 1
-                    if not most:
-                        return
-                longer += [text + letter for letter in alphabet if ord(letter) in allowed]
-            waiting = longer[:most]
+                following = [letter for letter in alphabet if words[ord(letter) // 32] >> ord(letter) % 32 & 1]
+                longer += [(text, matcher, letter) for letter in following if length < longest]
+            waiting = [(text + letter, self._after(matcher, letter)) for text, matcher, letter in longer[:most]]
+
+    def _after(self, matcher: Any, letter: str) -> Any:
+        """A copy of a matcher after one more character."""
+        longer = matcher.fork()
+        assert longer.accept_token(ord(letter))
+        return longer
 
 
 def compile_constraint_of(kind: ConstraintKind, text: str, *, lenient: bool = False) -> Walk:
@@ -114,8 +119,12 @@ def compile_schema(schema: Any, *, lenient: bool = False) -> Walk:
     return compile_constraint_of("json_schema", json.dumps(schema), lenient=lenient)
 
 
-def _allowed(matcher: Any) -> list[int]:
+def _mask(matcher: Any) -> Any:
     mask = np.zeros((1, -(-len(_PIECES) // 32)), np.int32)
     matcher.fill_next_token_bitmask(mask)
-    bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: len(_PIECES)]
+    return mask[0]
+
+
+def _allowed(matcher: Any) -> list[int]:
+    bits = np.unpackbits(_mask(matcher).view(np.uint8), bitorder="little")[: len(_PIECES)]
     return [int(token) for token in np.flatnonzero(bits)]
