@@ -80,6 +80,8 @@ class Ingested:
     """Error code -> number of rows."""
     first_prompt: list[int] | None = None
     """Token ids of the first good row's first prompt."""
+    grammar_backends: dict[str, int] = field(default_factory=dict)
+    """Grammar compiler (`xgrammar`, `llguidance`) -> number of distinct constraints that it compiled."""
 
     def close(self, *, keep: bool = False) -> None:
         """Close the files of token ids, texts and bad rows; remove them unless `keep`.
@@ -137,6 +139,7 @@ def ingest(
                 _add_bad(result, row, extra, config, on_bad)
             else:
                 _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
+        result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
         tokens.ids()  # mapped, so that the ids stay readable when the file is closed
     except BaseException:
         result.close()

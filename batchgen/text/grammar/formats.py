@@ -142,6 +142,8 @@ def _is_label(label: str) -> bool:
 
 def _is_idn_hostname(text: str) -> bool:
     labels = re.split("[.\u3002\uff0e\uff61]", text)
+    if any("-" in (label[:1], label[-1:]) for label in labels):
+        return False
     try:
         return _is_hostname(".".join(label if label.isascii() else label.encode("idna").decode() for label in labels))
     except UnicodeError:

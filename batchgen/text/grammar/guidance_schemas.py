@@ -98,6 +98,11 @@ class GuidanceWriter(SchemaWriter):
                 self._unsupported(path, key, "bounds from 2^53 on are not exact")
             else:
                 written[key] = value
+        for (value, is_exclusive), (other, _) in ((low, high), (high, low)):
+            if value == 0 and is_exclusive and abs(other) < 1 and schema.get("type") != "integer":
+                # llguidance allows 0 here, unless the other bound has a digit before the point.
+                self._unsupported(path, "exclusiveMinimum", "the range between 0 and the other bound is too narrow")
+                written = {}
         if "multipleOf" in schema:
             written["multipleOf"] = schema["multipleOf"]
         return written

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from batchgen.text.grammar.formats import is_known_format
+from batchgen.text.grammar.patterns import has_one_reading
 
 Json = dict[str, Any]
 
@@ -89,6 +90,9 @@ def unchecked_keywords(root: Any, resolve: Callable[[str], Any]) -> Iterator[str
         yield from unknown_keywords(schema)
         if "format" in schema and not is_known_format(schema["format"]):
             yield "format"
+        patterns = [schema["pattern"]] if "pattern" in schema else []
+        if not all(map(has_one_reading, (*patterns, *schema.get("patternProperties", ())))):
+            yield "pattern"
         if isinstance(schema.get("$ref"), str):
             waiting.append(resolve(schema["$ref"]))
         waiting.extend(subschemas(schema))

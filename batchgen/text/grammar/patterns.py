@@ -109,6 +109,15 @@ def _parse(pattern: str) -> Any:
         raise PatternError(f"is not a valid pattern: {error}", invalid=True) from None
 
 
+def has_one_reading(pattern: str) -> bool:
+    """Whether all dialects read a schema's pattern as the same thing, or refuse it."""
+    try:
+        _refuse_other_readings(pattern, is_schema=True)
+    except PatternError:
+        return False
+    return True
+
+
 def _refuse_other_readings(pattern: str, *, is_schema: bool) -> None:
     """Refuse classes that Python, ECMA-262 or the POSIX tools read as different things."""
     for part in _PART.finditer(pattern):

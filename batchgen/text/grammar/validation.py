@@ -22,7 +22,7 @@ from jsonschema.validators import validator_for
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS
 from batchgen.text.grammar.keywords import unchecked_keywords
-from batchgen.text.grammar.patterns import with_escaped_braces
+from batchgen.text.grammar.patterns import has_one_reading, with_escaped_braces
 
 _SECONDS = 1.0
 """Time limit in seconds for one pattern in one text."""
@@ -142,7 +142,9 @@ def _with_own_checks(base: Any) -> Any:
     """Validator class `base` with a time limit for patterns, and with exact decimals."""
 
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
-        if validator.is_type(instance, "string") and not pattern_found(wanted, instance, on_failure=False):
+        if not validator.is_type(instance, "string") or not has_one_reading(wanted):
+            return
+        if not pattern_found(wanted, instance, on_failure=False):
             yield jsonschema.ValidationError(f"{instance!r} does not match {wanted!r}")
 
     def pattern_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
@@ -150,7 +152,7 @@ def _with_own_checks(base: Any) -> Any:
             return
         for expression, part in wanted.items():
             for name, value in instance.items():
-                if pattern_found(expression, name):
+                if has_one_reading(expression) and pattern_found(expression, name):
                     yield from validator.descend(value, part, path=name, schema_path=expression)
 
     def multiple_of(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
+from batchgen.text.grammar.validation import matches_whole
 from tests.text.grammar.walk import Walk, compile_pattern, compile_schema
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", "[ab]", "[^a]", r"[^\s\d]", r"[\w-]", "[b-é]"]
@@ -92,6 +93,45 @@ def test_unsupported_patterns_are_refused(pattern: str, message: str, invalid: b
     with pytest.raises(PatternError, match=message) as caught:
         explicit_pattern(pattern)
     assert caught.value.invalid is invalid
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[[:alpha:]]", "[a[:digit:]b]+", "[[.a.]]", "[a&&b]", "[a--z]", "[a||b]", "[a~~b]"]
+)
+def test_classes_that_dialects_read_differently_are_refused(pattern: str) -> None:
+    for json_string in (False, True):
+        with pytest.raises(PatternError, match="read in different ways"):
+            explicit_pattern(pattern, json_string=json_string)
+    with pytest.raises(PatternError, match="read in different ways"):
+        explicit_pattern("[]a]", json_string=True)
+
+
+@pytest.mark.parametrize("pattern", ["a{e}", "{a}", "x{", "a{,2}", "[{]{2}", r"\{1}"])
+def test_a_brace_means_the_same_to_the_grammar_and_to_the_check(pattern: str) -> None:
+    """Another dialect takes `a{e}` for an approximate match."""
+    grammar = compile_pattern(pattern)
+    for text in ("a{e}", "a", "b", "{a}", "x{", "aa", "aaa", "{{", "{", ""):
+        assert grammar.accepts(text) == matches_whole(pattern, text) == bool(re.fullmatch(pattern, text)), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        ("^ab", ["ab", "abc", "ab ab"], ["a", "cab"]),
+        ("ab$", ["ab", "cab"], ["abc", "b"]),
+        ("ab", ["ab"], ["cab", "abc"]),
+        ("^ab$", ["ab"], ["cab", "abc"]),
+        ("^(?:a|b)", ["a", "bb"], ["", "cb"]),
+        ("^(a$|b)", ["a", "b"], ["aa"]),
+        ("^", ["", "a"], []),
+    ],
+)
+def test_a_schema_s_pattern_goes_on_where_only_one_end_is_anchored(
+    pattern: str, good: list[str], bad: list[str]
+) -> None:
+    grammar = compile_schema({"type": "string", "pattern": pattern})
+    assert {text: grammar.accepts(json.dumps(text)) for text in (*good, *bad)} == {t: t in good for t in (*good, *bad)}
+    assert all(re.search(pattern, text) for text in good)
 
 
 @pytest.mark.parametrize("pattern", ['"', r"a\\b", r"\x00", "[\n\t]"])

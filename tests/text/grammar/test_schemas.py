@@ -16,7 +16,7 @@ import pytest
 from batchgen.errors import RowError
 from batchgen.text.grammar.schemas import enforceable_schemas
 from batchgen.text.grammar.validation import Schema
-from tests.text.grammar.walk import compile_schema
+from tests.text.grammar.walk import compile_constraint_of, compile_schema
 
 DEFS = {
     "A": {
@@ -243,3 +243,100 @@ def test_many_paths_to_one_definition_are_visited_once() -> None:
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(60)
     }
     assert compile_schema({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}).accepts("null")
+
+
+NULL = {"type": "null"}
+UNCHECKED: list[dict[str, Any]] = [
+    {"type": "string", "format": "my-own"},
+    {"type": "string", "minlength": 3},
+    {"type": "string", "contentEncoding": "base64"},
+    {"type": ["string", "array"], "items": {"type": "string", "nullable": True}},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "pattern_": "^a"}}},
+    {"$ref": "https://example.org/schema.json"},
+    {"type": "string", "pattern": "[a[:alpha:]]"},
+    {"type": ["string", "object"], "patternProperties": {"[[:alpha:]]": {}}},
+]
+
+
+@pytest.mark.parametrize("schema", UNCHECKED, ids=str)
+def test_what_nobody_checks_is_refused_or_leaves_the_verdict_open(schema: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match="cannot be enforced") as caught:
+        compile_schema(schema)
+    assert caught.value.info.code == "unsupported_schema_keyword"
+    assert compile_schema(schema, lenient=True).accepts('"ab"')
+    second = Schema.parse(json.dumps(schema), "json_schema")
+    assert second.satisfied_by('"ab"') is None
+    if "https" not in str(schema):
+        assert second.satisfied_by("1") is False, "what is checked still speaks against it"
+
+
+def test_a_misspelt_keyword_is_named_with_the_right_one() -> None:
+    with pytest.raises(RowError, match=r"`minlength`.*did you mean `minLength`\?"):
+        compile_schema({"type": "string", "minlength": 3})
+    with pytest.raises(RowError, match=r'`nullable`.*"null"'):
+        compile_schema({"type": "string", "nullable": True})
+
+
+def test_notes_are_no_constraints() -> None:
+    schema = {"type": "string", "title": "T", "x-order": 1, "example": "a", "format": "password", "default": 3}
+    assert compile_schema(schema).accepts('"ab"')
+    assert Schema.parse(json.dumps(schema), "json_schema").satisfied_by('"ab"') is True
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "multipleOf": 3}, ["-3", "0", "12"], ["1", "13"]),
+        ({"type": "number", "multipleOf": 0.1}, ["0.3", "1", "-2.7"], ["0.35"]),
+        ({"type": "string", "pattern": "^a+$", "minLength": 2, "maxLength": 3}, ['"aa"', '"aaa"'], ['"a"', '"aaaa"']),
+        ({"$ref": "#/$defs/n", "minimum": 5, "$defs": {"n": {"type": "integer", "maximum": 9}}}, ["5"], ["4", "10"]),
+        (
+            {
+                "allOf": [
+                    {"type": "object", "properties": {"a": {"type": "null"}}},
+                    {"properties": {"b": {"type": "null"}}},
+                ]
+            },
+            ["{}", '{"a": null, "b": null}', '{"b": null}'],
+            ['{"c": 1}', '{"a": 1}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": 1}', '{"b": 1}'],
+            ["{}", '{"c": 1}'],
+        ),
+    ],
+    ids=str,
+)
+def test_keywords_that_only_the_second_compiler_enforces(schema: Any, good: list[str], bad: list[str]) -> None:
+    grammar = compile_schema(schema)
+    assert grammar.backend == "llguidance"
+    assert {text: grammar.accepts(text) for text in (*good, *bad)} == {t: t in good for t in (*good, *bad)}
+    second = Schema.parse(json.dumps(schema), "json_schema")
+    assert all(second.satisfied_by(text) for text in good)
+
+
+@pytest.mark.parametrize("bounds", [(0, 0.5), (-0.5, 0), (0, 0.0005)])
+@pytest.mark.parametrize("factor", [None, 0.05])
+def test_zero_is_outside_of_an_open_range(bounds: tuple[float, float], factor: float | None) -> None:
+    schema = {"type": "number", "exclusiveMinimum": bounds[0], "exclusiveMaximum": bounds[1]}
+    if factor is not None:  # llguidance would allow 0
+        with pytest.raises(RowError, match="too narrow"):
+            compile_schema({**schema, "multipleOf": factor})
+        return
+    grammar = compile_schema(schema)
+    assert grammar.backend == "xgrammar"
+    assert not any(grammar.accepts(text) for text in ("0", "-0", "0.0"))
+
+
+def test_schemas_with_patterns_in_a_structural_tag() -> None:
+    for schema, good, bad in (
+        ({"type": "string", "pattern": "^a(?:b[0-9]+)?Z$"}, '"ab1Z"', '"a11Z"'),
+        ({"type": "array", "items": {"type": "string", "format": "date"}}, '[ "2024-02-29"]', '["2023-02-29"]'),
+    ):
+        tag = {"format": {"type": "json_schema", "json_schema": schema}}
+        grammar = compile_constraint_of("structural_tag", json.dumps(tag))
+        assert (grammar.accepts(good), grammar.accepts(bad)) == (True, False), schema
+        tag["format"]["style"] = "qwen_xml"
+        with pytest.raises(RowError, match="no other options"):
+            compile_constraint_of("structural_tag", json.dumps(tag))
