@@ -11,6 +11,7 @@ import base64
 import binascii
 import ipaddress
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -220,7 +221,8 @@ def _is_relative_pointer(text: str) -> bool:
 
 def _is_regex(text: str) -> bool:
     try:
-        re.compile(text)
+        with warnings.catch_warnings(action="ignore"):  # of classes that a later Python may read differently
+            re.compile(text)
     except (re.error, OverflowError, RecursionError):
         return False
     return True

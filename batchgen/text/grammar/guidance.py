@@ -103,7 +103,7 @@ class GuidanceMatcher:
         if self._matcher.is_error():
             raise RuntimeError(self._matcher.get_error().strip().splitlines()[0][:300])
         words[:] = found[: len(words)]
-        if self._vocab_size % 32:  # else the extra token is in a word of its own
+        if self._vocab_size % 32:  # else the extra token is in a separate word
             words[-1] &= (1 << self._vocab_size % 32) - 1
         if self.is_completed():
             words |= self._stop_words

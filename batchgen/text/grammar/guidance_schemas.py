@@ -1,6 +1,6 @@
 """Translation of JSON Schemas to what llguidance enforces.
 
-llguidance follows a schema together with the keywords beside `$ref`, `anyOf` and `allOf`, and knows `multipleOf` and
+llguidance follows a schema together with the keywords next to `$ref`, `anyOf` and `allOf`, and knows `multipleOf` and
 strings with both a pattern and a length; it ignores keywords that it does not know. `GuidanceWriter` writes patterns,
 formats, references and closed objects as for xgrammar, so that a schema has the same meaning with both. A schema that
 llguidance cannot follow does not compile.

@@ -63,7 +63,7 @@ _PART = re.compile(
 
 
 def with_escaped_braces(pattern: str) -> str:
-    """`pattern` with a backslash before each brace that stands for itself."""
+    """`pattern` with a backslash before each brace that is a literal character."""
     return _PART.sub(lambda part: "\\{" if part["brace"] else part[0], pattern)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -91,7 +92,8 @@ class Schema:
                 field, f"declares the unknown draft {str(declared)[:200]!r}; use one of the drafts 3 to 2020-12"
             )
         try:
-            validator_for(root, default=jsonschema.Draft202012Validator).check_schema(root)
+            with warnings.catch_warnings(action="ignore"):  # of patterns that a later Python may read differently
+                validator_for(root, default=jsonschema.Draft202012Validator).check_schema(root)
         except jsonschema.SchemaError as error:
             raise _invalid(field, f"is not a JSON Schema: {error.message[:300]} at {error.json_path[:200]}") from None
         except RecursionError:

@@ -139,7 +139,7 @@ SCHEMAS: list[Any] = [
 ]  # fmt: skip
 
 MORE_SCHEMAS: list[Any] = [
-    # keywords beside each other, for the second compiler
+    # keywords next to each other, for the second compiler
     {"type": "integer", "multipleOf": 3}, {"type": "number", "multipleOf": 0.25},
     {"allOf": [WHOLE, {"minimum": 5}]}, obj("a", a=WHOLE) | {"allOf": [obj("b", b=FLAG)]},
     obj(a=WHOLE) | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"type": "string", "anyOf": [WHOLE, SHORT]},

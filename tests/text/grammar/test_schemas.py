@@ -259,7 +259,7 @@ UNCHECKED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", UNCHECKED, ids=str)
-def test_what_nobody_checks_is_refused_or_leaves_the_verdict_open(schema: dict[str, Any]) -> None:
+def test_what_cannot_be_checked_is_refused_or_leaves_the_verdict_open(schema: dict[str, Any]) -> None:
     with pytest.raises(RowError, match="cannot be enforced") as caught:
         compile_schema(schema)
     assert caught.value.info.code == "unsupported_schema_keyword"
@@ -277,7 +277,7 @@ def test_a_misspelt_keyword_is_named_with_the_right_one() -> None:
         compile_schema({"type": "string", "nullable": True})
 
 
-def test_notes_are_no_constraints() -> None:
+def test_notes_do_not_constrain() -> None:
     schema = {"type": "string", "title": "T", "x-order": 1, "example": "a", "format": "password", "default": 3}
     assert compile_schema(schema).accepts('"ab"')
     assert Schema.parse(json.dumps(schema), "json_schema").satisfied_by('"ab"') is True
