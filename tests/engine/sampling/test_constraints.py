@@ -94,7 +94,7 @@ def rows_of(closing: dict[str, float], count: int = 28) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"id": f"c{i}", "text": f"Row {i % 7}: ", "max_new_tokens": 10 + 8 * (i % 9)}
         row |= {"temperature": 0.0 if i % 3 == 0 else 1.0, "logit_bias": closing}
         if i % 4 != 3:
-            row |= CONSTRAINTS[i % len(CONSTRAINTS)]
+            row |= CONSTRAINTS[(i - i // 4) % len(CONSTRAINTS)]
         rows.append(row | ({"n": 2} if i % 5 == 1 else {}) | ({"return_logprob": True} if i % 6 == 2 else {}))
     return rows
 
