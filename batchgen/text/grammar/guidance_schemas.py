@@ -12,7 +12,12 @@ import math
 from typing import Any
 
 from batchgen.text.grammar.keywords import ASSERTIONS, KEYWORDS_OF_TYPE, UNSUPPORTED_KEYWORDS, Json
-from batchgen.text.grammar.schema_analysis import additional_properties_of, bounds_of, items_of
+from batchgen.text.grammar.schema_analysis import (
+    additional_properties_of,
+    bounds_of,
+    has_finite_value,
+    items_of,
+)
 from batchgen.text.grammar.schema_writer import SchemaWriter
 from batchgen.text.grammar.validation import pattern_found
 
@@ -23,6 +28,13 @@ _EXACT_INTEGER = 2**53
 
 class GuidanceWriter(SchemaWriter):
     """Translator for llguidance."""
+
+    def write(self) -> Json:
+        """The translated document; see `SchemaWriter.write`."""
+        written = super().write()
+        if not has_finite_value(written):
+            raise self._invalid("#", "every value that it allows contains another one without end")
+        return written
 
     def _object(self, schema: Json, path: str, is_part: bool) -> Any:
         if "const" in schema or "enum" in schema:

@@ -101,6 +101,34 @@ def _referenced(schema: Any) -> list[str]:
     return [name for key in ("anyOf", "allOf") for branch in schema.get(key, ()) for name in _referenced(branch)]
 
 
+def has_finite_value(written: Json) -> bool:
+    """Whether a value of a schema, as written for a compiler, can end: not each one needs another one inside."""
+    defs = written.get("$defs", {})
+    ending: set[str] = set()
+    while grown := {name for name, part in defs.items() if name not in ending and _can_end(part, ending)}:
+        ending |= grown
+    return _can_end(written, ending)
+
+
+def _can_end(schema: Any, ending: set[str]) -> bool:
+    if not isinstance(schema, dict) or "enum" in schema:
+        return schema is not False
+    if "$ref" in schema:
+        return schema["$ref"].rsplit("/", 1)[1] in ending
+    if "anyOf" in schema and not any(_can_end(part, ending) for part in schema["anyOf"]):
+        return False
+    if not all(_can_end(part, ending) for part in schema.get("allOf", ())):
+        return False
+    if schema.get("type") == "array":
+        first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+        needed = first[:least] + [schema.get("items", True)] * (least > len(first))
+    elif schema.get("type") == "object":
+        needed = [schema.get("properties", {}).get(name, True) for name in schema.get("required", ())]
+    else:  # another type, or a choice of types, ends
+        needed = []
+    return all(_can_end(part, ending) for part in needed)
+
+
 def may_overlap(schema: Schema, other: Any, made: Any, defs: Json) -> bool:
     """Whether a value that `made` allows may satisfy `other`; False only if it can be shown that none does.
 

@@ -53,7 +53,7 @@ class XgrammarWriter(SchemaWriter):
 
     def _allof(self, branches: list[Any], path: str) -> Any:
         if len(branches) > 1:
-            self._unsupported(path, "allOf", "only one branch can be enforced; merge them")
+            self._unsupported(path, "allOf", "its branches cannot be combined; merge them")
         return self._any(branches[0], f"{path}/allOf/0")
 
     def _typed(self, schema: Json, path: str) -> Any:
@@ -81,7 +81,7 @@ class XgrammarWriter(SchemaWriter):
         if kind not in ("integer", "number"):
             return {"type": kind}
         if "multipleOf" in schema:
-            self._unsupported(path, "multipleOf", "xgrammar cannot count")
+            self._unsupported(path, "multipleOf", "no compiler can count in these steps")
         low, high = bounds_of(schema)
         return self._integer(low, high, path) if kind == "integer" else self._number(low, high, path)
 

@@ -316,6 +316,24 @@ def test_keywords_that_only_the_second_compiler_enforces(schema: Any, good: list
     assert all(second.satisfied_by(text) for text in good)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{}, {"anyOf": [{"$ref": "#"}]}], "minItems": 2},
+    ],
+    ids=str,
+)
+def test_a_value_without_end_is_refused_with_both_compilers(part: dict[str, Any]) -> None:
+    step = {"type": "integer", "multipleOf": 5}
+    for schema in (part, {"allOf": [part, {"title": "a part"}]}):
+        with pytest.raises(RowError, match=r"without end|nothing in between") as caught:
+            compile_schema(schema)
+        assert caught.value.info.code == "invalid_grammar"
+        assert compile_schema({"anyOf": [step, schema]}).backend == "llguidance"
+
+
 @pytest.mark.parametrize("bounds", [(0, 0.5), (-0.5, 0), (0, 0.0005)])
 @pytest.mark.parametrize("factor", [None, 0.05])
 def test_zero_is_outside_of_an_open_range(bounds: tuple[float, float], factor: float | None) -> None:
