@@ -144,6 +144,7 @@ def _merged_footer(files: Sequence[Path], footers: Sequence[dict[str, Any]], row
             "merged_shards": len(files),
             "created": max(footer["created"] for footer in footers),
             "row_shapes": _row_shapes(files, footers),
+            "grammar_backends": sorted({name for footer in footers for name in footer.get("grammar_backends", ())}),
         }
     )
 

@@ -204,8 +204,11 @@ class Sequence:
             effective_max_new_tokens=request.max_new_tokens,
         )
 
-    def _satisfies_constraint(self, done: FinishedText) -> bool:
-        """Whether the text satisfies the row's constraint; a stop id at the end does not count unless it is text."""
+    def _satisfies_constraint(self, done: FinishedText) -> bool | None:
+        """Whether the text satisfies the row's constraint (None: not known).
+
+        A stop id at the end does not count unless it is text.
+        """
         assert self.grammar is not None
         ids, text = self.output_ids, done.text
         kept = self.request.params.no_stop_trim

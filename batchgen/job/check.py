@@ -59,6 +59,8 @@ class CheckReport:
     cached_tokens: int
     sharing_ratio: float
     deduplicated_rows: int
+    grammar_backends: dict[str, int]
+    """Grammar compiler -> number of distinct constraints that it compiled."""
     max_completion_tokens: int
     """Upper limit: the sum over all samples of `max_new_tokens`."""
     kv_peak_bytes: int
@@ -157,6 +159,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         cached_tokens=workload.tree.prompt_tokens - workload.tree.distinct_tokens,
         sharing_ratio=round(counts.sharing_ratio, 4),
         deduplicated_rows=len(workload.followers),
+        grammar_backends=rows.grammar_backends,
         max_completion_tokens=tokens,
         kv_peak_bytes=cache_bytes(cache_groups(spec, page), counts.kv_peak_pages),
         page_waste=round(counts.page_waste, 4),
@@ -238,6 +241,9 @@ def _lines(report: CheckReport) -> list[str]:
         f"time            {_time(report)}",
     ]
     lines += [f"advice          {line}" for line in report.advice]
+    if report.grammar_backends:
+        by_compiler = ", ".join(f"{name} {count:,}" for name, count in report.grammar_backends.items())
+        lines.append(f"constraints     {sum(report.grammar_backends.values()):,} compiled ({by_compiler})")
     if report.first_prompt is not None:
         lines.append("first prompt, as the model sees it:")
         lines += [f"  | {printable(line)}" for line in report.first_prompt.split("\n")]

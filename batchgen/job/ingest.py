@@ -84,6 +84,8 @@ class Ingested:
     """Number of good native rows whose prompt is text that no chat template was applied to."""
     truncated: int = 0
     """Number of prompts that were truncated."""
+    grammar_backends: dict[str, int] = field(default_factory=dict)
+    """Grammar compiler (`xgrammar`, `llguidance`) -> number of distinct constraints that it compiled."""
 
     def close(self, *, keep: bool = False) -> None:
         """Close the files of token ids, texts and bad rows; remove them unless `keep`.
@@ -142,6 +144,7 @@ def ingest(
             else:
                 _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
         result.truncated = setup.front_end.encoder.truncated
+        result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
         tokens.ids()  # mapped, so that the ids stay readable when the file is closed
     except BaseException:
         result.close()

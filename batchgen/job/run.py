@@ -163,6 +163,7 @@ class _Job:
                 "input_rows": rows.rows,
                 "rows_skipped": rows.skipped,
                 "row_shapes": rows.shapes.encode(),
+                "grammar_backends": sorted(rows.grammar_backends),
                 "created": int(time.time()),
                 "layer_ids": [*setup.spec.moe_layers] or None,
                 "experts_per_token": setup.spec.experts_per_token or None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from batchgen.data.write.durable_files import read_footer
 from tests.e2e.rows import by_id, rows_of, write_lines
 from tests.e2e.runner import run
 
@@ -82,3 +84,47 @@ def test_check_and_run_report_the_same_errors(tmp_path: Path) -> None:
     assert {name: rows[name]["error"]["code"] for name in BAD} == {name: code for name, (_, code) in BAD.items()}
     assert rows["not"]["error"]["param"] == "json_schema"
     assert rows["good"]["constraint_ok"] is True
+
+
+STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
+
+
+@pytest.mark.field("json_schema")
+def test_patterns_and_formats_hold_and_the_footer_names_the_compilers(tmp_path: Path) -> None:
+    common = {"text": "Return.", "temperature": 1.5, "seed": 1, "n": 8, "max_new_tokens": 60}
+    when = {"type": "object", "properties": {"at": {"type": "string", "format": "date-time"}}, "required": ["at"]}
+    schemas = {
+        "time": when,
+        "optional": {"type": "string", "pattern": r"^[0-9]{2}(?:\.[0-9]{1,3})?s$"},
+        "length": {"type": "string", "pattern": "^[ab]+$", "maxLength": 3},
+    }
+    source = write_lines(tmp_path / "in.jsonl", [{"id": n, **common, "json_schema": s} for n, s in schemas.items()])
+    assert json.loads(run(["check", source, "--json"], tmp_path).stdout)["grammar_backends"] == {
+        "llguidance": 1,
+        "xgrammar": 2,
+    }
+    run(["run", source, "-o", "out.parquet"], tmp_path)
+    assert (read_footer(tmp_path / "out.parquet") or {})["grammar_backends"] == ["llguidance", "xgrammar"]
+    ended = [row for row in rows_of(tmp_path / "out.parquet") if row["finish_reason"] == "stop"]
+    assert {row["id"] for row in ended} == set(schemas)
+    for row in ended:
+        value = json.loads(row["text"])
+        expected = {"optional": re.compile(r"[0-9]{2}(\.[0-9]{1,3})?s"), "length": re.compile("[ab]{1,3}")}
+        assert expected.get(row["id"], STAMP).fullmatch(value["at"] if row["id"] == "time" else value), row
+        assert row["constraint_ok"] is True
+
+
+def test_a_keyword_that_is_not_checked_leaves_constraint_ok_open(tmp_path: Path) -> None:
+    short = {"type": "string", "maxLength": 3}
+    ones = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 3, "uniqueItems": True}
+    schemas: dict[str, Any] = {"unknown": {**short, "format": "phone"}, "known": short, "items": ones}
+    lines: list[Any] = [{"id": n, "text": "x", "temperature": 0, "json_schema": s} for n, s in schemas.items()]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    run(["run", source, "-o", "out.parquet"], tmp_path)
+    rows = by_id(tmp_path / "out.parquet")
+    assert {rows[name]["error"]["code"] for name in ("unknown", "items")} == {"unsupported_schema_keyword"}
+    assert "phone" in rows["unknown"]["error"]["message"]
+    run(["run", source, "-o", "lenient.parquet", "--lenient-schemas"], tmp_path)
+    rows = by_id(tmp_path / "lenient.parquet")
+    verdicts = {name: rows[name]["constraint_ok"] for name in schemas}
+    assert verdicts == {"unknown": None, "known": True, "items": False}

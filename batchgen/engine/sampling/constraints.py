@@ -64,6 +64,8 @@ class GrammarState:
             if token < grammars.vocab_size and (token in tokenizer.eos_ids or token in tokenizer.special_ids)
         )
         self._grammars = grammars
+        self.fills_in_batches = grammars.fills_in_batches(constraint)
+        """Whether the mask may be filled together with those of other samples."""
         self._next_mask: MaskWords | None = None
         self._stop_words = _words_of(self.stop_ids, grammars.vocab_size)
         try:
@@ -93,8 +95,8 @@ class GrammarState:
         if self.error is None and not self.matcher.is_completed():
             self._fail("it and the row's other masks left no token to sample; allow more tokens in this row")
 
-    def satisfied(self, text: str, ids: Seq[int] | None) -> bool:
-        """Whether a finished text satisfies the constraint; `ids`: its tokens, if they spell the text."""
+    def satisfied(self, text: str, ids: Seq[int] | None) -> bool | None:
+        """Whether a finished text satisfies the constraint (None: not known); `ids`: its tokens, if they spell it."""
         return self._grammars.satisfied(self.constraint, text, ids)
 
     def fill(self, words: MaskWords) -> None:
@@ -153,14 +155,17 @@ class GrammarMasks:
         """
         states = [None if row.ended else row.grammar for row in self._rows]
         words: MaskWords = np.empty((len(states), bitmask_width(vocab)), np.int32)
-        waiting = [i for i, state in enumerate(states) if state is not None and not state.has_mask]
         began = time.perf_counter()
-        matchers = [state.matcher for state in states if state is not None and not state.has_mask]
-        together = len(waiting) > 1 and not self._slow and _fill_together(matchers, waiting, words)
+        waiting = {
+            i: state.matcher
+            for i, state in enumerate(states)
+            if state is not None and state.fills_in_batches and not state.has_mask
+        }
+        together = len(waiting) > 1 and not self._slow and _fill_together(list(waiting.values()), list(waiting), words)
         for i, state in enumerate(states):
             if state is None:
                 words[i] = -1
-            elif state.has_mask or not together:
+            elif not (together and i in waiting):
                 state.fill(words[i])
         self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
         (masks,) = self._device.upload(words)

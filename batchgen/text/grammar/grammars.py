@@ -6,15 +6,17 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from batchgen.errors import ErrorInfo, OutputError, RowError
 from batchgen.request.params import Constraint
+from batchgen.text.grammar.compilation import LLGUIDANCE
 from batchgen.text.grammar.compiler import GrammarCompiler, stop_compiler
+from batchgen.text.grammar.guidance import GuidanceMatcher, guidance_matcher, guidance_tokenizer
 from batchgen.text.grammar.kinds import KINDS, Check
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileLimits
@@ -22,6 +24,8 @@ from batchgen.text.tokenizer import Tokenizer
 
 _MAX_CHECKS = 1024
 """Number of checks kept in memory."""
+_GUIDANCE_BYTES = 1 << 20
+"""Assumed memory of a constraint of llguidance, which does not tell its size."""
 
 
 class Grammars:
@@ -53,15 +57,19 @@ class Grammars:
         self.vocab_size = vocab_size
         self.compiled = 0
         """Number of grammars compiled so far, including those that failed."""
+        self.backends: Counter[str] = Counter()
+        """Compiler (`xgrammar` or `llguidance`) -> number of grammars that it compiled."""
         self._vocabularies = Vocabularies(tokenizer, vocab_size)
         self._compiler = GrammarCompiler(self._vocabularies, lenient=lenient, limits=limits)
         with _explain_disk_errors():
             self._file = tempfile.TemporaryFile(prefix="batchgen-grammars-")  # noqa: SIM115  # as long as this object
         self._finalizer = weakref.finalize(self, _close, self._compiler, self._file)
-        self._results: dict[Constraint, tuple[int, int] | ErrorInfo] = {}
-        """Constraint -> (offset, length) in the file, or its error."""
-        self._infos: dict[str, Any] = {}
-        self._loaded: OrderedDict[Constraint, Any] = OrderedDict()
+        self._results: dict[Constraint, _Stored | ErrorInfo] = {}
+        """Constraint -> where it is stored, or its error."""
+        self._infos: dict[tuple[str, bool], Any] = {}
+        """(kind of vocabulary, whether it is for llguidance) -> a compiler's form of the vocabulary."""
+        self._loaded: OrderedDict[Constraint, tuple[Any, int]] = OrderedDict()
+        """Constraint -> its compiled grammar, or a matcher of llguidance to copy; and its size in bytes."""
         self._memory = memory
         self._bytes = 0
         """Bytes of the grammars in `_loaded`."""
@@ -93,14 +101,27 @@ class Grammars:
         stop_compiler()
 
     def matcher(self, constraint: Constraint, stop_ids: Collection[int]) -> Any:
-        """New matcher of a constraint; `stop_ids` are allowed where the text may end."""
+        """New matcher of a constraint; `stop_ids` are allowed where the text may end.
+
+        Raises:
+            RuntimeError: it cannot be created.
+        """
+        compiled = self._load(constraint)
+        if not self.fills_in_batches(constraint):
+            return GuidanceMatcher(compiled.deep_copy(), self.vocab_size, sorted(stop_ids))
         # Imported here: xgrammar is slow to import, and most runs do not need it.
         import xgrammar
 
-        return xgrammar.GrammarMatcher(self._load(constraint), override_stop_tokens=sorted(stop_ids) or None)
+        return xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids) or None)
 
-    def satisfied(self, constraint: Constraint, text: str, ids: Sequence[int] | None) -> bool:
-        """Whether a finished text satisfies a constraint.
+    def fills_in_batches(self, constraint: Constraint) -> bool:
+        """Whether masks of the matchers of a prepared constraint may be filled together, by xgrammar."""
+        known = self._results[constraint]
+        assert not isinstance(known, ErrorInfo), "rows with this constraint were refused"
+        return not known.is_guidance
+
+    def satisfied(self, constraint: Constraint, text: str, ids: Sequence[int] | None) -> bool | None:
+        """Whether a finished text satisfies a constraint; None if it breaks nothing that is checked, but not all is.
 
         Args:
             constraint: a prepared constraint.
@@ -121,34 +142,68 @@ class Grammars:
                 self._checks.popitem(last=False)
         return check(text)
 
-    def _store(self, grammar: bytes) -> tuple[int, int]:
+    def _store(self, grammar: bytes) -> _Stored:
+        is_guidance = grammar[:1] == LLGUIDANCE
+        self.backends["llguidance" if is_guidance else "xgrammar"] += 1
         with _explain_disk_errors():
             offset = self._file.seek(0, os.SEEK_END)
-            self._file.write(grammar)
+            self._file.write(grammar[1:])
             self._file.flush()  # now, so that a failed write is reported here
-        return offset, len(grammar)
+        return _Stored(offset, len(grammar) - 1, is_guidance)
 
     def _load(self, constraint: Constraint) -> Any:
-        import xgrammar
-
         found = self._loaded.get(constraint)
         if found is not None:
             self._loaded.move_to_end(constraint)
-            return found
+            return found[0]
         known = self._results[constraint]
         assert not isinstance(known, ErrorInfo), "rows with this constraint were refused"
-        self._file.seek(known[0])
-        text = zlib.decompress(self._file.read(known[1])).decode()
-        kind = KINDS[constraint.kind].vocabulary
-        info = self._infos.get(kind)
+        self._file.seek(known.offset)
+        text = zlib.decompress(self._file.read(known.length)).decode()
+        info = self._vocabulary(KINDS[constraint.kind].vocabulary, known.is_guidance)
+        loaded = self._loaded[constraint] = (
+            _load_guidance(text, info) if known.is_guidance else _load_xgrammar(text, info)
+        )
+        self._bytes += loaded[1]
+        while self._bytes > self._memory and len(self._loaded) > 1:
+            self._bytes -= self._loaded.popitem(last=False)[1][1]
+        return loaded[0]
+
+    def _vocabulary(self, kind: str, is_guidance: bool) -> Any:
+        info = self._infos.get((kind, is_guidance))
         if info is None:
             pieces = self._vocabularies[kind]
-            info = self._infos[kind] = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=[])
-        compiled = self._loaded[constraint] = xgrammar.CompiledGrammar.deserialize_json(text, info)
-        self._bytes += compiled.memory_size_bytes
-        while self._bytes > self._memory and len(self._loaded) > 1:
-            self._bytes -= self._loaded.popitem(last=False)[1].memory_size_bytes
-        return compiled
+            info = self._infos[kind, is_guidance] = guidance_tokenizer(pieces) if is_guidance else _token_info(pieces)
+        return info
+
+
+class _Stored(NamedTuple):
+    """A compiled constraint in the temporary file."""
+
+    offset: int
+    length: int
+    is_guidance: bool
+    """Whether it is for llguidance, else for xgrammar."""
+
+
+def _token_info(pieces: list[bytes]) -> Any:
+    import xgrammar
+
+    return xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=[])
+
+
+def _load_xgrammar(text: str, info: Any) -> tuple[Any, int]:
+    import xgrammar
+
+    compiled = xgrammar.CompiledGrammar.deserialize_json(text, info)
+    return compiled, compiled.memory_size_bytes
+
+
+def _load_guidance(text: str, info: Any) -> tuple[Any, int]:
+    try:
+        return guidance_matcher(text, info), _GUIDANCE_BYTES
+    except ValueError as error:  # its limits depend on the vocabulary
+        raise RuntimeError(str(error)) from None
 
 
 @contextmanager

@@ -1,16 +1,16 @@
 """The kinds of constraints: one `GrammarKind` each, in `KINDS`. A further kind is one more entry.
 
-A constraint's text is checked and rewritten for xgrammar so that it keeps its meaning. Finished texts are checked by
-other libraries than the one that compiles grammars, where there are any.
+A constraint's text is checked and rewritten for a grammar compiler so that it keeps its meaning. Finished texts are
+checked by other libraries than the ones that compile grammars, where there are any.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.params import ConstraintKind
@@ -20,36 +20,45 @@ _TAG_WHITESPACE = 16
 """Most consecutive whitespace characters between JSON tokens inside a structural tag that sets no limit."""
 _MAX_TAG_DEPTH = 100
 
-Check = Callable[[str], bool]
-"""Function that tells whether a finished text satisfies a constraint."""
+Check = Callable[[str], bool | None]
+"""Function that tells whether a finished text satisfies a constraint; None if that cannot be known."""
+
+
+class Source(NamedTuple):
+    """What a compiler reads."""
+
+    form: Literal["json_schema", "guidance_schema", "regex", "ebnf", "structural_tag"]
+    """Language of `text`; `guidance_schema` is compiled by llguidance, all others by xgrammar."""
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarKind:
     """How constraints of one kind are compiled, and how finished texts are checked."""
 
-    source: Callable[[str, bool], str]
-    """(text of the constraint, whether schema keywords that cannot be enforced are ignored) -> what `form` says; raises
-    `RowError` `invalid_grammar` or `unsupported_schema_keyword`, with the field and the reason."""
-    form: Literal["json_schema", "regex", "ebnf", "structural_tag"] = "ebnf"
-    """What the compiler reads."""
+    sources: Callable[[str, bool], Iterator[Source]]
+    """(text of the constraint, whether schema keywords that cannot be enforced are ignored) -> what to compile, of
+    which the first that compiles is used; raises `RowError` `invalid_grammar` or `unsupported_schema_keyword`, with the
+    field and the reason."""
     vocabulary: Literal["text", "json", "tag"] = "text"
     """Kind of vocabulary (see `VOCABULARIES`) that it is compiled for."""
     check: Callable[[str], Check] | None = None
     """Text of the constraint -> check of finished texts; None: the compiled grammar checks them."""
 
 
-def _choice(text: str, lenient: bool) -> str:
+def _choice(text: str, lenient: bool) -> Iterator[Source]:
     """Grammar of exactly the strings of a JSON list."""
     # Grammar strings use JSON's escapes, except for surrogate pairs, so other characters are not escaped.
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    yield Source("ebnf", f"root ::= {choices}")
 
 
-def _schema(text: str, field: str, lenient: bool) -> str:
+def _schemas(text: str, field: str, lenient: bool) -> Iterator[Source]:
     # Imported here: only rows with a schema need jsonschema.
-    from batchgen.text.grammar.schemas import enforceable_schema
+    from batchgen.text.grammar.schemas import enforceable_schemas
 
-    return json.dumps(enforceable_schema(text, field, lenient=lenient))
+    for backend, schema in enforceable_schemas(text, field, lenient=lenient):
+        yield Source("json_schema" if backend == "xgrammar" else "guidance_schema", json.dumps(schema))
 
 
 def _pattern(text: str, field: str) -> str:
@@ -59,7 +68,7 @@ def _pattern(text: str, field: str) -> str:
         raise RowError(ErrorCode.INVALID_GRAMMAR, f"`{field}` {error}", field) from None
 
 
-def _structural_tag(text: str, lenient: bool) -> str:
+def _structural_tag(text: str, lenient: bool) -> Iterator[Source]:
     try:
         tag = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -72,7 +81,8 @@ def _structural_tag(text: str, lenient: bool) -> str:
     _refuse_unknown_keys(tag, {"type", "structures", "triggers"} if is_older else {"type", "format"})
     if is_older:
         tag = _from_triggers(tag)
-    return json.dumps({**tag, "type": "structural_tag", "format": _format(tag.get("format"), lenient, 0)})
+    written = {**tag, "type": "structural_tag", "format": _format(tag.get("format"), lenient, 0)}
+    yield Source("structural_tag", json.dumps(written))
 
 
 def _refuse_unknown_keys(value: dict[str, Any], known: set[str]) -> None:
@@ -114,23 +124,23 @@ def _format(part: Any, lenient: bool, depth: int) -> Any:
     if type(part) is not dict:
         return part
     if part.get("type") == "json_schema" and "json_schema" in part:
-        schema = _schema(json.dumps(part["json_schema"]), "structural_tag", lenient)
+        schema = next(_schemas(json.dumps(part["json_schema"]), "structural_tag", lenient)).text
         return {"max_whitespace_cnt": _TAG_WHITESPACE, **part, "json_schema": json.loads(schema)}
     if part.get("type") == "regex" and type(part.get("pattern")) is str:
         return {**part, "pattern": _pattern(part["pattern"], "structural_tag")}
     return {key: _format(value, lenient, depth + 1) for key, value in part.items()}
 
 
-def _regex(text: str, lenient: bool) -> str:
-    return _pattern(text, "regex")
+def _regex(text: str, lenient: bool) -> Iterator[Source]:
+    yield Source("regex", _pattern(text, "regex"))
 
 
-def _json_schema(text: str, lenient: bool) -> str:
-    return _schema(text, "json_schema", lenient)
+def _json_schema(text: str, lenient: bool) -> Iterator[Source]:
+    return _schemas(text, "json_schema", lenient)
 
 
-def _as_given(text: str, lenient: bool) -> str:
-    return text
+def _ebnf(text: str, lenient: bool) -> Iterator[Source]:
+    yield Source("ebnf", text)
 
 
 # Imported in the checks: only finished rows with a schema or pattern need jsonschema.
@@ -151,10 +161,10 @@ def _choice_check(text: str) -> Check:
 
 
 KINDS: dict[ConstraintKind, GrammarKind] = {
-    "json_schema": GrammarKind(_json_schema, "json_schema", "json", _schema_check),
-    "regex": GrammarKind(_regex, "regex", check=_pattern_check),
-    "ebnf": GrammarKind(_as_given),
-    "structural_tag": GrammarKind(_structural_tag, "structural_tag", "tag"),
+    "json_schema": GrammarKind(_json_schema, "json", _schema_check),
+    "regex": GrammarKind(_regex, check=_pattern_check),
+    "ebnf": GrammarKind(_ebnf),
+    "structural_tag": GrammarKind(_structural_tag, "tag"),
     "choice": GrammarKind(_choice, check=_choice_check),
 }
 """Constraint kind, which is also the name of the row's field -> how it is compiled and checked."""

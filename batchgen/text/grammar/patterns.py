@@ -2,14 +2,17 @@ r"""Translation of regular expressions from Python's syntax to the subset that e
 
 xgrammar has a different dialect, in which `.` matches a line break, `\S` matches most Unicode whitespace and an anchor
 in the middle is dropped. The translation therefore consists of literals, explicit classes, groups, `|` and repeats. It
-matches only texts that the pattern matches whole, in Python with and without `re.ASCII` and in ECMA-262: where dialects
-differ (`\w`, `\d`, `\s`, `.`) it takes the narrower meaning.
+matches only texts that the pattern matches, in Python with and without `re.ASCII` and in ECMA-262 with the flag `u`:
+where dialects differ (`\w`, `\d`, `\s`, `.`) it takes the narrower meaning, and what they read as different things
+(`[[:alpha:]]`, `[a&&b]`, in schemas `[]a]`) is refused.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from re import _constants as sre  # type: ignore[attr-defined]
@@ -37,6 +40,13 @@ _REFUSED = {
 }
 
 
+_EQUAL_PATTERNS = {
+    # pydantic's pattern for Decimal: at least one digit
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+}
+"""Usual patterns of schemas with look-around -> patterns without it that match the same strings."""
+
+
 class PatternError(ValueError):
     """A pattern that is invalid, or that a grammar cannot express."""
 
@@ -46,24 +56,103 @@ class PatternError(ValueError):
         """Whether the pattern itself is invalid, not just beyond what grammars support."""
 
 
+_PART = re.compile(
+    r"\\.|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\]?)|(?P<count>\{(?:\d+(?:,\d*)?|,\d*)\})|(?P<brace>\{)|.", re.DOTALL
+)
+"""Parts of a pattern: an escape, a bracketed class, a counted repeat, a brace that begins none, another character."""
+
+
+def with_escaped_braces(pattern: str) -> str:
+    """`pattern` with a backslash before each brace that is a literal character."""
+    return _PART.sub(lambda part: "\\{" if part["brace"] else part[0], pattern)
+
+
 def explicit_pattern(pattern: str, *, json_string: bool = False) -> str:
-    """`pattern` in plain ASCII and without anything that dialects read differently.
+    """`pattern` in plain ASCII and without anything that dialects read differently, to be matched whole.
 
     Args:
         pattern: pattern in Python's syntax, matched whole.
-        json_string: exclude characters that JSON strings must escape.
+        json_string: the pattern is a schema's: exclude characters that JSON strings must escape, and let a pattern that
+            is anchored at one end only go on at the other.
 
     Raises:
         PatternError: the pattern is invalid, or a grammar cannot express it.
     """
-    try:
-        parsed = _parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise PatternError(f"is not a valid pattern: {error}", invalid=True) from None
+    if json_string:
+        pattern = _EQUAL_PATTERNS.get(pattern, pattern)
+    _refuse_other_readings(pattern, is_schema=json_string)
+    parsed = _parse(pattern)
     if parsed.state.flags & ~re.UNICODE.value:
         raise PatternError("uses inline flags, which grammars do not support")
     barred = _union([_SURROGATES], [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)] if json_string else [])
-    return _PatternWriter(barred).sequence(list(parsed), first=True, last=True)
+    writer = _PatternWriter(barred)
+    written = writer.sequence(list(parsed), first=True, last=True)
+    open_end = _open_end(parsed) if json_string else None
+    if open_end is None:
+        return written
+    rest = f"{writer.any_character()}*"
+    return f"{rest}(?:{written})" if open_end == 0 else f"(?:{written}){rest}"
+
+
+def pattern_width(pattern: str) -> tuple[int, float]:
+    """Fewest and most characters of a string that follows a schema's pattern, which `explicit_pattern` accepts."""
+    parsed = _parse(_EQUAL_PATTERNS.get(pattern, pattern))
+    low, high = parsed.getwidth()
+    return low, math.inf if high >= int(sre.MAXREPEAT) or _open_end(parsed) is not None else high
+
+
+def _parse(pattern: str) -> Any:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of classes that a later Python may read differently
+            return _parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PatternError(f"is not a valid pattern: {error}", invalid=True) from None
+
+
+def has_one_reading(pattern: str) -> bool:
+    """Whether all dialects read a schema's pattern as the same thing, or refuse it."""
+    try:
+        _refuse_other_readings(pattern, is_schema=True)
+    except PatternError:
+        return False
+    return True
+
+
+def _refuse_other_readings(pattern: str, *, is_schema: bool) -> None:
+    """Refuse classes that Python, ECMA-262 or the POSIX tools read as different things."""
+    for part in _PART.finditer(pattern):
+        found = part["set"]
+        if found is None:
+            continue
+        if re.search(r"\[[:.=]", found[1:]):
+            raise PatternError(
+                f"uses {found}], which is read in different ways; write the characters, such as [A-Za-z]"
+            )
+        if re.search(r"&&|~~|\|\||(?<!\[)--(?!\])", found):
+            raise PatternError(f"uses the class {found}, which is read in different ways; write each character once")
+        if is_schema and found[1:].removeprefix("^")[:1] == "]":
+            raise PatternError(f"uses the class {found}, which is read in different ways; write the first ] as \\]")
+
+
+def _open_end(parsed: Any) -> int | None:
+    """The end (0 the beginning, -1 the end) that has no anchor while all alternatives have one at the other."""
+    counts = {end: _anchored(list(parsed), end) for end in (0, -1)}
+    return next((end for end, other in ((0, -1), (-1, 0)) if (counts[end], counts[other]) == (0, 2)), None)
+
+
+def _anchored(items: list[tuple[Any, Any]], end: int) -> int:
+    """Whether every alternative (2), some (1) or none (0) has an anchor at `end`: 0 the beginning, -1 the end."""
+    if not items:
+        return 0
+    op, argument = items[end]
+    if op is sre.AT:
+        return 2 if argument in (_ANCHORS_BEFORE if end == 0 else _ANCHORS_AFTER) else 0
+    if op is sre.SUBPATTERN:
+        return _anchored(list(argument[3]), end)
+    if op is sre.BRANCH:
+        found = {_anchored(list(branch), end) for branch in argument[1]}
+        return found.pop() if len(found) == 1 else 1
+    return 0
 
 
 class _PatternWriter:
@@ -81,6 +170,10 @@ class _PatternWriter:
             at_last = last and all(o is sre.AT for o, _ in items[place + 1 :])
             written.append(self._item(op, argument, at_first, at_last))
         return "".join(written)
+
+    def any_character(self) -> str:
+        """Text of a class of all characters, line breaks too."""
+        return f"(?:{self._characters(((0, _MAX_CODE_POINT),))})"
 
     def _item(self, op: Any, argument: Any, first: bool, last: bool) -> str:
         if op is sre.LITERAL:

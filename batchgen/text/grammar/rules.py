@@ -40,6 +40,17 @@ def can_end(grammar: str) -> bool:
     return "root" in ending
 
 
+def with_prefix(grammar: str, prefix: str) -> str:
+    """A grammar as printed by xgrammar, with `prefix` for `root` in the names of its rules."""
+    names = {name for name, sign, _ in (line.partition(" ::= ") for line in grammar.splitlines()) if sign}
+
+    def renamed(part: re.Match[str]) -> str:
+        word = part.group()
+        return prefix + word.removeprefix("root") if part.lastgroup == "name" and word in names else word
+
+    return _TOKEN.sub(renamed, grammar)
+
+
 _Element = tuple[str, Any, bool]
 """(`rule`, `group` or `text`; its name or choices; whether it is optional)"""
 

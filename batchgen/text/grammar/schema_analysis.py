@@ -1,37 +1,13 @@
-"""Tables of JSON Schema keywords and formats, and static checks of the values that a schema allows."""
+"""Static checks of the values that a schema allows."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from batchgen.text.grammar.formats import INTEGER_FORMATS
+from batchgen.text.grammar.keywords import Json
 from batchgen.text.grammar.validation import Schema
-
-Json = dict[str, Any]
-
-KEYWORDS_OF_TYPE: dict[str, tuple[str, ...]] = {
-    "object": (
-        "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
-        "maxProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
-    ),
-    "array": (
-        "items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems",
-        "contains", "minContains", "maxContains",
-    ),
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "boolean": (),
-    "null": (),
-}  # fmt: skip
-"""Type -> keywords that apply to it alone."""
-KEYWORDS_OF_TYPE["integer"] = KEYWORDS_OF_TYPE["number"]
-HEAD_KEYWORDS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Keywords of which xgrammar follows the first that a schema has, ignoring all others."""
-UNSUPPORTED_KEYWORDS = ("not", "if", "$dynamicRef", "$recursiveRef")
-"""Keywords that no grammar can enforce."""
-ASSERTIONS = frozenset(
-    {*HEAD_KEYWORDS, *UNSUPPORTED_KEYWORDS, "type", *(key for keys in KEYWORDS_OF_TYPE.values() for key in keys)}
-)
 
 
 def any_of(branches: list[Any]) -> Any:
@@ -71,41 +47,13 @@ def bounds_of(schema: Json) -> tuple[tuple[float, bool], tuple[float, bool]]:
         known = [(value, strict) for value, strict in given if value is not None]
         # The stricter of the two: the larger minimum, the smaller maximum; if equal, the exclusive one.
         found.append(max(known, key=lambda pair: (sign * pair[0], pair[1]), default=(-sign * math.inf, False)))
+    if schema.get("type") == "integer" and schema.get("format") in INTEGER_FORMATS:
+        least, most = INTEGER_FORMATS[schema["format"]]
+        # The outermost of 64 bits are left out, since xgrammar cannot have them as bounds.
+        found[0] = max(found[0], (max(least, 2 - 2**63), False))
+        found[1] = min(found[1], (min(most, 2**63 - 2), False), key=lambda pair: (pair[0], not pair[1]))
     return found[0], found[1]
 
-
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_DATE = (
-    f"{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_CLOCK})"
-_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
-
-FORMAT_PATTERNS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "duration": r"P(?:[0-9]{1,6}W|[0-9]{1,6}D(?:T[0-9]{1,6}H)?|T[0-9]{1,6}[HMS]|[0-9]{1,6}[YM])",
-    "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "hostname": rf"{_LABEL}(?:\.{_LABEL}){{0,6}}",
-    "email": rf"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{_LABEL}(?:\.{_LABEL}){{1,6}}",
-}
-"""Format -> a pattern that matches valid texts only, but not all of them (leap days are left out)."""
-
-NATIVE_FORMATS = frozenset({"ipv6", "uri", "uri-reference", "uri-template"})
-"""Formats that xgrammar itself enforces correctly."""
-
-NONEMPTY_FORMATS = frozenset({*FORMAT_PATTERNS, "ipv6", "uri"})
-"""Formats whose texts are never empty."""
-
-UNENFORCED_FORMATS = frozenset(
-    {"idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "relative-json-pointer", "regex"}
-)
-"""Other formats of JSON Schema, which xgrammar ignores or enforces wrongly."""
 
 _INT64 = (-(2**63), 2**63 - 1)
 _MAX_PROOF_STEPS = 8
@@ -150,7 +98,35 @@ def _referenced(schema: Any) -> list[str]:
         return []
     if "$ref" in schema:
         return [schema["$ref"].rsplit("/", 1)[1]]
-    return [name for branch in schema.get("anyOf", ()) for name in _referenced(branch)]
+    return [name for key in ("anyOf", "allOf") for branch in schema.get(key, ()) for name in _referenced(branch)]
+
+
+def has_finite_value(written: Json) -> bool:
+    """Whether a value of a schema, as written for a compiler, can end: not each one needs another one inside."""
+    defs = written.get("$defs", {})
+    ending: set[str] = set()
+    while grown := {name for name, part in defs.items() if name not in ending and _can_end(part, ending)}:
+        ending |= grown
+    return _can_end(written, ending)
+
+
+def _can_end(schema: Any, ending: set[str]) -> bool:
+    if not isinstance(schema, dict) or "enum" in schema:
+        return schema is not False
+    if "$ref" in schema:
+        return schema["$ref"].rsplit("/", 1)[1] in ending
+    if "anyOf" in schema and not any(_can_end(part, ending) for part in schema["anyOf"]):
+        return False
+    if not all(_can_end(part, ending) for part in schema.get("allOf", ())):
+        return False
+    if schema.get("type") == "array":
+        first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+        needed = first[:least] + [schema.get("items", True)] * (least > len(first))
+    elif schema.get("type") == "object":
+        needed = [schema.get("properties", {}).get(name, True) for name in schema.get("required", ())]
+    else:  # another type, or a choice of types, ends
+        needed = []
+    return all(_can_end(part, ending) for part in needed)
 
 
 def may_overlap(schema: Schema, other: Any, made: Any, defs: Json) -> bool:
@@ -176,7 +152,7 @@ class _DisjointnessProof:
         """Whether it can be shown within `depth` steps that no value of `made` satisfies `other`."""
         if other is False or made is False:
             return True
-        if other is True or depth == 0:
+        if other is True or made is True or depth == 0:
             return False
         if "$ref" in made:
             return self.excludes(other, self._defs[made["$ref"].rsplit("/", 1)[1]], depth - 1)
@@ -192,11 +168,14 @@ class _DisjointnessProof:
                 return True
         if any(self.excludes(branch, made, depth - 1) for branch in other.get("allOf", ())):
             return True
-        return "type" in made and self._disjoint(other, made, depth)
+        if any(self.excludes(other, branch, depth - 1) for branch in made.get("allOf", ())):
+            return True
+        kinds = made.get("type", [])
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        return bool(kinds) and all(self._disjoint(other, made, kind, depth) for kind in kinds)
 
-    def _disjoint(self, other: Json, made: Json, depth: int) -> bool:
-        """Whether types, ranges or properties exclude each other."""
-        kind = made["type"]
+    def _disjoint(self, other: Json, made: Json, kind: str, depth: int) -> bool:
+        """Whether types, ranges or properties exclude each other for values of type `kind`."""
         if not _types(other) & (
             {kind, "integer"} if kind == "number" else {kind, "number"} if kind == "integer" else {kind}
         ):

@@ -1,13 +1,14 @@
-"""Translation of JSON Schemas to the subset that the grammar compiler enforces.
+"""Translations of JSON Schemas to what a grammar compiler enforces: `enforceable_schemas`, and the one for xgrammar.
 
 xgrammar follows only the first of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type` in a schema; it
-silently ignores other keywords next to it and keywords that it does not know. `enforceable_schema` therefore rewrites a
+silently ignores other keywords next to it and keywords that it does not know. `XgrammarWriter` therefore rewrites a
 schema: either every text of the resulting grammar satisfies the original, or the error names the keyword that prevents
 it. The result may allow less than the original, never more:
 
 - without `additionalProperties`, an object with `properties` has only those; an object without `properties` may have
   any;
-- `pattern` must match the whole string, and strings with a length limit have no escapes;
+- `pattern` must match the whole string, unless it is anchored at one end only, and strings with a length limit have no
+  escapes;
 - properties allowed only by `patternProperties` do not occur together with declared ones.
 
 Drafts 4 to 2020-12 are supported. Tests check the assumptions about what xgrammar enforces.
@@ -16,118 +17,30 @@ Drafts 4 to 2020-12 are supported. Tests check the assumptions about what xgramm
 from __future__ import annotations
 
 import math
-from itertools import product
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.text.grammar.patterns import PatternError, explicit_pattern
-from batchgen.text.grammar.schema_analysis import (
-    ASSERTIONS,
-    FORMAT_PATTERNS,
-    HEAD_KEYWORDS,
-    KEYWORDS_OF_TYPE,
-    NATIVE_FORMATS,
-    NONEMPTY_FORMATS,
-    UNENFORCED_FORMATS,
-    UNSUPPORTED_KEYWORDS,
-    Json,
-    additional_properties_of,
-    any_of,
-    bounds_of,
-    fits_int64,
-    items_of,
-    may_overlap,
-    refers_to_itself,
-    valid_values,
-)
+from batchgen.text.grammar.guidance_schemas import GuidanceWriter
+from batchgen.text.grammar.keywords import ASSERTIONS, HEAD_KEYWORDS, KEYWORDS_OF_TYPE, UNSUPPORTED_KEYWORDS, Json
+from batchgen.text.grammar.patterns import explicit_pattern, pattern_width
+from batchgen.text.grammar.schema_analysis import additional_properties_of, any_of, bounds_of, items_of
+from batchgen.text.grammar.schema_writer import SchemaWriter
 from batchgen.text.grammar.validation import Schema, pattern_found
 
 _INT64 = (-(2**63), 2**63 - 1)
 _NUMBER_LIMIT = 1e15
 _DECIMALS = 6
 """Decimals to which xgrammar enforces the bounds of numbers."""
-_MAX_DEPTH = 200
-"""Deepest nesting of a schema."""
 
 
-def enforceable_schema(text: str, field: str = "json_schema", *, lenient: bool = False) -> Json:
-    """The schema to compile for `text`.
+class XgrammarWriter(SchemaWriter):
+    """Translator for xgrammar. Strings with a length limit become patterns in a `structural_tag`.
 
-    Args:
-        text: JSON text of a schema.
-        field: name of its field, for messages. In a `structural_tag` strings with a length limit become patterns, since
-            the tokens of a tag may contain characters that JSON strings must escape.
-        lenient: leave out keywords that cannot be enforced instead of refusing them.
-
-    Raises:
-        RowError: `invalid_grammar`: the text is not a valid schema; `unsupported_schema_keyword`: a keyword cannot be
-            enforced.
+    The tokens of a tag may contain characters that JSON strings must escape.
     """
-    return _SchemaWriter(Schema.parse(text, field), field, lenient).write()
 
-
-class _SchemaWriter:
-    """Translator of one schema document. Each `$ref` target becomes one of the result's `$defs`."""
-
-    def __init__(self, schema: Schema, field: str, lenient: bool) -> None:
-        self._schema = schema
-        self._field = field
-        self._lenient = lenient
-        self._names: dict[str, str] = {}
-        self._pending: list[str] = []
-        self._defs: Json = {}
-        self._one_ofs: list[tuple[str, list[Any], list[Any]]] = []
-        """(path, branches, translated branches) of each oneOf."""
-        self._depth = 0
-
-    def write(self) -> Json:
-        """The translated document."""
-        root = self._any(self._schema.root, "#")
-        while self._pending:
-            target = self._pending.pop()
-            found = self._schema.resolve(target)
-            if found is None:
-                raise self._invalid("#", f"`$ref` names {target[:200]}, which does not exist")
-            self._defs[self._names[target]] = self._any(found, target)
-        if "#" in self._names:
-            self._defs[self._names["#"]] = root
-            root = {"$ref": f"#/$defs/{self._names['#']}"}
-        if root is False or False in self._defs.values():
-            raise self._invalid("#", "no value can satisfy it")
-        for target, name in self._names.items():
-            if refers_to_itself(name, self._defs):
-                raise self._invalid(target, "refers to itself with nothing in between")
-        self._check_choices()
-        return {**root, "$defs": self._defs} if self._defs else root
-
-    def _check_choices(self) -> None:
-        """Check that no text of one branch of a oneOf, which is compiled as anyOf, may satisfy another branch."""
-        for path, branches, written in self._one_ofs:
-            for (i, result), (j, other) in product(enumerate(written), enumerate(branches)):
-                if i != j and result is not False and may_overlap(self._schema, other, result, self._defs):
-                    problem = f"a value of branch {i} may satisfy branch {j} too; make them exclude each other"
-                    self._unsupported(path, "oneOf", problem)
-
-    def _any(self, schema: Any, path: str) -> Any:
-        """Translation of any (sub)schema; False if no value satisfies it."""
-        if schema is False:
-            return False
-        if schema is True:
-            return {}
-        self._depth += 1
-        if self._depth > _MAX_DEPTH:
-            raise self._invalid(path, f"is more than {_MAX_DEPTH} levels deep")
-        try:
-            return self._object(schema, path)
-        finally:
-            self._depth -= 1
-
-    def _object(self, schema: Json, path: str) -> Any:
-        for key in UNSUPPORTED_KEYWORDS:
-            if key in schema:
-                self._unsupported(path, key, "grammars cannot express it")
-        if path != "#" and "$id" in schema:
-            self._unsupported(path, "$id", "only the document itself may have one")
+    def _object(self, schema: Json, path: str, is_part: bool) -> Any:
         head = next((key for key in HEAD_KEYWORDS if key in schema), None)
         if head in ("const", "enum"):
             return self._values(schema, path)
@@ -138,37 +51,10 @@ class _SchemaWriter:
             self._unsupported(path, key, f"it occurs with `{head}`, and only one of the two can be enforced")
         return getattr(self, f"_{head.strip('$').lower()}")(schema[head], path)
 
-    def _ref(self, target: Any, path: str) -> Any:
-        if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
-            self._unsupported(path, "$ref", f"{target!r} is not a reference within the schema (#/...)")
-            return {}
-        if target not in self._names:
-            self._names[target] = f"r{len(self._names)}"
-            if target != "#":  # the root is being translated already
-                self._pending.append(target)
-        return {"$ref": f"#/$defs/{self._names[target]}"}
-
-    def _anyof(self, branches: list[Any], path: str) -> Any:
-        written = [self._any(branch, f"{path}/anyOf/{i}") for i, branch in enumerate(branches)]
-        return any_of([branch for branch in written if branch is not False])
-
-    def _oneof(self, branches: list[Any], path: str) -> Any:
-        written = [self._any(branch, f"{path}/oneOf/{i}") for i, branch in enumerate(branches)]
-        self._one_ofs.append((path, branches, written))
-        return any_of([branch for branch in written if branch is not False])
-
     def _allof(self, branches: list[Any], path: str) -> Any:
         if len(branches) > 1:
-            self._unsupported(path, "allOf", "only one branch can be enforced; merge them")
+            self._unsupported(path, "allOf", "its branches cannot be combined; merge them")
         return self._any(branches[0], f"{path}/allOf/0")
-
-    def _values(self, schema: Json, path: str) -> Any:
-        """Translation of const or enum: the values that satisfy all other keywords."""
-        values = valid_values(self._schema, schema)
-        for value in values:
-            if not fits_int64(value):
-                raise self._invalid(path, "an integer of const or enum does not fit 64 bits")
-        return {"enum": values} if values else False
 
     def _typed(self, schema: Json, path: str) -> Any:
         keys = [key for key in schema if key in ASSERTIONS and key != "type" and key not in UNSUPPORTED_KEYWORDS]
@@ -195,7 +81,7 @@ class _SchemaWriter:
         if kind not in ("integer", "number"):
             return {"type": kind}
         if "multipleOf" in schema:
-            self._unsupported(path, "multipleOf", "grammars cannot count")
+            self._unsupported(path, "multipleOf", "no compiler can count in these steps")
         low, high = bounds_of(schema)
         return self._integer(low, high, path) if kind == "integer" else self._number(low, high, path)
 
@@ -234,44 +120,30 @@ class _SchemaWriter:
         low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
         if high is not None and low > high:
             return False
-        named = schema.get("format")
-        given = [key for key in ("format", "pattern") if key in schema]
-        if named is not None and named not in FORMAT_PATTERNS and named not in NATIVE_FORMATS:
-            given.remove("format")  # a custom format is an annotation in JSON Schema
-            if named in UNENFORCED_FORMATS:
-                self._unsupported(path, "format", f"no grammar for {named} is known")
+        given = self._patterns_of(schema, path)
         if len(given) == 2:
             self._unsupported(path, "pattern", "it occurs with `format`, and only one of the two can be enforced")
-        if given:
-            if high is not None or low > (named in NONEMPTY_FORMATS and given[0] == "format"):
-                key = "maxLength" if high is not None else "minLength"
-                problem = f"it occurs with `{given[0]}`, and only one of the two can be enforced"
-                self._unsupported(path, key, problem)
-            return self._patterned(schema, given[0], path)
+        for key, pattern in given.items():
+            explicit = self._explicit(pattern, key, path)
+            if explicit is None:
+                break
+            least, most = pattern_width(pattern)
+            for name, bound, is_met in (
+                ("minLength", low, low <= least),
+                ("maxLength", high, high is None or most <= high),
+            ):
+                if bound is not None and not is_met:
+                    self._unsupported(path, name, f"it occurs with `{key}`, and only one of the two can be enforced")
+            return {"type": "string", "pattern": explicit}
         if not low and high is None:
             return {"type": "string"}
         if self._field == "structural_tag":
-            most = "" if high is None else str(int(high))
-            return {"type": "string", "pattern": explicit_pattern(f".{{{low},{most}}}", json_string=True)}
+            limit = "" if high is None else str(int(high))
+            return {"type": "string", "pattern": explicit_pattern(f".{{{low},{limit}}}", json_string=True)}
         written: Json = {"type": "string", "minLength": low}
         return written if high is None else {**written, "maxLength": int(high)}
 
-    def _patterned(self, schema: Json, key: str, path: str) -> Any:
-        if schema.get("format") in NATIVE_FORMATS and key == "format":
-            return {"type": "string", "format": schema["format"]}
-        pattern = FORMAT_PATTERNS[schema["format"]] if key == "format" else schema["pattern"]
-        try:
-            return {"type": "string", "pattern": explicit_pattern(pattern, json_string=True)}
-        except PatternError as error:
-            if error.invalid:
-                raise self._invalid(path, f"`{key}` {error}") from None
-            self._unsupported(path, key, str(error))
-            return {"type": "string"}
-
     def _of_array(self, schema: Json, path: str) -> Any:
-        for key in ("contains", "uniqueItems"):
-            if schema.get(key, False) is not False:
-                self._unsupported(path, key, "grammars cannot compare items")
         first, rest, rest_key = items_of(schema)
         low, high = int(schema.get("minItems", 0)), schema.get("maxItems")
         written = [self._any(item, f"{path}/prefixItems/{i}") for i, item in enumerate(first)]
@@ -299,9 +171,6 @@ class _SchemaWriter:
         return result
 
     def _of_object(self, schema: Json, path: str) -> Any:
-        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            if schema.get(key):
-                self._unsupported(path, key, "grammars cannot express it")
         properties = {
             name: self._any(value, f"{path}/properties/{name}") for name, value in schema.get("properties", {}).items()
         }
@@ -353,7 +222,7 @@ class _SchemaWriter:
             self._unsupported(path, "patternProperties", "only one pattern can be enforced")
         for pattern, value in patterns.items():
             result = self._any(value, f"{path}/patternProperties")
-            key = self._patterned({"pattern": pattern}, "pattern", path).get("pattern")
+            key = self._explicit(pattern, "pattern", path)
             if result is False or key is None:
                 return {"type": "object", "maxProperties": 0, "additionalProperties": True}
             return {"type": "object", "patternProperties": {key: result}, "additionalProperties": False}
@@ -400,13 +269,38 @@ class _SchemaWriter:
             result["maxProperties"] = int(high)
         return result
 
-    def _unsupported(self, path: str, keyword: str, reason: str) -> None:
-        if not self._lenient:
-            where = "" if path == "#" else f" (at {path[:200]})"
-            message = f"`{self._field}` uses `{keyword}`{where}, which cannot be enforced: {reason}; "
-            remedy = "change the schema, or allow it with --lenient-schemas"
-            raise RowError(ErrorCode.UNSUPPORTED_SCHEMA_KEYWORD, message + remedy, self._field)
 
-    def _invalid(self, path: str, problem: str) -> RowError:
-        where = "" if path == "#" else f" at {path[:200]}"
-        return RowError(ErrorCode.INVALID_GRAMMAR, f"`{self._field}` cannot be used{where}: {problem}", self._field)
+Backend = Literal["xgrammar", "llguidance"]
+WRITERS: dict[Backend, type[SchemaWriter]] = {"xgrammar": XgrammarWriter, "llguidance": GuidanceWriter}
+"""Grammar compiler -> translator of schemas for it, the preferred one first."""
+
+
+def enforceable_schemas(text: str, field: str, *, lenient: bool = False) -> Iterator[tuple[Backend, Json]]:
+    """Yield the schemas to compile for `text` and the compilers for them, the first choice first.
+
+    Use the first that compiles. A structural tag is for xgrammar alone.
+
+    Args:
+        text: JSON text of a schema.
+        field: name of its field, for messages.
+        lenient: where no compiler enforces the whole schema, leave out what it does not enforce.
+
+    Raises:
+        RowError: `invalid_grammar`: the text is not a valid schema; `unsupported_schema_keyword`: a keyword cannot be
+            enforced, or nothing that was yielded compiles.
+    """
+    schema = Schema.parse(text, field)
+    backends: list[Backend] = ["xgrammar"] if field == "structural_tag" else list(WRITERS)
+    refusal: RowError | None = None
+    for backend in backends:
+        try:
+            yield backend, WRITERS[backend](schema, field, lenient=False).write()
+        except RowError as error:
+            if error.info.code != ErrorCode.UNSUPPORTED_SCHEMA_KEYWORD:
+                raise
+            refusal = error
+    if lenient:
+        for backend in reversed(backends):
+            yield backend, WRITERS[backend](schema, field, lenient=True).write()
+    if refusal is not None:
+        raise refusal

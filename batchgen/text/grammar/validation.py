@@ -1,13 +1,18 @@
-"""Validation of finished texts against schemas and patterns, independent of the grammar compiler.
+"""Validation of finished texts against schemas and patterns, independent of the grammar compilers.
 
 Nothing here uses the network (a `$ref` to another document is not found). Patterns have a time limit, since a
-backtracking matcher may run forever on a text that does not match.
+backtracking matcher may run forever on a text that does not match. What nothing here can check makes a verdict None,
+never true.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache, lru_cache
 from typing import Any
 
 import jsonschema
@@ -16,17 +21,31 @@ import regex
 from jsonschema.validators import validator_for
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS
+from batchgen.text.grammar.keywords import unchecked_keywords
+from batchgen.text.grammar.patterns import has_one_reading, with_escaped_braces
 
 _SECONDS = 1.0
 """Time limit in seconds for one pattern in one text."""
-_FORMATS = jsonschema.FormatChecker(formats=("date", "ipv4", "ipv6", "uuid"))
-"""Formats that need no further packages, so that every installation gives the same result."""
+
+
+def _format_checker() -> jsonschema.FormatChecker:
+    """Checker of exactly the formats that are known here, so that every installation gives the same result."""
+    checker = jsonschema.FormatChecker(formats=())
+    for name, known in FORMATS.items():
+        checker.checks(name)(lambda value, check=known.check: not isinstance(value, str) or check(value))
+    for name, (low, high) in INTEGER_FORMATS.items():
+        checker.checks(name)(lambda value, low=low, high=high: type(value) is not int or low <= value <= high)
+    return checker
+
+
+_FORMAT_CHECKER = _format_checker()
 
 
 def pattern_found(pattern: str, text: str, *, on_failure: bool = True) -> bool:
     """Whether `pattern` matches somewhere in `text`; `on_failure` if the search times out or the pattern is invalid."""
     try:
-        return regex.search(pattern, text, timeout=_SECONDS) is not None
+        return regex.search(_judged(pattern), text, timeout=_SECONDS) is not None
     except (TimeoutError, regex.error):
         return on_failure
 
@@ -34,9 +53,15 @@ def pattern_found(pattern: str, text: str, *, on_failure: bool = True) -> bool:
 def matches_whole(pattern: str, text: str) -> bool:
     """Whether `pattern` matches all of `text`; False if the search times out."""
     try:
-        return regex.fullmatch(pattern, text, timeout=_SECONDS) is not None
+        return regex.fullmatch(_judged(pattern), text, timeout=_SECONDS) is not None
     except (TimeoutError, regex.error):
         return False
+
+
+@lru_cache(maxsize=1024)
+def _judged(pattern: str) -> str:
+    """`pattern` for the `regex` package, which reads a lone brace such as that of `a{e}` as a fuzzy match."""
+    return with_escaped_braces(pattern)
 
 
 class Schema:
@@ -44,8 +69,9 @@ class Schema:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self._validators = _with_time_limit(validator_for(root, default=jsonschema.Draft202012Validator))
-        self._validator = self._validators(root, registry=referencing.Registry(), format_checker=_FORMATS)
+        self._validators = _with_own_checks(validator_for(root, default=jsonschema.Draft202012Validator))
+        self._validator = self._validators(root, registry=referencing.Registry(), format_checker=_FORMAT_CHECKER)
+        self._unchecked: bool | None = None
 
     @classmethod
     def parse(cls, text: str, field: str) -> Schema:
@@ -66,7 +92,8 @@ class Schema:
                 field, f"declares the unknown draft {str(declared)[:200]!r}; use one of the drafts 3 to 2020-12"
             )
         try:
-            validator_for(root, default=jsonschema.Draft202012Validator).check_schema(root)
+            with warnings.catch_warnings(action="ignore"):  # of patterns that a later Python may read differently
+                validator_for(root, default=jsonschema.Draft202012Validator).check_schema(root)
         except jsonschema.SchemaError as error:
             raise _invalid(field, f"is not a JSON Schema: {error.message[:300]} at {error.json_path[:200]}") from None
         except RecursionError:
@@ -88,27 +115,38 @@ class Schema:
         return found if type(found) in (dict, bool) else None
 
     def satisfies(self, value: Any, schema: Any = None) -> bool:
-        """Whether `value` is valid under the whole schema, or under its part `schema`."""
-        validator = self._validator if schema is None else self._validator.evolve(schema=schema)
-        try:
-            return bool(validator.is_valid(value))
-        except (referencing.exceptions.Unresolvable, RecursionError, ArithmeticError):
-            return False
+        """Whether `value` is valid under the whole schema, or under its part `schema`; False if that is unknown."""
+        return bool(self._verdict(value, self._validator if schema is None else self._validator.evolve(schema=schema)))
 
-    def satisfied_by(self, text: str) -> bool:
-        """Whether `text` is valid JSON and its value satisfies the schema."""
+    def satisfied_by(self, text: str) -> bool | None:
+        """Whether `text` is valid JSON and its value satisfies the schema.
+
+        None: it breaks no keyword that is checked, but the schema has others, or cannot be followed to its end.
+        """
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return False
-        return self.satisfies(value)
+        if self._unchecked is None:
+            self._unchecked = any(True for _ in unchecked_keywords(self.root, self.resolve))
+        verdict = self._verdict(value, self._validator)
+        return None if verdict and self._unchecked else verdict
+
+    def _verdict(self, value: Any, validator: Any) -> bool | None:
+        try:
+            return bool(validator.is_valid(value))
+        except (referencing.exceptions.Unresolvable, RecursionError, ArithmeticError):
+            return None
 
 
-def _with_time_limit(base: Any) -> Any:
-    """Validator class `base` with a time limit for patterns."""
+@cache
+def _with_own_checks(base: Any) -> Any:
+    """Validator class `base` with a time limit for patterns, and with exact decimals."""
 
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
-        if validator.is_type(instance, "string") and not pattern_found(wanted, instance, on_failure=False):
+        if not validator.is_type(instance, "string") or not has_one_reading(wanted):
+            return
+        if not pattern_found(wanted, instance, on_failure=False):
             yield jsonschema.ValidationError(f"{instance!r} does not match {wanted!r}")
 
     def pattern_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
@@ -116,10 +154,20 @@ def _with_time_limit(base: Any) -> Any:
             return
         for expression, part in wanted.items():
             for name, value in instance.items():
-                if pattern_found(expression, name):
+                if has_one_reading(expression) and pattern_found(expression, name):
                     yield from validator.descend(value, part, path=name, schema_path=expression)
 
-    return jsonschema.validators.extend(base, {"pattern": pattern, "patternProperties": pattern_properties})
+    def multiple_of(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        if validator.is_type(instance, "number") and not _is_multiple(instance, factor):
+            yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {factor!r}")
+
+    checks = {"pattern": pattern, "patternProperties": pattern_properties, "multipleOf": multiple_of}
+    return jsonschema.validators.extend(base, checks)
+
+
+def _is_multiple(value: float, factor: float) -> bool:
+    """Whether a number is a whole multiple of another, as both are written in decimals."""
+    return math.isfinite(value) and (Fraction(repr(value)) / Fraction(repr(factor))).denominator == 1
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,20 +1,18 @@
 """Grammar compiler process, separate from the run; its main function is `serve`.
 
-xgrammar cannot be interrupted, and a hostile grammar can make it run for hours, exhaust memory or crash. Each grammar
-is therefore compiled in a fork of this process, which holds the vocabularies, under limits of processor time and
-memory. A run without constraints never starts the process. It imports xgrammar without torch and transformers.
+A grammar compiler cannot be interrupted, and a hostile grammar can make it run for hours, exhaust memory or crash.
+Each grammar is therefore compiled in a fork of this process, which holds the vocabularies, under limits of processor
+time and memory. A run without constraints never starts the process. It imports xgrammar without torch and transformers.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import sys
 import time
-import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,12 +20,9 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.params import Constraint
-from batchgen.text.grammar.kinds import KINDS
-from batchgen.text.grammar.rules import can_end, left_recursive_rule
+from batchgen.text.grammar.compilation import compile_constraint, invalid_grammar
 
 _STUBBED_MODULES = ("torch", "transformers")
 """Modules that xgrammar imports for device masks and tokenizers, which the compiler does not use."""
@@ -186,12 +181,16 @@ def _fork_job(job: CompileJob, tokenizer: Any) -> tuple[int, _Fork]:
         try:
             os.close(descriptor)
             _set_limits(job.limits)
-            _write_result(child_descriptor, _compile_constraint(job, tokenizer))
+            _write_result(child_descriptor, _compile(job, tokenizer))
             status = 0
         finally:
             os._exit(status)  # do not flush or close the parent's files
     os.close(child_descriptor)
     return descriptor, _Fork(job, pid, time.monotonic() + _WALL_FACTOR * job.limits.seconds)
+
+
+def _compile(job: CompileJob, tokenizer: Any) -> bytes | ErrorInfo:
+    return compile_constraint(job.constraint, tokenizer, lenient=job.lenient, max_size=job.limits.size)
 
 
 def _set_limits(limits: CompileLimits) -> None:
@@ -238,69 +237,4 @@ def _read_fork(descriptor: int, fork: _Fork) -> tuple[int, bytes | ErrorInfo] | 
         problem = (
             f"needs more memory than {limits.memory >> 20} MiB to compile, or crashes the compiler; make it smaller"
         )
-    return fork.job.number, _invalid(fork.job.constraint.kind, problem)
-
-
-def _compile_constraint(job: CompileJob, tokenizer: Any) -> bytes | ErrorInfo:
-    """The grammar, serialised and compressed, or the constraint's error."""
-    constraint = job.constraint
-    try:
-        kind = KINDS[constraint.kind]
-        compiled = _compile_source(kind.form, kind.source(constraint.text, job.lenient), tokenizer)
-    except RowError as error:
-        return error.info
-    except (RuntimeError, ValueError) as error:
-        return _invalid(constraint.kind, f"does not compile: {_reason(error)}")
-    except (MemoryError, RecursionError):
-        return _invalid(constraint.kind, "is too large to compile; make it smaller")
-    max_size = job.limits.size
-    if compiled.memory_size_bytes > max_size:
-        problem = f"compiles to {compiled.memory_size_bytes:,} bytes, more than {max_size:,}; make it smaller"
-        return _invalid(constraint.kind, problem)
-    return _empty_grammar_error(constraint, compiled) or zlib.compress(compiled.serialize_json().encode(), 1)
-
-
-def _compile_source(form: str, source: str, tokenizer: Any) -> Any:
-    import xgrammar
-
-    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
-    if form == "json_schema":
-        if "$ref" in source and not can_end(str(xgrammar.Grammar.from_json_schema(source, any_whitespace=False))):
-            raise ValueError("every value that it allows contains another one without end")
-        return compiler.compile_json_schema(source, any_whitespace=False)
-    if form == "regex":
-        return compiler.compile_regex(source)
-    if form == "structural_tag":
-        return compiler.compile_structural_tag(source)
-    grammar = xgrammar.Grammar.from_ebnf(source)
-    rule = left_recursive_rule(source, str(grammar))
-    if rule is not None:
-        raise ValueError(f"rule {rule[:100]} is left-recursive; rewrite it so that it does not begin with itself")
-    if not can_end(str(grammar)):
-        raise ValueError("it allows no text that ends")
-    return compiler.compile_grammar(grammar)
-
-
-def _empty_grammar_error(constraint: Constraint, compiled: Any) -> ErrorInfo | None:
-    """Error of a grammar that allows no first token, or of JSON that may be empty."""
-    import xgrammar
-
-    matcher = xgrammar.GrammarMatcher(compiled)
-    mask = np.full(xgrammar.get_bitmask_shape(1, compiled.tokenizer_info.vocab_size), -1, np.int32)
-    matcher.fill_next_token_bitmask(mask)
-    completed = matcher.is_completed()
-    is_json = KINDS[constraint.kind].form == "json_schema"
-    if (completed and is_json) or not (completed or mask.any()):
-        return _invalid(constraint.kind, "allows no text at all")
-    return None
-
-
-def _reason(error: Exception) -> str:
-    """The compiler's message without the position in its source."""
-    text = str(error).strip().splitlines()
-    line = text[0] if text else type(error).__name__
-    return re.sub(r"^\[.*?\.cc:\d+: |Check failed: \(.*?\) is false: ", "", line)[:300]
-
-
-def _invalid(field_name: str, problem: str) -> ErrorInfo:
-    return ErrorInfo(ErrorCode.INVALID_GRAMMAR, f"`{field_name}` {problem}", field_name)
+    return fork.job.number, invalid_grammar(fork.job.constraint.kind, problem)

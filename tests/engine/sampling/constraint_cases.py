@@ -75,7 +75,7 @@ SCHEMAS: list[Any] = [
         {"pattern": r"^[\w.+-]{1,8}@[a-z]{1,5}\.(com|org)$"}, {"pattern": r"^\u0041[\x42-\x44]$"},
         {"pattern": "^😀?é{2}$"},
         {"format": "date"}, {"format": "time"}, {"format": "date-time"}, {"format": "ipv4"}, {"format": "uuid"},
-        {"format": "duration"}, {"format": "date", "minLength": 1}, {"format": "my-own", "maxLength": 4},
+        {"format": "duration"}, {"format": "date", "minLength": 1}, {"format": "password", "maxLength": 4},
     )),
     # const and enum
     {"const": None}, {"const": True}, {"const": 0}, {"const": -1.5}, {"const": "a\"b\\c\n/é日😀"}, {"const": []},
@@ -138,16 +138,31 @@ SCHEMAS: list[Any] = [
     "type": "null"},
 ]  # fmt: skip
 
+MORE_SCHEMAS: list[Any] = [
+    # keywords next to each other, for the second compiler
+    {"type": "integer", "multipleOf": 3}, {"type": "number", "multipleOf": 0.25},
+    {"allOf": [WHOLE, {"minimum": 5}]}, obj("a", a=WHOLE) | {"allOf": [obj("b", b=FLAG)]},
+    obj(a=WHOLE) | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"type": "string", "anyOf": [WHOLE, SHORT]},
+    {"$ref": "#/$defs/w", "$defs": {"w": WHOLE}, "minimum": 5},
+    text(pattern="^a+$", minLength=3), text(pattern="^a+$", maxLength=3), text(format="date", pattern="^2"),
+    text(format="uri", maxLength=9), text(format="uri-reference", minLength=1),
+    {"minimum": 3, "maxLength": 2}, {"type": "number", "minimum": 0.1234567},
+    {"type": "object", "patternProperties": {"^a": FLAG}, "required": ["abc"]},
+    obj(a=False) | {"additionalProperties": True},
+    # formats that xgrammar has none of
+    text(format="json-pointer"), text(format="idn-email"), text(format="iri"),
+    {"type": "object", "propertyNames": {"format": "ipv6"}},
+]  # fmt: skip
+
 UNENFORCEABLE: list[Any] = [
-    {"not": {"const": 1}}, obj(a={"not": {"type": "null"}}), {"type": "integer", "multipleOf": 3},
-    {"type": "number", "multipleOf": 0.1}, items({}, uniqueItems=True), items({}, contains={"const": 1}),
+    {"not": {"const": 1}}, obj(a={"not": {"type": "null"}}), items({}, uniqueItems=True), text(format="my-own"),
+    text(minlength=3), text(contentEncoding="base64"), text(pattern="[a[:alpha:]]"), text(pattern="[]a]"),
+    items({}, contains={"const": 1}),
     items({}, contains={}, minContains=2), {"if": WHOLE, "then": {"minimum": 3}, "else": FLAG},
     obj(a=FLAG, b=FLAG) | {"dependentRequired": {"a": ["b"]}}, obj(a=FLAG) | {"dependentSchemas": {"a": obj("b",
     b=FLAG)}},
     {"$schema": "http://json-schema.org/draft-07/schema#", **obj(a=FLAG), "dependencies": {"a": ["b"]}},
-    {"allOf": [WHOLE, {"minimum": 5}]}, obj("a", a=WHOLE) | {"allOf": [obj("b", b=FLAG)]},
-    obj(a=WHOLE) | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"type": "string", "anyOf": [WHOLE, SHORT]},
-    {"$ref": "#/$defs/w", "$defs": {"w": WHOLE}, "minimum": 5}, {"$ref": "https://example.org/schema.json"},
+    {"allOf": [WHOLE, {"not": {"const": 5}}]}, {"$ref": "https://example.org/schema.json"},
     {"$ref": "other.json#/$defs/a"}, {"$ref": "#name", "$defs": {"a": {"$anchor": "name"}}}, {"$dynamicRef": "#x"},
     {"$defs": {"a": {"$id": "https://example.org/a", "type": "null"}}, "$ref": "#/$defs/a"},
     {"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"oneOf": [WHOLE, {"type": "integer", "minimum": 50}]},
@@ -156,20 +171,14 @@ UNENFORCEABLE: list[Any] = [
     text(pattern=r"\bword\b"),
     text(pattern="a^b"), text(pattern="(?i)abc"), text(pattern='^"quoted"$'), text(pattern=r"^back\\slash$"),
     text(pattern="^a\nb$"),
-    text(pattern="^a+$", minLength=3), text(pattern="^a+$", maxLength=3), text(format="date", pattern="^2"),
-    text(format="uri", maxLength=9),
-    text(format="json-pointer"), text(format="regex"), text(format="idn-email"), text(format="iri"),
-    text(format="uri-reference", minLength=1),
-    {"minimum": 3, "maxLength": 2}, {"type": "number", "minimum": 0.1234567}, {"type": "number", "maximum": 1e18},
+    text(format="regex"), {"type": "number", "maximum": 1e18},
     {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.000001}, {"type": "integer", "minimum": 2**64},
     {"type": "object", "minProperties": 2}, obj(a=FLAG) | {"minProperties": 2, "additionalProperties": True},
     {"type": "object", "patternProperties": {"^a": FLAG, "^b": WHOLE}},
     obj(ab=FLAG) | {"patternProperties": {"^a": WHOLE}},
     obj(a=FLAG) | {"propertyNames": {"pattern": "^b"}}, obj(a=FLAG) | {"additionalProperties": True,
     "propertyNames": {"maxLength": 2}},
-    {"type": "object", "patternProperties": {"^a": FLAG}, "required": ["abc"]}, {"type": "object",
-    "patternProperties": {"(?=a)": FLAG}},
-    obj(a=False) | {"additionalProperties": True}, {"type": "object", "propertyNames": {"format": "ipv6"}},
+    {"type": "object", "patternProperties": {"(?=a)": FLAG}},
 ]  # fmt: skip
 """Schemas with keywords that no grammar can enforce."""
 

@@ -13,7 +13,16 @@ import pytest
 from jsonschema.validators import validator_for
 
 from batchgen import Completion, Engine
-from tests.engine.sampling.constraint_cases import CHOICES, GRAMMARS, INVALID, PATTERNS, SCHEMAS, TAGS, UNENFORCEABLE
+from tests.engine.sampling.constraint_cases import (
+    CHOICES,
+    GRAMMARS,
+    INVALID,
+    MORE_SCHEMAS,
+    PATTERNS,
+    SCHEMAS,
+    TAGS,
+    UNENFORCEABLE,
+)
 from tests.engine.sampling.grammar_model import CLOSING, EOS, save_grammar_model
 
 ROOM = 400
@@ -24,6 +33,7 @@ VALID: list[tuple[str, Any]] = [
     *(("ebnf", grammar) for grammar in GRAMMARS),
     *(("choice", choice) for choice in CHOICES),
     *(("structural_tag", tag) for tag in TAGS),
+    *(("json_schema", schema) for schema in MORE_SCHEMAS),
 ]
 
 

@@ -27,8 +27,17 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["x", "y"]}, "n": {"type": "integer"}},
     "required": ["name", "kind", "n"],
 }
+PAIR = {
+    "allOf": [
+        {"type": "object", "properties": {"code": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 4}}},
+        {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 90, "multipleOf": 15}}},
+    ],
+    "required": ["code", "n"],
+}
+"""A schema for llguidance."""
 CONSTRAINTS: list[dict[str, Any]] = [
     {"json_schema": SCHEMA},
+    {"json_schema": PAIR},
     {"regex": "[a-f]{3,9}"},
     {"choice": ["yes", "no", "nothing"]},
     {"ebnf": 'root ::= "(" root ")" | [xyz]'},
@@ -36,7 +45,7 @@ CONSTRAINTS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": SCHEMA}}},
     {"response_format": {"type": "json_object"}},
 ]
-CONSTRAINTS[4]["structural_tag"]["format"]["end"] = "</a>"
+CONSTRAINTS[5]["structural_tag"]["format"]["end"] = "</a>"
 SEVEN = {"type": "regex", "pattern": "7"}
 
 
@@ -100,7 +109,7 @@ def rows_of(closing: dict[str, float], count: int = 28) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"id": f"c{i}", "text": f"Row {i % 7}: ", "max_new_tokens": 10 + 8 * (i % 9)}
         row |= {"temperature": 0.0 if i % 3 == 0 else 1.0, "logit_bias": closing}
         if i % 4 != 3:
-            row |= CONSTRAINTS[i % len(CONSTRAINTS)]
+            row |= CONSTRAINTS[(i - i // 4) % len(CONSTRAINTS)]
         rows.append(row | ({"n": 2} if i % 5 == 1 else {}) | ({"return_logprob": True} if i % 6 == 2 else {}))
     return rows
 
@@ -146,7 +155,7 @@ def _check(constraint: dict[str, Any], text: str) -> None:
     elif kind == "structural_tag":
         assert re.fullmatch("<a>[0-9]+</a>", text)
     else:
-        schema = {"type": "object"} if constraint == CONSTRAINTS[-1] else SCHEMA
+        schema = {"type": "object"} if constraint == CONSTRAINTS[-1] else PAIR if value == PAIR else SCHEMA
         jsonschema.validate(json.loads(text), schema)
 
 
@@ -288,6 +297,28 @@ def test_a_grammar_overrides_min_new_tokens(engine: Engine) -> None:
     letter = engine.tokenizer.encode_plain(["b"])[0][0]
     done = only(engine, regex="ab", min_new_tokens=12, stop_token_ids=[letter], no_stop_trim=True)
     assert (done.text, done.stop_kind, done.min_new_tokens_unmet, done.constraint_ok) == ("ab", "token", True, True)
+
+
+def test_rows_of_the_second_compiler_end_as_others(engine: Engine) -> None:
+    eos = {str(EOS): 100.0}
+    multiple = {"type": "integer", "minimum": 0, "multipleOf": 5}
+    done = only(engine, json_schema=multiple, logit_bias=eos)
+    assert (done.stop_kind, int(done.text or "") % 5, done.constraint_ok) == ("eos", 0, True)
+    longer = only(engine, json_schema=multiple, logit_bias=eos, min_new_tokens=6)
+    assert (longer.min_new_tokens_unmet, longer.stop_kind, longer.constraint_ok) == (False, "eos", True)
+    whole = only(engine, json_schema={**multiple, "minimum": 3, "maximum": 7}, min_new_tokens=6)
+    assert (whole.text, whole.stop_kind, whole.min_new_tokens_unmet, whole.constraint_ok) == (
+        "5",
+        "grammar",
+        True,
+        True,
+    )
+    cut = only(engine, json_schema=PAIR, max_new_tokens=2)
+    assert (cut.finish_reason, cut.constraint_ok) == ("length", False)
+    letter = engine.tokenizer.encode_plain(["a"])[0][0]
+    stuck = only(engine, json_schema=PAIR, allowed_token_ids=[letter])
+    assert (stuck.error.code, stuck.error.param) == ("grammar_error", "json_schema")
+    assert set(engine.grammars.backends) >= {"llguidance"}
 
 
 def test_a_row_ends_if_its_masks_leave_no_token(engine: Engine) -> None:

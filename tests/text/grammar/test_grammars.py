@@ -224,22 +224,22 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
 LIBRARY = """
 import sys
 from batchgen.text.grammar import worker as library
-from batchgen.text.grammar.worker import CompileJob, CompileLimits, _compile_constraint
+from batchgen.text.grammar.compilation import compile_constraint
 from batchgen.request.params import Constraint
 if sys.argv[1]:
     library._StubModule.__getattr__ = None
 xgrammar = library.import_compiler()
 tokenizer = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], vocab_size=256, stop_token_ids=[])
 for kind, text in (("regex", "a+"), ("json_schema", '{"enum": [1]}'), ("choice", '["a"]'), ("ebnf", 'root ::= "b"')):
-    found = _compile_constraint(CompileJob(0, Constraint(kind, text), (0, "text"), False, CompileLimits()), tokenizer)
+    found = compile_constraint(Constraint(kind, text), tokenizer, lenient=False, max_size=1 << 28)
     assert isinstance(found, bytes), found
-print(*sorted({"torch", "transformers"} & sys.modules.keys()))
+print(*sorted({"llguidance", "torch", "transformers"} & sys.modules.keys()))
 """
 
 
 @pytest.mark.parametrize(("needs", "left"), [("", ""), ("torch", "torch transformers")])
 def test_a_compiler_imports_no_torch(needs: str, left: str) -> None:
-    """Unless xgrammar needs it."""
+    """Unless xgrammar needs it; nor the other compiler."""
     command = [sys.executable, "-c", LIBRARY, needs]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, left), done.stderr
@@ -257,7 +257,7 @@ def test_memory_is_bounded_and_evicted_grammars_are_reloaded(tokenizer: Tokenize
         assert matcher.accept_string(constraint.text[0] + "123")
         assert matcher.is_completed()
         sizes.append(grammars._bytes)
-        assert grammars._bytes == sum(g.memory_size_bytes for g in grammars._loaded.values())
+        assert grammars._bytes == sum(size for _, size in grammars._loaded.values())
     assert len(grammars._loaded) < len(several)
     assert max(sizes) <= 6000
 

@@ -1,6 +1,6 @@
-"""`enforceable_schema`: texts of the resulting grammar are valid under the original schema according to `jsonschema`.
+"""Schemas: texts of the grammar are valid under the schema according to `jsonschema`.
 
-Random schemas with every keyword, alone and combined, test the assumptions about what xgrammar enforces.
+Random schemas with every keyword, alone and combined, test the assumptions about what the grammar compilers enforce.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import jsonschema
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.text.grammar.schemas import enforceable_schema
-from tests.text.grammar.walk import accepts, compile_schema, random_text
+from batchgen.text.grammar.schemas import enforceable_schemas
+from batchgen.text.grammar.validation import Schema
+from tests.text.grammar.walk import compile_constraint_of, compile_schema
 
 DEFS = {
     "A": {
@@ -166,19 +167,20 @@ def test_random_schemas_are_enforced_or_refused(seed: int) -> None:
     for _ in range(60):
         schema = {**generator.schema(), "$defs": DEFS}
         try:
-            written = enforceable_schema(json.dumps(schema))
+            grammar = compile_schema(schema)
         except RowError as error:
             outcomes[error.info.code] += 1
             continue
-        grammar = compile_schema(json.dumps(written))
         validator = jsonschema.Draft202012Validator(schema)
+        checked = Schema.parse(json.dumps(schema), "json_schema")
         for number in range(6):
-            text = random_text(grammar, number, steps=40)
+            text = grammar.random_text(number, steps=40)
             if text is not None:
                 value = json.loads(text.decode(errors="replace"))
-                assert validator.is_valid(value), (schema, written, value)
-                outcomes["valid"] += 1
-    assert outcomes["valid"] > 150
+                assert validator.is_valid(value), (schema, grammar.backend, value)
+                assert checked.satisfied_by(text.decode(errors="replace")) is True, (schema, grammar.backend, value)
+                outcomes[grammar.backend] += 1
+    assert outcomes["xgrammar"] > 150
     assert outcomes["unsupported_schema_keyword"] > 0
 
 
@@ -189,11 +191,11 @@ def test_random_schemas_compile_when_lenient(seed: int) -> None:
     for _ in range(60):
         schema = {**generator.schema(), "$defs": DEFS}
         try:
-            written = enforceable_schema(json.dumps(schema), lenient=True)
+            grammar = compile_schema(schema, lenient=True)
         except RowError as error:
             refused.add(error.info.code)
             continue
-        text = random_text(compile_schema(json.dumps(written)), 0, steps=40)
+        text = grammar.random_text(0, steps=40)
         if text is not None:
             json.loads(text.decode(errors="replace"))
     assert refused <= {"invalid_grammar"}
@@ -217,21 +219,22 @@ def test_random_schemas_compile_when_lenient(seed: int) -> None:
     ids=str,
 )
 def test_the_grammar_accepts_valid_texts(schema: Any, texts: list[str]) -> None:
-    grammar = compile_schema(json.dumps(enforceable_schema(json.dumps(schema))))
+    grammar = compile_schema(schema)
     for text in texts:
-        assert accepts(grammar, text), text
+        assert grammar.accepts(text), text
 
 
 def test_the_path_of_the_keyword_is_named() -> None:
-    schema = {"type": "object", "properties": {"list": {"items": {"type": "number", "multipleOf": 3}}}}
-    with pytest.raises(RowError, match=r"`multipleOf` \(at #/properties/list/items\)") as caught:
-        enforceable_schema(json.dumps(schema))
+    schema = {"type": "object", "properties": {"list": {"items": {"type": "array", "uniqueItems": True}}}}
+    with pytest.raises(RowError, match=r"`uniqueItems` \(at #/properties/list/items\)") as caught:
+        compile_schema(schema)
     assert caught.value.info.param == "json_schema"
 
 
 def test_a_long_chain_of_references_does_not_count_as_nesting() -> None:
     defs: dict[str, Any] = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(600)}
-    written = enforceable_schema(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d600": {"type": "null"}}}))
+    schema = {"$ref": "#/$defs/d0", "$defs": {**defs, "d600": {"type": "null"}}}
+    _, written = next(enforceable_schemas(json.dumps(schema), "json_schema"))
     assert len(written["$defs"]) == 601
 
 
@@ -239,5 +242,119 @@ def test_many_paths_to_one_definition_are_visited_once() -> None:
     defs: dict[str, Any] = {
         f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(60)
     }
-    written = enforceable_schema(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}))
-    assert accepts(compile_schema(json.dumps(written)), "null")
+    assert compile_schema({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}).accepts("null")
+
+
+NULL = {"type": "null"}
+UNCHECKED: list[dict[str, Any]] = [
+    {"type": "string", "format": "my-own"},
+    {"type": "string", "minlength": 3},
+    {"type": "string", "contentEncoding": "base64"},
+    {"type": ["string", "array"], "items": {"type": "string", "nullable": True}},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "pattern_": "^a"}}},
+    {"$ref": "https://example.org/schema.json"},
+    {"type": "string", "pattern": "[a[:alpha:]]"},
+    {"type": ["string", "object"], "patternProperties": {"[[:alpha:]]": {}}},
+]
+
+
+@pytest.mark.parametrize("schema", UNCHECKED, ids=str)
+def test_what_cannot_be_checked_is_refused_or_leaves_the_verdict_open(schema: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match="cannot be enforced") as caught:
+        compile_schema(schema)
+    assert caught.value.info.code == "unsupported_schema_keyword"
+    assert compile_schema(schema, lenient=True).accepts('"ab"')
+    second = Schema.parse(json.dumps(schema), "json_schema")
+    assert second.satisfied_by('"ab"') is None
+    if "https" not in str(schema):
+        assert second.satisfied_by("1") is False, "what is checked still speaks against it"
+
+
+def test_a_misspelt_keyword_is_named_with_the_right_one() -> None:
+    with pytest.raises(RowError, match=r"`minlength`.*did you mean `minLength`\?"):
+        compile_schema({"type": "string", "minlength": 3})
+    with pytest.raises(RowError, match=r'`nullable`.*"null"'):
+        compile_schema({"type": "string", "nullable": True})
+
+
+def test_notes_do_not_constrain() -> None:
+    schema = {"type": "string", "title": "T", "x-order": 1, "example": "a", "format": "password", "default": 3}
+    assert compile_schema(schema).accepts('"ab"')
+    assert Schema.parse(json.dumps(schema), "json_schema").satisfied_by('"ab"') is True
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "multipleOf": 3}, ["-3", "0", "12"], ["1", "13"]),
+        ({"type": "number", "multipleOf": 0.1}, ["0.3", "1", "-2.7"], ["0.35"]),
+        ({"type": "string", "pattern": "^a+$", "minLength": 2, "maxLength": 3}, ['"aa"', '"aaa"'], ['"a"', '"aaaa"']),
+        ({"$ref": "#/$defs/n", "minimum": 5, "$defs": {"n": {"type": "integer", "maximum": 9}}}, ["5"], ["4", "10"]),
+        (
+            {
+                "allOf": [
+                    {"type": "object", "properties": {"a": {"type": "null"}}},
+                    {"properties": {"b": {"type": "null"}}},
+                ]
+            },
+            ["{}", '{"a": null, "b": null}', '{"b": null}'],
+            ['{"c": 1}', '{"a": 1}'],
+        ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": 1}', '{"b": 1}'],
+            ["{}", '{"c": 1}'],
+        ),
+    ],
+    ids=str,
+)
+def test_keywords_that_only_the_second_compiler_enforces(schema: Any, good: list[str], bad: list[str]) -> None:
+    grammar = compile_schema(schema)
+    assert grammar.backend == "llguidance"
+    assert {text: grammar.accepts(text) for text in (*good, *bad)} == {t: t in good for t in (*good, *bad)}
+    second = Schema.parse(json.dumps(schema), "json_schema")
+    assert all(second.satisfied_by(text) for text in good)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{}, {"anyOf": [{"$ref": "#"}]}], "minItems": 2},
+    ],
+    ids=str,
+)
+def test_a_value_without_end_is_refused_with_both_compilers(part: dict[str, Any]) -> None:
+    step = {"type": "integer", "multipleOf": 5}
+    for schema in (part, {"allOf": [part, {"title": "a part"}]}):
+        with pytest.raises(RowError, match=r"without end|nothing in between") as caught:
+            compile_schema(schema)
+        assert caught.value.info.code == "invalid_grammar"
+        assert compile_schema({"anyOf": [step, schema]}).backend == "llguidance"
+
+
+@pytest.mark.parametrize("bounds", [(0, 0.5), (-0.5, 0), (0, 0.0005)])
+@pytest.mark.parametrize("factor", [None, 0.05])
+def test_zero_is_outside_of_an_open_range(bounds: tuple[float, float], factor: float | None) -> None:
+    schema = {"type": "number", "exclusiveMinimum": bounds[0], "exclusiveMaximum": bounds[1]}
+    if factor is not None:  # llguidance would allow 0
+        with pytest.raises(RowError, match="too narrow"):
+            compile_schema({**schema, "multipleOf": factor})
+        return
+    grammar = compile_schema(schema)
+    assert grammar.backend == "xgrammar"
+    assert not any(grammar.accepts(text) for text in ("0", "-0", "0.0"))
+
+
+def test_schemas_with_patterns_in_a_structural_tag() -> None:
+    for schema, good, bad in (
+        ({"type": "string", "pattern": "^a(?:b[0-9]+)?Z$"}, '"ab1Z"', '"a11Z"'),
+        ({"type": "array", "items": {"type": "string", "format": "date"}}, '[ "2024-02-29"]', '["2023-02-29"]'),
+    ):
+        tag = {"format": {"type": "json_schema", "json_schema": schema}}
+        grammar = compile_constraint_of("structural_tag", json.dumps(tag))
+        assert (grammar.accepts(good), grammar.accepts(bad)) == (True, False), schema
+        tag["format"]["style"] = "qwen_xml"
+        with pytest.raises(RowError, match="no other options"):
+            compile_constraint_of("structural_tag", json.dumps(tag))

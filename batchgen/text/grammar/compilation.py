@@ -1,0 +1,177 @@
+"""Compilation of one constraint, inside the compiler process.
+
+Patterns in schemas become rules of the grammar, written as for the field `regex`: the way in which xgrammar itself
+compiles a schema's patterns allows texts that they do not match.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from typing import Any
+
+import numpy as np
+
+from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request.params import Constraint
+from batchgen.text.grammar.guidance import GuidanceMatcher, byte_tokenizer, guidance_matcher
+from batchgen.text.grammar.kinds import KINDS, Source
+from batchgen.text.grammar.rules import can_end, left_recursive_rule, with_prefix
+
+XGRAMMAR, LLGUIDANCE = b"x", b"l"
+"""First byte of a compiled constraint: which compiler it is for."""
+_SUBSCHEMAS = ("additionalProperties", "items", "propertyNames")
+_SUBSCHEMA_LISTS = ("anyOf", "prefixItems")
+_SUBSCHEMA_MAPS = ("$defs", "properties", "patternProperties")
+
+
+def compile_constraint(constraint: Constraint, tokenizer: Any, *, lenient: bool, max_size: int) -> bytes | ErrorInfo:
+    """The compiler's first byte and what it needs, compressed; or the constraint's error.
+
+    Args:
+        constraint: what to compile.
+        tokenizer: `xgrammar.TokenizerInfo` of the vocabulary.
+        lenient: accept schemas with keywords that cannot be enforced.
+        max_size: most bytes of a compiled grammar.
+    """
+    try:
+        for source in KINDS[constraint.kind].sources(constraint.text, lenient):
+            if source.form != "guidance_schema":
+                return _compiled(constraint, _compile_xgrammar(source, tokenizer), max_size)
+            if _guidance_follows(source.text):
+                return LLGUIDANCE + zlib.compress(source.text.encode(), 1)
+    except RowError as error:
+        return error.info
+    except (RuntimeError, ValueError) as error:
+        return invalid_grammar(constraint.kind, f"does not compile: {_reason(error)}")
+    except (MemoryError, RecursionError):
+        return invalid_grammar(constraint.kind, "is too large to compile; make it smaller")
+    return invalid_grammar(constraint.kind, "does not compile")
+
+
+def invalid_grammar(field_name: str, problem: str) -> ErrorInfo:
+    """Error of a constraint that does not compile."""
+    return ErrorInfo(ErrorCode.INVALID_GRAMMAR, f"`{field_name}` {problem}", field_name)
+
+
+def schema_grammar(schema: Any, **options: Any) -> Any:
+    """`xgrammar.Grammar` of a schema of `XgrammarWriter`; `options`: of `Grammar.from_json_schema`."""
+    import xgrammar
+
+    patterns: dict[str, str] = {}
+    marked = json.dumps(_with_marks(schema, patterns))
+    grammar = xgrammar.Grammar.from_json_schema(marked, **options)
+    if not patterns:
+        return grammar
+    written = str(grammar)
+    for pattern, name in patterns.items():
+        written = written.replace(f'Regex("{name}", json_string=true)', f"({name})")
+        written += with_prefix(str(xgrammar.Grammar.from_regex(pattern)), name)
+    return xgrammar.Grammar.from_ebnf(written)
+
+
+def _with_marks(schema: Any, patterns: dict[str, str]) -> Any:
+    """`schema` with the name of a rule in place of each pattern; new ones are added to `patterns`."""
+    if not isinstance(schema, dict):
+        return schema
+
+    def name(pattern: str) -> str:
+        return patterns.setdefault(pattern, f"pattern_rule_{len(patterns)}_")
+
+    marked = dict(schema)
+    if "pattern" in schema:
+        marked["pattern"] = name(schema["pattern"])
+    for key in _SUBSCHEMAS:
+        if key in schema:
+            marked[key] = _with_marks(schema[key], patterns)
+    for key in _SUBSCHEMA_LISTS:
+        if key in schema:
+            marked[key] = [_with_marks(part, patterns) for part in schema[key]]
+    for key in _SUBSCHEMA_MAPS:
+        if key in schema:
+            named = {name(n) if key == "patternProperties" else n: part for n, part in schema[key].items()}
+            marked[key] = {n: _with_marks(part, patterns) for n, part in named.items()}
+    return marked
+
+
+def _compile_xgrammar(source: Source, tokenizer: Any) -> Any:
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    if source.form == "json_schema":
+        grammar = schema_grammar(json.loads(source.text), any_whitespace=False)
+        if "$ref" in source.text and not can_end(str(grammar)):
+            raise ValueError("every value that it allows contains another one without end")
+        return compiler.compile_grammar(grammar)
+    if source.form == "regex":
+        return compiler.compile_regex(source.text)
+    if source.form == "structural_tag":
+        return compiler.compile_structural_tag(json.dumps(_with_schema_grammars(json.loads(source.text))))
+    grammar = xgrammar.Grammar.from_ebnf(source.text)
+    rule = left_recursive_rule(source.text, str(grammar))
+    if rule is not None:
+        raise ValueError(f"rule {rule[:100]} is left-recursive; rewrite it so that it does not begin with itself")
+    if not can_end(str(grammar)):
+        raise ValueError("it allows no text that ends")
+    return compiler.compile_grammar(grammar)
+
+
+def _with_schema_grammars(part: Any) -> Any:
+    """A part of a structural tag, with schemas that have patterns as grammars."""
+    if isinstance(part, list):
+        return [_with_schema_grammars(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") != "json_schema" or "json_schema" not in part:
+        return {key: _with_schema_grammars(value) for key, value in part.items()}
+    patterns: dict[str, str] = {}
+    _with_marks(part["json_schema"], patterns)
+    if not patterns:
+        return part
+    options = {key: value for key, value in part.items() if key not in ("type", "json_schema") and value}
+    limit = options.pop("max_whitespace_cnt", None)
+    if options.pop("style", "json") != "json" or options:
+        raise ValueError(
+            "a schema with patterns or formats allows no other options in a structural tag than its style json"
+        )
+    return {"type": "grammar", "grammar": str(schema_grammar(part["json_schema"], max_whitespace_cnt=limit))}
+
+
+def _compiled(constraint: Constraint, compiled: Any, max_size: int) -> bytes | ErrorInfo:
+    if compiled.memory_size_bytes > max_size:
+        problem = f"compiles to {compiled.memory_size_bytes:,} bytes, more than {max_size:,}; make it smaller"
+        return invalid_grammar(constraint.kind, problem)
+    error = _empty_grammar_error(constraint, compiled)
+    return error or XGRAMMAR + zlib.compress(compiled.serialize_json().encode(), 1)
+
+
+def _empty_grammar_error(constraint: Constraint, compiled: Any) -> ErrorInfo | None:
+    """Error of a grammar that allows no first token, or of JSON that may be empty."""
+    import xgrammar
+
+    matcher = xgrammar.GrammarMatcher(compiled)
+    mask = np.full(xgrammar.get_bitmask_shape(1, compiled.tokenizer_info.vocab_size), -1, np.int32)
+    matcher.fill_next_token_bitmask(mask)
+    completed = matcher.is_completed()
+    if (completed and KINDS[constraint.kind].vocabulary == "json") or not (completed or mask.any()):
+        return invalid_grammar(constraint.kind, "allows no text at all")
+    return None
+
+
+def _guidance_follows(schema: str) -> bool:
+    """Whether llguidance compiles a schema, and allows a first character."""
+    mask = np.zeros((1, 8), np.int32)
+    try:
+        matcher = GuidanceMatcher(guidance_matcher(schema, byte_tokenizer()), 256, ())
+        matcher.fill_next_token_bitmask(mask)
+    except (RuntimeError, ValueError):
+        return False
+    return bool(mask.any())
+
+
+def _reason(error: Exception) -> str:
+    """The compiler's message without the position in its source."""
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return re.sub(r"^\[.*?\.cc:\d+: |Check failed: \(.*?\) is false: ", "", line)[:300]
