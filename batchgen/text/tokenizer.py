@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import astuple
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,8 @@ from typing import Any
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.byte_level import ByteLevelTokens
-from batchgen.text.chat import (
-    PARTS_PROBE,
-    PlainRenderer,
-    check_template_reads,
-    plain_renderer,
-    prepare_messages,
-    reads_parts,
-    template_inputs,
-)
+from batchgen.text.chat import ChatRenderer
+from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 
 _VOCABULARY_FILES = (
@@ -44,6 +38,12 @@ _OTHER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer_config.json",
+)
+
+_NO_TEMPLATE = ErrorInfo(
+    ErrorCode.INVALID_FIELD,
+    "`messages` cannot be rendered: the model has no chat template; give the prompt as `text`",
+    "messages",
 )
 
 
@@ -77,8 +77,11 @@ class Tokenizer:
         self.decode_prefix = self._find_decode_prefix()
         """Ids of a word to decode in front of an output, for decoders that strip the first leading space; else ()."""
         self.decode_prefix_text = self.decode(self.decode_prefix)
-        self._keep_parts: bool | None = None
         self._offset_backend: Any = None
+        self.clock = datetime.now().replace(microsecond=0)
+        """Time that the chat template sees; a job sets it before it renders a conversation."""
+        self._template = ChatTemplate(hf, lambda: self.clock) if hf.chat_template else None
+        self._chat = None if self._template is None else ChatRenderer(self._template)
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None, model: str | Path | None = None) -> Tokenizer:
@@ -161,85 +164,25 @@ class Tokenizer:
 
         Raises:
             RowError: `invalid_field`: the model has no template, or the template refuses the conversation;
-                `unsupported_field`: the template does not read `tools`, `tool_calls` or a `chat_template_kwargs` name.
+                `unsupported_field`: the template leaves out a part of it.
         """
-        if not self.has_chat_template:
-            message = "the model has no chat template; give the prompt as `text`"
-            raise RowError(ErrorCode.INVALID_FIELD, f"`messages` cannot be rendered: {message}", "messages")
-        messages = prepare_messages(prompt.messages, keep_parts=self._template_reads_parts())
-        tools = list(prompt.tools) if prompt.tools else None
-        try:
-            asked = template_inputs(prompt)
-            if asked:
-                check_template_reads(self._hf.get_chat_template(tools=tools), asked)
-            rendered = self._hf.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-                tokenize=False,
-                **prompt.template_kwargs,
-            )
-        except RowError:
-            raise
-        except Exception as error:  # a template may raise anything about any message
-            reason = _first_line(error)
-            raise RowError(
-                ErrorCode.INVALID_FIELD,
-                f"`messages` cannot be rendered by the model's chat template: {reason}",
-                "messages",
-            ) from None
-        return str(rendered)
+        if self._chat is None:
+            raise RowError(*astuple(_NO_TEMPLATE))
+        return self._chat.render(prompt)
 
     def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
-        """Text of each conversation as by `render_chat`, or its error.
-
-        Plain conversations go directly to the template. Others without settings go to the library in one call, since
-        its preparation of a call costs more than a conversation.
-        """
-        renderer = self._renderer if prompts else None
-        texts: list[Any] = [renderer.render(one) if renderer else None for one in prompts]
-        remaining = [index for index, text in enumerate(texts) if text is None]
-        plain = [index for index in remaining if _has_default_settings(prompts[index])]
-        batched = dict(zip(plain, self._render_batch([prompts[index] for index in plain]), strict=False))
-        for index in remaining:
-            texts[index] = batched[index] if index in batched else self._render_one(prompts[index])
-        return texts
-
-    @cached_property
-    def _renderer(self) -> PlainRenderer | None:
-        return plain_renderer(self._hf) if self.has_chat_template else None
-
-    def _render_batch(self, prompts: Sequence[ChatPrompt]) -> list[str]:
-        """Texts of conversations without settings; [] if any of them fails."""
-        if not prompts or not self.has_chat_template:
-            return []
-        keep_parts = self._template_reads_parts()
-        try:
-            messages = [prepare_messages(prompt.messages, keep_parts=keep_parts) for prompt in prompts]
-            rendered = self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception:  # rendering one at a time finds the conversation that fails
-            return []
-        return [str(text) for text in rendered]
-
-    def _render_one(self, prompt: ChatPrompt) -> str | ErrorInfo:
-        try:
-            return self.render_chat(prompt)
-        except RowError as error:
-            return error.info
+        """Text of each conversation as by `render_chat`, or its error."""
+        return [_NO_TEMPLATE] * len(prompts) if self._chat is None else self._chat.render_all(prompts)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
-        return bool(self._hf.chat_template)
+        return self._chat is not None
 
-    def _template_reads_parts(self) -> bool:
-        if self._keep_parts is None:
-            try:
-                self._keep_parts = reads_parts(self._hf.apply_chat_template(PARTS_PROBE, tokenize=False))
-            except Exception:  # a template that fails on parts expects strings
-                self._keep_parts = False
-        return self._keep_parts
+    @property
+    def clock_text(self) -> dict[str, str] | None:
+        """The time as the chat template prints it, by format; None if it does not read the time."""
+        return self._template.clock_text if self._template is not None else None
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -345,12 +288,6 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _has_default_settings(prompt: ChatPrompt) -> bool:
-    """Whether a conversation consists of messages alone, without settings that differ from the default."""
-    settings = template_inputs(prompt) or prompt.continue_final_message
-    return bool(prompt.messages) and not settings and prompt.add_generation_prompt
 
 
 def _first_line(error: Exception) -> str:
