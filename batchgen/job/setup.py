@@ -110,6 +110,8 @@ def prepare(job: CheckedJob, note: Callable[[str], None], *, allow_missing_gpu: 
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
     )
+    if engine.clock is not None and tokenizer.clock_text is None:
+        note("--clock has no effect: the model's chat template does not read the time")
     defaults = front_end.defaults(
         config.sampling,
         sampling_defaults=config.sampling_defaults,
