@@ -20,6 +20,7 @@ from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.scoring import join_texts, scored_field
+from batchgen.text.stop_checks import check_stops
 from batchgen.text.tokenizer import Tokenizer
 
 Truncate = Literal["none", "left", "right"]
@@ -253,6 +254,7 @@ class Encoder:
         if params.logit_bias and params.logit_bias[-1][0] >= self._vocab_size:
             raise self._out_of_range("logit_bias", params.logit_bias[-1][0])
         self._check_bad_words_once(params.bad_words)
+        check_stops(params, self._tokenizer)
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
