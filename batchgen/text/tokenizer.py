@@ -21,16 +21,8 @@ from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.chat import ChatRenderer
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
+from batchgen.text.tokenizer_files import VOCABULARY_FILES, check_conversion, check_vocabulary, load_pair
 
-_VOCABULARY_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
 _OTHER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -93,18 +85,20 @@ class Tokenizer:
             ModelError: the folder or its tokenizer is missing, damaged or has no Rust backend.
         """
         folder = _find_folder(path, revision)
-        if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-            raise ModelError(f"{path} holds no tokenizer (none of {', '.join(_VOCABULARY_FILES[:3])}, ...)")
+        check_vocabulary(folder, path)
         # Imported here: transformers is slow to import, and commands that need no model start without it.
         from transformers import AutoTokenizer
 
         try:
             known = {} if (config := plain_config(folder)) is None else {"config": config}
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **known)
+            hf = load_pair(folder) if _is_undescribed(folder) else None
+            if hf is None:
+                hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **known)
         except Exception as error:  # a damaged file may raise anything
             raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
         if not getattr(hf, "is_fast", False):
             raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
+        check_conversion(hf.backend_tokenizer, folder, path)
         return cls(hf, folder, load_generation_config(_find_folder(model, revision)) if model is not None else None)
 
     def _probe_prefix(self) -> list[int]:
@@ -229,7 +223,7 @@ class Tokenizer:
     def digest(self) -> str:
         """SHA-256 of the names and contents of the tokenizer's files."""
         digest = hashlib.sha256()
-        for name in sorted((*_VOCABULARY_FILES, *_OTHER_FILES)):
+        for name in sorted((*VOCABULARY_FILES, *_OTHER_FILES)):
             path = self.folder / name
             if path.is_file():
                 content = path.read_bytes()
@@ -279,6 +273,16 @@ def plain_config(folder: Path) -> Any:
         return None
     kept = {key: model[key] for key in ("model_type", "model_name", "tokenizer_class") if key in model}
     return PreTrainedConfig(name_or_path=str(folder), **kept)
+
+
+def _is_undescribed(folder: Path) -> bool:
+    """Whether no file of a folder says which class its tokenizer has, and its model is none of a known type."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    if "tokenizer_class" in _json_object(folder / "tokenizer_config.json"):
+        return False
+    model = _json_object(folder / "config.json")
+    return "tokenizer_class" not in model and TOKENIZER_MAPPING_NAMES.get(model.get("model_type")) != "GPT2Tokenizer"
 
 
 def _json_object(path: Path) -> dict[str, Any]:
