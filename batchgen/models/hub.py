@@ -131,7 +131,7 @@ def _refusal(name: str, revision: str | None, error: Exception, endpoint: str, l
             "private, log in with: hf auth login (or set HF_TOKEN)."
         )
     if isinstance(error, errors.HFValidationError):
-        return f"There is no folder {name}, and the name is no id of a hub model: {_reason(error)}. Check the name."
+        return f"There is no folder {name}, and the name is not an id of a hub model: {_reason(error)}. Check the name."
     if status in (401, 403):
         return (
             f"The hub at {endpoint} refuses access to {name} ({status}). Log in with: hf auth login (or set HF_TOKEN)."

@@ -57,7 +57,7 @@ class _Labelled(NamedTuple):
     parts: tuple[str, ...]
     """Labels of content parts."""
     arguments: tuple[str, ...]
-    """Labels of keys in the arguments of calls, or of arguments that are no object."""
+    """Labels of keys in the arguments of calls, or of arguments that are not an object."""
     switches: tuple[Loss, ...]
     """Keys whose values are not text: whether they have an effect is seen by leaving them out."""
 

@@ -19,8 +19,8 @@ from batchgen.request.table import ParsedRow
 from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.hidden_stops import check_stops
 from batchgen.text.scoring import join_texts, scored_field
-from batchgen.text.stop_checks import check_stops
 from batchgen.text.tokenizer import Tokenizer
 
 Truncate = Literal["none", "left", "right"]

@@ -7,7 +7,7 @@ Rules (one `StopState` per sample receives each token once):
 - The text after k tokens is `Tokenizer.decode_output` of them under the row's options; the prompt's text never matches.
   A stop string matches at token k if an occurrence of it contains a character that token k added, and k is at least
   `min_new_tokens`: an occurrence completed before that never counts.
-- Where `skip_special_tokens` leaves special tokens out of the text, the spelling of one in a stop string stands for
+- Where `skip_special_tokens` leaves special tokens out of the text, the spelling of one in a stop string means
   the token: the string matches where the token is between the string's other characters. It may be spelled out, too.
 - A pattern is searched in the text after each token from `min_new_tokens` on, as if the text ended there (so `$`
   matches after every token); its leftmost match counts, wherever it is. Look-behind and `^` see the output's text

@@ -87,7 +87,7 @@ def test_a_resumed_run_sees_the_time_at_which_the_job_began(folder: Path, clocke
     assert (read_footer(folder / "out.parquet") or {})["clock"] == began
     assert datetime.fromisoformat(began).strftime(MOMENT) in prompts(folder / "out.parquet")[0]
     job(folder, clocked, "-o", "out.parquet", "--overwrite")
-    assert (read_footer(folder / "out.parquet") or {})["clock"] != began, "a job of its own"
+    assert (read_footer(folder / "out.parquet") or {})["clock"] != began, "another job"
 
 
 def test_retried_rows_see_the_time_of_the_others(folder: Path, clocked: Path) -> None:

@@ -76,7 +76,7 @@ def test_frequencies_equal_the_library_bit_for_bit(rope: dict[str, Any], spellin
 
 
 SCALED: list[tuple[dict[str, Any], int]] = [
-    # (settings beside a `max_position_embeddings` of 4096, context length)
+    # (settings with a `max_position_embeddings` of 4096, context length)
     ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
     ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 4096}, 16384),
     ({"rope_type": "yarn", "factor": 2.0}, 8192),

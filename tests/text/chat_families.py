@@ -66,7 +66,7 @@ FAMILIES = {
         "{{ f.arguments | tojson }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}",
         "Reasoning: {{ reasoning_effort if reasoning_effort is defined else 'medium' }}\n",
     ),
-    # The id stands for the name.
+    # The id is written in place of the name.
     "ids": _turns(
         "{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.id }} {{ c.function.arguments | tojson }}"
         "{% endfor %}"

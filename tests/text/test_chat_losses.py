@@ -144,13 +144,13 @@ def test_what_the_template_leaves_out_is_refused_by_name(
 
 
 @pytest.mark.field("messages")
-def test_turns_that_a_template_drops_by_design_are_no_loss(render: Render) -> None:
+def test_turns_that_a_template_drops_by_design_are_not_lost(render: Render) -> None:
     assert render("last turn", ASK, ANSWER, {**ASK, "content": "Really?"}) == "<check>Really?"
 
 
 @pytest.mark.field("messages")
 @pytest.mark.parametrize("family", ["json", "pairs", "gated json"])
-def test_arguments_that_are_no_object_are_refused_where_the_template_needs_one(render: Render, family: str) -> None:
+def test_arguments_that_are_not_an_object_are_refused_where_the_template_needs_one(render: Render, family: str) -> None:
     for arguments in ("[1", '"Oslo"', "not json", "[" * 3000):
         refused = render(family, ASK, calling(arguments=arguments))
         assert isinstance(refused, ErrorInfo), refused

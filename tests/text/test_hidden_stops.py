@@ -52,7 +52,7 @@ TABLE: list[tuple[list[str], str, dict[str, Any], str, str | None]] = [
 
 @pytest.mark.field("stop", "skip_special_tokens", "no_stop_trim", "min_new_tokens")
 @pytest.mark.parametrize(("pieces", "stop", "others", "text", "matched"), TABLE)
-def test_a_string_that_names_hidden_tokens_stands_for_them(
+def test_a_string_that_names_hidden_tokens_means_them(
     tokenizer: Tokenizer, pieces: list[str], stop: str, others: dict[str, Any], text: str, matched: str | None
 ) -> None:
     _, done = finish(tokenizer, pieces, stop=stop, **others)
@@ -89,7 +89,7 @@ def test_streamed_text_waits_for_a_hidden_token(tokenizer: Tokenizer) -> None:
     assert state.finish("length").text == "foxc"
 
 
-def test_a_token_past_the_vocabulary_is_no_special_token(tokenizer: Tokenizer) -> None:
+def test_a_token_past_the_vocabulary_is_not_special(tokenizer: Tokenizer) -> None:
     state = StopState(SamplingParams(stop=END), frozenset(), tokenizer)
     assert state.append(tokenizer.vocab_size + 3) is None
 
