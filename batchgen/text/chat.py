@@ -1,20 +1,35 @@
 """Conversations to prompts: each is rendered by the chat template, and what the template leaves out is refused.
 
-A template may ignore anything that a row gives it. So each kind of conversation is looked at once (see
-`chat_losses`): in which form the template takes all of it, and what it leaves out in every form.
+A template may ignore anything that a row gives it. So each kind of conversation is looked at once: its texts are
+replaced by labels, and the labels are looked for in what the template makes of them. It is given in the form in which
+the template writes all of it, and what the template leaves out in every form is refused.
+
+A template may leave out parts of earlier turns, as many do with old thoughts. What it writes while a message is the
+last one, or is followed by results of tools only, is therefore not lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.checks import show
 from batchgen.request.prompts import ChatPrompt
-from batchgen.text.chat_forms import apply_form
-from batchgen.text.chat_losses import Loss, Verdict, assess, is_written, names, shape
+from batchgen.text.chat_forms import (
+    LABEL,
+    RESULT_ROLES,
+    Form,
+    Labelled,
+    Loss,
+    apply_form,
+    forms,
+    labelled,
+    names,
+    shape,
+)
 from batchgen.text.chat_template import ChatTemplate
 
 _MAX_SHAPES: Final = 4096
@@ -34,6 +49,15 @@ _PROBES: Final = (
     ),
 )
 """Conversations on which a variable of the template may have an effect if it has none on a row's own."""
+
+
+class Verdict(NamedTuple):
+    """How conversations of one shape are given to the template, and what it then leaves out."""
+
+    form: Form
+    lost: tuple[Loss, ...]
+    misspelt: bool = False
+    """Whether the template writes arguments of calls in a spelling that they cannot be converted from."""
 
 
 class ChatRenderer:
@@ -73,7 +97,7 @@ class ChatRenderer:
         key = shape(prompt)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = assess(self._template, prompt)
+            verdict = _assess(self._template, prompt)
             self._check_settings(prompt, verdict)
             if len(self._verdicts) >= _MAX_SHAPES:
                 self._verdicts.clear()
@@ -83,7 +107,7 @@ class ChatRenderer:
         if verdict.misspelt:
             raise _not_an_object(prompt)
         text = self._template.render(prompt, apply_form(prompt.messages, verdict.form))
-        absent = [loss for name, loss in names(prompt) if not is_written(name, text)]
+        absent = [loss for name, loss in names(prompt) if not _is_written(name, text)]
         if absent:
             raise _lost(prompt, absent)
         return text
@@ -108,7 +132,7 @@ class ChatRenderer:
             return None
 
     def _find_lost(self, prompt: ChatPrompt, roles: tuple[str, ...]) -> tuple[int, ...]:
-        verdict = assess(self._template, ChatPrompt(tuple({"role": role, "content": "text"} for role in roles)))
+        verdict = _assess(self._template, ChatPrompt(tuple({"role": role, "content": "text"} for role in roles)))
         if len(self._lost_of_plain) >= _MAX_SHAPES:
             self._lost_of_plain.clear()
         found = self._lost_of_plain[roles] = tuple(loss.message for loss in verdict.lost)
@@ -163,7 +187,7 @@ class ChatRenderer:
         found = []
         for probe in _PROBES:
             try:
-                found.append((probe, apply_form(probe.messages, assess(self._template, probe).form)))
+                found.append((probe, apply_form(probe.messages, _assess(self._template, probe).form)))
             except Exception:  # the template has no such conversations
                 continue
         return found
@@ -217,3 +241,106 @@ def _lost(prompt: ChatPrompt, lost: Sequence[Loss]) -> RowError:
     remedy = _REMEDIES.get(first.key, "leave it out, or write it into the content")
     message = f"{listed} cannot reach the prompt: the model's chat template {does}; {remedy}"
     return RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tools" if first.message < 0 else "messages")
+
+
+def _assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
+    """The form in which the template writes most of a conversation, and what it leaves out then.
+
+    Raises:
+        Exception: the template refuses every form; the error is that of the row's own form.
+    """
+    given = labelled(prompt)
+    found: list[Verdict] = []
+    refusal: Exception | None = None
+    for form in forms(prompt.messages):
+        try:
+            verdict = _assess_form(template, given, form)
+        except Exception as error:  # a template may raise anything
+            refusal = refusal or error
+            continue
+        if not verdict.lost and not verdict.misspelt:
+            return verdict
+        found.append(verdict)
+    if not found:
+        assert refusal is not None, "there is always a form"
+        raise refusal
+    return min(found, key=lambda verdict: (bool(verdict.lost), verdict.misspelt, len(verdict.lost)))
+
+
+def _assess_form(template: ChatTemplate, given: Labelled, form: Form) -> Verdict:
+    prompt = given.prompt
+    messages = apply_form(prompt.messages, form)
+    text = template.render(prompt, messages)
+    written = set(LABEL.findall(text))
+    absent = [(label, loss) for label, loss in given.places.items() if label not in written]
+    lost = _without_old_turns(template, prompt, messages, absent)
+    lost += [switch for switch in given.switches if _without(template, prompt, messages, switch) == text]
+    misspelt = _misspelt(text, given) or _writes_none(template, prompt, form, text)
+    return Verdict(form, tuple(dict.fromkeys(lost)), misspelt)
+
+
+def _without_old_turns(
+    template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], absent: Iterable[tuple[str, Loss]]
+) -> list[Loss]:
+    """The losses whose label the template does not write either while their message is at the end."""
+    written: dict[int, set[str]] = {}
+    lost = []
+    for label, loss in absent:
+        if loss.message not in written:
+            written[loss.message] = _labels_at_end(template, prompt, messages, loss.message)
+        if label not in written[loss.message]:
+            lost.append(loss)
+    return lost
+
+
+def _labels_at_end(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], index: int) -> set[str]:
+    """The labels that the template writes for a conversation that ends with message `index`, or with its results."""
+    if index < 0:
+        return set()
+    end = next(
+        (i for i in range(index + 1, len(messages)) if messages[i].get("role") not in RESULT_ROLES), len(messages)
+    )
+    found: set[str] = set()
+    for last in {index + 1, end} - {len(messages)}:
+        try:
+            begun = prompt._replace(add_generation_prompt=False, continue_final_message=False)
+            found.update(LABEL.findall(template.render(begun, messages[:last])))
+        except Exception:  # conversations may not end here
+            continue
+    return found
+
+
+def _without(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], switch: Loss) -> str | None:
+    """The text without a key; None if the template then raises an error, which is an effect, too."""
+    try:
+        if switch.message < 0:
+            return template.render(prompt._replace(tools=None), messages)
+        changed = {key: value for key, value in messages[switch.message].items() if key != switch.key}
+        return template.render(prompt, [*messages[: switch.message], changed, *messages[switch.message + 1 :]])
+    except Exception:
+        return None
+
+
+def _misspelt(text: str, given: Labelled) -> bool:
+    """Whether the template writes a list of parts or an object in Python's spelling, or JSON text as a JSON string."""
+    marks = [form % label for label in given.parts for form in ("'text': '%s", '"text": "%s')]
+    marks += [form % label for label in given.arguments for form in ("'%s':", '%s\\"')]
+    return any(mark in text for mark in marks)
+
+
+def _writes_none(template: ChatTemplate, prompt: ChatPrompt, form: Form, text: str) -> bool:
+    """Whether the template writes a null content as the word None."""
+    if "None" not in text or form.content not in ("own", "null"):
+        return False
+    for other in ("missing", "empty"):
+        try:
+            without = template.render(prompt, apply_form(prompt.messages, form._replace(content=other)))
+        except Exception:
+            continue
+        return text.count("None") > without.count("None")
+    return False
+
+
+def _is_written(text: str, rendered: str) -> bool:
+    """Whether a rendered text holds another one, as it is or as JSON writes it."""
+    return text in rendered or any(json.dumps(text, ensure_ascii=ascii_)[1:-1] in rendered for ascii_ in (True, False))
