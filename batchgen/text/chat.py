@@ -107,7 +107,7 @@ class ChatRenderer:
         if verdict.misspelt:
             raise _not_an_object(prompt)
         text = self._template.render(prompt, apply_form(prompt.messages, verdict.form))
-        absent = [loss for name, loss in names(prompt) if not _is_written(name, text)]
+        absent = [loss for name, loss in names(prompt).items() if not _is_written(name, text)]
         if absent:
             raise _lost(prompt, absent)
         return text
@@ -274,7 +274,8 @@ def _assess_form(template: ChatTemplate, given: Labelled, form: Form) -> Verdict
     written = set(LABEL.findall(text))
     absent = [(label, loss) for label, loss in given.places.items() if label not in written]
     lost = _without_old_turns(template, prompt, messages, absent)
-    lost += [switch for switch in given.switches if _without(template, prompt, messages, switch) == text]
+    switches = {_kind(messages, switch): switch for switch in reversed(given.switches)}
+    lost += [switch for switch in switches.values() if _without(template, prompt, messages, switch) == text]
     misspelt = _misspelt(text, given) or _writes_none(template, prompt, form, text)
     return Verdict(form, tuple(dict.fromkeys(lost)), misspelt)
 
@@ -283,14 +284,20 @@ def _without_old_turns(
     template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], absent: Iterable[tuple[str, Loss]]
 ) -> list[Loss]:
     """The losses whose label the template does not write either while their message is at the end."""
-    written: dict[int, set[str]] = {}
+    is_written: dict[Hashable, bool] = {}  # by kind of message: a long conversation has few
     lost = []
     for label, loss in absent:
-        if loss.message not in written:
-            written[loss.message] = _labels_at_end(template, prompt, messages, loss.message)
-        if label not in written[loss.message]:
+        kind = _kind(messages, loss)
+        if kind not in is_written:
+            is_written[kind] = label in _labels_at_end(template, prompt, messages, loss.message)
+        if not is_written[kind]:
             lost.append(loss)
     return lost
+
+
+def _kind(messages: list[dict[str, Any]], loss: Loss) -> Hashable:
+    """What the templates' treatment of a key depends on: the message's role and its other keys."""
+    return (loss.key, *(() if loss.message < 0 else (messages[loss.message].get("role"), *messages[loss.message])))
 
 
 def _labels_at_end(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], index: int) -> set[str]:

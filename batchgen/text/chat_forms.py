@@ -344,17 +344,17 @@ def _json_text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def names(prompt: ChatPrompt) -> Sequence[tuple[str, Loss]]:
-    """Names of all called and described tools, which every prompt must hold."""
-    found = []
-    for index, message in enumerate(prompt.messages):
-        for number, call in enumerate(message.get("tool_calls") or ()):
-            function = call_function(call)
-            if function is not None and isinstance(function.get("name"), str):
-                loss = Loss(f"messages[{index}].tool_calls[{number}]", index, "tool_calls")
-                found.append((function["name"], loss))
-    for number, tool in enumerate(prompt.tools or ()):
-        function = call_function(tool)
+def names(prompt: ChatPrompt) -> dict[str, Loss]:
+    """Names of all called and described tools, which every prompt must hold, and where they are first given."""
+    found: dict[str, Loss] = {}
+    given = [
+        (call, Loss(f"messages[{index}].tool_calls[{number}]", index, "tool_calls"))
+        for index, message in enumerate(prompt.messages)
+        for number, call in enumerate(message.get("tool_calls") or ())
+    ]
+    given += [(tool, Loss(f"tools[{number}]", -1, "tools")) for number, tool in enumerate(prompt.tools or ())]
+    for described, loss in given:
+        function = call_function(described)
         if function is not None and isinstance(function.get("name"), str):
-            found.append((function["name"], Loss(f"tools[{number}]", -1, "tools")))
+            found.setdefault(function["name"], loss)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,17 @@ def test_a_row_is_judged_by_its_own_values(render: Render) -> None:
     assert isinstance(render("two roles", SYSTEM, ASK), ErrorInfo)
     assert render("two roles", {**SYSTEM, "content": ""}, ASK) == "<user>What is it?<assistant>"
     assert isinstance(render("two roles", SYSTEM, ASK), ErrorInfo)
+
+
+def test_a_long_conversation_costs_a_few_renderings(render: Render) -> None:
+    """Not one for each of its messages: old thoughts are judged once by the kind of message."""
+    turns = [ASK, {**ANSWER, "reasoning_content": "Look."}] * 1500
+    began = time.process_time()
+    assert isinstance(render("thinking", *turns), str)
+    refused = render("plain", *({**message, "name": "Ann", "mood": 1} for message in turns))
+    assert isinstance(refused, ErrorInfo)
+    assert "messages[0].name" in refused.message
+    assert time.process_time() - began < 10
 
 
 def test_values_that_json_does_not_have_are_refused(render: Render) -> None:
