@@ -6,10 +6,12 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from batchgen.config.units import (
     parse_bool,
+    parse_clock,
     parse_columns,
     parse_duration,
     parse_float,
@@ -151,6 +153,7 @@ SIZE = ValueType("SIZE", parse_size, (str, int))
 MEMORY = ValueType("SIZE|SHARE", parse_memory, (str, int, float))
 DURATION = ValueType("DURATION", parse_duration, (str, int, float))
 POSITIVE_DURATION = ValueType("DURATION", _positive_duration, (str, int, float))
+CLOCK = ValueType("TIME", parse_clock, (str, date))
 THRESHOLD = ValueType("N|P%", parse_threshold, (str, int))
 COLUMNS = ValueType("all|none|COL,...", _carry, comma_separated=True)
 TOKEN_IDS = ValueType("ID,...", parse_token_ids, (str, int), comma_separated=True)

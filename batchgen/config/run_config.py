@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.option_types import (
+    CLOCK,
     COLUMNS,
     DURATION,
     MEMORY,
@@ -103,6 +104,12 @@ class EngineConfig:
     media_root: str | None = INPUT.option(
         None, "Only folder whose files rows may name in `input_embeds`. Example: --media-root ./embeddings", PATH
     )
+    clock: str | None = INPUT.option(
+        None,
+        "Time that chat templates see; the default is the creation time of the job. Example: --clock 2026-01-31T12:00",
+        CLOCK,
+    )
+    """ISO 8601; a `datetime` is accepted, too."""
     hidden_states_dtype: Literal["auto", "float32"] = OUTPUT.option(
         "auto",
         "Data type of hidden states; auto is the model's, float32 keeps means unrounded. "

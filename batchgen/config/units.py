@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 _SIZE_UNITS = {
     "": 1,
@@ -134,6 +135,14 @@ def parse_duration(text: str) -> float:
     if seconds > _MAX_DAYS * 86400:
         raise ValueError(f"must be at most {_MAX_DAYS}d, got {text!r}")
     return seconds
+
+
+def parse_clock(text: str) -> str:
+    """Parse a date or a time in ISO 8601: `2026-01-31`, `2026-01-31T12:00:00`, `2026-01-31 12:00:00+01:00`."""
+    try:
+        return datetime.fromisoformat(text.strip()).isoformat()
+    except ValueError:
+        raise ValueError(f"must be a date or a time such as 2026-01-31T12:00:00, got {text!r}") from None
 
 
 def _seconds(text: str) -> float:

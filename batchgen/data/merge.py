@@ -218,6 +218,12 @@ def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> 
     for file, footer in zip(files, footers, strict=True):
         if footer["fingerprint"] != first["fingerprint"] or footer["shard"][1] != first["shard"][1]:
             raise FingerprintError(f"{file} and {files[0]} are shards of different jobs. Merge shards of one job.")
+        if footer.get("clock_text") != first.get("clock_text"):
+            raise FingerprintError(
+                f"{file} and {files[0]} saw different times, {footer.get('clock')} and {first.get('clock')}, and the "
+                f"chat template writes them into prompts. Run {file.name} again with --overwrite, or all shards with "
+                "the same --clock TIME."
+            )
 
 
 def _check_all_shards(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:

@@ -39,6 +39,7 @@ from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
+from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import load_checked
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import cache_bytes
@@ -97,7 +98,8 @@ class Engine:
         )
         loaded = load_checked(checked, dtype=config.dtype, device=config.device, products=products_of(config))
         folder = checked.folder.path
-        tokenizer = Tokenizer.load(config.tokenizer or folder, config.revision, folder)
+        named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
+        tokenizer = Tokenizer.load(named, model=folder)
         self._init(loaded, FrontEnd.build(config, loaded.spec, tokenizer, processors))
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ class FrontEnd:
         Args:
             config: options of the engine.
             spec: the model's spec.
-            tokenizer: the model's tokenizer.
+            tokenizer: the model's tokenizer; its clock is set if `config` has one.
             processors: custom logit processors by name.
             name: name of the model if `config` has none.
             truncate: side on which prompts that are too long are cut.
@@ -62,6 +63,8 @@ class FrontEnd:
             UsageError: `media_root` is not a folder.
         """
         media_root = MediaRoot(config.media_root)
+        if config.clock is not None:
+            tokenizer.clock = datetime.fromisoformat(config.clock)
         grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
         limits = spec.state_limits
         encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)

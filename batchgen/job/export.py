@@ -114,8 +114,9 @@ def _piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], 
 
         options = run["configuration"]["options"]
         path = named or options["tokenizer"]["value"] or run["model"]
+        revision = options["revision"]["value"] if path == run["model"] else None
         try:
-            tokenizer = Tokenizer.load(model_path() if path == DEMO else path, options["revision"]["value"])
+            tokenizer = Tokenizer.load(model_path() if path == DEMO else path, revision)
         except ModelError as error:
             raise ModelError(f"{error}. Rows have logprobs: name the run's tokenizer with --tokenizer.") from None
         if tokenizer.digest != run["tokenizer_digest"]:

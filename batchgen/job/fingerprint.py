@@ -61,6 +61,8 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
     if config.engine.quantization != "none":  # "none" is left out, for equal fingerprints with older versions
         options["quantization"] = config.engine.quantization
+    if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
+        options["clock"] = config.engine.clock
     # Source and digest: a processor whose code changes makes another job.
     processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
     info = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -22,7 +23,7 @@ from batchgen.data.write.finish import finish
 from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import WorkFolder, open_work, output_paths
+from batchgen.data.write.work_folder import OutputPaths, WorkFolder, open_work, output_paths, recorded_clock
 from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
@@ -103,7 +104,8 @@ class _Job:
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
             open_output = open_for_retry if self.config.retry_errors else open_work
-            work = open_output(paths, identity.run, identity.info, self.config.existing)
+            clock = _job_clock(setup, paths, identity)
+            work = open_output(paths, identity.run, identity.info, self.config.existing, clock)
         if work is None:
             return _finished(paths.result, identity)
         self.collector.freeze_all()
@@ -165,6 +167,7 @@ class _Job:
                 "row_shapes": rows.shapes.encode(),
                 "grammar_backends": sorted(rows.grammar_backends),
                 "created": int(time.time()),
+                **_clock_record(setup),
                 "layer_ids": [*setup.spec.moe_layers] or None,
                 "experts_per_token": setup.spec.experts_per_token or None,
             }
@@ -345,6 +348,26 @@ class _Job:
                 **running.loop.counts(),
             },
         )
+
+
+def _job_clock(setup: Setup, paths: OutputPaths, identity: JobIdentity) -> str | None:
+    """The time that the job's conversations see; None if the model's chat template does not read it.
+
+    It is the one given, the one with which the job began, or the time now.
+    """
+    config, tokenizer = setup.config, setup.front_end.tokenizer
+    if tokenizer.clock_text is None:
+        return None
+    if config.engine.clock is None and (found := recorded_clock(paths, identity.run, config.existing)) is not None:
+        tokenizer.clock = datetime.fromisoformat(found)
+    return tokenizer.clock.isoformat()
+
+
+def _clock_record(setup: Setup) -> dict[str, Any]:
+    """Entries of the footer: the time that the conversations saw, and what the chat template wrote of it."""
+    tokenizer = setup.front_end.tokenizer
+    shown = tokenizer.clock_text
+    return {"clock": None if shown is None else tokenizer.clock.isoformat(), "clock_text": shown}
 
 
 def _load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:

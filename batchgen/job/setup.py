@@ -20,6 +20,7 @@ from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
+from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.request.params import SamplingParams
 from batchgen.request.parser import RowDefaults
@@ -117,10 +118,13 @@ def prepare(
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
-    tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)
+    named = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
+    tokenizer = Tokenizer.load(named, model=folder)
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
     )
+    if engine.clock is not None and tokenizer.clock_text is None:
+        note("--clock has no effect: the model's chat template does not read the time")
     defaults = front_end.defaults(
         config.sampling,
         sampling_defaults=config.sampling_defaults,

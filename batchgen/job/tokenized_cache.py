@@ -54,6 +54,7 @@ def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
         "model": setup.front_end.name,  # rows may name the model
         "events": setup.config.events is not None,
         "media_root": setup.config.engine.media_root,
+        "clock": setup.front_end.tokenizer.clock_text,
     }
     return json.dumps(parts, sort_keys=True, default=str)
 

@@ -67,7 +67,8 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     run = results.footer
     assert run is not None
     config = RunConfig.restore(run["configuration"], out, changes)
-    config = replace(config, engine=replace(config.engine, max_num_seqs=1))
+    clock = run.get("clock") or config.engine.clock  # the rows are rendered with the time that the job saw
+    config = replace(config, engine=replace(config.engine, max_num_seqs=1, clock=clock))
     found = _found_inputs(config, run)
     inputs = _same_inputs(found, run)
     processors = _same_processors(config, run["logit_processors"])

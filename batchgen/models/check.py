@@ -58,9 +58,9 @@ def check_model(
         config = parse_native_config(folder.config)
         layout = native_layout(config, folder)
         check_native_tensors(layout, folder)
-        if max_model_len is not None and max_model_len > config.max_positions:
+        if max_model_len is not None and max_model_len > config.context_length:
             raise ModelError(
-                f"--max-model-len {max_model_len} is past the model's context of {config.max_positions}. Give less."
+                f"--max-model-len {max_model_len} is past the model's context of {config.context_length}. Give less."
             )
         for adapter in adapters:
             fit_adapter(adapter, *native_linears(layout))

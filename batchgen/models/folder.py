@@ -8,21 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.models.hub import resolve_model
 from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
-_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_HUB_TIMEOUT: Final = 5.0
-"""Timeout of the first request to the hub, before any download."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,54 +39,6 @@ class ModelFolder:
     def model_type(self) -> str:
         """`model_type` of config.json."""
         return str(self.config["model_type"])
-
-
-def resolve_model(path_or_id: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Resolve a local path or a Hugging Face hub id to a folder.
-
-    An id is looked up in the local cache first; the network is used only if Hugging Face's settings (`HF_HUB_OFFLINE`)
-    allow it.
-
-    Raises:
-        ModelError: there is no such folder, and no hub model with that id is available.
-    """
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelError(f"{path} is not a folder. Name the folder that holds config.json and the safetensors files.")
-    name = os.fspath(path_or_id)
-    if not _HUB_ID.fullmatch(name):
-        raise ModelError(f"There is no model folder {path}. Check the path.")
-    return _from_hub(name, revision)
-
-
-def _from_hub(name: str, revision: str | None) -> Path:
-    # The import is slow, and local folders do not need it.
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    def snapshot(local: bool) -> Path:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision, local_files_only=local, allow_patterns=_HUB_FILES
-            )
-        )
-
-    try:
-        return snapshot(local=True)
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError, ValueError):
-        pass
-    refusal = f"There is no folder {name}, and no hub model of that name"
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise ModelError(f"{refusal} in the local cache (HF_HUB_OFFLINE is set). Download it first, or name a folder.")
-    try:
-        # Check availability first, because a download without network retries for minutes.
-        huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT)
-        return snapshot(local=False)
-    except Exception as error:  # the client also raises the errors of its transport
-        reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        raise ModelError(f"{refusal} is available: {reason}. Check the name, or name a local folder.") from None
 
 
 def check_model_folder(path: str | os.PathLike[str], revision: str | None = None) -> ModelFolder:

@@ -18,6 +18,7 @@ from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.base import ModelInput, ModelSpec
+from batchgen.models.context import scaled_context
 from batchgen.models.experts import ExpertsSlot, install_experts
 from batchgen.models.folder import ModelFolder
 from batchgen.models.fused_projections import stack_projections
@@ -56,15 +57,26 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
         config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # configuration classes validate with errors of many types
         raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
-    longest: Any = getattr(config, "max_position_embeddings", None)
+    longest = _longest_context(config)
     if longest is None and context_length is None:
         raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
     if context_length is not None and longest is not None and context_length > longest:
         raise ModelError(f"--max-model-len {context_length} is past the model's context of {longest}. Give less.")
-    context = int(longest) if context_length is None else context_length
+    context = context_length or longest
+    assert context is not None, "one of them is given"
     _check_rope(config)
     _fix_longrope(config, context)
     return config, context
+
+
+def _longest_context(config: Any) -> int | None:
+    """The model's context length; None if its configuration names none."""
+    longest: Any = getattr(config, "max_position_embeddings", None)
+    settings = _rope_settings(config)
+    if longest is None or len(settings) != 1:  # one per layer type: the longest is that of the configuration
+        return None if longest is None else int(longest)
+    original = getattr(config, "original_max_position_embeddings", None)
+    return scaled_context(str(config.model_type), int(longest), settings[0], original)
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def checked_spec(
 def _native_spec(
     checked: CheckedModel, config: NativeConfig, layout: NativeLayout, dtype: torch.dtype, device: torch.device
 ) -> ModelSpec:
-    context = config.max_positions if checked.max_model_len is None else checked.max_model_len
+    context = config.context_length if checked.max_model_len is None else checked.max_model_len
     return native_spec(config, layout, checked.folder, dtype, device, context, checked.adapters)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from batchgen.errors import ModelError
 from batchgen.kernels.rope_config import ROPE_KINDS, RopeConfig, RopeKind
+from batchgen.models.context import scaled_context
 
 NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS: Final = (
@@ -55,7 +56,8 @@ class NativeConfig:
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None: full attention."""
     rope: RopeConfig
-    max_positions: int
+    context_length: int
+    """Most tokens of a row; more than `max_position_embeddings` where rope settings scale it."""
 
     @property
     def q_size(self) -> int:
@@ -134,8 +136,14 @@ def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
         qk_norm=read.model_type == "qwen3",
         windows=_windows(read, layers),
         rope=_rope(read, head_dim, max_positions),
-        max_positions=max_positions,
+        context_length=_context_length(read, max_positions),
     )
+
+
+def _context_length(read: _Reader, max_positions: int) -> int:
+    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
+    original = read.values.get("original_max_position_embeddings")
+    return scaled_context(read.model_type, max_positions, given, original if type(original) is int else None)
 
 
 def _biases(read: _Reader) -> tuple[bool, bool, bool]:

@@ -1,153 +1,353 @@
-"""Chat templates: messages prepared for a template, and a fast renderer for plain conversations."""
+"""Conversations to prompts: each is rendered by the chat template, and what the template leaves out is refused.
+
+A template may ignore anything that a row gives it. So each kind of conversation is looked at once: its texts are
+replaced by labels, and the labels are looked for in what the template makes of them. It is given in the form in which
+the template writes all of it, and what the template leaves out in every form is refused.
+
+A template may leave out parts of earlier turns, as many do with old thoughts. What it writes while a message is the
+last one, or is followed by results of tools only, is therefore not lost.
+"""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
-from batchgen.errors import ErrorCode, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request.checks import show
 from batchgen.request.prompts import ChatPrompt
+from batchgen.text.chat_forms import (
+    LABEL,
+    RESULT_ROLES,
+    Form,
+    Labelled,
+    Loss,
+    apply_form,
+    forms,
+    labelled,
+    names,
+    shape,
+)
+from batchgen.text.chat_template import ChatTemplate
 
-PARTS_PROBE = [
-    {"role": "user", "content": [{"type": "text", "text": "first-part"}, {"type": "text", "text": "second-part"}]}
-]
-"""Conversation that shows whether a template reads content parts; see `reads_parts`."""
-
-
-def reads_parts(rendered: str) -> bool:
-    """Whether a template reads content parts instead of printing the list; `rendered` is its text of `PARTS_PROBE`."""
-    return "first-part" in rendered and "second-part" in rendered and "'text'" not in rendered.replace('"', "'")
-
-
-def prepare_messages(messages: tuple[Mapping[str, Any], ...], *, keep_parts: bool) -> list[dict[str, Any]]:
-    """Copies of `messages` in the form that chat templates expect.
-
-    Text parts are joined by newlines unless `keep_parts`, a null content becomes an empty string, and the arguments of
-    a tool call are parsed from JSON text, since templates write them as JSON themselves.
-
-    Raises:
-        RowError: `invalid_field`: arguments are not a JSON object.
-    """
-    prepared = []
-    for index, message in enumerate(messages):
-        copy = dict(message)
-        content = copy.get("content")
-        if content is None:  # as with tool calls; templates would print None
-            copy["content"] = ""
-        if isinstance(content, list | tuple) and not keep_parts:
-            copy["content"] = "\n".join(part["text"] for part in content)
-        if isinstance(copy.get("tool_calls"), list):
-            copy["tool_calls"] = [_parse_tool_call(call, index) for call in copy["tool_calls"]]
-        prepared.append(copy)
-    return prepared
+_MAX_SHAPES: Final = 4096
+"""Most kinds of conversations that are remembered."""
+_PLAIN_KEYS: Final = {"role", "content"}
+_HELLO: Final = {"role": "user", "content": "Hello"}
+_THOUGHT: Final = {"role": "assistant", "content": "Hi", "reasoning_content": "Greet."}
+_FUNCTION: Final = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+_CALL: Final = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+_RESULT: Final = {"role": "tool", "content": "1", "tool_call_id": "abcdefghi", "name": "add"}
+_PROBES: Final = (
+    ChatPrompt((_HELLO,)),
+    ChatPrompt(({"role": "system", "content": "Be brief."}, _HELLO, _THOUGHT, _HELLO)),
+    ChatPrompt(
+        (_HELLO, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _RESULT),
+        ({"type": "function", "function": _FUNCTION},),
+    ),
+)
+"""Conversations on which a variable of the template may have an effect if it has none on a row's own."""
 
 
-def template_inputs(prompt: ChatPrompt) -> list[tuple[str, str]]:
-    """(field, variable name) of each input that reaches the prompt only if the template reads that variable."""
-    asked = [("tools", "tools")] if prompt.tools else []
-    asked += [("chat_template_kwargs", name) for name in prompt.template_kwargs]
-    if any(message.get("tool_calls") for message in prompt.messages):
-        asked.append(("messages", "tool_calls"))
-    return asked
+class Verdict(NamedTuple):
+    """How conversations of one shape are given to the template, and what it then leaves out."""
+
+    form: Form
+    lost: tuple[Loss, ...]
+    misspelt: bool = False
+    """Whether the template writes arguments of calls in a spelling that they cannot be converted from."""
 
 
-def check_template_reads(template: str, asked: Iterable[tuple[str, str]]) -> None:
-    """Reject inputs that the template would silently ignore because it never names them.
+class ChatRenderer:
+    """Renders conversations with one model's chat template."""
 
-    Args:
-        template: source of the chat template.
-        asked: inputs as `template_inputs` lists them.
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self._lost_of_plain: dict[tuple[str, ...], tuple[int, ...]] = {}
+        """Roles of a plain conversation -> indexes of the messages that the template leaves out."""
 
-    Raises:
-        RowError: `unsupported_field`: the template does not name an input.
-    """
-    for field, name in asked:
-        # Any occurrence of the word counts, so that a template that does read it is never refused.
-        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template):
-            what = f"`{field}`" if name == field else f"`{field}` gives {name!r}, which"
-            message = f"{what} cannot reach the prompt: the model's chat template does not read it; leave it out"
+    def render(self, prompt: ChatPrompt) -> str:
+        """Text of a conversation, with everything that the row gives.
+
+        Raises:
+            RowError: `invalid_field`: the template refuses the conversation; `unsupported_field`: it leaves out a
+                part of it.
+        """
+        try:
+            return self._render(prompt)
+        except RowError:
+            raise
+        except Exception as error:  # a template may raise anything about any message
+            raise _refused(error) from None
+
+    def render_all(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
+        """Text of each conversation as by `render`, or its error; plain ones go directly to the template."""
+        return [self._render_plain(prompt) or self._render_one(prompt) for prompt in prompts]
+
+    def _render_one(self, prompt: ChatPrompt) -> str | ErrorInfo:
+        try:
+            return self.render(prompt)
+        except RowError as error:
+            return error.info
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        key = shape(prompt)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = _assess(self._template, prompt)
+            self._check_settings(prompt, verdict)
+            if len(self._verdicts) >= _MAX_SHAPES:
+                self._verdicts.clear()
+            self._verdicts[key] = verdict
+        if verdict.lost:
+            raise _lost(prompt, verdict.lost)
+        if verdict.misspelt:
+            raise _not_an_object(prompt)
+        text = self._template.render(prompt, apply_form(prompt.messages, verdict.form))
+        absent = [loss for name, loss in names(prompt).items() if not _is_written(name, text)]
+        if absent:
+            raise _lost(prompt, absent)
+        return text
+
+    @cached_property
+    def _call_plain(self) -> Any:
+        return self._template.plain_call()
+
+    def _render_plain(self, prompt: ChatPrompt) -> str | None:
+        """Text of a conversation with default settings and messages of a role and a string; None for any other."""
+        roles = _plain_roles(prompt)
+        if not roles or self._call_plain is None:
+            return None
+        try:
+            lost = self._lost_of_plain.get(roles)
+            if lost is None:
+                lost = self._find_lost(prompt, roles)
+            if lost and any(prompt.messages[index]["content"].strip() for index in lost):
+                return None
+            return str(self._call_plain(list(prompt.messages)))
+        except Exception:  # `render` reports it
+            return None
+
+    def _find_lost(self, prompt: ChatPrompt, roles: tuple[str, ...]) -> tuple[int, ...]:
+        verdict = _assess(self._template, ChatPrompt(tuple({"role": role, "content": "text"} for role in roles)))
+        if len(self._lost_of_plain) >= _MAX_SHAPES:
+            self._lost_of_plain.clear()
+        found = self._lost_of_plain[roles] = tuple(loss.message for loss in verdict.lost)
+        return found
+
+    def _check_settings(self, prompt: ChatPrompt, verdict: Verdict) -> None:
+        """Refuse an entry of `chat_template_kwargs` that changes nothing although it asks for something.
+
+        Raises:
+            RowError: `unsupported_field`.
+        """
+        asked = {name: value for name, value in prompt.template_kwargs.items() if value is not None}
+        messages = apply_form(prompt.messages, verdict.form) if asked else []
+        for name, value in asked.items():
+            if self._has_effect(prompt, messages, name, value) or self._is_default(prompt, messages, name, value):
+                continue
+            reason = "the model's chat template does not read it;"
+            if name in self._template.reads(prompt).variables:
+                reason = f"{show(value)} changes nothing in it; give a value that the model's chat template reads, or"
+            field = "chat_template_kwargs"
+            message = f"`{field}` gives {name!r}, which cannot reach the prompt: {reason} leave it out"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, field)
 
+    def _has_effect(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]], name: str, value: Any) -> bool:
+        """Whether a variable with this value changes the text, or whether there is one."""
+        others = {key: other for key, other in prompt.template_kwargs.items() if key != name}
 
-def _parse_tool_call(call: Any, index: int) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str):
-        return call
-    try:
-        parsed = json.loads(arguments or "{}")
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        where = f"messages[{index}].tool_calls"
-        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}` has arguments that are not a JSON object", "messages")
-    return {**call, "function": {**function, "arguments": parsed}}
-
-
-_PLAIN_KEYS = {"role", "content"}
-_PROBES = (
-    [{"role": "user", "content": "One {{ 1 }} <two>\n"}],
-    [{"role": "user", "content": " One"}, {"role": "assistant", "content": "Two"}, {"role": "user", "content": ""}],
-)
-"""Conversations on which the fast renderer is compared with the library."""
-
-
-class PlainRenderer:
-    """Renderer of plain conversations that calls the compiled template directly.
-
-    The library copies every message and jinja rebuilds the globals for each conversation; both cost more than most
-    templates.
-    """
-
-    def __init__(self, template: Any, variables: Mapping[str, Any]) -> None:
-        """`template`: template as compiled by the library. `variables`: its variables other than `messages`."""
-        self._template = template
-        self._globals = dict(template.globals)
-        self._variables = {**self._globals, **variables}
-
-    def render(self, prompt: ChatPrompt) -> str | None:
-        """Text of a conversation; None if it is not plain or the template raises an error."""
-        if not _is_plain_text(prompt):
-            return None
-        template = self._template
-        variables = {**self._variables, "messages": list(prompt.messages)}
-        # The same as `Template.render`, with the globals prepared once.
-        context = template.environment.context_class(
-            template.environment, variables, template.name, template.blocks, globals=self._globals
-        )
-        try:
-            return str(template.environment.concat(template.root_render_func(context)))
-        except Exception:  # a template may raise anything; the call through the library reports it
-            return None
-
-
-def _is_plain_text(prompt: ChatPrompt) -> bool:
-    """Whether a conversation has default settings and messages of just a role and a string."""
-    if prompt.tools or prompt.template_kwargs or not prompt.add_generation_prompt or prompt.continue_final_message:
-        return False
-    for message in prompt.messages:
-        if message.keys() != _PLAIN_KEYS or type(message["role"]) is not str or type(message["content"]) is not str:
-            return False
-    return bool(prompt.messages)
-
-
-def plain_renderer(hf: Any) -> PlainRenderer | None:
-    """Renderer for the template of a transformers tokenizer; None if its text differs from the library's."""
-    from transformers import PreTrainedTokenizerBase  # as in `Tokenizer.load`
-    from transformers.utils import chat_template_utils
-
-    if type(hf).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        return None
-    try:
-        compiled = chat_template_utils._compile_jinja_template(hf.get_chat_template())
-        given = {"tools": None, "documents": None, "add_generation_prompt": True}
-        renderer = PlainRenderer(compiled, {**given, **hf.special_tokens_map})
-        for messages in _PROBES:
-            expected = hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            if renderer.render(ChatPrompt(tuple(messages))) != expected:
+        def text(settings: Mapping[str, Any]) -> str | None:
+            try:
+                return self._template.render(prompt._replace(template_kwargs=settings), messages)
+            except Exception:  # the template may refuse a value
                 return None
-    except Exception:  # another version of the library, or a template that refuses the probes
+
+        return text({**others, name: value}) != text(others)
+
+    def _is_default(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]], name: str, value: Any) -> bool:
+        """Whether the template reads a variable, and this value of it asks for what happens without it."""
+        reads = self._template.reads(prompt)
+        if name not in reads.variables:
+            return False
+        if not isinstance(value, bool) and value not in ("", [], {}):
+            return str(value) in reads.constants
+        return any(
+            self._has_effect(probe, probe_messages, name, other)
+            for probe, probe_messages in ((prompt, messages), *self._probes)
+            for other in (True, False, "text")
+        )
+
+    @cached_property
+    def _probes(self) -> list[tuple[ChatPrompt, list[dict[str, Any]]]]:
+        """The conversations of `_PROBES` that the template takes, in the form that it needs."""
+        found = []
+        for probe in _PROBES:
+            try:
+                found.append((probe, apply_form(probe.messages, _assess(self._template, probe).form)))
+            except Exception:  # the template has no such conversations
+                continue
+        return found
+
+
+def _plain_roles(prompt: ChatPrompt) -> tuple[str, ...] | None:
+    """Roles of a conversation with default settings and messages of just a role and a string; None for any other."""
+    if prompt.tools or prompt.template_kwargs or not prompt.add_generation_prompt or prompt.continue_final_message:
         return None
-    return renderer
+    roles = []
+    for message in prompt.messages:
+        role = message.get("role")
+        if message.keys() != _PLAIN_KEYS or type(role) is not str or type(message["content"]) is not str:
+            return None
+        roles.append(role)
+    return tuple(roles)
+
+
+def _refused(error: Exception) -> RowError:
+    lines = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    message = f"`messages` cannot be rendered by the model's chat template: {reason}"
+    return RowError(ErrorCode.INVALID_FIELD, message, "messages")
+
+
+def _not_an_object(prompt: ChatPrompt) -> RowError:
+    """Error for arguments of a call that the template needs as an object, and that are text of something else."""
+    index = next((i for i, message in enumerate(prompt.messages) if message.get("tool_calls")), 0)
+    message = (
+        f"`messages[{index}].tool_calls` has arguments that are not a JSON object, which the model's chat template "
+        "needs; give them as an object, or as its JSON text"
+    )
+    return RowError(ErrorCode.INVALID_FIELD, message, "messages")
+
+
+_REMEDIES: Final = {
+    "tools": "leave it out, or describe the tools in a system message",
+    "tool_calls": "write the call into the content as the model does, or use a model whose template has tool calls",
+    "content": "write its text into a message of another role, or leave it out",
+}
+
+
+def _lost(prompt: ChatPrompt, lost: Sequence[Loss]) -> RowError:
+    """Error that names what the template leaves out, of the first message or of `tools`."""
+    first = lost[0]
+    paths = [f"`{loss.path}`" for loss in lost if loss.message == first.message]
+    listed = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+    if first.message >= 0:
+        listed += f" (role {show(prompt.messages[first.message].get('role'))})"
+    does = "leaves it out of this conversation" if first.key in ("content", "tool_calls") else "does not read it"
+    remedy = _REMEDIES.get(first.key, "leave it out, or write it into the content")
+    message = f"{listed} cannot reach the prompt: the model's chat template {does}; {remedy}"
+    return RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tools" if first.message < 0 else "messages")
+
+
+def _assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
+    """The form in which the template writes most of a conversation, and what it leaves out then.
+
+    Raises:
+        Exception: the template refuses every form; the error is that of the row's own form.
+    """
+    given = labelled(prompt)
+    found: list[Verdict] = []
+    refusal: Exception | None = None
+    for form in forms(prompt.messages):
+        try:
+            verdict = _assess_form(template, given, form)
+        except Exception as error:  # a template may raise anything
+            refusal = refusal or error
+            continue
+        if not verdict.lost and not verdict.misspelt:
+            return verdict
+        found.append(verdict)
+    if not found:
+        assert refusal is not None, "there is always a form"
+        raise refusal
+    return min(found, key=lambda verdict: (bool(verdict.lost), verdict.misspelt, len(verdict.lost)))
+
+
+def _assess_form(template: ChatTemplate, given: Labelled, form: Form) -> Verdict:
+    prompt = given.prompt
+    messages = apply_form(prompt.messages, form)
+    text = template.render(prompt, messages)
+    written = set(LABEL.findall(text))
+    absent = [(label, loss) for label, loss in given.places.items() if label not in written]
+    lost = _without_old_turns(template, prompt, messages, absent)
+    switches = {_kind(messages, switch): switch for switch in reversed(given.switches)}
+    lost += [switch for switch in switches.values() if _without(template, prompt, messages, switch) == text]
+    misspelt = _misspelt(text, given) or _writes_none(template, prompt, form, text)
+    return Verdict(form, tuple(dict.fromkeys(lost)), misspelt)
+
+
+def _without_old_turns(
+    template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], absent: Iterable[tuple[str, Loss]]
+) -> list[Loss]:
+    """The losses whose label the template does not write either while their message is at the end."""
+    is_written: dict[Hashable, bool] = {}  # by kind of message: a long conversation has few
+    lost = []
+    for label, loss in absent:
+        kind = _kind(messages, loss)
+        if kind not in is_written:
+            is_written[kind] = label in _labels_at_end(template, prompt, messages, loss.message)
+        if not is_written[kind]:
+            lost.append(loss)
+    return lost
+
+
+def _kind(messages: list[dict[str, Any]], loss: Loss) -> Hashable:
+    """What the templates' treatment of a key depends on: the message's role and its other keys."""
+    return (loss.key, *(() if loss.message < 0 else (messages[loss.message].get("role"), *messages[loss.message])))
+
+
+def _labels_at_end(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], index: int) -> set[str]:
+    """The labels that the template writes for a conversation that ends with message `index`, or with its results."""
+    if index < 0:
+        return set()
+    end = next(
+        (i for i in range(index + 1, len(messages)) if messages[i].get("role") not in RESULT_ROLES), len(messages)
+    )
+    found: set[str] = set()
+    for last in {index + 1, end} - {len(messages)}:
+        try:
+            begun = prompt._replace(add_generation_prompt=False, continue_final_message=False)
+            found.update(LABEL.findall(template.render(begun, messages[:last])))
+        except Exception:  # conversations may not end here
+            continue
+    return found
+
+
+def _without(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], switch: Loss) -> str | None:
+    """The text without a key; None if the template then raises an error, which is an effect, too."""
+    try:
+        if switch.message < 0:
+            return template.render(prompt._replace(tools=None), messages)
+        changed = {key: value for key, value in messages[switch.message].items() if key != switch.key}
+        return template.render(prompt, [*messages[: switch.message], changed, *messages[switch.message + 1 :]])
+    except Exception:
+        return None
+
+
+def _misspelt(text: str, given: Labelled) -> bool:
+    """Whether the template writes a list of parts or an object in Python's spelling, or JSON text as a JSON string."""
+    marks = [form % label for label in given.parts for form in ("'text': '%s", '"text": "%s')]
+    marks += [form % label for label in given.arguments for form in ("'%s':", '%s\\"')]
+    return any(mark in text for mark in marks)
+
+
+def _writes_none(template: ChatTemplate, prompt: ChatPrompt, form: Form, text: str) -> bool:
+    """Whether the template writes a null content as the word None."""
+    if "None" not in text or form.content not in ("own", "null"):
+        return False
+    for other in ("missing", "empty"):
+        try:
+            without = template.render(prompt, apply_form(prompt.messages, form._replace(content=other)))
+        except Exception:
+            continue
+        return text.count("None") > without.count("None")
+    return False
+
+
+def _is_written(text: str, rendered: str) -> bool:
+    """Whether a rendered text holds another one, as it is or as JSON writes it."""
+    return text in rendered or any(json.dumps(text, ensure_ascii=ascii_)[1:-1] in rendered for ascii_ in (True, False))

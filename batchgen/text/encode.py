@@ -19,6 +19,7 @@ from batchgen.request.table import ParsedRow
 from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.hidden_stops import check_stops
 from batchgen.text.scoring import join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
@@ -255,6 +256,7 @@ class Encoder:
         if params.logit_bias and params.logit_bias[-1][0] >= self._vocab_size:
             raise self._out_of_range("logit_bias", params.logit_bias[-1][0])
         self._check_bad_words_once(params.bad_words)
+        check_stops(params, self._tokenizer)
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")

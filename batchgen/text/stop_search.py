@@ -11,6 +11,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import show
 from batchgen.request.stop_patterns import compile_pattern, is_plain
 from batchgen.text.detokenize import REPLACEMENT, Detokenizer
+from batchgen.text.hidden_stops import HiddenSearch, HiddenStrings
 
 SEARCH_SECONDS = 1.0
 """Processor time in seconds that the patterns of a sample may take in total, plus ..."""
@@ -39,8 +40,15 @@ class Match:
 class StopSearch:
     """Text of one sample so far, searched after each token. See `stops` for the rules."""
 
-    def __init__(self, strings: Sequence[str], patterns: Sequence[str], detokenizer: Detokenizer) -> None:
+    def __init__(
+        self,
+        strings: Sequence[str],
+        patterns: Sequence[str],
+        detokenizer: Detokenizer,
+        hidden: HiddenStrings | None = None,
+    ) -> None:
         self._strings = strings
+        self._hidden = HiddenSearch(hidden) if hidden is not None else None
         self._patterns = _PatternSearch(patterns) if patterns else None
         self._overlap = max(map(len, strings), default=1) - 1
         self._detokenizer = detokenizer
@@ -66,7 +74,8 @@ class StopSearch:
         tail = self._detokenizer.tail
         unchanged = _common_prefix_length(self._tail, piece + tail)
         fresh = self._stable_length + unchanged
-        found = self._find_string(piece + tail, unchanged) if can_stop and self._strings else None
+        marked = self._hidden is not None and self._hidden.append(token, self._stable_length + len(self._tail))
+        found = self._find_string(piece + tail, unchanged, marked) if can_stop and self._strings else None
         if self._patterns is not None:
             match = self._patterns.append(piece, tail if last else tail.rstrip(REPLACEMENT), fresh, can_stop)
             # A string wins over a pattern that begins at the same position.
@@ -79,23 +88,27 @@ class StopSearch:
         self._tail = tail
         return found
 
-    def _find_string(self, text: str, unchanged: int) -> Match | None:
-        """The first stop string that ends in `text` after its first `unchanged` characters."""
-        if len(text) <= unchanged:
+    def _find_string(self, text: str, unchanged: int, marked: bool) -> Match | None:
+        """The first stop string that ends in `text` after its first `unchanged` characters.
+
+        `marked`: the last token is a hidden one that a string names.
+        """
+        if len(text) <= unchanged and not marked:
             return None
         window = self._overlap_text + text
+        offset = self._stable_length - len(self._overlap_text)
         fresh = len(self._overlap_text) + unchanged
         found = [
-            (begin, order)
+            (offset + begin, order, offset + begin + len(stop))
             for order, stop in enumerate(self._strings)
             if (begin := window.find(stop, max(0, fresh - len(stop) + 1))) >= 0
         ]
+        if self._hidden is not None and (match := self._hidden.find(window, offset, fresh, marked)) is not None:
+            found.append(match)
         if not found:
             return None
-        begin, order = min(found)
-        stop = self._strings[order]
-        offset = self._stable_length - len(self._overlap_text)
-        return Match(offset + begin, offset + begin + len(stop), offset + fresh, "string", stop, stop)
+        begin, order, end = min(found)
+        return Match(begin, end, offset + fresh, "string", self._strings[order], self._strings[order])
 
     def next_output_text(self) -> str:
         """Text since the last call that no later token changes and no later match cuts."""
@@ -103,6 +116,9 @@ class StopSearch:
             (size for size in range(1, len(self._overlap_text) + 1) if self._begins_string(self._overlap_text[-size:])),
             default=0,
         )
+        if self._hidden is not None:
+            offset = self._stable_length - len(self._overlap_text)
+            end = min(end, self._stable_length - self._hidden.unsettled(self._overlap_text, offset))
         if self._patterns is not None:
             end = min(end, self._patterns.settled_length)
         self._pieces = ["".join(self._pieces)]

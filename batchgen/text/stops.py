@@ -7,6 +7,8 @@ Rules (one `StopState` per sample receives each token once):
 - The text after k tokens is `Tokenizer.decode_output` of them under the row's options; the prompt's text never matches.
   A stop string matches at token k if an occurrence of it contains a character that token k added, and k is at least
   `min_new_tokens`: an occurrence completed before that never counts.
+- Where `skip_special_tokens` leaves special tokens out of the text, the spelling of one in a stop string means
+  the token: the string matches where the token is between the string's other characters. It may be spelled out, too.
 - A pattern is searched in the text after each token from `min_new_tokens` on, as if the text ended there (so `$`
   matches after every token); its leftmost match counts, wherever it is. Look-behind and `^` see the output's text
   alone. An incomplete character at the end, shown as U+FFFD, is left out of the search until later tokens complete or
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from batchgen.request.completion import FinishReason, StopKind
 from batchgen.request.params import SamplingParams
 from batchgen.text.detokenize import Detokenizer
+from batchgen.text.hidden_stops import hidden_strings
 from batchgen.text.stop_search import StopSearch
 from batchgen.text.tokenizer import Tokenizer
 
@@ -87,7 +90,8 @@ class StopState:
     def _new_search(self) -> StopSearch:
         params = self._params
         detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
-        return StopSearch(params.stop, params.stop_regex, detokenizer)
+        hidden = hidden_strings(self._tokenizer, params.stop) if params.stop and params.skip_special_tokens else None
+        return StopSearch(params.stop, params.stop_regex, detokenizer, hidden)
 
     def append(self, token: int, last: bool = False) -> StopEvent | None:
         """Add the next token; return the event if it ends the sample. `last`: no more tokens are allowed.

@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import astuple
+from datetime import datetime
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.byte_level import ByteLevelTokens
-from batchgen.text.chat import (
-    PARTS_PROBE,
-    PlainRenderer,
-    check_template_reads,
-    plain_renderer,
-    prepare_messages,
-    reads_parts,
-    template_inputs,
-)
+from batchgen.text.chat import ChatRenderer
+from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 
-_VOCABULARY_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
+_MAIN: Final = "tokenizer.json"
+_SENTENCEPIECE: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+_PAIR: Final = ("vocab.json", "merges.txt")
+_TEKKEN: Final = "tekken.json"
+_VOCABULARY_FILES: Final = (_MAIN, *_SENTENCEPIECE, "vocab.json", "vocab.txt", "tiktoken.model", _TEKKEN)
+_TIKTOKEN_LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\s")
+"""A line of a tiktoken vocabulary: a token in base64 and its number."""
+_SAMPLES: Final = ("The quick brown fox jumps over the lazy dog.", "Prices: 1,234.50 for 2 cafés, naïve 東京", "a b c")
+"""Texts on which a converted vocabulary is compared with its own library."""
 _OTHER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -44,6 +40,12 @@ _OTHER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer_config.json",
+)
+
+_NO_TEMPLATE = ErrorInfo(
+    ErrorCode.INVALID_FIELD,
+    "`messages` cannot be rendered: the model has no chat template; give the prompt as `text`",
+    "messages",
 )
 
 
@@ -77,8 +79,11 @@ class Tokenizer:
         self.decode_prefix = self._find_decode_prefix()
         """Ids of a word to decode in front of an output, for decoders that strip the first leading space; else ()."""
         self.decode_prefix_text = self.decode(self.decode_prefix)
-        self._keep_parts: bool | None = None
         self._offset_backend: Any = None
+        self.clock = datetime.now().replace(microsecond=0)
+        """Time that the chat template sees; a job sets it before it renders a conversation."""
+        self._template = ChatTemplate(hf, lambda: self.clock) if hf.chat_template else None
+        self._chat = None if self._template is None else ChatRenderer(self._template)
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None, model: str | Path | None = None) -> Tokenizer:
@@ -90,18 +95,20 @@ class Tokenizer:
             ModelError: the folder or its tokenizer is missing, damaged or has no Rust backend.
         """
         folder = _find_folder(path, revision)
-        if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-            raise ModelError(f"{path} holds no tokenizer (none of {', '.join(_VOCABULARY_FILES[:3])}, ...)")
+        _check_vocabulary(folder, path)
         # Imported here: transformers is slow to import, and commands that need no model start without it.
         from transformers import AutoTokenizer
 
         try:
             known = {} if (config := plain_config(folder)) is None else {"config": config}
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **known)
+            hf = _load_pair(folder) if _is_undescribed(folder) else None
+            if hf is None:
+                hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **known)
         except Exception as error:  # a damaged file may raise anything
             raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
         if not getattr(hf, "is_fast", False):
             raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
+        _check_conversion(hf.backend_tokenizer, folder, path)
         return cls(hf, folder, load_generation_config(_find_folder(model, revision)) if model is not None else None)
 
     def _probe_prefix(self) -> list[int]:
@@ -161,85 +168,25 @@ class Tokenizer:
 
         Raises:
             RowError: `invalid_field`: the model has no template, or the template refuses the conversation;
-                `unsupported_field`: the template does not read `tools`, `tool_calls` or a `chat_template_kwargs` name.
+                `unsupported_field`: the template leaves out a part of it.
         """
-        if not self.has_chat_template:
-            message = "the model has no chat template; give the prompt as `text`"
-            raise RowError(ErrorCode.INVALID_FIELD, f"`messages` cannot be rendered: {message}", "messages")
-        messages = prepare_messages(prompt.messages, keep_parts=self._template_reads_parts())
-        tools = list(prompt.tools) if prompt.tools else None
-        try:
-            asked = template_inputs(prompt)
-            if asked:
-                check_template_reads(self._hf.get_chat_template(tools=tools), asked)
-            rendered = self._hf.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-                tokenize=False,
-                **prompt.template_kwargs,
-            )
-        except RowError:
-            raise
-        except Exception as error:  # a template may raise anything about any message
-            reason = _first_line(error)
-            raise RowError(
-                ErrorCode.INVALID_FIELD,
-                f"`messages` cannot be rendered by the model's chat template: {reason}",
-                "messages",
-            ) from None
-        return str(rendered)
+        if self._chat is None:
+            raise RowError(*astuple(_NO_TEMPLATE))
+        return self._chat.render(prompt)
 
     def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
-        """Text of each conversation as by `render_chat`, or its error.
-
-        Plain conversations go directly to the template. Others without settings go to the library in one call, since
-        its preparation of a call costs more than a conversation.
-        """
-        renderer = self._renderer if prompts else None
-        texts: list[Any] = [renderer.render(one) if renderer else None for one in prompts]
-        remaining = [index for index, text in enumerate(texts) if text is None]
-        plain = [index for index in remaining if _has_default_settings(prompts[index])]
-        batched = dict(zip(plain, self._render_batch([prompts[index] for index in plain]), strict=False))
-        for index in remaining:
-            texts[index] = batched[index] if index in batched else self._render_one(prompts[index])
-        return texts
-
-    @cached_property
-    def _renderer(self) -> PlainRenderer | None:
-        return plain_renderer(self._hf) if self.has_chat_template else None
-
-    def _render_batch(self, prompts: Sequence[ChatPrompt]) -> list[str]:
-        """Texts of conversations without settings; [] if any of them fails."""
-        if not prompts or not self.has_chat_template:
-            return []
-        keep_parts = self._template_reads_parts()
-        try:
-            messages = [prepare_messages(prompt.messages, keep_parts=keep_parts) for prompt in prompts]
-            rendered = self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception:  # rendering one at a time finds the conversation that fails
-            return []
-        return [str(text) for text in rendered]
-
-    def _render_one(self, prompt: ChatPrompt) -> str | ErrorInfo:
-        try:
-            return self.render_chat(prompt)
-        except RowError as error:
-            return error.info
+        """Text of each conversation as by `render_chat`, or its error."""
+        return [_NO_TEMPLATE] * len(prompts) if self._chat is None else self._chat.render_all(prompts)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
-        return bool(self._hf.chat_template)
+        return self._chat is not None
 
-    def _template_reads_parts(self) -> bool:
-        if self._keep_parts is None:
-            try:
-                self._keep_parts = reads_parts(self._hf.apply_chat_template(PARTS_PROBE, tokenize=False))
-            except Exception:  # a template that fails on parts expects strings
-                self._keep_parts = False
-        return self._keep_parts
+    @property
+    def clock_text(self) -> dict[str, str] | None:
+        """The time as the chat template prints it, by format; None if it does not read the time."""
+        return self._template.clock_text if self._template is not None else None
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -321,6 +268,88 @@ def _find_folder(path: str | Path, revision: str | None = None) -> Path:
         raise ModelError(f"{path} is neither a model folder nor a model in the local cache") from error
 
 
+def _check_vocabulary(folder: Path, path: object) -> None:
+    """Check that a folder has a vocabulary that can be read here; `path` is how the user named it.
+
+    Raises:
+        ModelError: it has none, only a part of one, or one of a format that needs a package or a conversion.
+    """
+    if (folder / _MAIN).is_file():
+        return
+    convert = f"Get {_MAIN} from the model's page, or name another tokenizer with --tokenizer"
+    for name in _SENTENCEPIECE:
+        if (folder / name).is_file():
+            if _TIKTOKEN_LINE.match(_first_bytes(folder / name)):
+                raise ModelError(f"{path} has a tiktoken vocabulary ({name}) and no {_MAIN}. {convert}")
+            missing = [package for package in ("sentencepiece", "protobuf") if not _is_installed(package)]
+            if missing:
+                raise ModelError(
+                    f"the tokenizer of {path} is a SentencePiece model ({name}), which is read with the package "
+                    f"{' and '.join(missing)}. Install the extra: pip install 'batchgen[sentencepiece]'"
+                )
+            return
+    found = [name for name in _PAIR if (folder / name).is_file()]
+    if len(found) == 1:
+        lacks = next(name for name in _PAIR if name not in found)
+        raise ModelError(f"the tokenizer of {path} has {found[0]} but lacks {lacks}. Copy the folder again")
+    if found or (folder / "vocab.txt").is_file():
+        return
+    tiktoken = next((file.name for file in sorted(folder.glob("*tiktoken*")) if file.is_file()), None)
+    if tiktoken is not None:
+        raise ModelError(f"{path} has a tiktoken vocabulary ({tiktoken}) and no {_MAIN}. {convert}")
+    if (folder / _TEKKEN).is_file():
+        raise ModelError(f"{path} has a vocabulary in Mistral's own format ({_TEKKEN}) and no {_MAIN}. {convert}")
+    raise ModelError(f"{path} holds no tokenizer (none of {', '.join(_VOCABULARY_FILES[:3])}, ...)")
+
+
+def _load_pair(folder: Path) -> Any:
+    """The transformers tokenizer of byte-level BPE files without a description; None if the folder has others."""
+    if (folder / _MAIN).is_file() or not all((folder / name).is_file() for name in _PAIR):
+        return None
+    from transformers import GPT2Tokenizer  # as in `Tokenizer.load`
+
+    # Its own special tokens would be added to the vocabulary.
+    return GPT2Tokenizer.from_pretrained(str(folder), bos_token=None, eos_token=None, unk_token=None)
+
+
+def _check_conversion(backend: Any, folder: Path, path: object) -> None:
+    """Check that a SentencePiece model, which transformers converts, cuts texts as its own library does.
+
+    Raises:
+        ModelError: it does not, as when the folder names a tokenizer class of another algorithm.
+    """
+    file = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
+    if file is None or (folder / _MAIN).is_file():
+        return
+    from sentencepiece import SentencePieceProcessor  # `_check_vocabulary` found it
+
+    original = SentencePieceProcessor(model_file=str(file))
+    for text in _SAMPLES:
+        if original.unk_id() in original.encode(text):
+            continue  # each library spells unknown text in its own way
+        if backend.encode(text, add_special_tokens=False).tokens != original.encode(text, out_type=str):
+            raise ModelError(
+                f"the SentencePiece model of {path} ({file.name}) gives other tokens when transformers converts it, as "
+                "with a `tokenizer_class` of another algorithm in tokenizer_config.json. Use a folder with "
+                f"{_MAIN}, or name another tokenizer with --tokenizer"
+            )
+
+
+def _first_bytes(file: Path) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(512)
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror or error}") from None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec("google.protobuf" if package == "protobuf" else package) is not None
+    except ModuleNotFoundError:  # the parent package
+        return False
+
+
 def plain_config(folder: Path) -> Any:
     """Minimal model configuration with which transformers chooses the tokenizer's class.
 
@@ -338,6 +367,16 @@ def plain_config(folder: Path) -> Any:
     return PreTrainedConfig(name_or_path=str(folder), **kept)
 
 
+def _is_undescribed(folder: Path) -> bool:
+    """Whether no file of a folder says which class its tokenizer has, and its model is none of a known type."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    if "tokenizer_class" in _json_object(folder / "tokenizer_config.json"):
+        return False
+    model = _json_object(folder / "config.json")
+    return "tokenizer_class" not in model and TOKENIZER_MAPPING_NAMES.get(model.get("model_type")) != "GPT2Tokenizer"
+
+
 def _json_object(path: Path) -> dict[str, Any]:
     """JSON object in a file; {} if the file is missing or damaged, which the library reports when it loads."""
     try:
@@ -345,12 +384,6 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _has_default_settings(prompt: ChatPrompt) -> bool:
-    """Whether a conversation consists of messages alone, without settings that differ from the default."""
-    settings = template_inputs(prompt) or prompt.continue_final_message
-    return bool(prompt.messages) and not settings and prompt.add_generation_prompt
 
 
 def _first_line(error: Exception) -> str:

@@ -241,7 +241,7 @@ def test_hub_ids_offline(intact: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
     path, error = done.stdout.splitlines()
     assert path == str(snapshot)
-    assert "no folder unknown/nothing-at-all" in error
+    assert "There is no folder unknown/nothing-at-all" in error
     assert "HF_HUB_OFFLINE" in error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from batchgen.errors import ModelError
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
+from batchgen.models.folder import ModelFolder
+from batchgen.models.hf_load import read_transformers_config
 from batchgen.models.native_config import NativeUnsupported, parse_native_config
 
 BASE: dict[str, Any] = {
@@ -70,6 +73,36 @@ def test_frequencies_equal_the_library_bit_for_bit(rope: dict[str, Any], spellin
             inverse_frequencies(parsed, 1024)[0],
             ROPE_INIT_FUNCTIONS["longrope"](library, torch.device("cpu"), seq_len=1024)[0],
         )
+
+
+SCALED: list[tuple[dict[str, Any], int]] = [
+    # (settings with a `max_position_embeddings` of 4096, context length)
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+    ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 4096}, 16384),
+    ({"rope_type": "yarn", "factor": 2.0}, 8192),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),  # the scaled one is named
+    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}, 4096),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 4096),
+    ({"rope_type": "linear", "factor": 2.5}, 10240),
+    ({"rope_type": "dynamic", "factor": 2.5}, 4096),
+    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 1024}, 4096),
+    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 4096}, 4096),
+    ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 4096, **LONG}, 4096),
+    ({"rope_type": "default"}, 4096),
+]
+
+
+@pytest.mark.parametrize(("rope", "context"), SCALED, ids=str)
+def test_the_context_is_the_scaled_one(tmp_path: Path, rope: dict[str, Any], context: int) -> None:
+    """On both paths: the native decoder's, and that of the library's own configuration."""
+    for spelling in ("rope_parameters", "rope_scaling"):
+        raw = {**BASE, "rope_theta": 10_000.0, spelling: dict(rope)}
+        assert parse_native_config(raw).context_length == context
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        folder = ModelFolder(tmp_path, raw, (), {}, "")
+        assert read_transformers_config(folder, None)[1] == context
+        with pytest.raises(ModelError, match=f"past the model's context of {context}"):
+            read_transformers_config(folder, context + 1)
 
 
 def test_top_level_original_context_has_precedence() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -56,32 +56,70 @@ def brute_force(
     ignored = set() if not params.ignore_eos else eos - set(params.stop_token_ids)
     stopping = (eos | set(params.stop_token_ids)) - ignored
     before = ""
+    places: list[tuple[int, str]] = []  # hidden special tokens: characters in front, spelling
     for count, token in enumerate(ids, 1):
         text = tokenizer.decode_output(ids[:count], *flags)
+        hidden = params.skip_special_tokens and token in tokenizer.special_ids
+        if hidden:
+            places.append((len(before), str(tokenizer.id_to_token(token))))
         fresh = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
-        matches = []
+        matches: list[tuple[int, int, int, str, str, str]] = []
         if count >= params.min_new_tokens:
             for order, stop in enumerate(params.stop):
                 for begin in range(len(text) - len(stop) + 1):
                     if text[begin : begin + len(stop)] == stop and begin + len(stop) > fresh:
-                        matches.append((begin, order + 1, stop, stop, "string"))
+                        matches.append((begin, order + 1, begin + len(stop), stop, stop, "string"))
+                for begin, end in hidden_matches(tokenizer, stop, text, places, -1 if hidden else fresh):
+                    matches.append((begin, order + 1, end, stop, stop, "string"))
             ends = token in stopping or count == limit
             seen = text if ends else text[: len(text) - incomplete_length(tokenizer, ids[:count], *flags)]
             for order, pattern in enumerate(params.stop_regex, 1 + len(params.stop)):
                 if (match := regex.search(pattern, seen)) is not None:
-                    matches.append((match.start(), order, pattern, match[0], "regex"))
+                    matches.append((match.start(), order, match.end(), pattern, match[0], "regex"))
         if token in stopping:
-            matches.append((fresh, 0, str(token), "", ""))
+            matches.append((fresh, 0, 0, str(token), "", ""))
         if matches:
-            begin, order, stop, matched, how = min(matches)
+            begin, order, end, stop, matched, how = min(matches)
             if order == 0:
                 kept = tokenizer.decode_output(ids[: count if params.no_stop_trim else count - 1], *flags)
                 kind = "eos" if token in eos else "token"
                 return count, FinishedText(kept, "stop", kind, stop, tokenizer.decode([token], False))  # type: ignore[arg-type]
-            end = begin + len(matched) if params.no_stop_trim else begin
-            return count, FinishedText(text[:end], "stop", how, stop, matched)  # type: ignore[arg-type]
+            kept = text[: end if params.no_stop_trim else begin]
+            return count, FinishedText(kept, "stop", how, stop, matched)  # type: ignore[arg-type]
         before = text
     return len(ids), FinishedText(tokenizer.decode_output(ids, *flags), "length")
+
+
+def hidden_matches(
+    tokenizer: Tokenizer, stop: str, text: str, places: list[tuple[int, str]], fresh: int
+) -> Iterator[tuple[int, int]]:
+    """(begin, end) of each match of a string that names special tokens, some of them hidden at `places`.
+
+    The match must hold the character `fresh` or a later one; -1: the last of the hidden tokens.
+    """
+    names = [str(tokenizer.id_to_token(token)) for token in tokenizer.special_ids]
+    pieces = re.split(f"({'|'.join(sorted(map(re.escape, names), key=len, reverse=True))})", stop)
+    if len(pieces) == 1:
+        return
+    # What is between two characters: the names of the hidden tokens there. A unit is a character or a name.
+    units: list[tuple[str, int]] = []
+    for position in range(len(text) + 1):
+        units += [(name, position) for at, name in places if min(at, len(text)) == position]
+        units += [(text[position : position + 1], position)] * (position < len(text))
+    wanted = [unit for piece in pieces for unit in ([piece] if piece in names else piece)]
+    used = {name for name in wanted if name in names}
+    units = [unit for unit in units if len(unit[0]) == 1 or unit[0] in used]
+    for first in range(len(units) - len(wanted) + 1):
+        span = units[first : first + len(wanted)]
+        if [unit for unit, _ in span] != wanted:
+            continue
+        last, position = span[-1]
+        if (
+            (first + len(wanted) == len(units) and last in names)
+            if fresh < 0
+            else (last not in names and position >= fresh)
+        ):
+            yield span[0][1], position + (last not in names)
 
 
 PATTERNS = [
@@ -103,7 +141,10 @@ def test_stops_equal_brute_force(tokenizers: dict[str, Tokenizer], kind: str, da
     ids = data.draw(id_lists(tokenizer))
     whole = tokenizer.decode(ids, data.draw(st.booleans()))
     spans = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 6)).map(lambda s: whole[s[0] : sum(s)])
-    stop = data.draw(st.lists(spans | st.sampled_from(["a", " ", "e ", "\ufffd", "|"]), max_size=4))
+    shown = tokenizer.decode(ids, False)
+    marked = st.tuples(st.integers(0, max(0, len(shown) - 1)), st.integers(1, 20)).map(lambda s: shown[s[0] : sum(s)])
+    fixed = ["a", " ", "e ", "\ufffd", "|", "<|im_end|>", "</s>"]
+    stop = data.draw(st.lists(spans | marked | st.sampled_from(fixed), max_size=4))
     vocabulary = st.sampled_from(ids) | st.integers(0, tokenizer.vocab_size - 1) if ids else st.just(0)
     few = st.lists(vocabulary, max_size=2)
     params = SamplingParams(

@@ -116,15 +116,16 @@ def test_content_parts_are_joined_for_templates_that_read_strings(tmp_path: Path
 
 
 def test_tool_call_arguments_become_objects(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    call = "{% set f = m.tool_calls[0].function %}{{ f.name }}({{ f.arguments | tojson }})"
+    template = "{% for m in messages %}" + call + "{% endfor %}"
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
 
     def render(arguments: Any) -> str:
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         return tokenizer.render_chat(ChatPrompt(({"role": "assistant", "content": None, "tool_calls": [call]},)))
 
-    assert render('{"a": 1}') == render({"a": 1}) == '{"a": 1}'
-    assert render("") == "{}"
+    assert render('{"a": 1}') == render({"a": 1}) == 'f({"a": 1})'
+    assert render("") == "f({})"
     with pytest.raises(RowError, match="not a JSON object"):
         render("[1")
 
@@ -143,7 +144,7 @@ def test_tool_calls_reach_the_prompt_or_are_refused(tmp_path: Path) -> None:
     assert plain == "[Hi]"
     assert isinstance(refused, ErrorInfo)
     assert (refused.code, refused.param) == ("unsupported_field", "messages")
-    assert "'tool_calls'" in refused.message
+    assert "`messages[0].tool_calls[0]`" in refused.message
 
 
 def test_batched_rendering_equals_rendering_one_at_a_time(tokenizers: dict[str, Tokenizer]) -> None:

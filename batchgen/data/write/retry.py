@@ -26,7 +26,11 @@ from batchgen.errors import FingerprintError, InputError
 
 
 def open_for_retry(
-    paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy = "resume"
+    paths: OutputPaths,
+    identity: RunIdentity,
+    info: Mapping[str, Any],
+    policy: Policy = "resume",
+    clock: str | None = None,
 ) -> WorkFolder | None:
     """Open the work folder as `open_work` does, for a run that recomputes failed prompts, also of a finished output.
 
@@ -40,17 +44,17 @@ def open_for_retry(
         OutputError, FingerprintError: as `open_work`.
     """
     if policy == "overwrite" or not is_complete(paths, identity):
-        return open_work(paths, identity, info, policy)
+        return open_work(paths, identity, info, policy, clock)
     try:
         keys = read_keys([paths.result])
         if not keys.errors:
-            return open_work(paths, identity, info, policy)
+            return open_work(paths, identity, info, policy, clock)
         if has_other_work(paths, identity):
             raise FingerprintError(
                 f"{paths.work} contains unfinished work of a different job. Finish it with its own command, drop it "
                 "with --overwrite, or name another output with -o."
             )
-        work = open_work(paths, identity, info, "retry")
+        work = open_work(paths, identity, info, "retry", clock)
         assert work is not None
         if not work.part_files():
             _commit_good_rows(work, keys)

@@ -167,8 +167,35 @@ def part_files(work: Path) -> list[Path]:
     return sorted((work / "parts").glob("part-*.parquet"))
 
 
+def recorded_clock(paths: OutputPaths, identity: RunIdentity, policy: Policy = "resume") -> str | None:
+    """Time that the conversations of this job see, as recorded by the work or output that a run would continue.
+
+    Without any, that of another shard of the job, so that all its shards see one time. None if there is none.
+    """
+    old = _read_state(paths.work)
+    if policy == "overwrite" and (old is None or old["emptied_by"] != identity.key):
+        old = None
+    records = [old, None if policy == "overwrite" else _footer_of(paths.result, identity.fingerprint)]
+    if identity.shard is not None:
+        files = (file for file in sorted(paths.result.parent.glob("part-*.parquet")) if file != paths.result)
+        records += [_footer_of(file, identity.fingerprint) for file in files]
+        folders = (folder for folder in sorted(paths.work.parent.glob("part-*")) if folder != paths.work)
+        states = filter(None, map(_read_state, folders))
+        records += [state for state in states if state["fingerprint"].startswith(identity.fingerprint)]
+    return next((record["clock"] for record in records if record and record.get("clock")), None)
+
+
+def _footer_of(file: Path, fingerprint: str) -> dict[str, Any] | None:
+    footer = read_footer(file)
+    return footer if footer is not None and footer.get("fingerprint") == fingerprint else None
+
+
 def open_work(
-    paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy = "resume"
+    paths: OutputPaths,
+    identity: RunIdentity,
+    info: Mapping[str, Any],
+    policy: Policy = "resume",
+    clock: str | None = None,
 ) -> WorkFolder | None:
     """Lock the output and create its work folder, or open the existing one.
 
@@ -180,6 +207,7 @@ def open_work(
             end; after a crash, it continues its own work unless another job has added to it. `resume-anyway`
             continues the work of a different job. `retry` drops other work and replaces this job's output, whose good
             rows the caller commits again; after a crash, it continues.
+        clock: time that the conversations of the job see, to be recorded; None if the model's template reads none.
 
     Returns:
         The locked folder; None if the output is already complete.
@@ -203,7 +231,7 @@ def open_work(
                 WorkFolder(paths, identity, lock, {"accepted": [identity.key]}).remove()
             return None
         with output_errors(paths.work):
-            state = _state(paths, identity, info, policy)
+            state = {**_state(paths, identity, info, policy), "clock": clock}
             return _prepare(paths, identity, lock, state)
     except BaseException:
         _release_refused(paths.work, lock)
