@@ -163,7 +163,7 @@ class RowReader:
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:
-            return ProcessedRow(raw, f"row-{raw.index}", {}, error=raw.error)
+            return ProcessedRow(raw, f"row-{raw.index}" if raw.id is None else raw.id, {}, error=raw.error)
         value = raw.value
         try:
             row = self._with_unique_id(parse_row(value, raw.index, self._defaults))

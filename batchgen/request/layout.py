@@ -27,6 +27,7 @@ _OPTIONS = (frozenset(item.name for item in SAMPLING_FIELDS) - {"seed"}) | {
     "logprobs",
     "top_logprobs",
     "response_format",
+    "dtype",
     "model",
 }
 """Fields of a row that determine its parameter set. The seed is separate: rows with different seeds share one."""
@@ -59,6 +60,8 @@ class Layout:
     scoring: tuple[str, ...]
     """Keys of texts to score."""
     unsupported: tuple[Field, ...]
+    to_template: tuple[Field, ...]
+    """Fields that are variables of the chat template."""
     carried: tuple[str, ...]
     """Names of fields that are carried to the output."""
     has_chat_fields: bool
@@ -82,6 +85,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         sources=tuple(name for name in SOURCES if any(field.name == name for field in known)),
         scoring=tuple(key for key, field in entries if field is not None and field.name in _SCORING),
         unsupported=tuple(field for field in known if not field.supported),
+        to_template=tuple(field for field in known if field.to_template),
         carried=tuple(field.name for field in known if field.carried),
         has_chat_fields=any(field.name in CHAT_FIELDS for field in known),
         may_be_line=kind == "row" and any(name in ENVELOPE for name in names),

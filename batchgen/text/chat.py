@@ -64,11 +64,15 @@ def check_template_reads(template: str, asked: Iterable[tuple[str, str]]) -> Non
         RowError: `unsupported_field`: the template does not name an input.
     """
     for field, name in asked:
-        # Any occurrence of the word counts, so that a template that does read it is never refused.
-        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template):
+        if not names_variable(template, name):
             what = f"`{field}`" if name == field else f"`{field}` gives {name!r}, which"
             message = f"{what} cannot reach the prompt: the model's chat template does not read it; leave it out"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, field)
+
+
+def names_variable(template: str, name: str) -> bool:
+    """Whether the source of a template contains a name; any occurrence of the word counts."""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
 
 
 def _parse_tool_call(call: Any, index: int) -> Any:

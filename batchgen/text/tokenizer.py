@@ -21,6 +21,7 @@ from batchgen.text.chat import (
     PARTS_PROBE,
     PlainRenderer,
     check_template_reads,
+    names_variable,
     plain_renderer,
     prepare_messages,
     reads_parts,
@@ -232,6 +233,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._hf.chat_template)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template, or one of several, names a variable; false without a template."""
+        template = self._hf.chat_template or ""
+        texts = template.values() if isinstance(template, dict) else [template]
+        return any(names_variable(text, name) for text in texts)
 
     def _template_reads_parts(self) -> bool:
         if self._keep_parts is None:

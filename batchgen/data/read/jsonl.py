@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from batchgen.data.read.readable_id import readable_id
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.raw_row import RawRow
@@ -195,7 +196,8 @@ def _rows(
                 yield RawRow(index, source, number, parse(line))
             except RowError as error:
                 info = error.info if ended or not whole_lines_only else _truncated(error.info)
-                yield RawRow.failed(index, source, number, info.code, info.message)
+                failed = RawRow.failed(index, source, number, info.code, info.message)
+                yield failed._replace(id=readable_id(line)) if whole_lines_only else failed
         index += 1
 
 
