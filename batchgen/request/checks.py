@@ -22,7 +22,7 @@ INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 
 _EXACT_FLOATS = 2**53
-"""Up to here every integer has its own float; above, a float may stand for another integer than the one written."""
+"""Up to here every integer has its own float; above, a float may be another integer than the one that was written."""
 
 _NUMBERS = {int, float}
 

@@ -40,7 +40,7 @@ class CachedTokens:
     prefix: int = 0
     """Tokens shared with a prompt that goes on differently."""
     duplicate: int = 0
-    """Tokens of a prompt that is computed for an equal one, or for another sample of its own."""
+    """Tokens of a prompt that is computed for an equal prompt, or for another sample."""
 
     @classmethod
     def of(cls, cached: int | None, prompt_tokens: int | None) -> CachedTokens | None:

@@ -14,6 +14,9 @@ from batchgen.request.checks import check_unicode, invalid, show
 from batchgen.request.completion import Dialect
 from batchgen.request.field import Place
 
+ENVELOPE = ("method", "url", "body")
+"""Keys of a batch line in addition to `custom_id`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import (
     Integer,
     Number,
+    boolean,
     ids,
     invalid,
     json_type,
@@ -40,6 +42,8 @@ DTYPE_PATTERNS = {
     "str": r"\"[\w\s]*\"",
 }
 """Values of `dtype` with the pattern of the whole text: literals of Python's types, as in SGLang."""
+_NO_STREAM_OPTIONS = frozenset({"include_obfuscation"})
+"""Keys that ask for nothing about the events: padding against eavesdroppers of a network."""
 _MEDIA_PARTS = frozenset(
     {"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file"}
 )
@@ -50,6 +54,16 @@ _RESERVED_KWARGS = {
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
     "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Which events of a sample have token counts (`usage`)."""
+
+    include_usage: bool = False
+    """The last one."""
+    continuous_usage_stats: bool = False
+    """All."""
 
 
 def row_id(name: str, value: Any) -> str:
@@ -179,6 +193,19 @@ def python_type(name: str, value: Any) -> str:
 def anything(name: str, value: Any) -> Any:
     """Accept every value: the field says nothing about the text."""
     return value
+
+
+def stream_options(name: str, value: Any) -> StreamOptions | None:
+    """Check an object of `include_usage` and `continuous_usage_stats`; None if it asks for nothing."""
+    if type(value) is StreamOptions:
+        return value
+    given = {key: boolean(name, item) for key, item in mapping(name, value).items() if item is not None}
+    known = StreamOptions.__dataclass_fields__
+    odd = next((key for key in given if key not in known and key not in _NO_STREAM_OPTIONS), None)
+    if odd is not None:
+        raise invalid(name, f"has the keys `include_usage` and `continuous_usage_stats`, got {show(odd)}")
+    found = StreamOptions(**{key: item for key, item in given.items() if key in known})
+    return found if found != StreamOptions() else None
 
 
 def media(name: str, value: Any) -> Any:

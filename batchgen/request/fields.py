@@ -46,11 +46,12 @@ def _noop_if_empty(value: Any, given: Any) -> bool:
 
 _unsupported = partial(Field, supported=False)
 
-_HANDLING = (
-    "timeout", "request_timeout", "max_retries", "num_retries", "extra_headers", "extra_query", "api_key", "api_base",
-    "base_url", "api_version", "organization", "priority", "cache_salt", "request_id",
+HANDLING = (
+    "store", "service_tier", "timeout", "request_timeout", "max_retries", "num_retries", "extra_headers",
+    "extra_query", "api_key", "api_base", "base_url", "api_version", "organization", "priority", "cache_salt",
+    "request_id",
 )  # fmt: skip
-"""Options of clients and of a server's queue, as people write them into bodies."""
+"""Fields of bodies that tell a client or a server how to handle a request, and nothing about the text."""
 
 _PROMPTS = (
     Field("id", field_checks.row_id, _ROW, aliases=("rid", "custom_id")),
@@ -90,10 +91,7 @@ _OPENAI = (
     Field("prompt_cache_key", string, BODIES, carried=True),
     Field("prompt_cache_retention", string, BODIES, carried=True),
     Field("prompt_cache_options", mapping, BODIES, carried=True),
-    # These say how a server or a client handles the request, and nothing about the text.
-    Field("store", boolean, BODIES),
-    Field("service_tier", string, BODIES),
-    *(Field(name, field_checks.anything, BODIES) for name in _HANDLING),
+    *(Field(name, field_checks.anything, BODIES) for name in HANDLING),
     _unsupported(
         "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
     ),

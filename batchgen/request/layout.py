@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
+from batchgen.request.endpoints import ENVELOPE
 from batchgen.request.fields import LOOKUP, SOURCES, Field, Place
 from batchgen.request.params import SAMPLING_FIELDS
 
 Kind = Place | Literal["line"]
 """A place of fields, or the batch line around an OpenAI body."""
-ENVELOPE = ("method", "url", "body")
-"""Keys of a batch line in addition to `custom_id`."""
 _CONTAINERS: dict[Kind, tuple[str, ...]] = {
     "row": ("sampling_params",),
     "params": (),

@@ -13,7 +13,7 @@ from batchgen.errors import RowError
 from batchgen.request.checks import invalid, show
 
 ANY = "*"
-"""Value of `model` that stands for the run's model."""
+"""Value of `model` that always is the run's model."""
 _CACHED_MODEL = re.compile(r"(?:^|/)models--([^/]+)/snapshots/[^/]+/?$")
 """Folder of a model in the Hugging Face cache."""
 _MAX_SHOWN = 80

@@ -2,7 +2,7 @@
 
 Tables give every object the keys of all objects, with null where there is no value. A Parquet reader leaves those out;
 JSON lines written from a table hold them. Templates and grammars would take them for values, so they are removed where
-null has no meaning of its own.
+null has no meaning.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from batchgen.request.field import declared_fields, sampling
 from batchgen.request.hidden_states import HiddenStates, hidden_states
 from batchgen.request.padding import schema_without_nulls, without_nulls
 from batchgen.request.stop_patterns import compile_pattern
-from batchgen.request.stream_options import StreamOptions, stream_options
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy."""
@@ -265,7 +264,9 @@ class SamplingParams(_HashedOnce):
         boolean,
         "Write an event for each token of rows to --events. Example: --events events.jsonl --stream",
     )
-    stream_options: StreamOptions | None = sampling(None, stream_options)  # noqa: RUF009 as above
+    stream_options: field_checks.StreamOptions | None = sampling(  # noqa: RUF009 as above
+        None, field_checks.stream_options
+    )
     """A mapping is accepted, too. It has no option: it belongs to the consumer of a row's events."""
     return_cached_tokens_details: bool = sampling(
         False, boolean, "Write what `cached_tokens` consists of. Example: --return-cached-tokens-details"

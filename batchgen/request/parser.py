@@ -17,15 +17,14 @@ from typing import Any
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, mapping
 from batchgen.request.endpoints import CHAT, COMPLETIONS, endpoint_of
-from batchgen.request.field_checks import row_id as checked_id
-from batchgen.request.fields import ID_NAMES, SOURCES
+from batchgen.request.fields import SOURCES
 from batchgen.request.layout import Layout, new_layout, params_key
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
 from batchgen.request.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.request.table import ParsedRow
 
-__all__ = ["RowDefaults", "derive_seed", "given_id", "parse_row", "row_extra", "row_id"]
+__all__ = ["RowDefaults", "derive_seed", "parse_row", "row_extra"]
 
 _NESTED = "sampling_params"
 _SCORING_FIELDS = frozenset({"lora_path"})
@@ -44,21 +43,6 @@ def derive_seed(run_seed: int, row_id: str) -> int:
     """Seed of a row without `seed`: 63 bits, the same on every machine and in every version."""
     text = f"{run_seed}\n{row_id}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def row_id(value: Any, row_index: int) -> str:
-    """Id of an output row, also for an invalid input row: the row's id if valid, otherwise `row-<index>`."""
-    found = given_id(value) if isinstance(value, Mapping) else None
-    return f"row-{row_index}" if found is None else found
-
-
-def given_id(row: Mapping[str, Any]) -> str | None:
-    """The id that a valid or invalid row gives; None if it has no valid one, or two."""
-    with suppress(RowError):
-        found = {checked_id(name, row[name]) for name in ID_NAMES if row.get(name) is not None}
-        if len(found) == 1 and not _has_surrogate(text := found.pop()):
-            return text
-    return None
 
 
 def row_extra(value: Any) -> dict[str, Any]:
@@ -248,7 +232,3 @@ def _source_error(row: RowValues, sources: list[str], needed: str) -> RowError:
         message = f"`body` has `{sources[0]}`, but its endpoint needs `{needed}`; set `url` to {other.url}"
         return RowError(ErrorCode.MISSING_PROMPT, message, sources[0])
     return row.prompt_error(sources, f"`{needed}` in `body`")
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False

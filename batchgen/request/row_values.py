@@ -202,8 +202,8 @@ class RowValues:
             RowError: `unknown_adapter`, or `invalid_field` for another model or for two different adapters.
         """
         model, adapter = self.values.get("model"), params.lora_path
-        known, adapter_of_model = defaults.names.split(model, defaults.adapters)
-        if not known:
+        is_known, adapter_of_model = defaults.names.split(model, defaults.adapters)
+        if not is_known:
             raise defaults.names.refusal(model or "", adapters=defaults.adapters)
         if adapter_of_model is not None and adapter != adapter_of_model:
             raise invalid(

@@ -1,4 +1,4 @@
-"""One rule for numbers in every layout: a whole float is an integer; strings and booleans are no numbers."""
+"""One rule for numbers in every layout: a whole float is an integer; strings and booleans are refused."""
 
 from __future__ import annotations
 

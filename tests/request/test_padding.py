@@ -70,7 +70,7 @@ def test_messages(message: dict[str, Any], expected: dict[str, Any]) -> None:
     assert json.dumps(message) == given, "the row itself is not changed"
 
 
-def test_calls_that_are_empty_are_no_reason_to_have_no_content() -> None:
+def test_empty_calls_do_not_allow_a_message_without_content() -> None:
     for message in ({"role": "assistant", "tool_calls": []}, {"role": "assistant", "content": None, "tool_calls": []}):
         with pytest.raises(RowError, match="content"):
             parse({"messages": [message]})
@@ -117,7 +117,9 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.field("sampling_params", "json_schema", "response_format", "logit_bias", "return_hidden_states")
+@pytest.mark.field(
+    "sampling_params", "stream_options", "json_schema", "response_format", "logit_bias", "return_hidden_states"
+)
 @pytest.mark.parametrize(("given", "expected"), OPTIONS)
 def test_sampling_fields(given: dict[str, Any], expected: dict[str, Any]) -> None:
     for make in (text, line, lambda **fields: line(CHAT, **fields), lambda **fields: text(sampling_params=fields)):

@@ -13,8 +13,9 @@ from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.fields import FIELDS, LOOKUP, Field
 from batchgen.request.model_names import ModelNames
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults, derive_seed, row_extra, row_id
+from batchgen.request.parser import RowDefaults, derive_seed, row_extra
 from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from batchgen.request.row_ids import row_id
 from batchgen.request.table import ParsedRow
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 
@@ -83,6 +84,7 @@ SAME: list[dict[str, Any]] = [
     {"spaces_between_special_tokens": False}, {"return_logprob": True}, {"best_of": 1},
     {"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "logprob_start_len": 4},
     {"return_logprob": True, "return_text_in_logprobs": True}, {"repetition_penalty": 0.5},
+    {"return_cached_tokens_details": True},
 ]  # fmt: skip
 """Fields that are the sampling parameters of the same names and values."""
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -99,6 +101,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
     ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100.0))}),
     ({"bad_words": ["a", [1, 2]]}, {"bad_words": ("a", (1, 2))}),
+    ({"dtype": "int"}, {"regex": "[-+]?[0-9]+"}),
     ({"allowed_token_ids": [3, 1]}, {"allowed_token_ids": (3, 1)}),
     (
         {"return_logprob": True, "token_ids_logprob": [4, 2, 4]},
@@ -118,7 +121,7 @@ NO_OP: list[dict[str, Any]] = [
 VALID = [*((fields, fields) for fields in SAME), *OTHERS, *((fields, {}) for fields in NO_OP)]
 
 
-@pytest.mark.field("sampling_params")
+@pytest.mark.field("sampling_params", "dtype", "return_cached_tokens_details")
 @pytest.mark.parametrize(("fields", "expected"), VALID)
 def test_sampling_fields_mean_the_same_in_every_place(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     wanted = SamplingParams(**expected)

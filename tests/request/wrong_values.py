@@ -21,7 +21,6 @@ from batchgen.request.checks import (
 )
 from batchgen.request.field import Field
 from batchgen.request.hidden_states import hidden_states
-from batchgen.request.stream_options import stream_options
 
 _NO_STRINGS: list[Any] = [5, True, {"a": 1}, "", ["a", ""], ["a", 5], ["a", None], [["a"]]]
 _NO_IDS: list[Any] = [5, "1", {"1": 1}, [True], [1.5], ["1"], [None], [[1]], [-1], [2**31]]
@@ -50,7 +49,7 @@ _BY_CHECK: dict[Check, list[Any]] = {
     ],
     field_checks.boolean_or_count: [-1, "all", 1.5, [], {}, 2**21],
     field_checks.python_type: [5, True, "list", "", "Int", ["int"], {"a": 1}],
-    stream_options: [5, "all", [], {"include_usage": 1}, {"usage": True}, {"include_usage": "true"}],
+    field_checks.stream_options: [5, "all", [], {"include_usage": 1}, {"usage": True}, {"include_usage": "true"}],
 }  # fmt: skip
 
 

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from batchgen.data.read.readable_id import readable_id
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.raw_row import RawRow
+from batchgen.request.row_ids import readable_id
 
 MAX_LINE_BYTES = 1 << 28
 """Longest line in bytes; a longer one is an error row, so that a file without line ends does not fill the memory."""

@@ -1,4 +1,4 @@
-"""Lines that are no valid rows keep their ids."""
+"""Lines that are not valid rows keep their ids."""
 
 from __future__ import annotations
 

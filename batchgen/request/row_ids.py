@@ -1,18 +1,36 @@
-"""The id of a line that is no valid row, for its error row in the output."""
+"""Ids of rows, also of those that are not valid, for their error rows in the output."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from batchgen.errors import RowError
+from batchgen.request import field_checks
 from batchgen.request.fields import ID_NAMES
-from batchgen.request.parser import given_id
 
 _MAX_BYTES = 1 << 20
 """Longest line that is read again."""
 _FIRST_KEY = re.compile(rf'\s*\{{\s*"({"|".join(ID_NAMES)})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d+)\s*[,}}]')
 """An id at the beginning of an object."""
+
+
+def row_id(value: Any, row_index: int) -> str:
+    """Id of an output row, also for an invalid input row: the row's id if valid, otherwise `row-<index>`."""
+    found = given_id(value) if isinstance(value, Mapping) else None
+    return f"row-{row_index}" if found is None else found
+
+
+def given_id(row: Mapping[str, Any]) -> str | None:
+    """The id that a valid or invalid row gives; None if it has no valid one, or two."""
+    with suppress(RowError):
+        found = {field_checks.row_id(name, row[name]) for name in ID_NAMES if row.get(name) is not None}
+        if len(found) == 1 and not _has_surrogate(text := found.pop()):
+            return text
+    return None
 
 
 class _Pairs(list[Any]):
@@ -38,3 +56,7 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False
