@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from batchgen import Engine
 from tests.e2e.rows import rows_of, write_lines
@@ -54,6 +57,21 @@ def test_names_do_not_stop_a_resume(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out.parquet").stat().st_mtime_ns == written, "the job is finished"
 
 
+@pytest.mark.field("verbosity", "reasoning_effort")
+def test_variables_reach_a_template_that_reads_them(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}|{{ verbosity }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    bodies = [{"verbosity": "low"}, {"verbosity": "medium"}, {}, {"reasoning_effort": "low"}]
+    rows = [{"custom_id": str(i), "body": {"messages": ASK, **body}} for i, body in enumerate(bodies)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    run(["run", source, "-o", "out.parquet", "--model", folder, *LIMIT, "--include-prompt"], tmp_path)
+    *found, refused = rows_of(tmp_path / "out.parquet")
+    assert [row["prompt"].partition("|")[2] for row in found] == ["low", "medium", ""]
+    assert (refused["error"]["code"], refused["error"]["param"]) == ("unsupported_field", "reasoning_effort")
+
+
 @pytest.mark.field("return_cached_tokens_details")
 def test_parts_of_cached_tokens(engine: Engine) -> None:
     row = {"input_ids": [5, 6, 7, 8], "max_new_tokens": 2, "return_cached_tokens_details": True, "seed": 1}
@@ -88,6 +106,19 @@ def test_the_column_of_cached_tokens(model: Path, tmp_path: Path) -> None:
     assert details == [{"prefix": 0, "duplicate": 0}, {"prefix": 0, "duplicate": tokens}]
     run([*command, "--overwrite"], tmp_path)
     assert {row["cached_tokens_details"] for row in rows_of(tmp_path / "out.parquet")} == {None}
+
+
+def test_an_output_of_the_first_schema_version_is_read(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"id": "a", "text": "ab", "max_new_tokens": 2, "temperature": 0}])
+    command = ["run", source, "-o", "out.parquet", "--model", model]
+    run(command, tmp_path)
+    table = pq.read_table(tmp_path / "out.parquet")
+    metadata = {**table.schema.metadata, b"batchgen.schema_version": b"1"}
+    old = table.drop_columns(["cached_tokens_details"]).replace_schema_metadata(metadata)
+    pq.write_table(old, tmp_path / "old.parquet")
+    assert "a" in run(["show", "old.parquet"], tmp_path).stdout
+    run(["export", "old.parquet", "--format", "openai-batch", "-o", "old.jsonl"], tmp_path)
+    assert '"custom_id":"a"' in (tmp_path / "old.jsonl").read_text().replace(": ", ":")
 
 
 @pytest.mark.field("dtype")
