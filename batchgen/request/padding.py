@@ -17,7 +17,6 @@ _SCHEMA_VALUES = frozenset({"default", "const", "enum", "examples"})
 """Keywords of a JSON Schema whose values are data, in which null is a value."""
 _SCHEMA_NAMES = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 """Keywords of a JSON Schema whose keys are names, which may be those of keywords."""
-_EMPTY: tuple[Any, ...] = (None, [], (), {})
 
 
 def without_nulls(name: str, value: Any) -> Any:
@@ -92,8 +91,12 @@ def _schema(value: Any) -> Any:
 def _message(value: Any) -> Any:
     if type(value) is not dict:
         return value
-    content = {"content": value["content"]} if value.get("content", ...) in _EMPTY else {}
+    content = {"content": value["content"]} if _is_empty(value.get("content", "")) else {}
     return _optional(value) | content
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (type(value) in (list, tuple, dict) and not value)
 
 
 def _optional(value: Any) -> Any:
@@ -107,6 +110,6 @@ def _optional(value: Any) -> Any:
             item = _data(item)
             if item is not None:
                 found[key] = item
-        elif (item := _optional(item)) not in _EMPTY:
+        elif not _is_empty(item := _optional(item)):
             found[key] = item
     return found

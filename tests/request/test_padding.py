@@ -6,6 +6,7 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -68,6 +69,16 @@ def test_messages(message: dict[str, Any], expected: dict[str, Any]) -> None:
     for row in ({"messages": [USER, message]}, line(CHAT, messages=[USER, message])):
         assert parse(row).prompts == (ChatPrompt((USER, expected)),)
     assert json.dumps(message) == given, "the row itself is not changed"
+
+
+def test_values_that_only_python_has() -> None:
+    """An array has no single truth value; it is left to the template."""
+    array = np.zeros(2)
+    (prompt,) = parse({"messages": [{**USER, "data": array, "name": None, "flag": False, "count": 0}]}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    (message,) = prompt.messages
+    assert message["data"] is array
+    assert {key: message[key] for key in message if key != "data"} == {**USER, "flag": False, "count": 0}
 
 
 def test_empty_calls_do_not_allow_a_message_without_content() -> None:
