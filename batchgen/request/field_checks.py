@@ -9,7 +9,6 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import (
     Integer,
     Number,
-    boolean,
     ids,
     invalid,
     json_type,
@@ -199,11 +198,13 @@ def stream_options(name: str, value: Any) -> StreamOptions | None:
     """Check an object of `include_usage` and `continuous_usage_stats`; None if it asks for nothing."""
     if type(value) is StreamOptions:
         return value
-    given = {key: boolean(name, item) for key, item in mapping(name, value).items() if item is not None}
+    given = {key: item for key, item in mapping(name, value).items() if item is not None}
     known = StreamOptions.__dataclass_fields__
-    odd = next((key for key in given if key not in known and key not in _NO_STREAM_OPTIONS), None)
-    if odd is not None:
-        raise invalid(name, f"has the keys `include_usage` and `continuous_usage_stats`, got {show(odd)}")
+    for key, item in given.items():
+        if key not in known and key not in _NO_STREAM_OPTIONS:
+            raise invalid(name, f"has the keys `include_usage` and `continuous_usage_stats`, got {show(key)}")
+        if type(item) is not bool:
+            raise invalid(name, f"has `{key}`, which must be true or false, got {show(item)}")
     found = StreamOptions(**{key: item for key, item in given.items() if key in known})
     return found if found != StreamOptions() else None
 

@@ -17,6 +17,8 @@ ANY = "*"
 _CACHED_MODEL = re.compile(r"(?:^|/)models--([^/]+)/snapshots/[^/]+/?$")
 """Folder of a model in the Hugging Face cache."""
 _MAX_SHOWN = 80
+_MAX_CHARS = 4096
+"""Longest name that is compared: a name of many colons takes quadratic time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class ModelNames:
 
         An absent or empty name is the run's model.
         """
+        if model is not None and len(model) > _MAX_CHARS:
+            return self.accept_all, None
         if not model or self._is_model(model):
             return True, None
         ends = [place for place, character in enumerate(model) if character == ":"]

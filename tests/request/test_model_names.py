@@ -68,6 +68,11 @@ def test_any_model() -> None:
         parse(text(model="m:de"), run)
 
 
+def test_a_name_of_many_colons_is_refused_at_once() -> None:
+    with pytest.raises(RowError, match="--served-model-name NAME"):
+        parse(text(model=":" * 10_000_000), RowDefaults(names=ModelNames.of("m")))
+
+
 @pytest.mark.parametrize(
     ("name", "shown"), [("gpt-4o-mini", "gpt-4o-mini"), ("a b", "'a b'"), ("x" * 500, "NAME"), ("a\nb", "NAME")]
 )
