@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchgen.request.model_names import ModelNames
 from batchgen.request.parser import RowDefaults, parse_row
 from batchgen.request.table import ParsedRow
 
-PLAIN = RowDefaults(model_names=frozenset({"llama", "models/llama"}))
+PLAIN = RowDefaults(names=ModelNames(frozenset({"llama", "models/llama"})))
 HELLO = [{"role": "user", "content": "Hello"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

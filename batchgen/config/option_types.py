@@ -206,7 +206,7 @@ def declared_options(config: type[Any], target: Target) -> tuple[Option, ...]:
                     kind,
                     default=item.default,
                     target=target,
-                    repeat=kind.named_pairs,
+                    repeat=kind.named_pairs or item.default == (),
                     choices=choices,
                     **declared,
                 )

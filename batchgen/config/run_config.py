@@ -101,6 +101,10 @@ class EngineConfig:
         (), "Load a LoRA adapter that rows select by NAME; repeatable. Example: --lora fr=./french-adapter", NAME_PATH
     )
     """(name, folder) of the LoRA adapters that rows may select; a mapping is accepted, too."""
+    served_model_name: tuple[str, ...] = MODEL.option(
+        (), "Further name by which rows may name the model; repeatable. Example: --served-model-name gpt-4o-mini", NAME
+    )
+    any_model: bool = MODEL.option(False, "Accept every name in the `model` of rows. Example: --any-model")
     media_root: str | None = INPUT.option(
         None, "Only folder whose files rows may name in `input_embeds`. Example: --media-root ./embeddings", PATH
     )

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.read.temporal import temporal_to_text
 from batchgen.data.write.durable_files import open_parquet, read_footer
-from batchgen.data.write.schema import SCHEMA_VERSION, STATES_CONTENTS, VERSION_KEY
+from batchgen.data.write.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
 from batchgen.data.write.work_folder import output_paths, part_files
 from batchgen.errors import InputError, UsageError
 
@@ -183,7 +183,7 @@ def _is_results(part: Path) -> bool:
         metadata = _metadata(part).metadata or {}
     except (pa.ArrowException, OSError):
         return False
-    return bool(metadata.get(VERSION_KEY) == SCHEMA_VERSION.encode())
+    return metadata.get(VERSION_KEY) in READABLE_VERSIONS
 
 
 def _metadata(file: Path) -> pq.FileMetaData:

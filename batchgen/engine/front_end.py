@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.run_config import EngineConfig
 from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
 from batchgen.models.base import ModelSpec
+from batchgen.request.model_names import ModelNames
 from batchgen.request.parser import RowDefaults
 from batchgen.request.processors import LoadedProcessor
 from batchgen.request.table import RequestTable
@@ -95,12 +95,13 @@ class FrontEnd:
         return RowDefaults(
             flags=flags,
             model=self.tokenizer.generation.sampling_defaults() if sampling_defaults == "model" else {},
-            model_names=frozenset({self.name, Path(self.name).name} - {""}),
+            names=ModelNames.of(self.name, self.config.served_model_name, accept_all=self.config.any_model),
             adapters=frozenset(self.spec.adapters),
             chat=chat,
             system=system,
             events=events,
             processors=frozenset(self.processors),
+            template_reads=self.tokenizer.template_reads,
         )
 
     def row_reader(self, table: RequestTable, defaults: RowDefaults, on_duplicate: OnDuplicate = "error") -> RowReader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from batchgen.engine.streaming import Streams
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.kernels.ops import Ops
-from batchgen.request.completion import Completion, Score
+from batchgen.request.completion import CachedTokens, Completion, Score
 from batchgen.request.table import Request
 from batchgen.text.echo_suffix import add_echo_and_suffix
 from batchgen.text.stops import StopState, all_stop_token_ids
@@ -41,9 +42,15 @@ def keep_best(
         The kept samples; `dropped_tokens` of the first is the number of tokens of the dropped ones.
     """
     ranked = [sample for _, sample in sorted(samples, key=lambda pair: (-pair[0], pair[1].sample_index))]
-    kept = [replace(s, sample_index=i, cached_tokens=cached_tokens(i)) for i, s in enumerate(ranked[:keep])]
+    kept = [replace(s, sample_index=i, **_cached(s, cached_tokens(i))) for i, s in enumerate(ranked[:keep])]
     dropped = sum(sample.completion_tokens or 0 for sample in ranked[keep:])
     return [replace(kept[0], dropped_tokens=dropped), *kept[1:]]
+
+
+def _cached(done: Completion, cached_tokens: int | None) -> dict[str, Any]:
+    """Fields of `done` for another number of cached tokens."""
+    details = done.cached_tokens_details and CachedTokens.of(cached_tokens, done.prompt_tokens)
+    return {"cached_tokens": cached_tokens, "cached_tokens_details": details}
 
 
 class OutputProcessor:
@@ -68,6 +75,8 @@ class OutputProcessor:
         done = sequence.completion(cached, prompt_ids=self._prompt_ids or (params.echo and params.return_logprob))
         if done.error is None and params.return_text_in_logprobs:
             done = replace(done, output_tokens_text=[self._token_text(token) for token in sequence.output_ids])
+        if done.error is None and params.return_cached_tokens_details:
+            done = replace(done, cached_tokens_details=CachedTokens.of(done.cached_tokens, done.prompt_tokens))
         if done.text is None or not (params.echo or params.suffix):
             return done
         text = add_echo_and_suffix(done.text, request.known_ids.tolist(), params, self._tokenizer)
@@ -102,8 +111,8 @@ class OutputProcessor:
                 row_index=request.row_index,
                 prompt_index=request.prompt_index,
                 seed=request.seed,
-                cached_tokens=tree.cached_tokens(follower, done.sample_index) if done.error is None else None,
                 dedup_of=leader,
+                **_cached(done, tree.cached_tokens(follower, done.sample_index) if done.error is None else None),
             )
             for done in samples
         ]

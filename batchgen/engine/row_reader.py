@@ -19,9 +19,10 @@ from batchgen.media.root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.checks import invalid, show
 from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.parser import RowDefaults, parse_row, row_extra, row_id
+from batchgen.request.parser import RowDefaults, parse_row, row_extra
 from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
 from batchgen.request.raw_row import RawRow
+from batchgen.request.row_ids import row_id
 from batchgen.request.table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt, Encoder
 
@@ -163,7 +164,7 @@ class RowReader:
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:
-            return ProcessedRow(raw, f"row-{raw.index}", {}, error=raw.error)
+            return ProcessedRow(raw, f"row-{raw.index}" if raw.id is None else raw.id, {}, error=raw.error)
         value = raw.value
         try:
             row = self._with_unique_id(parse_row(value, raw.index, self._defaults))

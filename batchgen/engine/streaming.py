@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.workload import JobWorkload
-from batchgen.request.completion import Completion, StreamEvent
+from batchgen.request.completion import Completion, StreamEvent, Usage
 from batchgen.request.table import Request
 from batchgen.text.echo_suffix import echo_text
 from batchgen.text.tokenizer import Tokenizer
@@ -67,6 +67,7 @@ class Streams:
     def _token(self, number: int, stream: _Stream) -> StreamEvent:
         sequence = stream.sequence
         request, ids = sequence.request, sequence.output_ids
+        options = request.params.stream_options
         # A stop may cut the text of the last token; the last event has what remains.
         text = sequence.stops.next_output_text() if sequence.finish_reason is None else ""
         if not stream.started and request.params.echo:
@@ -82,6 +83,7 @@ class Streams:
             position=len(ids) - 1,
             token_id=ids[-1],
             logprob=self._last_logprob(number) if request.params.return_logprob else None,
+            usage=_usage(len(request.prompt_ids), len(ids)) if options and options.continuous_usage_stats else None,
         )
 
     def finish(self, number: int, done: Completion) -> None:
@@ -107,6 +109,7 @@ class Streams:
             stop_kind=done.stop_kind,
             matched_stop=done.matched_stop,
             completion_tokens=done.completion_tokens,
+            usage=_usage(done.prompt_tokens, done.completion_tokens) if request.params.stream_options else None,
             error=done.error,
         )
         self._emit(self._for_all(request, event))
@@ -116,3 +119,9 @@ class Streams:
         table = self._workload.table
         copies = (table[i] for i in self._workload.followers_of(request.index))
         return [event, *(replace(event, row_index=c.row_index, prompt_index=c.prompt_index) for c in copies)]
+
+
+def _usage(prompt_tokens: int | None, completion_tokens: int | None) -> Usage | None:
+    if prompt_tokens is None or completion_tokens is None:
+        return None  # a sample that failed
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)

@@ -133,4 +133,6 @@ def _line(event: StreamEvent, row_id: str) -> bytes:
         }
         if event.error is not None:
             values["error"] = {name: value and str(value) for name, value in asdict(event.error).items()}
+    if event.usage is not None:
+        values["usage"] = asdict(event.usage)
     return orjson.dumps(values, option=orjson.OPT_APPEND_NEWLINE)

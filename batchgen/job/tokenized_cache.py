@@ -51,7 +51,8 @@ def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
     parts = {
         "job": identity.run.key,
         "versions": [__version__, *map(version, ("tokenizers", "transformers"))],
-        "model": setup.front_end.name,  # rows may name the model
+        # Rows may name the model.
+        "model": [setup.front_end.name, *sorted(setup.config.engine.served_model_name), setup.config.engine.any_model],
         "events": setup.config.events is not None,
         "media_root": setup.config.engine.media_root,
         "clock": setup.front_end.tokenizer.clock_text,

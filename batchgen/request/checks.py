@@ -21,6 +21,9 @@ Check = Callable[[str, Any], Any]
 INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 
+_EXACT_FLOATS = 2**53
+"""Up to here every integer has its own float; above, a float may be another integer than the one that was written."""
+
 _NUMBERS = {int, float}
 
 
@@ -72,6 +75,18 @@ def describe_range(low: int, high: int) -> str:
     return f"at least {low}" if high == INT64_HIGH else f"between {low} and {high}"
 
 
+def whole(value: Any) -> int | None:
+    """An integer, or a float without a fraction up to 2^53, as an int; None for anything else.
+
+    Data frames and JSON writers store integers as floats, so `8.0` is the integer 8 wherever an integer is expected.
+    """
+    if type(value) is int:
+        return value
+    if type(value) is float and value.is_integer() and abs(value) <= _EXACT_FLOATS:
+        return int(value)
+    return None
+
+
 def boolean(name: str, value: Any) -> bool:
     """Check a boolean; 0, 1 and strings are refused."""
     if type(value) is not bool:
@@ -95,20 +110,21 @@ def nonempty_string(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """Check for integers in [low, high]; booleans and floats are refused."""
+    """Check for integers in [low, high]; `8.0` is 8, booleans and strings are refused."""
 
     low: int = INT64_LOW
     high: int = INT64_HIGH
 
     def __call__(self, name: str, value: Any) -> int:
-        """Return `value`, or raise `invalid_field`."""
-        if type(value) is not int:
+        """Return `value` as an int, or raise `invalid_field`."""
+        number = value if type(value) is int else whole(value)
+        if number is None:
             raise invalid(name, f"must be an integer, got {show(value)}")
-        if not INT64_LOW <= value <= INT64_HIGH:
+        if not INT64_LOW <= number <= INT64_HIGH:
             raise invalid(name, "must fit a signed 64-bit integer")
-        if not self.low <= value <= self.high:
-            raise invalid(name, f"must be {describe_range(self.low, self.high)}, got {value}")
-        return value
+        if not self.low <= number <= self.high:
+            raise invalid(name, f"must be {describe_range(self.low, self.high)}, got {number}")
+        return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +167,10 @@ def ids(name: str, value: Any) -> tuple[int, ...]:
         raise invalid(name, f"must be a list of token ids, got {json_type(value)}")
     # One pass in C over the types, because prompts given as ids can be long.
     if value and set(map(type, value)) != {int}:
-        odd = next(item for item in value if type(item) is not int)
-        raise invalid(name, f"must be a list of token ids, found {show(odd)} in it")
+        odd = next((item for item in value if whole(item) is None), None)
+        if odd is not None or None in value:
+            raise invalid(name, f"must be a list of token ids, found {show(odd)} in it")
+        value = [int(item) for item in value]
     if value and (min(value) < 0 or max(value) > _MAX_TOKEN_ID):
         odd = next(item for item in value if not 0 <= item <= _MAX_TOKEN_ID)
         raise RowError(ErrorCode.TOKEN_OUT_OF_RANGE, f"`{name}` has {show(odd)}, which is not a token id", name)

@@ -34,6 +34,23 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """What `cached_tokens` consists of. Field names are those of the column `cached_tokens_details`."""
+
+    prefix: int = 0
+    """Tokens shared with a prompt that goes on differently."""
+    duplicate: int = 0
+    """Tokens of a prompt that is computed for an equal prompt, or for another sample."""
+
+    @classmethod
+    def of(cls, cached: int | None, prompt_tokens: int | None) -> CachedTokens | None:
+        """The parts of `cached`, of which a whole prompt is a duplicate's; None without a count."""
+        if cached is None:
+            return None
+        return cls(duplicate=cached) if cached == prompt_tokens else cls(prefix=cached)
+
+
+@dataclass(frozen=True, slots=True)
 class StateBlock:
     """Hidden states of one sample at one layer."""
 
@@ -73,6 +90,8 @@ class Completion:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     """Prompt tokens shared with another sample, which this sample does not compute."""
+    cached_tokens_details: CachedTokens | None = None
+    """What they consist of, if the row asks for it."""
     output_logprobs: Sequence[float] | None = None
     """[C] natural log."""
     output_top_ids: Sequence[int] | None = None
@@ -128,6 +147,16 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a sample at an event. Field names are those of OpenAI's `usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Tokens up to and including this event's."""
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StreamEvent:
     """One token of a row with `stream`, or (without a `token_id`) the end of one of its samples."""
 
@@ -145,6 +174,8 @@ class StreamEvent:
     stop_kind: StopKind | None = None
     matched_stop: str | None = None
     completion_tokens: int | None = None
+    usage: Usage | None = None
+    """Token counts, if the row asks for them in `stream_options`."""
     error: ErrorInfo | None = None
     """Error of a failed sample; its earlier events are void."""
     id: str | None = None

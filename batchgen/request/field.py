@@ -32,8 +32,10 @@ class Field:
     places: tuple[Place, ...] = EVERYWHERE
     aliases: tuple[str, ...] = ()
     requests_nothing: NoOpTest = lambda value, given: False
-    """For unsupported fields: the test of values that request nothing, which alone are accepted."""
+    """For fields that are unsupported or unread: the test of values that request nothing, which alone are accepted."""
     supported: bool = True
+    to_template: bool = False
+    """Whether the value is a variable of the chat template, and unsupported by a template that does not read it."""
     carried: bool = False
     """Whether the field has no effect on generation and is carried to the output."""
     remedy: str = "remove it"

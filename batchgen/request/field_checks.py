@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
@@ -16,9 +17,10 @@ from batchgen.request.checks import (
     nonempty_string,
     one_of,
     show,
-    string,
     strings,
+    whole,
 )
+from batchgen.request.padding import message_without_padding, schema_without_nulls, without_nulls
 
 _bias_id = Integer(0, 1 << 31)
 _bias_value = Number(-100.0, 100.0)
@@ -32,6 +34,15 @@ _FORMAT_KEYS = {
 """Keys of a `response_format` by its type."""
 _JSON_SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 """Keys of the `json_schema` of a `response_format`, unless it is the schema itself."""
+DTYPE_PATTERNS = {
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?[0-9]*\.?[0-9]+",
+    "bool": "True|False",
+    "str": r"\"[\w\s]*\"",
+}
+"""Values of `dtype` with the pattern of the whole text: literals of Python's types, as in SGLang."""
+_NO_STREAM_OPTIONS = frozenset({"include_obfuscation"})
+"""Keys that ask for nothing about the events: padding against eavesdroppers of a network."""
 _MEDIA_PARTS = frozenset(
     {"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file"}
 )
@@ -44,13 +55,30 @@ _RESERVED_KWARGS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """Which events of a sample have token counts (`usage`)."""
+
+    include_usage: bool = False
+    """The last one."""
+    continuous_usage_stats: bool = False
+    """All."""
+
+
 def row_id(name: str, value: Any) -> str:
-    """Check an id. A number is refused, because 5 and "5" would be the same id; `--id-column` allows it."""
+    """Check an id: a string, or an integer, which becomes its decimal text."""
     if type(value) is str:
         return value
-    if type(value) is int:
-        raise invalid(name, f"must be a string, got {show(value)}; --id-column {name} accepts whole numbers, too")
-    return string(name, value)
+    number = whole(value)
+    if number is None and type(value) is float and value.is_integer():
+        problem = f"is {show(value)}, a float too large for every digit to be right; write it as a string or an integer"
+        raise invalid(name, problem)
+    try:
+        if number is not None:
+            return str(number)
+    except ValueError:  # the interpreter limits the digits that it converts
+        pass
+    raise invalid(name, f"must be a string or an integer, got {show(value)}")
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
@@ -68,7 +96,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
     """Check the `prompt` of `/v1/completions`: a string, strings, token ids, or lists of token ids."""
-    if type(value) is list and value and type(value[0]) is int:
+    if type(value) is list and value and type(value[0]) in (int, float):
         return (ids(name, value),)
     if type(value) is list and value and type(value[0]) is list:
         return tuple(ids(name, item) for item in value)
@@ -77,7 +105,7 @@ def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], .
 
 def boolean_or_count(name: str, value: Any) -> bool | int:
     """Check `logprobs` of a native row: a boolean, or the number of alternatives to return."""
-    if type(value) is int:
+    if type(value) in (int, float):
         return int(_count(name, value))
     if type(value) is not bool:
         raise invalid(name, f"must be true, false or an integer, got {show(value)}")
@@ -90,6 +118,8 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     A tuple of (id, bias), the result of an earlier check, is accepted, too.
     """
     found: dict[int, float] = {}
+    if type(value) is dict:
+        value = without_nulls(name, value)
     checked = type(value) is tuple and all(type(item) in (tuple, list) and len(item) == 2 for item in value)
     for key, bias in value if checked else mapping(name, value).items():
         text = str(key) if type(key) in (int, str) else ""
@@ -120,11 +150,12 @@ def choice(name: str, value: Any) -> tuple[str, ...]:
 
 def response_format(name: str, value: Any) -> dict[str, Any]:
     """Check `{"type": ...}` and the other keys that this type requires."""
-    found = mapping(name, value)
+    found: dict[str, Any] = schema_without_nulls(name, mapping(name, value))
     kind = one_of(*_FORMAT_KEYS)(name, found.get("type"))
     if kind == "json_schema" and type(found.get("json_schema")) is not dict:
         raise invalid(name, "of type json_schema needs a `json_schema` object")
-    # A null counts as an absent key: Parquet gives each row's object the keys of all rows.
+    if found.get("json_schema") == {} and "schema" in value["json_schema"]:
+        found = {**found, "json_schema": {"schema": None}}  # OpenAI's wrapper without a schema, not the schema {}
     _reject_other_keys(found, _FORMAT_KEYS[kind], name, f"of type {kind} has no key")
     inner = found.get("json_schema") or {}
     if "schema" in inner or "name" in inner:
@@ -135,7 +166,7 @@ def response_format(name: str, value: Any) -> dict[str, Any]:
 
 def _reject_other_keys(value: dict[str, Any], known: set[str], name: str, problem: str) -> None:
     """Refuse keys that would be ignored."""
-    odd = next((key for key, item in value.items() if key not in known and item is not None), None)
+    odd = next((key for key in value if key not in known), None)
     if odd is not None:
         remedy = "; use type json_schema to give a schema" if "schema" in odd else ""
         raise invalid(name, f"{problem} {show(odd)}{remedy}")
@@ -153,6 +184,31 @@ def completions(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
     return tuple(completion(name, item) for item in value)
 
 
+def python_type(name: str, value: Any) -> str:
+    """Check `dtype`: the name of a Python type, or in Python the type itself."""
+    return str(one_of(*DTYPE_PATTERNS)(name, value.__name__ if type(value) is type else value))
+
+
+def anything(name: str, value: Any) -> Any:
+    """Accept every value: the field says nothing about the text."""
+    return value
+
+
+def stream_options(name: str, value: Any) -> StreamOptions | None:
+    """Check an object of `include_usage` and `continuous_usage_stats`; None if it asks for nothing."""
+    if type(value) is StreamOptions:
+        return value
+    given = {key: item for key, item in mapping(name, value).items() if item is not None}
+    known = StreamOptions.__dataclass_fields__
+    for key, item in given.items():
+        if key not in known and key not in _NO_STREAM_OPTIONS:
+            raise invalid(name, f"has the keys `include_usage` and `continuous_usage_stats`, got {show(key)}")
+        if type(item) is not bool:
+            raise invalid(name, f"has `{key}`, which must be true or false, got {show(item)}")
+    found = StreamOptions(**{key: item for key, item in given.items() if key in known})
+    return found if found != StreamOptions() else None
+
+
 def media(name: str, value: Any) -> Any:
     """Check only the outer type of media: paths, URLs, base64 or processor output."""
     if type(value) not in (str, list, tuple, dict):
@@ -161,25 +217,28 @@ def media(name: str, value: Any) -> Any:
 
 
 def messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Check a list of messages with a `role` and text `content`. An empty list passes; it becomes `empty_prompt` later.
+    """Check a list of messages with a `role` and text `content`, and remove their null and empty optional keys.
+
+    An empty list passes; it becomes `empty_prompt` later.
 
     Raises:
         RowError: `invalid_field` for a malformed message, `unsupported_field` for image, audio or file parts.
     """
     if type(value) not in (list, tuple):
         raise invalid(name, f"must be a list of messages, got {json_type(value)}")
-    media = []
+    media, found = [], list(value)
     for index, message in enumerate(value):
         # A role with a string as content needs no further check.
-        if type(message) is dict and type(message.get("content")) is str:
+        if type(message) is dict and len(message) == 2 and type(message.get("content")) is str:
             role = message.get("role")
             if type(role) is str and role:
                 continue
-        media += _media_parts(name, index, message)
+        found[index] = message_without_padding(name, message)
+        media += _media_parts(name, index, found[index])
     if media:
         problem = f"`{name}` has a part of type {show(media[0])}, which is not supported; send text parts only"
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, problem, name)
-    return tuple(value)
+    return tuple(found)
 
 
 def _media_parts(name: str, index: int, message: Any) -> list[str]:
@@ -216,15 +275,16 @@ def _media_type(name: str, where: str, part: Any) -> str | None:
 
 
 def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Check a list of tool descriptions, each an object that the chat template renders."""
+    """Check a list of tool descriptions, each an object that the chat template renders, and remove their null keys."""
     if type(value) not in (list, tuple) or any(type(tool) is not dict for tool in value):
         raise invalid(name, f"must be a list of objects, got {show(value)}")
-    return tuple(value)
+    return tuple(schema_without_nulls(name, value))
 
 
 def template_kwargs(name: str, value: Any) -> dict[str, Any]:
     """Check extra variables for the chat template; parameters of the renderer are refused."""
-    reserved = sorted(_RESERVED_KWARGS & mapping(name, value).keys())
+    found: dict[str, Any] = without_nulls(name, mapping(name, value))
+    reserved = sorted(_RESERVED_KWARGS & found.keys())
     if reserved:
         raise invalid(name, f"must not have `{reserved[0]}`: only variables of the chat template are allowed")
-    return dict(value)
+    return dict(found)

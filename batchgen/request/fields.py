@@ -1,6 +1,6 @@
 """Table of all row fields: those of prompts, of OpenAI bodies, and the sampling fields that `SamplingParams` declares.
 
-An unsupported field is refused by name (`unsupported_field`) unless its value requests nothing, such as `store: false`.
+An unsupported field is refused by name (`unsupported_field`) unless its value requests nothing.
 Its value is checked first, so a wrong value is always `invalid_field`.
 """
 
@@ -46,6 +46,13 @@ def _noop_if_empty(value: Any, given: Any) -> bool:
 
 _unsupported = partial(Field, supported=False)
 
+HANDLING = (
+    "store", "service_tier", "timeout", "request_timeout", "max_retries", "num_retries", "extra_headers",
+    "extra_query", "api_key", "api_base", "base_url", "api_version", "organization", "priority", "cache_salt",
+    "request_id",
+)  # fmt: skip
+"""Fields of bodies that tell a client or a server how to handle a request, and nothing about the text."""
+
 _PROMPTS = (
     Field("id", field_checks.row_id, _ROW, aliases=("rid", "custom_id")),
     Field("text", field_checks.texts, _ROW, aliases=("prompt",)),
@@ -73,6 +80,9 @@ _TRANSLATED = (
     Field("top_logprobs", _TOP, ("row", "params", "chat")),
 )
 
+# The oldest form of a constraint.
+_OLDEST = (Field("dtype", field_checks.python_type),)
+
 # Fields that exist only in the bodies of the two endpoints. The first six describe the caller.
 _OPENAI = (
     Field("user", string, BODIES, carried=True),
@@ -81,10 +91,17 @@ _OPENAI = (
     Field("prompt_cache_key", string, BODIES, carried=True),
     Field("prompt_cache_retention", string, BODIES, carried=True),
     Field("prompt_cache_options", mapping, BODIES, carried=True),
-    _unsupported("store", boolean, BODIES, requests_nothing=_noop_if(False)),
-    _unsupported("service_tier", string, BODIES, requests_nothing=_noop_if("auto", "default")),
-    _unsupported("stream_options", mapping, BODIES, requests_nothing=_noop_if_empty),
-    _unsupported("parallel_tool_calls", boolean, _IN_CHAT, requests_nothing=_noop_if(True)),
+    *(Field(name, field_checks.anything, BODIES) for name in HANDLING),
+    _unsupported(
+        "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
+    ),
+    _unsupported(
+        "parallel_tool_calls",
+        boolean,
+        _IN_CHAT,
+        requests_nothing=lambda value, given: value or not given.get("tools"),
+        remedy="leave it at true",
+    ),
     _unsupported(
         "tool_choice",
         string_or_mapping,
@@ -94,21 +111,22 @@ _OPENAI = (
     ),
     _unsupported("functions", field_checks.media, _IN_CHAT, requests_nothing=_noop_if_empty, remedy="use `tools`"),
     _unsupported("function_call", string_or_mapping, _IN_CHAT, requests_nothing=_noop_if("none"), remedy="use `tools`"),
-    _unsupported("modalities", strings, _IN_CHAT, requests_nothing=_noop_if(("text",))),
+    _unsupported(
+        "modalities",
+        strings,
+        _IN_CHAT,
+        requests_nothing=_noop_if(("text",), ()),
+        remedy='only ["text"] can be generated',
+    ),
     _unsupported("audio", mapping, _IN_CHAT),
     _unsupported("prediction", mapping, _IN_CHAT),
-    _unsupported(
-        "reasoning_effort",
-        nonempty_string,
-        _IN_CHAT,
-        remedy="give it in `chat_template_kwargs` if the model's template reads it",
-    ),
-    _unsupported("verbosity", nonempty_string, _IN_CHAT, requests_nothing=_noop_if("medium")),
+    Field("reasoning_effort", nonempty_string, _IN_CHAT, to_template=True),
+    Field("verbosity", nonempty_string, _IN_CHAT, to_template=True, requests_nothing=_noop_if("medium")),
     _unsupported("web_search_options", mapping, _IN_CHAT),
     _unsupported("moderation", mapping, _IN_CHAT),
 )
 
-FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_OPENAI)
+FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_OLDEST, *_OPENAI)
 """All row fields. A name is listed twice if its values differ by place."""
 
 ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
@@ -117,7 +135,7 @@ ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""
 
-CONSTRAINTS = (*CONSTRAINT_KINDS, "response_format")
+CONSTRAINTS = (*CONSTRAINT_KINDS, "response_format", "dtype")
 """Canonical names of the constraint fields; a row has at most one."""
 
 

@@ -55,11 +55,11 @@ def hidden_states(name: str, value: Any) -> HiddenStates | None:
         return value
     if type(value) is not dict:
         return HiddenStates() if boolean(name, value) else None
-    known = HiddenStates.__dataclass_fields__.keys()
-    odd = next((key for key in value if key not in known), None)
+    given = {key: item for key, item in value.items() if item is not None}
+    odd = next((key for key in given if key not in HiddenStates.__dataclass_fields__), None)
     if odd is not None:
         raise invalid(name, f"has the keys `layers`, `tokens` and `pool`, got {show(odd)}")
-    return HiddenStates(**value)
+    return HiddenStates(**given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
+from batchgen.request.endpoints import ENVELOPE
 from batchgen.request.fields import LOOKUP, SOURCES, Field, Place
 from batchgen.request.params import SAMPLING_FIELDS
 
 Kind = Place | Literal["line"]
 """A place of fields, or the batch line around an OpenAI body."""
-ENVELOPE = ("method", "url", "body")
-"""Keys of a batch line in addition to `custom_id`."""
 _CONTAINERS: dict[Kind, tuple[str, ...]] = {
     "row": ("sampling_params",),
     "params": (),
@@ -27,6 +26,7 @@ _OPTIONS = (frozenset(item.name for item in SAMPLING_FIELDS) - {"seed"}) | {
     "logprobs",
     "top_logprobs",
     "response_format",
+    "dtype",
     "model",
 }
 """Fields of a row that determine its parameter set. The seed is separate: rows with different seeds share one."""
@@ -59,6 +59,8 @@ class Layout:
     scoring: tuple[str, ...]
     """Keys of texts to score."""
     unsupported: tuple[Field, ...]
+    to_template: tuple[Field, ...]
+    """Fields that are variables of the chat template."""
     carried: tuple[str, ...]
     """Names of fields that are carried to the output."""
     has_chat_fields: bool
@@ -82,6 +84,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         sources=tuple(name for name in SOURCES if any(field.name == name for field in known)),
         scoring=tuple(key for key, field in entries if field is not None and field.name in _SCORING),
         unsupported=tuple(field for field in known if not field.supported),
+        to_template=tuple(field for field in known if field.to_template),
         carried=tuple(field.name for field in known if field.carried),
         has_chat_fields=any(field.name in CHAT_FIELDS for field in known),
         may_be_line=kind == "row" and any(name in ENVELOPE for name in names),

@@ -25,15 +25,13 @@ from batchgen.request.checks import (
 )
 from batchgen.request.field import declared_fields, sampling
 from batchgen.request.hidden_states import HiddenStates, hidden_states
+from batchgen.request.padding import schema_without_nulls, without_nulls
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy."""
 
 MAX_STOPS = 32
 """Most stop strings, and most stop patterns, of a row."""
-
-_DENSE = (",", ":")
-"""Separators of JSON without spaces."""
 
 ConstraintKind = Literal[
     "json_schema",
@@ -265,6 +263,13 @@ class SamplingParams(_HashedOnce):
         boolean,
         "Write an event for each token of rows to --events. Example: --events events.jsonl --stream",
     )
+    stream_options: field_checks.StreamOptions | None = sampling(  # noqa: RUF009 as above
+        None, field_checks.stream_options
+    )
+    """A mapping is accepted, too. It has no option: it belongs to the consumer of a row's events."""
+    return_cached_tokens_details: bool = sampling(
+        False, boolean, "Write what `cached_tokens` consists of. Example: --return-cached-tokens-details"
+    )
 
     def __post_init__(self) -> None:
         for name, check, default, optional in _CHECKS:
@@ -403,8 +408,9 @@ def _stored(name: str, check: Check, value: Any) -> Any:
         value = tuple(value)  # the stored pairs, read from JSON
     checked = check(name, plain(value))
     if name in _JSON and type(checked) is dict:
+        checked = without_nulls(name, checked) if name == "custom_params" else schema_without_nulls(name, checked)
         try:
-            text = json.dumps(checked, ensure_ascii=False, separators=_DENSE)
+            text = json.dumps(checked, ensure_ascii=False, separators=(",", ":"))
         except (TypeError, ValueError) as problem:
             raise invalid(name, f"must be JSON: {problem}") from None
         return None if name == "custom_params" and not checked else text

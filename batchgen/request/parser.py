@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import check_unicode, invalid, json_type, mapping, show
-from batchgen.request.completion import Dialect
-from batchgen.request.fields import ID_NAMES, SOURCES, Place
+from batchgen.request.checks import invalid, json_type, mapping
+from batchgen.request.endpoints import CHAT, COMPLETIONS, endpoint_of
+from batchgen.request.fields import SOURCES
 from batchgen.request.layout import Layout, new_layout, params_key
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
 from batchgen.request.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.request.table import ParsedRow
 
-__all__ = ["RowDefaults", "derive_seed", "parse_row", "row_extra", "row_id"]
+__all__ = ["RowDefaults", "derive_seed", "parse_row", "row_extra"]
 
 _NESTED = "sampling_params"
 _SCORING_FIELDS = frozenset({"lora_path"})
@@ -33,14 +34,7 @@ _DEFAULTS: dict[str, Any] = {
     "logprobs": False,
     "top_logprobs": 0,
     "response_format": {"type": "text"},
-}
-_ENDPOINTS: dict[str, tuple[Place, Dialect]] = {
-    "/v1/completions": ("completions", "openai-completions"),
-    "/v1/chat/completions": ("chat", "openai-chat"),
-}
-_ENDPOINT_DEFAULTS: dict[Dialect, Mapping[str, Any]] = {
-    "openai-completions": {"max_new_tokens": 16},
-    "openai-chat": {"max_new_tokens": None},
+    "dtype": None,
 }
 _NATIVE_SOURCES = ("text", "prompt", "input_ids", "input_embeds", "messages")
 
@@ -51,14 +45,6 @@ def derive_seed(run_seed: int, row_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def row_id(value: Any, row_index: int) -> str:
-    """Id of an output row, also for an invalid input row: the row's id if valid, otherwise `row-<index>`."""
-    found = [value[name] for name in ID_NAMES if value.get(name) is not None] if isinstance(value, Mapping) else []
-    if len(found) == 1 and type(found[0]) is str and not _has_surrogate(found[0]):
-        return str(found[0])
-    return f"row-{row_index}"
-
-
 def row_extra(value: Any) -> dict[str, Any]:
     """Fields to carry to the output, also for an invalid input row: the same as for a valid one."""
     if not isinstance(value, Mapping):
@@ -66,10 +52,11 @@ def row_extra(value: Any) -> dict[str, Any]:
     row, line = RowValues(), _is_openai_line(value)
     layout = new_layout("line" if line else "row", tuple(value))
     row.carry(layout, value)
-    body, url = value.get("body"), value.get("url")
-    if line and isinstance(body, Mapping) and type(url) is str and url in _ENDPOINTS:
-        layout = new_layout(_ENDPOINTS[url][0], tuple(body))
-        row.carry(layout, body)
+    body = value.get("body")
+    if line and isinstance(body, Mapping):
+        with suppress(RowError):
+            layout = new_layout(endpoint_of(value)[0].place, tuple(body))
+            row.carry(layout, body)
     return row.carried(layout)
 
 
@@ -185,23 +172,25 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
     """Parse one batch line. `user`, `metadata` and similar fields are carried to the output under `body`.
 
     Raises:
-        RowError: as for native rows, and for a `method` or `url` that the format does not have.
+        RowError: as for native rows, and for a `method` or `url` that cannot be run.
     """
-    place, dialect = _endpoint(value)
+    endpoint, deployment = endpoint_of(value)
+    if deployment is not None and not defaults.names.split(deployment)[0]:
+        raise defaults.names.refusal(deployment, "url")
     row = RowValues()
     row.collect(defaults.layout("line", value), value)
-    if len(row.spelled) > ("id" in row.spelled) or "sampling_params" in row.extra:
+    if len(row.spelled) > ("id" in row.spelled) or row.extra.get(_NESTED) is not None:
         _refuse_outside_body(row)
     body = mapping("body", value.get("body"))
-    layout = defaults.layout(place, body)
+    layout = defaults.layout(endpoint.place, body)
     key = params_key(layout, body)
     params = defaults.cached_params(key)
     row.collect(layout, body, params is not None)
     prompts = _body_prompts(row, layout, body, defaults)
     if params is None:
-        if place == "completions" and row.values.get("echo") and "logprobs" in row.values:
+        if endpoint is COMPLETIONS and row.values.get("echo") and "logprobs" in row.values:
             row.imply("logprob_start_len", 0, "echo")  # the endpoint's echo includes the prompt's logprobs
-        params = row.params(defaults, _ENDPOINT_DEFAULTS[dialect])
+        params = row.params(defaults, endpoint.defaults)
         row.check_model(defaults, params)
         params = defaults.share(key, params)
     if layout.unsupported:
@@ -209,18 +198,8 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
     given = row.values
     name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(
-        row_index, name, prompts, params, row.carried(layout), dialect, (), given.get("seed", defaults.seed)
+        row_index, name, prompts, params, row.carried(layout), endpoint.dialect, (), given.get("seed", defaults.seed)
     )
-
-
-def _endpoint(value: Mapping[str, Any]) -> tuple[Place, Dialect]:
-    method, url = value.get("method"), value.get("url")
-    if method == "POST" and type(url) is str and url in _ENDPOINTS:
-        return _ENDPOINTS[url]
-    check_unicode((method, url), "url")
-    if method != "POST":
-        raise invalid("method", f"must be POST in a batch line, got {show(method)}")
-    raise invalid("url", f"must be {' or '.join(_ENDPOINTS)}, got {show(url)}")
 
 
 def _refuse_outside_body(row: RowValues) -> None:
@@ -249,11 +228,7 @@ def _body_prompts(row: RowValues, layout: Layout, body: Mapping[str, Any], defau
 
 def _source_error(row: RowValues, sources: list[str], needed: str) -> RowError:
     if len(sources) == 1:
-        other = "/v1/chat/completions" if needed == "prompt" else "/v1/completions"
-        message = f"`body` has `{sources[0]}`, but its endpoint needs `{needed}`; set `url` to {other}"
+        other = CHAT if needed == "prompt" else COMPLETIONS
+        message = f"`body` has `{sources[0]}`, but its endpoint needs `{needed}`; set `url` to {other.url}"
         return RowError(ErrorCode.MISSING_PROMPT, message, sources[0])
     return row.prompt_error(sources, f"`{needed}` in `body`")
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False

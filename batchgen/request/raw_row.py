@@ -28,6 +28,8 @@ class RawRow(NamedTuple):
     error: ErrorInfo | None = None
     displaced: Mapping[str, Any] = _EMPTY
     """Fields replaced by a named prompt or id column; they are carried as data and not parsed."""
+    id: str | None = None
+    """The id of a row that cannot be read, if that can be."""
 
     @classmethod
     def failed(cls, index: int, source: str, line: int, code: ErrorCode, problem: str) -> RawRow:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import check_unicode, invalid, show
+from batchgen.request.field_checks import DTYPE_PATTERNS
 from batchgen.request.fields import CONSTRAINTS, Place, unknown_field
 from batchgen.request.layout import CHAT_FIELDS, Kind, Layout, new_layout
+from batchgen.request.model_names import ModelNames
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt
 
@@ -43,8 +45,8 @@ class RowDefaults:
     """`SamplingParams` fields set on the command line or in the configuration."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """`SamplingParams` fields from the model's generation_config.json; empty under `--sampling-defaults openai`."""
-    model_names: frozenset[str] = frozenset()
-    """Allowed values of a row's `model`, in addition to `*`."""
+    names: ModelNames = field(default_factory=ModelNames)
+    """Names of the run's model, which a row's `model` must be."""
     adapters: frozenset[str] = frozenset()
     """Names of the run's LoRA adapters."""
     chat: bool | None = None
@@ -55,6 +57,8 @@ class RowDefaults:
     """Whether the run writes events, which rows with `stream` need."""
     processors: frozenset[str] = frozenset()
     """Names of the run's logit processors."""
+    template_reads: Callable[[str], bool] = lambda name: False
+    """Whether the model's chat template names a variable."""
     seed: int | None = field(init=False, default=None)
     """The seed of rows without one, if the run sets it."""
     _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -198,10 +202,9 @@ class RowValues:
             RowError: `unknown_adapter`, or `invalid_field` for another model or for two different adapters.
         """
         model, adapter = self.values.get("model"), params.lora_path
-        base, adapter_of_model = _base_and_adapter(model, defaults.model_names)
-        if base is None:
-            names = " or ".join([*sorted(defaults.model_names), "*"])
-            raise invalid("model", f"is {show(model)}, but this run's model is {names}; correct it or leave it out")
+        is_known, adapter_of_model = defaults.names.split(model, defaults.adapters)
+        if not is_known:
+            raise defaults.names.refusal(model or "", adapters=defaults.adapters)
         if adapter_of_model is not None and adapter != adapter_of_model:
             raise invalid(
                 "lora_path", f"is {show(adapter)}, but `model` names the adapter {show(adapter_of_model)}; keep one"
@@ -229,7 +232,7 @@ class RowValues:
         merged["seed"] = None
         self._merge_logprobs(merged)
         self._merge_constraint(merged)
-        adapter_of_model = _base_and_adapter(self.values.get("model"), defaults.model_names)[1]
+        adapter_of_model = defaults.names.split(self.values.get("model"), defaults.adapters)[1]
         if adapter_of_model is not None and "lora_path" not in self.values:
             merged["lora_path"] = adapter_of_model
         try:
@@ -298,6 +301,8 @@ class RowValues:
                 merged.pop(name, None)
         if given == ["response_format"] and response_format is not None:
             merged.update(_from_response_format(response_format))
+        elif given == ["dtype"]:
+            merged["regex"] = DTYPE_PATTERNS[self.values["dtype"]]
 
     def _respelled(self, error: RowError) -> RowError:
         """The same error with the alias that the row uses."""
@@ -313,7 +318,8 @@ class RowValues:
         Raises:
             RowError: `invalid_field`.
         """
-        unused = next((self.spelled[name] for name in CHAT_FIELDS if name in self.spelled), None)
+        asked = (name for name in CHAT_FIELDS if self.values.get(name) not in (None, (), {}, False))
+        unused = next((self.spelled[name] for name in asked), None)
         if unused is not None:
             raise invalid(unused, f"needs `messages`; it has no effect on a prompt in `{prompt}`, remove it")
 
@@ -323,16 +329,6 @@ class RowValues:
             return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
         names = " and ".join(f"`{self.spelled.get(name, name)}`" for name in found)
         return RowError(ErrorCode.AMBIGUOUS_PROMPT, f"the row has several prompts, {names}; keep one of them", found[1])
-
-
-def _base_and_adapter(model: str | None, names: frozenset[str]) -> tuple[str | None, str | None]:
-    """Split a row's `model` into (base, adapter): base is None for an unknown model, adapter if none is named."""
-    if model is None or model == "*" or model in names:
-        return model or "*", None
-    for base in ("*", *names):
-        if model.startswith(f"{base}:") and len(model) > len(base) + 1:
-            return base, model[len(base) + 1 :]
-    return None, None
 
 
 def _from_response_format(response_format: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +359,7 @@ def chat_prompt(
     values, system = row.values, defaults.system
     if system is not None and not any(message["role"] in ("system", "developer") for message in messages):
         messages = ({"role": "system", "content": system}, *messages)
-    if not layout.has_chat_fields:
+    if not layout.has_chat_fields and not layout.to_template:
         return ChatPrompt(messages)
     continued = values.get("continue_final_message", False)
     if continued and values.get("add_generation_prompt"):
@@ -371,7 +367,29 @@ def chat_prompt(
     return ChatPrompt(
         messages=messages,
         tools=values.get("tools") or None,
-        template_kwargs=values.get("chat_template_kwargs", {}),
+        template_kwargs=_template_variables(row, layout, defaults),
         add_generation_prompt=values.get("add_generation_prompt", not continued),
         continue_final_message=continued,
     )
+
+
+def _template_variables(row: RowValues, layout: Layout, defaults: RowDefaults) -> Mapping[str, Any]:
+    """The row's variables for the chat template, with the fields of a body that are such variables.
+
+    Raises:
+        RowError: `unsupported_field` for a field that the template does not read and whose value requests something,
+            `invalid_field` for a variable that is given twice.
+    """
+    found: dict[str, Any] = dict(row.values.get("chat_template_kwargs", {}))
+    for known in layout.to_template:
+        name = known.name
+        if name not in row.values:
+            continue
+        if name in found:
+            raise invalid(name, "is given twice (also in `chat_template_kwargs`); keep one of them")
+        if defaults.template_reads(name):
+            found[name] = row.values[name]
+        elif not known.requests_nothing(row.values[name], row.values):
+            message = f"`{name}` cannot reach the prompt: the model's chat template does not read it; leave it out"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
+    return found

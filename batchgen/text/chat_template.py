@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -115,6 +116,12 @@ class ChatTemplate:
     def reads(self, prompt: ChatPrompt) -> TemplateReads:
         """What the template that renders `prompt` names."""
         return _template_reads(self.source(prompt))
+
+    def reads_variable(self, name: str) -> bool:
+        """Whether one of the templates reads a variable; false if none can be parsed, which rendering reports."""
+        with suppress(Exception):
+            return any(name in _template_reads(source).variables for source in self.sources)
+        return False
 
     @property
     def clock_text(self) -> dict[str, str] | None:

@@ -183,6 +183,10 @@ class Tokenizer:
         """Whether the model has a chat template."""
         return self._chat is not None
 
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template, or one of several, reads a variable; false without a template."""
+        return self._template is not None and self._template.reads_variable(name)
+
     @property
     def clock_text(self) -> dict[str, str] | None:
         """The time as the chat template prints it, by format; None if it does not read the time."""

@@ -29,10 +29,12 @@ class Kind:
     """Part of the error message."""
     keeps_id: bool = True
     """Whether the output row has the row's id."""
+    text_id: str | None = None
+    """The id in a line that is not JSON."""
 
 
 KINDS = [
-    Kind("invalid_json", lambda i, t: b'{"id": "x", "text": "a" "b"}', None, "column", keeps_id=False),
+    Kind("invalid_json", lambda i, t: b'{"id": "x", "text": "a" "b"}', None, "column", False, "x"),
     Kind("invalid_unicode", lambda i, t: b'{"text": "caf\xe9"}', None, "byte 14", keeps_id=False),
     Kind("missing_prompt", lambda i, t: {"id": i, "txt": t}, None, "give it `text`"),
     Kind("ambiguous_prompt", lambda i, t: {"id": i, "text": t, "input_ids": [5, 6]}, "input_ids", "keep one of them"),
@@ -69,7 +71,7 @@ def test_bad_rows_of_every_kind(model: Path, tmp_path: Path) -> None:
     whole = source.read_bytes()
     cut = json.dumps({"id": "last", "text": "cut off here"}).encode()[:-9]
     source.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]) + cut)
-    bad[ROWS - 1] = Kind("truncated_input", lambda i, t: b"", None, "ends", keeps_id=False)
+    bad[ROWS - 1] = Kind("truncated_input", lambda i, t: b"", None, "ends", False, "last")
     assert len(bad) == BAD
     assert {kind.code for kind in bad.values()} == {"truncated_input", *(kind.code for kind in KINDS)}
 
@@ -107,7 +109,7 @@ def assert_bad(row: dict[str, Any], kind: Kind, given: bytes | dict[str, Any], p
         assert isinstance(given, dict)
         assert row["id"] == given["id"]
     elif kind.code != "duplicate_id":
-        assert row["id"] == f"row-{row['row_index']}"
+        assert row["id"] == kind.text_id or (kind.text_id is None and row["id"] == f"row-{row['row_index']}")
     empty = [name for name in row if row[name] is not None]
     assert set(empty) <= {"id", "row_index", "prompt_index", "sample_index", "status", "error", "extra"}
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections import defaultdict
+from dataclasses import astuple
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,3 +212,32 @@ def test_the_error_of_events_that_cannot_be_written_has_the_reason(
     with pytest.raises(OutputError, match=r"events\.jsonl: no seeking here"):
         open_events(str(tmp_path / "events.jsonl"), append=False)
     assert opened[0].closed
+
+
+@pytest.mark.field("stream_options")
+def test_usage_in_events(engine: Engine) -> None:
+    row: dict[str, Any] = {"text": "abc", "stream": True, "max_new_tokens": 5, "ignore_eos": True, "n": 2}
+    last, every = {"include_usage": True}, {"continuous_usage_stats": True, "include_obfuscation": False}
+    options = [None, {}, {"include_usage": False}, last, every, last | every]
+    events, completions = listen(engine, [row | {"stream_options": option} for option in options])
+    prompt = completions[0].prompt_tokens
+    assert prompt
+    for key, found in by_sample(events).items():
+        *tokens, end = [event.usage and astuple(event.usage) for event in found]
+        option = options[key[0]] or {}
+        counts = [(prompt, count, prompt + count) for count in (1, 2, 3, 4, 5, 5)]
+        assert tokens == (counts[:5] if option.get("continuous_usage_stats") else [None] * 5), key
+        assert end == (counts[5] if any(option.get(name) for name in ("include_usage", *every)) else None), key
+
+
+def test_usage_in_the_lines_of_events(model: Path, tmp_path: Path) -> None:
+    row = {"id": "a", "text": "abc", "stream": True, "max_new_tokens": 2, "stream_options": {"include_usage": True}}
+    source = write_lines(tmp_path / "in.jsonl", [row, {**row, "id": "quiet", "stream": False}])
+    run(["run", source, "-o", "out.parquet", "--model", model, "--events", "events"], tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    tokens = rows_of(tmp_path / "out.parquet")[0]["prompt_tokens"]
+    assert {event["id"] for event in events} == {"a"}
+    assert [event.get("usage") for event in events[:-1]] == [None] * (len(events) - 1)
+    count = events[-1]["completion_tokens"]
+    expected = {"prompt_tokens": tokens, "completion_tokens": count, "total_tokens": tokens + count}
+    assert events[-1]["usage"] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.fields import FIELDS, LOOKUP, Field
+from batchgen.request.model_names import ModelNames
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults, derive_seed, row_extra, row_id
+from batchgen.request.parser import RowDefaults, derive_seed, row_extra
 from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from batchgen.request.row_ids import row_id
 from batchgen.request.table import ParsedRow
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 
@@ -81,6 +84,7 @@ SAME: list[dict[str, Any]] = [
     {"spaces_between_special_tokens": False}, {"return_logprob": True}, {"best_of": 1},
     {"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "logprob_start_len": 4},
     {"return_logprob": True, "return_text_in_logprobs": True}, {"repetition_penalty": 0.5},
+    {"return_cached_tokens_details": True},
 ]  # fmt: skip
 """Fields that are the sampling parameters of the same names and values."""
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -97,6 +101,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
     ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100.0))}),
     ({"bad_words": ["a", [1, 2]]}, {"bad_words": ("a", (1, 2))}),
+    ({"dtype": "int"}, {"regex": "[-+]?[0-9]+"}),
     ({"allowed_token_ids": [3, 1]}, {"allowed_token_ids": (3, 1)}),
     (
         {"return_logprob": True, "token_ids_logprob": [4, 2, 4]},
@@ -116,7 +121,7 @@ NO_OP: list[dict[str, Any]] = [
 VALID = [*((fields, fields) for fields in SAME), *OTHERS, *((fields, {}) for fields in NO_OP)]
 
 
-@pytest.mark.field("sampling_params")
+@pytest.mark.field("sampling_params", "dtype", "return_cached_tokens_details")
 @pytest.mark.parametrize(("fields", "expected"), VALID)
 def test_sampling_fields_mean_the_same_in_every_place(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     wanted = SamplingParams(**expected)
@@ -202,7 +207,7 @@ def test_accepted(value: dict[str, Any]) -> None:
 
 @pytest.mark.field("lora_path", "model")
 def test_adapters() -> None:
-    run = RowDefaults(model_names=frozenset({"llama", "a:b"}), adapters=frozenset({"fr", "x:y"}))
+    run = RowDefaults(names=ModelNames(frozenset({"llama", "a:b"})), adapters=frozenset({"fr", "x:y"}))
     good = [
         (text(lora_path="fr"), "fr"),
         (text(model="llama:fr"), "fr"),
@@ -232,21 +237,28 @@ def test_adapters() -> None:
 
 
 @pytest.mark.field("id")
-@pytest.mark.parametrize("name", ["id", "rid", "custom_id"])
-def test_numeric_id_names_the_option_that_accepts_it(name: str) -> None:
-    with pytest.raises(RowError, match=f"`{name}` must be a string, got 5; --id-column {name} accepts whole numbers"):
-        parse(text(**{name: 5}))
-
-
-@pytest.mark.field("id")
 def test_ids() -> None:
     for name in ("id", "rid", "custom_id"):
         assert parse(text(**{name: " Ünïcode \n"})).id == " Ünïcode \n"
         assert row_id(text(**{name: "a"}), 3) == "a"
     assert parse(text(id=None)).id == "row-7"
     assert parse(line()).id == "request-1"
-    for bad in (None, [], text(), text(id=5), text(id="a", rid="b"), text(id="\ud800")):
+    for bad in (None, [], text(), text(id=True), text(id=1.5), text(id="a", rid="b"), text(id="\ud800")):
         assert row_id(bad, 3) == "row-3"
+
+
+@pytest.mark.field("id")
+@pytest.mark.parametrize("name", ["id", "rid", "custom_id"])
+def test_integer_ids_are_their_decimal_text(name: str) -> None:
+    for value, expected in (
+        (17, "17"),
+        (0, "0"),
+        (-5, "-5"),
+        (2**70, str(2**70)),
+        (5.0, "5"),
+    ):
+        assert parse(text(**{name: value})).id == row_id(text(**{name: value}, temperature="hot"), 3) == expected
+    assert parse(line() | {"custom_id": 17}).id == "17"
 
 
 @pytest.mark.field(
@@ -444,27 +456,22 @@ REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     # name: (values that request nothing, values that request something)
     "image_data": ([None, []], ["picture.png"]),
     "audio_data": ([None, []], [["sound.wav"]]),
-    "store": ([False], [True]),
-    "service_tier": (["auto", "default"], ["flex"]),
-    "stream_options": ([{}], [{"include_usage": True}]),
-    "parallel_tool_calls": ([True], [False]),
+    "extra_body": ([{}], [{"top_k": 5}]),
+    "parallel_tool_calls": ([True, False], []),
     "tool_choice": (["auto", "none"], ["required", {"type": "function", "function": {"name": "f"}}]),
     "functions": ([[]], [[{"name": "f"}]]),
     "function_call": (["none"], ["auto"]),
-    "modalities": ([["text"]], [["text", "audio"]]),
+    "modalities": ([["text"], "text", []], [["text", "audio"], ["audio"], "audio"]),
     "audio": ([], [{"voice": "a", "format": "wav"}]),
     "prediction": ([], [{"type": "content", "content": "a"}]),
-    "reasoning_effort": ([], ["low"]),
-    "verbosity": (["medium"], ["low"]),
     "web_search_options": ([], [{}]),
     "moderation": ([], [{"model": "m"}]),
 }
 
 
 @pytest.mark.field(
-    "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice", "functions", "function_call",
-    "modalities", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "moderation",
-    "image_data", "audio_data",
+    "extra_body", "parallel_tool_calls", "tool_choice", "functions", "function_call", "modalities", "audio",
+    "prediction", "web_search_options", "moderation", "image_data", "audio_data",
 )  # fmt: skip
 @pytest.mark.parametrize("field", [field for field in FIELDS if not field.supported], ids=lambda field: field.name)
 def test_unsupported_fields(field: Field) -> None:
@@ -477,6 +484,54 @@ def test_unsupported_fields(field: Field) -> None:
         with pytest.raises(RowError, match=f"`{field.name}` is not supported") as caught:
             parse(made(**{field.name: value}))
         assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, field.name)
+
+
+def test_parallel_tool_calls_false_is_refused_with_tools() -> None:
+    with pytest.raises(RowError, match="`parallel_tool_calls` is not supported"):
+        parse(line(CHAT, tools=[{"type": "function"}], parallel_tool_calls=False))
+
+
+HANDLING: list[dict[str, Any]] = [
+    {"store": True}, {"store": False}, {"service_tier": "flex"}, {"service_tier": "auto"}, {"timeout": 30},
+    {"timeout": {"connect": 5.0}}, {"request_timeout": 0.5}, {"max_retries": 2}, {"num_retries": 2}, {"priority": -1},
+    {"extra_headers": {"A": "b"}}, {"extra_query": {"a": 1}}, {"api_key": "k"}, {"api_base": "u"}, {"base_url": "u"},
+    {"api_version": "2024-10-21"}, {"organization": "o"}, {"cache_salt": "s"}, {"request_id": "r"},
+    {"stream_options": {"include_usage": True}}, {"stream_options": {}}, {"stream_options": {"include_usage": None}},
+]  # fmt: skip
+"""Fields of bodies that say nothing about the text."""
+
+
+@pytest.mark.field(
+    "store", "service_tier", "timeout", "request_timeout", "max_retries", "num_retries", "priority", "extra_headers",
+    "extra_query", "api_key", "api_base", "base_url", "api_version", "organization", "cache_salt", "request_id",
+)  # fmt: skip
+@pytest.mark.parametrize("fields", HANDLING)
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_fields_that_say_nothing_about_the_text(url: str, fields: dict[str, Any]) -> None:
+    plain, row = parse(line(url)), parse(line(url, **fields))
+    assert (row.prompts, row.extra) == (plain.prompts, {})
+    assert replace(row.params, stream_options=None) == plain.params
+
+
+@pytest.mark.field("verbosity", "reasoning_effort")
+@pytest.mark.parametrize(("name", "neutral"), [("verbosity", "medium"), ("reasoning_effort", None)])
+def test_variables_of_the_template(name: str, neutral: str | None) -> None:
+    """They reach a template that reads them; otherwise only what happens anyway is accepted."""
+    reading = RowDefaults(template_reads=name.__eq__)
+    for value in ("low", "medium"):
+        assert parse(line(CHAT, **{name: value}), reading).prompts == (
+            ChatPrompt(tuple(HELLO), template_kwargs={name: value}),
+        )
+    with pytest.raises(RowError, match=f"`{name}` is given twice"):
+        parse(line(CHAT, **{name: "low"}, chat_template_kwargs={name: "low"}), reading)
+    for value in ("low", "medium", "high"):
+        row = line(CHAT, **{name: value})
+        if value == neutral:
+            assert parse(row).prompts == parse(line(CHAT)).prompts
+        else:
+            with pytest.raises(RowError, match=f"`{name}` cannot reach the prompt") as caught:
+                parse(row)
+            assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, name)
 
 
 def test_endpoint_defaults() -> None:

@@ -36,7 +36,7 @@ _BY_CHECK: dict[Check, list[Any]] = {
     mapping: [5, True, [], [1]],
     string_or_mapping: [5, True, [], "", [{}]],
     field_checks.logit_bias: [
-        5, "1=2", [1], [[1]], {"a": 1}, {"1": 101}, {"1": -101}, {"1": True}, {"1": "2"}, {"1": None}, {"-1": 1},
+        5, "1=2", [1], [[1]], {"a": 1}, {"1": 101}, {"1": -101}, {"1": True}, {"1": "2"}, {"-1": 1},
         {"1.5": 1}, {"٣": 1}, {"99999999999": 1}, {"4294967296": 1}, {"1": 1, "01": 2},
     ],
     hidden_states: [
@@ -47,7 +47,9 @@ _BY_CHECK: dict[Check, list[Any]] = {
         "json", [], {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "schema": {"type": "object"}},
         {"type": "text", "json_schema": {}}, {"type": "json_schema", "json_schema": {"name": "x", "type": "integer"}},
     ],
-    field_checks.boolean_or_count: [-1, "all", 1.0, [], {}, 2**21],
+    field_checks.boolean_or_count: [-1, "all", 1.5, [], {}, 2**21],
+    field_checks.python_type: [5, True, "list", "", "Int", ["int"], {"a": 1}],
+    field_checks.stream_options: [5, "all", [], {"include_usage": 1}, {"usage": True}, {"include_usage": "true"}],
 }  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def wrong_values(field: Field) -> list[Any]:
     """
     check = field.check
     if isinstance(check, Integer):
-        far = [True, 1.5, 8.0, "5", [1], {"a": 1}, 2**63, -(2**63) - 1, 10**400, 10**5000]
+        far = [True, 1.5, 2.0**60, "8", [1], {"a": 1}, 2**63, -(2**63) - 1, 10**400, 10**5000]
         return [*far, check.low - 1, check.high + 1]
     if isinstance(check, Number):
         ends = [check.low if check.low_open else check.low - 0.01, check.high + 0.01]

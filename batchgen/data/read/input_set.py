@@ -112,7 +112,7 @@ def _file_items(
 
 def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:
     if row.value is None:
-        return row
+        return row if id_column is None else row._replace(id=None)
     value, displaced = dict(row.value), dict[str, Any]()
     given = {name: value.pop(name) for name in (prompt_column, id_column) if name is not None and name in value}
     if prompt_column is not None:
@@ -124,6 +124,5 @@ def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> Ra
     if id_column is not None:
         displaced |= {name: value.pop(name) for name in ID_NAMES if name in value}
         if id_column in given:
-            name = given[id_column]
-            value["id"] = str(name) if type(name) is int else name
+            value["id"] = given[id_column]
     return row._replace(value=value, displaced=displaced)

@@ -16,6 +16,7 @@ import orjson
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.raw_row import RawRow
+from batchgen.request.row_ids import readable_id
 
 MAX_LINE_BYTES = 1 << 28
 """Longest line in bytes; a longer one is an error row, so that a file without line ends does not fill the memory."""
@@ -195,7 +196,8 @@ def _rows(
                 yield RawRow(index, source, number, parse(line))
             except RowError as error:
                 info = error.info if ended or not whole_lines_only else _truncated(error.info)
-                yield RawRow.failed(index, source, number, info.code, info.message)
+                failed = RawRow.failed(index, source, number, info.code, info.message)
+                yield failed._replace(id=readable_id(line)) if whole_lines_only else failed
         index += 1
 
 

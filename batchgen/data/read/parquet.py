@@ -1,8 +1,8 @@
 """Rows of a Parquet file as plain dicts of JSON values.
 
 Nulls are absent fields, also inside structs. Maps become dicts, dates and times ISO strings, decimals floats, or
-integers if their type has no fraction or the field is an integer field. Binary values become text if they are UTF-8,
-else base64; in a prompt or id column they must be UTF-8.
+integers if their type has no fraction. Binary values become text if they are UTF-8, else base64; in a prompt or id
+column they must be UTF-8.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import pyarrow.types as pat
 from batchgen.data.read.jsonl import RowFilter
 from batchgen.data.read.temporal import temporal_to_text
 from batchgen.errors import ErrorCode, InputError, RowError
-from batchgen.request.checks import Integer
-from batchgen.request.fields import FIELDS, ID_NAMES
+from batchgen.request.fields import ID_NAMES
 from batchgen.request.raw_row import RawRow
 
 Convert = Callable[[Any], Any]
@@ -30,9 +29,6 @@ _BATCH_ROWS = 1024
 _LARGE_BATCH_ROWS = 16
 """Rows per batch for a file with embeddings."""
 _TEXT_COLUMNS = frozenset({"text", "prompt", *ID_NAMES})
-
-_INTEGER_FIELDS = frozenset(name for field in FIELDS if isinstance(field.check, Integer) for name in field.spellings)
-"""Integer fields, in which 128.0 is read as 128: pandas stores an integer column with nulls as float64."""
 
 
 def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
@@ -199,18 +195,10 @@ def _converter(kind: pa.DataType, name: str, strict_text: bool) -> Convert | Non
     if pat.is_decimal(kind) and kind.scale == 0:
         return int
     if pat.is_decimal(kind):
-        return _integer_or_float if name in _INTEGER_FIELDS else float
-    if pat.is_floating(kind) and name in _INTEGER_FIELDS:
-        return _integer_or_float
+        return float
     if isinstance(kind, pa.BaseExtensionType):
         return _extension_value
     return None
-
-
-def _integer_or_float(value: Any) -> int | float:
-    """Value of an integer field, which data frames with nulls store as float and databases as decimal."""
-    number = float(value)
-    return int(value) if number.is_integer() else number
 
 
 def _struct_converter(converts: dict[str, Convert | None]) -> Convert:

@@ -24,7 +24,9 @@ import pyarrow.types as pat
 from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+READABLE_VERSIONS = frozenset({b"1", b"2"})
+"""Schema versions of finished outputs that can be read. Version 1 has no `cached_tokens_details`."""
 VERSION_KEY = b"batchgen.schema_version"
 RUN_KEY = b"batchgen.run"
 FINGERPRINT_KEY = b"batchgen.fingerprint"
@@ -56,6 +58,7 @@ SCHEMA = pa.schema(
         ("prompt_tokens", pa.int32()),
         ("completion_tokens", pa.int32()),
         ("cached_tokens", pa.int32()),
+        ("cached_tokens_details", pa.struct([("prefix", pa.int32()), ("duplicate", pa.int32())])),
         ("output_logprobs", _LOGPROBS),
         ("input_logprobs", _LOGPROBS),
         ("cumulative_logprob", pa.float64()),
@@ -116,10 +119,16 @@ def _scores(row: OutputRow) -> list[dict[str, Any]] | None:
     return None if scores is None else [asdict(score) for score in scores]
 
 
+def _cached_details(row: OutputRow) -> dict[str, int] | None:
+    details = row.completion.cached_tokens_details
+    return None if details is None else asdict(details)
+
+
 _DERIVED: dict[str, Callable[[OutputRow], Any]] = {
     "id": attrgetter("id"),
     "status": _status,
     "error": _error,
+    "cached_tokens_details": _cached_details,
     "scores": _scores,
     "prompt": attrgetter("prompt"),
     "extra": attrgetter("extra"),

@@ -266,7 +266,7 @@ class TestNamedColumns:
     def test_a_named_id_column_becomes_the_id(self) -> None:
         Path("a.jsonl").write_bytes(lines({"k": 7, "id": "old", "text": "t"}, {"k": "b", "text": "t"}, {"k": True}))
         rows = [*open_inputs(["a.jsonl"]).rows(id_column="k")]
-        assert [row.value for row in rows] == [{"text": "t", "id": "7"}, {"text": "t", "id": "b"}, {"id": True}]
+        assert [row.value for row in rows] == [{"text": "t", "id": 7}, {"text": "t", "id": "b"}, {"id": True}]
         assert rows[0].displaced == {"id": "old"}
 
     def test_naming_the_default_columns_changes_nothing(self) -> None:

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
-from batchgen.errors import ErrorCode, InputError, RowError
-from batchgen.request.fields import FIELDS, Field
+from batchgen.errors import ErrorCode, InputError
 from batchgen.request.raw_row import RawRow
 
 
@@ -101,43 +100,13 @@ def test_lists_of_a_column_are_read_across_row_groups() -> None:
     assert [None if row is None else row.get("input_ids") for row in rows] == lists
 
 
-def test_integer_fields_stored_as_floats_or_decimals_become_integers() -> None:
-    table = pa.table({"max_new_tokens": [128.0, None, 1.5], "temperature": [1.0, 1.0, 1.0]})
-    rows = read(table)
-    assert rows == [
-        {"max_new_tokens": 128, "temperature": 1.0},
-        {"temperature": 1.0},
-        {"max_new_tokens": 1.5, "temperature": 1.0},
+def test_decimals_with_a_fraction_in_their_type_become_floats() -> None:
+    decimals = pa.array([decimal.Decimal("128.00"), None, decimal.Decimal("1.50")], pa.decimal128(9, 2))
+    assert read(pa.table({"max_new_tokens": decimals, "text": ["a"] * 3})) == [
+        {"max_new_tokens": 128.0, "text": "a"},
+        {"text": "a"},
+        {"max_new_tokens": 1.5, "text": "a"},
     ]
-    assert type(rows[0]["max_new_tokens"]) is int
-    assert type(rows[0]["temperature"]) is float
-    assert isinstance(rows[2]["max_new_tokens"], float)
-    decimals = [decimal.Decimal("128.00"), None, decimal.Decimal("1.50")]
-    databases = pa.table({"max_new_tokens": pa.array(decimals, pa.decimal128(9, 2)), "temperature": [1.0, 1.0, 1.0]})
-    assert read(databases) == rows
-    assert [type(value) for row in read(databases) for value in row.values()] == [
-        type(value) for row in rows for value in row.values()
-    ]
-    nested = pa.table({"sampling_params": [{"seed": 3.0}]})
-    assert type(read(nested)[0]["sampling_params"]["seed"]) is int
-
-
-def accepts(field: Field, name: str, value: Any) -> bool:
-    try:
-        field.check(name, value)
-    except RowError:
-        return False
-    return True
-
-
-def test_every_integer_field_is_in_the_integer_table() -> None:
-    names = {name for field in FIELDS for name in (field.name, *field.aliases) if accepts(field, name, 3)}
-    integer_fields = sorted(
-        n for n in names if not any(accepts(f, n, 3.5) for f in FIELDS if n in (f.name, *f.aliases))
-    )
-    assert "logprobs" in integer_fields
-    (row,) = read(pa.table({name: [3.0] for name in integer_fields}))
-    assert [type(row[name]) for name in integer_fields] == [int] * len(integer_fields)
 
 
 def test_nan_is_left_for_field_validation() -> None:

@@ -30,6 +30,7 @@ GOLDEN = {
     "error": "struct<code: string, message: string, param: string>", "text": "string",
     "output_ids": "list<item: int32>", "prompt_ids": "list<item: int32>",
     "prompt_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
+    "cached_tokens_details": "struct<prefix: int32, duplicate: int32>",
     "output_logprobs": "list<item: float>", "input_logprobs": "list<item: float>",
     "cumulative_logprob": "double", "mean_logprob": "double",
     "output_top_ids": "list<item: int32>", "output_top_logprobs": "list<item: float>",
@@ -160,5 +161,5 @@ def test_json_and_orjson_write_strings_equally() -> None:
 
 def test_footer() -> None:
     metadata = with_footer({"fingerprint": "é"}).metadata
-    assert metadata[VERSION_KEY] == b"1"
+    assert metadata[VERSION_KEY] == b"2"
     assert json.loads(metadata[RUN_KEY]) == {"fingerprint": "é"}

@@ -1,0 +1,42 @@
+"""Lines that are not valid rows keep their ids."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from batchgen.data.read.jsonl import json_rows
+
+LINES: list[tuple[bytes, str | None]] = [
+    (b'{"id": "a", "score": NaN}', "a"),
+    (b'{"score": -Infinity, "custom_id": 17}', "17"),
+    (b'{"score": 1, "score": 2, "rid": "a\\"b"}', 'a"b'),
+    (b'{"id": "a", "text": "never ends', "a"),
+    (b'  { "custom_id" : 5 , "body": {]', "5"),
+    (b'{"id": "a", "text": "\xff"}', "a"),
+    (b'{"text": "\\ud800", "id": "\xc3\xa9"}', "\xe9"),
+    (b'{"id": "a", "id": "b"}', None),
+    (b'{"id": "a", "custom_id": "b", "x": NaN}', None),
+    (b'{"id": true, "x": NaN}', None),
+    (b'{"id": "\\ud800", "x": NaN}', None),
+    (b'{"id": "\xff", "x": 1}', None),
+    (b'{"id": "a\\q", "x": ', None),
+    (b'{"text": "the key comes late', None),
+    (b'{"text": {"id": "inner"}, "x": NaN}', None),
+    (b'["id", "a"]', None),
+    (b'"id"', None),
+    (b"{}}", None),
+    (b"[" * 5000, None),
+    (b'{"id": ' + b"9" * 5000 + b"}", None),
+]
+
+
+@pytest.mark.field("id")
+@pytest.mark.parametrize(("line", "expected"), LINES, ids=lambda value: repr(value)[:40])
+def test_ids(line: bytes, expected: str | None) -> None:
+    for end in (b"\n", b""):
+        (row,) = json_rows(io.BytesIO(line + end), "in.jsonl")
+        assert row is not None
+        assert row.error is not None
+        assert row.id == expected
