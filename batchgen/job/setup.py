@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.request.params import SamplingParams
 from batchgen.request.parser import RowDefaults
+from batchgen.request.unknown_keys import CarriedOptions
 from batchgen.text.tokenizer import Tokenizer
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
@@ -117,6 +118,9 @@ def prepare(job: CheckedJob, note: Callable[[str], None], *, allow_missing_gpu: 
         system=config.system,
         events=config.events is not None,
     )
+    named = () if isinstance(config.carry, str) else config.carry
+    options = CarriedOptions(named, strict=config.strict_fields)
+    defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     return Setup(config, job.model, spec, front_end, defaults)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +17,10 @@ from rich.text import Text
 
 from batchgen.errors import OutputError
 from batchgen.request.printable import encodable, format_size
+from batchgen.request.unknown_keys import note_line
+
+MAX_NOTES = 20
+"""Most carried keys that are printed; the JSON report has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,10 @@ class RunSummary:
     """Tokens that this run generated per second of its generating phase."""
     already_done: bool = False
     """Whether the output was complete before this run, so that nothing was computed."""
+    carried_options: Sequence[Mapping[str, Any]] = ()
+    """`key`, `rows` and `hint` of each carried key that looks like an option."""
+    commonest_error: str | None = None
+    """The most frequent reason of row errors, with its first row."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Counters of the engine and the writer: steps, preemptions, slot occupancy, writer stalls."""
 
@@ -119,7 +127,11 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         counts = sorted(summary.errors.items(), key=lambda item: (-item[1], item[0]))
         codes = ", ".join(f"{code} {count:,}" for code, count in counts)
         lines.append(("errors", Text(codes, style="red")))
+        if summary.commonest_error is not None:
+            lines.append(("", Text(summary.commonest_error)))
         lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
+    for number, note in enumerate(summary.carried_options[:MAX_NOTES]):
+        lines.append(("" if number else "carried", Text(note_line(note), style="yellow")))
     # The last prompt token may be computed several times (for samples that start later), so the difference can be < 0.
     shared = max(0, summary.prompt_tokens - summary.computed_prompt_tokens)
     prompt_text = f"prompt {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"

@@ -79,6 +79,7 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
         "rows": rows.rows,
         "skipped": rows.skipped,
         "errors": {str(code): count for code, count in rows.errors.items()},
+        "carried_options": rows.carried_options,
     }
     columns = {
         f"{name}.{column}": values for name, part in _parts(rows).items() for column, values in part.columns().items()
@@ -113,6 +114,7 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
         rows = Ingested(table, tokens, RowTexts(texts), bad, rows=metadata["rows"], skipped=metadata["skipped"])
         for name, part in _parts(rows).items():
             part.restore_columns(_columns_of(name, columns))
+        rows.carried_options.update(metadata["carried_options"])
         rows.errors.update({ErrorCode(code): count for code, count in metadata["errors"].items()})
         table.restore_params([SamplingParams(**given) for given in metadata["params"]])
         opened.pop_all()
