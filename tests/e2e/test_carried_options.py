@@ -22,7 +22,7 @@ ROWS = [
 ]
 LINES = [
     "`until` in 2 rows: an option of lm-eval: use `stop`; carried, not obeyed",
-    "`generation_kwargs` in 1 row: an option of Hugging Face and lm-eval: use `sampling_params`; carried, not obeyed",
+    "`generation_kwargs` in 1 row: an option of lm-eval: use `sampling_params`; carried, not obeyed",
     "`max_new_token` in 1 row: did you mean `max_new_tokens`? carried, not obeyed",
     "`temprature` in 1 row: did you mean `temperature`? carried, not obeyed",
 ]
