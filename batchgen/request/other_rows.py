@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from batchgen.request.printable import printable
 from batchgen.request.unknown_keys import close_name
 
 Row = Mapping[str, Any]
-"""The keys of a row that are no fields, with their values."""
+"""The keys of a row that are not fields, with their values."""
 
 _GIVE = "give it `text`, `input_ids`, `input_embeds` or `messages`"
 _SHOWN_FIELDS = 12
@@ -97,16 +97,15 @@ def missing_prompt(row: Row, fields: Sequence[str], column: str | None) -> RowEr
     """`missing_prompt` error of a native row.
 
     Args:
-        row: the keys that are no fields, with their values.
+        row: the keys that are not fields, with their values.
         fields: the names of its fields.
         column: the value of `--prompt-column`.
     """
     if column is not None:
-        message = f"the row has no field `{_shown(column)}`, which --prompt-column names; {_fields_of([*row, *fields])}"
-        if column in row:
-            message = f"`{_shown(column)}`, which --prompt-column names, is null"
-        elif close := close_name(column, row):
-            message += f"; did you mean --prompt-column {_shown(close)}?"
+        message = f"`{_shown(column)}`, which --prompt-column names, is null"
+        if column not in row:
+            there = fields_there([*row, *fields], column)
+            message = f"the row has no field `{_shown(column)}`, which --prompt-column names; {there}"
         return RowError(ErrorCode.MISSING_PROMPT, message, column)
     found = next((known for known in FORMATS if known.matches(row)), None)
     if found is not None:
@@ -121,7 +120,7 @@ def missing_prompt(row: Row, fields: Sequence[str], column: str | None) -> RowEr
 def _remedy(row: Row, fields: Sequence[str]) -> str:
     if not row:
         return _GIVE
-    named = _fields_of([*row, *fields])
+    named = fields_there([*row, *fields])
     for key, value in row.items():
         close = snake_case(key) if snake_case(key) in _SOURCE_NAMES else close_name(key, _SOURCE_NAMES)
         if close is not None and not (close == "messages" and isinstance(value, str)):
@@ -143,13 +142,15 @@ def _is_list_of_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], str)
 
 
-def _fields_of(names: Iterable[str]) -> str:
-    """`it has `a`, `b` and 3 more`."""
-    shown = [f"`{_shown(name)}`" for name in names]
-    if not shown:
+def fields_there(names: Sequence[str], wanted: str = "") -> str:
+    """What a row or a file has, as part of a message: `it has `a`, `b`; did you mean `b`?` for a `wanted` name."""
+    if not names:
         return "it has no fields"
-    more = len(shown) - _SHOWN_FIELDS
-    return f"it has {', '.join(shown[:_SHOWN_FIELDS])}{f' and {more} more' if more > 0 else ''}"
+    more = len(names) - _SHOWN_FIELDS
+    shown = ", ".join(f"`{_shown(name)}`" for name in names[:_SHOWN_FIELDS])
+    close = close_name(wanted, names)
+    hint = "" if close is None else f"; did you mean `{_shown(close)}`?"
+    return f"it has {shown}{f' and {more} more' if more > 0 else ''}{hint}"
 
 
 def _shown(key: object) -> str:

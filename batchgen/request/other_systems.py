@@ -32,7 +32,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     for system, text in {
         "OpenAI": f"""{_OPENAI_COMPLETIONS} {_OPENAI_CHAT} background background_options context_management
             conversation include input instructions max_output_tokens max_tool_calls previous_response_id reasoning
-            text truncation image timeout extra_headers extra_query extra_body""",
+            truncation image timeout extra_headers extra_query extra_body""",
         "vLLM": """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
             stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids
             prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens
@@ -135,7 +135,7 @@ _USE = {
     "`max_new_tokens`, which does not count the prompt": "max_length",
     "`min_new_tokens`, which does not count the prompt": "min_length",
     "`stop`": "until stop_sequences stop_strings stop_words stop_word stop_strs stopping_criteria stop_sequence",
-    "`stop_token_ids`": "eos_token_id end_id stop_tokens stop_ids think_end_token",
+    "`stop_token_ids`": "eos_token_id end_id stop_tokens stop_ids",
     "`no_stop_trim: true`": "include_stop_str_in_output",
     "`temperature: 0` for false; true needs nothing": "do_sample",
     "`seed`": "sampling_seed random_seed",
@@ -213,14 +213,14 @@ _REFUSE = {
     "generation code is not loaded from rows; use `custom_logit_processor`": "custom_generate",
     "a template describes `tools`, and the model decides": """tool_choice function_call parallel_tool_calls
         tool_config max_tool_calls strict_tools""",
-    "thoughts are part of the text; remove it": """include_reasoning separate_reasoning stream_reasoning
+    "thoughts are part of the text; remove it": """think_end_token include_reasoning separate_reasoning stream_reasoning
         reasoning_format""",
     "thoughts have no budget; `max_new_tokens` limits the whole text": """thinking_token_budget thinking_budget
         max_thinking_tokens thinking_budget_tokens reasoning_budget""",
     "white space and keys follow the schema; use `regex` or `ebnf` for another layout": """guided_whitespace_pattern
         whitespace_pattern disable_any_whitespace disable_additional_properties""",
-    "it is not written; remove it": """output_attentions return_sampling_mask return_entropy return_indexer_topk
-        return_token_offsets return_bytes""",
+    "it is not written; remove it": """include response_fields output_attentions return_sampling_mask return_entropy
+        return_indexer_topk return_token_offsets return_bytes""",
     "all positions are written; remove it": "routed_experts_start_len routed_experts_prompt_start",
     "a text ends where the context ends; use `max_new_tokens`": "n_keep num_keep shift",
     "only text, images and audio are input; remove it": """video_data video_config use_audio_in_video modalities
@@ -236,9 +236,9 @@ _IDLE = {
     "results hold the token ids anyway; leave it out": """return_tokens_as_token_ids return_token_ids return_tokens
         return_dict_in_generate details return_meta_info flat_logprobs return_flat_raw_top_logprobs
         return_flat_raw_top_logprobs_b64""",
-    "text is decoded anyway; leave it out": """detokenize output_kind stream_interval clean_up_tokenization_spaces
-        include output_text parse_tool_calls raw_output response_fields""",
-    "it is not a matter of a row here; leave it out": """priority request_id session_id conversation_id background
+    "text is decoded anyway; leave it out": """detokenize output_kind stream_interval
+        clean_up_tokenization_spaces parse_tool_calls raw_output""",
+    "it does not change a result; leave it out": """priority request_id session_id conversation_id background
         background_options timeout request_timeout stream_timeout extra_headers extra_query headers drop_params
         additional_drop_params allowed_openai_params num_retries max_retries fallbacks context_window_fallback_dict
         api_base base_url api_key api_version api_type organization custom_llm_provider mock_response deployment_id

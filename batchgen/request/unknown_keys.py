@@ -36,7 +36,7 @@ _OPTIONS = (frozenset(LOOKUP["row"]) - _PROMPTS - frozenset(ID_NAMES)) | {_PARAM
 """Fields of a row that a key may be meant to be. A row without a prompt has its own error."""
 _INNER = frozenset(LOOKUP["params"]) | {name for name, answer in ANSWERS.items() if answer.verdict != "idle"}
 _PLAIN_INNER = {name for name in _INNER - ORDINARY if len(name) >= _SHORTEST}
-"""Options in an object, and those of them that are no ordinary words."""
+"""Options in an object, and those of them that are not ordinary words."""
 
 
 def unknown_field(key: str, place: Place) -> RowError:

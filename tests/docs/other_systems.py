@@ -30,6 +30,8 @@ def _outcome(name: str) -> str:
     if place is not None:
         field = LOOKUP[place][name]
         where = "" if place in ("row", "params") else " in the body of an OpenAI line"
+        if field.carried:
+            return f"carried{where}"
         if not field.supported:
             return f"refused{where}, unless it asks for nothing: {field.remedy}"
         return f"runs{where}" if name == field.name else f"another name of `{field.name}`"

@@ -101,4 +101,4 @@ def test_a_prompt_column_that_no_row_has(model: Path, tmp_path: Path) -> None:
     words = ["run", source, "--model", model, *F32, "--prompt-column", "qestion"]
     stopped = run(words, tmp_path, expect=3).stderr.splitlines()[-1]
     assert "the row has no field `qestion`, which --prompt-column names; it has `text`, `question`" in stopped
-    assert "did you mean --prompt-column question?" in stopped
+    assert "did you mean `question`?" in stopped

@@ -96,7 +96,7 @@ def test_a_prompt_column_that_a_row_has_not() -> None:
     named = RowDefaults(prompt_column="qestion")
     assert refused({"question": "Hi", "idx": 3}, named).message == (
         "the row has no field `qestion`, which --prompt-column names; it has `question`, `idx`; "
-        "did you mean --prompt-column question?"
+        "did you mean `question`?"
     )
     assert "`qestion`, which --prompt-column names, is null" in refused({"qestion": None}, named).message
     with pytest.raises(RowError, match="it has `text`, `id`"):

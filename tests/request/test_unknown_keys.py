@@ -156,7 +156,7 @@ HINTS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"tools": []}}, "it is a field of the row itself, move it there"),
     ({"sampling_params": {"zzz": 1}}, "remove it or correct its name"),
     ({"sampling_params": {"use_beam_search": True}}, "there is no beam search; `best_of` keeps the likeliest samples"),
-    ({"sampling_params": {"priority": 3}}, "it is not a matter of a row here; leave it out"),
+    ({"sampling_params": {"priority": 3}}, "it does not change a result; leave it out"),
 ]
 
 
