@@ -34,6 +34,11 @@ _MAX_DIFFERENCE = 2
 _PROMPTS = frozenset(name for source in SOURCES for name in LOOKUP["row"] if LOOKUP["row"][name].name == source)
 _OPTIONS = (frozenset(LOOKUP["row"]) - _PROMPTS - frozenset(ID_NAMES)) | {_PARAMS}
 """Fields of a row that a key may be meant to be. A row without a prompt has its own error."""
+_OPTIONS_BY_LENGTH = {
+    length: [name for name in _OPTIONS if abs(len(name) - length) <= _MAX_DIFFERENCE]
+    for length in range(_LONGEST + 2 * _MAX_DIFFERENCE)
+}
+"""Length of a key -> the options that it may be a misspelling of."""
 _INNER = frozenset(LOOKUP["params"]) | {name for name, answer in ANSWERS.items() if answer.verdict != "idle"}
 _PLAIN_INNER = {name for name in _INNER - ORDINARY if len(name) >= _SHORTEST}
 """Options in an object, and those of them that are not ordinary words."""
@@ -73,16 +78,24 @@ def _carried_hint(key: str) -> str | None:
         return None if ANSWERS[name].verdict == "idle" else _answer(name)
     if name in CONTAINERS:
         return "did you mean `sampling_params`?"
-    close = close_name(key, _OPTIONS)
+    close = close_name(key, _OPTIONS_BY_LENGTH.get(len(name), ()))
     return None if close is None else f"did you mean `{close}`?"
 
 
 def close_name(key: str, names: Iterable[str]) -> str | None:
     """The one of `names` that `key` is a misspelling of, if it is one."""
+    written = snake_case(key[:_LONGEST])
     if not _SHORTEST <= len(key) <= _LONGEST:
         return None
-    alike = [name for name in names if abs(len(name) - len(key)) <= _MAX_DIFFERENCE]
-    found = difflib.get_close_matches(snake_case(key), alike, n=1, cutoff=_CLOSENESS)
+    first, last, letters = written[0], written[-1], set(written)
+    alike = [  # cheap tests first: few errors change both ends of a name, and each changes the set of letters by two
+        name
+        for name in names
+        if (name[:1] == first or name[-1:] == last)
+        and abs(len(name) - len(written)) <= _MAX_DIFFERENCE
+        and len(letters.symmetric_difference(name)) <= 2 * _MAX_DIFFERENCE
+    ]
+    found = difflib.get_close_matches(written, alike, n=1, cutoff=_CLOSENESS) if alike else []
     return found[0] if found else None
 
 
