@@ -209,7 +209,7 @@ class Engine:
                 failed.append(Completion(row.raw.index, error=row.error))
 
         for note in carried_notes(defaults.carried_options.rows, "none"):
-            warnings.warn(note_line(note), UserWarning, stacklevel=3)
+            warnings.warn(note_line(note), UserWarning, stacklevel=2)
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:

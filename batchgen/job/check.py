@@ -25,7 +25,7 @@ from batchgen.job.ingest import ingest
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
-from batchgen.job.summary import MAX_NOTES, write_report
+from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import cache_bytes
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
@@ -35,7 +35,7 @@ from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable, format_size, printable
 from batchgen.request.raw_row import STDIN
-from batchgen.request.unknown_keys import carried_notes, note_line
+from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
 _ALL_PAGES = 1 << 40

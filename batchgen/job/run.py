@@ -34,7 +34,7 @@ from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
-from batchgen.job.summary import MAX_NOTES, RunSummary
+from batchgen.job.summary import RunSummary
 from batchgen.job.tokenized_cache import (
     discard_tokenized,
     load_tokenized,
@@ -44,7 +44,7 @@ from batchgen.job.tokenized_cache import (
 )
 from batchgen.models.base import Model
 from batchgen.request.completion import Completion
-from batchgen.request.unknown_keys import carried_notes, note_line
+from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 
 def run_job(job: CheckedJob, stop: StopRequest) -> RunSummary:

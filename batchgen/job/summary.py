@@ -17,10 +17,7 @@ from rich.text import Text
 
 from batchgen.errors import OutputError
 from batchgen.request.printable import encodable, format_size
-from batchgen.request.unknown_keys import note_line
-
-MAX_NOTES = 20
-"""Most carried keys that are printed; the JSON report has all."""
+from batchgen.request.unknown_keys import carried_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +127,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         if summary.commonest_error is not None:
             lines.append(("", Text(summary.commonest_error)))
         lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
-    for number, note in enumerate(summary.carried_options[:MAX_NOTES]):
-        lines.append(("" if number else "carried", Text(note_line(note), style="yellow")))
+    if summary.carried_options:
+        lines.append(("carried", Text(carried_summary(summary.carried_options), style="yellow")))
     # The last prompt token may be computed several times (for samples that start later), so the difference can be < 0.
     shared = max(0, summary.prompt_tokens - summary.computed_prompt_tokens)
     prompt_text = f"prompt {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from batchgen.request.fields import LOOKUP, SOURCES, Field, Place
 from batchgen.request.params import SAMPLING_FIELDS
-from batchgen.request.unknown_keys import carried_hint
+from batchgen.request.unknown_keys import suspects
 
 Kind = Place | Literal["line"]
 """A place of fields, or the batch line around an OpenAI body."""
@@ -88,9 +88,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         carried=tuple(field.name for field in known if field.carried),
         has_chat_fields=any(field.name in CHAT_FIELDS for field in known),
         may_be_line=kind == "row" and any(name in ENVELOPE for name in names),
-        suspects=tuple(
-            key for key, field in entries if field is None and place == "row" and type(key) is str and carried_hint(key)
-        ),
+        suspects=suspects(names) if place == "row" else (),
     )
 
 

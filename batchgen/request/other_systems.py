@@ -120,9 +120,11 @@ NAMES: dict[str, tuple[str, ...]] = {
             stop_sequences""",
         "Cohere": """k p max_tokens num_generations stop_sequences preamble chat_history connectors documents
             return_likelihoods prompt_truncation safety_mode strict_tools raw_prompting""",
-        "Mistral, Together, Fireworks, OpenRouter": """random_seed safe_prompt prompt_mode safety_model
-            context_length_exceeded_behavior prompt_truncate_len prompt_cache_max_len perf_metrics_in_response
-            raw_output speculation mirostat_target mirostat_lr top_a include_reasoning transforms plugins provider""",
+        "Mistral": "random_seed safe_prompt prompt_mode",
+        "Together": "safety_model repetition_penalty context_length_exceeded_behavior",
+        "Fireworks": """context_length_exceeded_behavior prompt_truncate_len prompt_cache_max_len
+            perf_metrics_in_response raw_output speculation mirostat_target mirostat_lr ignore_eos""",
+        "OpenRouter": "top_a include_reasoning reasoning transforms plugins provider",
         "TensorRT-LLM": """text_input max_tokens bad_words stop_words end_id pad_id beam_width random_seed
             len_penalty return_log_probs return_context_logits return_generation_logits""",
     }.items()
@@ -163,7 +165,7 @@ _USE = {
     "`logit_bias` of -100": "suppress_tokens",
     "`logit_bias`": "sequence_bias",
     "`allowed_token_ids`": "prefix_allowed_tokens_fn",
-    "`input_ids`": "prompt_token_ids",
+    "`input_ids`; in a /v1/completions body `prompt`": "prompt_token_ids",
     "`input_ids`, which are taken as they are; `text` gets the tokenizer's BOS": "add_special_tokens add_bos_token",
     "`input_embeds`": "prompt_embeds inputs_embeds",
     "`image_data` or `audio_data`": "multi_modal_data images image input_extra",

@@ -18,6 +18,9 @@ from batchgen.request.printable import printable
 MAX_CARRIED_OPTIONS = 256
 """Most keys whose rows are counted; a job with more names is not one with typing errors."""
 
+MAX_NOTES = 20
+"""Most carried keys that are printed; the JSON report has all."""
+
 _WHERE: dict[Place, str] = {
     "row": "a row",
     "params": "`sampling_params`",
@@ -39,6 +42,11 @@ _OPTIONS_BY_LENGTH = {
     for length in range(_LONGEST + 2 * _MAX_DIFFERENCE)
 }
 """Length of a key -> the options that it may be a misspelling of."""
+_KNOWN = frozenset(LOOKUP["row"]) | {_PARAMS, "body", "method", "url"}
+_MAX_NAMES = 256
+"""Most keys of one row that are compared with options."""
+_ordinary: set[str] = set()
+"""Keys of recent rows that are ordinary columns: the layouts of wide tables are made again for each row."""
 _INNER = frozenset(LOOKUP["params"]) | {name for name, answer in ANSWERS.items() if answer.verdict != "idle"}
 _PLAIN_INNER = {name for name in _INNER - ORDINARY if len(name) >= _SHORTEST}
 """Options in an object, and those of them that are not ordinary words."""
@@ -62,12 +70,29 @@ def unknown_field(key: str, place: Place) -> RowError:
     return RowError(ErrorCode.UNKNOWN_FIELD, message, key)
 
 
+def suspects(names: tuple[Any, ...]) -> tuple[str, ...]:
+    """Those keys of a row that `carried_hint` has a hint for."""
+    names = names[:_MAX_NAMES]
+    unknown = set(names) - _KNOWN - _ordinary
+    if not unknown:
+        return ()
+    found = []
+    for key in [name for name in names if name in unknown and type(name) is str]:
+        if carried_hint(key) is not None:
+            found.append(key)
+        elif len(key) <= _LONGEST:
+            if len(_ordinary) >= 2 * _MAX_NAMES:
+                _ordinary.clear()
+            _ordinary.add(key)
+    return tuple(found)
+
+
 def carried_hint(key: str) -> str | None:
     """What a key at the top level of a native row is probably meant to be; None for a column of the user's."""
     return _carried_hint(key) if len(key) <= _LONGEST else None
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def _carried_hint(key: str) -> str | None:
     name = snake_case(key)
     if name in ORDINARY:
@@ -154,10 +179,20 @@ def carried_notes(rows: Mapping[str, int], carry: str | Sequence[str]) -> list[d
     return notes
 
 
+def carried_summary(notes: Sequence[Mapping[str, Any]]) -> str:
+    """All of `carried_notes` in one line, without the hints."""
+    rows = ", ".join(f"`{_shown(note['key'])}` in {_rows(note['rows'])}" for note in notes[:MAX_NOTES])
+    more = f" and {len(notes) - MAX_NOTES} more" if len(notes) > MAX_NOTES else ""
+    return f"not obeyed, though they look like options: {rows}{more}"
+
+
 def note_line(note: Mapping[str, Any]) -> str:
     """One of `carried_notes` as a line of text."""
-    rows = "1 row" if note["rows"] == 1 else f"{note['rows']:,} rows"
-    return f"`{_shown(note['key'])}` in {rows}: {note['hint']}"
+    return f"`{_shown(note['key'])}` in {_rows(note['rows'])}: {note['hint']}"
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def _answer(name: str) -> str:
