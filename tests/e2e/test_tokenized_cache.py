@@ -29,6 +29,7 @@ EXTRA: list[bytes | dict[str, Any]] = [
     {"id": "stops", "text": "Stop: ", "max_new_tokens": 9, "stop": ["q", "é"], "stop_regex": "x+"},
     {"id": "states", "text": "Inside: ", "max_new_tokens": 2, "return_hidden_states": {"layers": [0, -1]}},
     {"id": "score", "text": "Which? ", "completions": [" this", " that"]},
+    {"id": "carried", "text": "Odd: ", "max_new_tokens": 2, "temprature": 0},
 ]
 
 
@@ -79,12 +80,15 @@ def resume(folder: Path, model: Path, *options: str) -> int:
     return run_command([*map(str, command(folder, model)), "--progress", "none", *options])
 
 
-def test_a_resumed_run_reads_no_input(folder: Path, model: Path, whole: Any, reads: list[int], killed: Path) -> None:
+def test_a_resumed_run_reads_no_input(
+    folder: Path, model: Path, whole: Any, reads: list[int], killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nor if the part with the error rows was lost."""
     for part in sorted((folder / "out.parquet.work" / "parts").glob("part-*.parquet")):
         part.unlink()
     assert resume(folder, model) == 0
     assert reads == []
+    assert "`temprature` in 1 row: did you mean `temperature`? carried, not obeyed" in capsys.readouterr().err
     errors = [row["error"] for row in rows_of(folder / "out.parquet") if row["status"] == "error"]
     assert len(errors) > 2
     assert errors[0]["param"] == "temperature"
