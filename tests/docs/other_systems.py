@@ -34,7 +34,9 @@ def _outcome(name: str) -> str:
             return f"carried{where}"
         if not field.supported:
             return f"refused{where}, unless it asks for nothing: {field.remedy}"
-        return f"runs{where}" if name == field.name else f"another name of `{field.name}`"
+        if where:
+            return f"accepted{where}"
+        return "runs" if name == field.name else f"another name of `{field.name}`"
     if name == "sampling_params":
         return "runs"
     if written in LOOKUP["row"]:
