@@ -18,7 +18,7 @@ _GROUPS: Final = {
     "First steps": ("install", "input", "output", "errors", "resume", "check"),
     "What a row can ask for": (
         "fields", "sampling", "stops", "chat", "constraints", "logprobs", "scoring", "hidden-states", "streaming",
-        "processors", "lora",
+        "processors", "lora", "other-systems",
     ),
     "Jobs and results": ("configuration", "sharding", "export", "verify", "deterministic", "python", "reference"),
     "How it works": ("models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary"),

@@ -242,6 +242,11 @@ class RunConfig:
         "separate columns. Example: --carry source,lang",
         COLUMNS,
     )
+    strict_fields: bool = INPUT.option(
+        False,
+        "Refuse a carried key that looks like a misspelt field or is an option of another system, unless --carry names "
+        "it. Example: --strict-fields",
+    )
     include_prompt: bool = OUTPUT.option(
         False, "Write the text of each prompt to the output. Example: --include-prompt"
     )

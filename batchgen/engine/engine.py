@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,7 @@ from batchgen.request.params import SamplingParams
 from batchgen.request.processors import load_processors
 from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
+from batchgen.request.unknown_keys import carried_notes, note_line
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
@@ -177,6 +179,9 @@ class Engine:
         Yields:
             One `Completion` per row, prompt and sample; an invalid row yields one with `error` set.
 
+        Warns:
+            UserWarning: for each key of rows that looks like a misspelt field or is an option of another system.
+
         Raises:
             UsageError: `rows` is a single row.
 
@@ -204,6 +209,9 @@ class Engine:
             ids[row.raw.index] = row.id
             if row.error is not None:
                 failed.append(Completion(row.raw.index, error=row.error))
+
+        for note in carried_notes(defaults.carried_options.rows, "none"):
+            warnings.warn(note_line(note), UserWarning, stacklevel=2)
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:

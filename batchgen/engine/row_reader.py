@@ -167,7 +167,7 @@ class RowReader:
             return ProcessedRow(raw, f"row-{raw.index}" if raw.id is None else raw.id, {}, error=raw.error)
         value = raw.value
         try:
-            row = self._with_unique_id(parse_row(value, raw.index, self._defaults))
+            row = self._with_unique_id(parse_row(value, raw.index, self._defaults, raw.displaced))
             if isinstance(row.prompts[0], EmbedsPrompt):
                 assert self._embeds is not None
                 raw, row = raw._replace(value=None), self._embeds.store(row)

@@ -24,6 +24,7 @@ from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.preflight import CheckedJob
+from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import cache_bytes
@@ -35,6 +36,7 @@ from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable, format_size, printable
 from batchgen.request.raw_row import STDIN
+from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
 _ALL_PAGES = 1 << 40
@@ -53,6 +55,10 @@ class CheckReport:
     """Error code -> number of rows."""
     row_errors: list[dict[str, Any]]
     """Row, id, code and message of the first bad rows."""
+    commonest_error: str | None
+    """The most frequent reason of row errors, with its first row."""
+    carried_options: list[dict[str, Any]]
+    """`key`, `rows` and `hint` of each carried key that looks like an option."""
     prompt_tokens: int
     distinct_prompt_tokens: int
     computed_prompt_tokens: int
@@ -114,11 +120,13 @@ class _Errors:
 
     counts: Counter[str] = field(default_factory=Counter)
     shown: list[dict[str, Any]] = field(default_factory=list)
+    reasons: Reasons = field(default_factory=Reasons)
 
     def add(self, completion: Completion, row_id: str, extra: str | None) -> None:
         assert completion.error is not None
         error = completion.error
         self.counts[error.code] += 1
+        self.reasons.add(completion, row_id)
         if len(self.shown) < _SHOWN_ERRORS:
             self.shown.append(
                 {"row": completion.row_index, "id": row_id, "code": str(error.code), "message": error.message}
@@ -153,6 +161,8 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         rows_skipped=rows.skipped,
         errors=dict(errors.counts),
         row_errors=errors.shown,
+        commonest_error=errors.reasons.commonest(),
+        carried_options=carried_notes(rows.carried_options, config.carry),
         prompt_tokens=workload.tree.prompt_tokens,
         distinct_prompt_tokens=workload.tree.distinct_tokens,
         computed_prompt_tokens=counts.distinct_prompt_tokens,
@@ -228,6 +238,9 @@ def _lines(report: CheckReport) -> list[str]:
     more = sum(report.errors.values()) - len(report.row_errors)
     if more:
         lines.append(f"  ... and {more:,} more")
+    if report.commonest_error is not None and sum(report.errors.values()) > 1:
+        lines.append(f"  {report.commonest_error}")
+    lines += [f"carried         {note_line(note)}" for note in report.carried_options[:MAX_NOTES]]
     lines += [
         f"prompt tokens   {report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
         f"sharing ratio {report.sharing_ratio:.2f})",

@@ -64,6 +64,8 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
         options["clock"] = config.engine.clock
     # Source and digest: a processor whose code changes makes another job.
+    if config.strict_fields:  # left out otherwise, for equal fingerprints with older versions
+        options["strict_fields"] = True
     processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
     info = {
         "schema_version": SCHEMA_VERSION,

@@ -78,6 +78,8 @@ class Ingested:
     """Number of bad rows left out because of `--on-bad-row skip`."""
     errors: Counter[str] = field(default_factory=Counter)
     """Error code -> number of rows."""
+    carried_options: dict[str, int] = field(default_factory=dict)
+    """Carried key that looks like an option -> number of rows."""
     first_prompt: list[int] | None = None
     """Token ids of the first good row's first prompt."""
     plain: int = 0
@@ -145,6 +147,7 @@ def ingest(
                 _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
         result.truncated = setup.front_end.encoder.truncated
         result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
+        result.carried_options = dict(setup.defaults.carried_options.rows)
         tokens.ids()  # mapped, so that the ids stay readable when the file is closed
     except BaseException:
         result.close()

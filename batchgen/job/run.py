@@ -34,6 +34,7 @@ from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.progress import Phase, Progress, ProgressState
+from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary
@@ -47,6 +48,7 @@ from batchgen.job.tokenized_cache import (
 from batchgen.kernels.cpu.library import COMPILING
 from batchgen.models.base import Model
 from batchgen.request.completion import Completion
+from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 
 def run_job(job: CheckedJob, stop: StopRequest, progress: Progress, began: float) -> RunSummary:
@@ -84,6 +86,8 @@ class _Job:
         """Number of rows that failed in earlier runs while generating."""
         self.failed: set[int] = set()
         """Indexes of rows that failed while generating, in this run or earlier ones; each counts as one error."""
+        self.reasons = Reasons()
+        """Why rows failed, in this run or while it read them."""
         self.generated = False
         """Whether this run has generated any result. Errors of invalid rows do not count."""
         self.rows_done = 0
@@ -195,6 +199,7 @@ class _Job:
         """All rows tokenised: from the cache of an earlier run, or read now and cached for a later run."""
 
         def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
+            self.reasons.add(completion, row_id)
             if (completion.row_index, 0) not in committed:
                 writer.add([OutputRow(completion, row_id, extra)])
             else:
@@ -220,6 +225,8 @@ class _Job:
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)
         report_bad_rows(rows, on_error)
+        for note in carried_notes(rows.carried_options, self.config.carry)[:MAX_NOTES]:
+            self.progress.note(note_line(note))
         self.errors_before = len(self.failed)
         self._report(rows_done=0, rows_total=rows.rows, rows_error=self._errors(rows))
         self._check_max_errors(rows)
@@ -252,6 +259,7 @@ class _Job:
             first = group[0]
             if first.error is not None and first.row_index not in self.failed:
                 self.failed.add(first.row_index)
+                self.reasons.add(first, rows.texts[first.row_index][0])
                 rows.errors[first.error.code] += 1
                 self._report(rows_error=self._errors(rows))
                 self._check_max_errors(rows)
@@ -287,9 +295,11 @@ class _Job:
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
             if self.errors_before:
                 codes = ", ".join(filter(None, (codes, f"in earlier runs {self.errors_before:,}")))
+            reason = self.reasons.commonest()
+            reason = f"; {reason}" if reason else ""
             raise TooManyErrors(
                 f"{errors:,} of {rows.rows:,} rows failed ({codes}), more than --max-errors allows "
-                f"({self.config.max_errors}). See them with: batchgen show {quote(str(self.result))} --errors. "
+                f"({self.config.max_errors}){reason}. See them with: batchgen show {quote(str(self.result))} --errors. "
                 "To continue, raise --max-errors and run the same command again."
             )
 
@@ -335,6 +345,8 @@ class _Job:
             **_counts(totals),
             fingerprint=identity.run.fingerprint,
             rows_skipped=rows.skipped,
+            carried_options=carried_notes(rows.carried_options, self.config.carry),
+            commonest_error=self.reasons.commonest(),
             rows_resumed=len(np.unique(committed.row_index)),
             prompt_tokens=running.workload.tree.prompt_tokens,
             distinct_prompt_tokens=running.workload.tree.distinct_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.request.params import SamplingParams
 from batchgen.request.parser import RowDefaults
+from batchgen.request.unknown_keys import CarriedOptions
 from batchgen.text.tokenizer import Tokenizer
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
@@ -132,6 +133,9 @@ def prepare(
         system=config.system,
         events=config.events is not None,
     )
+    named = () if isinstance(config.carry, str) else config.carry
+    options = CarriedOptions(named, strict=config.strict_fields)
+    defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     return Setup(config, job.model, spec, front_end, defaults)
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from batchgen.data.view import first_answer
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.request.printable import encodable, format_size, printable
+from batchgen.request.unknown_keys import carried_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,10 @@ class RunSummary:
     """The kernels that computed, with their versions and the times by which they were chosen."""
     advice: Sequence[str] = ()
     """What is probably not as meant, with a remedy each."""
+    carried_options: Sequence[Mapping[str, Any]] = ()
+    """`key`, `rows` and `hint` of each carried key that looks like an option."""
+    commonest_error: str | None = None
+    """The most frequent reason of row errors, with its first row."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Counters of the engine and the writer: steps, preemptions, slot occupancy, writer stalls."""
 
@@ -146,7 +151,11 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     lines = [("output", Text(summary.output)), ("rows", Text(_rows(summary)))]
     if summary.errors:
         lines.append(("errors", Text(_by_count(summary.errors), style="red")))
+        if summary.commonest_error is not None:
+            lines.append(("", Text(summary.commonest_error)))
         lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
+    if summary.carried_options:
+        lines.append(("carried", Text(carried_summary(summary.carried_options), style="yellow")))
     if summary.finish_reasons:
         lines.append(("ended by", Text(_by_count(summary.finish_reasons))))
     if summary.constraints:

@@ -225,7 +225,8 @@ def messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
         RowError: `invalid_field` for a malformed message, `unsupported_field` for image, audio or file parts.
     """
     if type(value) not in (list, tuple):
-        raise invalid(name, f"must be a list of messages, got {json_type(value)}")
+        remedy = "; write the message as a list of one" if type(value) is dict and "role" in value else ""
+        raise invalid(name, f"must be a list of messages, got {json_type(value)}{remedy}")
     media, found = [], list(value)
     for index, message in enumerate(value):
         # A role with a string as content needs no further check.
@@ -248,7 +249,9 @@ def _media_parts(name: str, index: int, message: Any) -> list[str]:
         raise RowError(ErrorCode.INVALID_FIELD, f"`{where}` must be an object, got {json_type(message)}", name)
     role, content = message.get("role"), message.get("content")
     if type(role) is not str or not role:
-        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.role` must be a string such as user, got {show(role)}", name)
+        remedy = "; rename `from` to `role` and `value` to `content`" if "from" in message and role is None else ""
+        problem = f"`{where}.role` must be a string such as user, got {show(role)}{remedy}"
+        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
     if type(content) is str or (content is None and message.get("tool_calls")):
         return []
     if not isinstance(content, list | tuple):

@@ -6,11 +6,9 @@ Its value is checked first, so a wrong value is always `invalid_field`.
 
 from __future__ import annotations
 
-import difflib
 from functools import partial
 from typing import Any
 
-from batchgen.errors import ErrorCode, RowError
 from batchgen.request import field_checks
 from batchgen.request.checks import (
     Integer,
@@ -24,10 +22,9 @@ from batchgen.request.checks import (
 )
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
 from batchgen.request.params import CONSTRAINT_KINDS, SAMPLING_FIELDS
-from batchgen.request.printable import printable
 from batchgen.request.prompts import embeddings
 
-__all__ = ["CONSTRAINTS", "FIELDS", "ID_NAMES", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
+__all__ = ["CONSTRAINTS", "FIELDS", "ID_NAMES", "LOOKUP", "SOURCES", "Field", "Place"]
 
 _ROW: tuple[Place, ...] = ("row",)
 _CHAT: tuple[Place, ...] = ("row", "chat")
@@ -145,23 +142,3 @@ def _spellings(place: Place) -> dict[str, Field]:
 
 LOOKUP: dict[Place, dict[str, Field]] = {place: _spellings(place) for place in EVERYWHERE}
 """Fields by place and spelling."""
-
-_WHERE: dict[Place, str] = {
-    "row": "a row",
-    "params": "`sampling_params`",
-    "completions": "a /v1/completions body",
-    "chat": "a /v1/chat/completions body",
-}
-
-
-def unknown_field(key: str, place: Place) -> RowError:
-    """`unknown_field` error for a key that `place` does not have, with the closest known name."""
-    message = f"`{printable(key[:80])[:80]}` is not a field of {_WHERE[place]}"
-    close = difflib.get_close_matches(key[:80], LOOKUP[place], n=1)
-    if close:
-        message += f"; did you mean `{close[0]}`?"
-    elif key in LOOKUP["row"] and place == "params":
-        message += "; it is a field of the row itself, move it there"
-    else:
-        message += "; remove it or correct its name"
-    return RowError(ErrorCode.UNKNOWN_FIELD, message, key)

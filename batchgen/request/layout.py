@@ -11,6 +11,7 @@ from typing import Any, Literal
 from batchgen.request.endpoints import ENVELOPE
 from batchgen.request.fields import LOOKUP, SOURCES, Field, Place
 from batchgen.request.params import SAMPLING_FIELDS
+from batchgen.request.unknown_keys import suspects
 
 Kind = Place | Literal["line"]
 """A place of fields, or the batch line around an OpenAI body."""
@@ -66,6 +67,8 @@ class Layout:
     has_chat_fields: bool
     may_be_line: bool
     """Whether a row may be an OpenAI batch line."""
+    suspects: tuple[str, ...]
+    """Carried keys that look like an option."""
 
 
 def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
@@ -88,6 +91,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         carried=tuple(field.name for field in known if field.carried),
         has_chat_fields=any(field.name in CHAT_FIELDS for field in known),
         may_be_line=kind == "row" and any(name in ENVELOPE for name in names),
+        suspects=suspects(names) if place == "row" else (),
     )
 
 

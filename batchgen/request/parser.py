@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
@@ -19,13 +20,13 @@ from batchgen.request.checks import invalid, json_type, mapping
 from batchgen.request.endpoints import CHAT, COMPLETIONS, endpoint_of
 from batchgen.request.fields import SOURCES
 from batchgen.request.layout import Layout, new_layout, params_key
+from batchgen.request.other_rows import missing_prompt
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
 from batchgen.request.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.request.table import ParsedRow
 
-__all__ = ["RowDefaults", "derive_seed", "parse_row", "row_extra"]
-
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NESTED = "sampling_params"
 _SCORING_FIELDS = frozenset({"lora_path"})
 _DEFAULTS: dict[str, Any] = {
@@ -60,8 +61,10 @@ def row_extra(value: Any) -> dict[str, Any]:
     return row.carried(layout)
 
 
-def parse_row(value: Any, row_index: int, defaults: RowDefaults) -> ParsedRow:
+def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapping[str, Any] = _EMPTY) -> ParsedRow:
     """Parse one row: `value` is the decoded JSON line or Parquet row, `row_index` its index in the whole input.
+
+    Fields in `displaced` are not parsed; a row without a prompt names them in its error.
 
     The parameter set of a row, and the checks that it has passed, are reused for later rows with the same options.
 
@@ -85,7 +88,7 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults) -> ParsedRow:
     elif nested is not None:
         mapping(_NESTED, nested)
     new = row.params(defaults, {}) if params is None else None
-    prompts = _prompts(row, layout, defaults)
+    prompts = _prompts(row, layout, defaults, displaced)
     if new is not None:
         row.check_model(defaults, new)
     texts = _completions_to_score(row) if layout.scoring else ()
@@ -94,6 +97,8 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults) -> ParsedRow:
     if new is not None:
         params = defaults.share(key, _scoring_params(new) if texts else new)
     assert params is not None
+    if layout.suspects:
+        defaults.carried_options.add(layout.suspects, value)
     given = row.values
     name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(row_index, name, prompts, params, row.extra, "native", texts, given.get("seed", defaults.seed))
@@ -129,11 +134,14 @@ def _is_default(name: str, value: Any) -> bool:
     return bool(value == default) or value in ((), {}, "")
 
 
-def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults) -> tuple[Prompt, ...]:
+def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: Mapping[str, Any]) -> tuple[Prompt, ...]:
     """The row's prompts, as conversations if the run or the row uses chat."""
     found: Sequence[str] = layout.sources
     if len(found) != 1 or found[0] not in row.values:  # null is absent
         found = [name for name in found if name in row.values]
+        if not found:
+            others = [key for key, field in layout.fields if field is not None and field.name not in SOURCES]
+            raise missing_prompt({**displaced, **row.extra}, others, defaults.prompt_column)
         if len(found) != 1:
             raise row.prompt_error(found, "`text`, `input_ids`, `input_embeds` or `messages`")
     source = found[0]
@@ -178,7 +186,8 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
     if deployment is not None and not defaults.names.split(deployment)[0]:
         raise defaults.names.refusal(deployment, "url")
     row = RowValues()
-    row.collect(defaults.layout("line", value), value)
+    envelope = defaults.layout("line", value)
+    row.collect(envelope, value)
     if len(row.spelled) > ("id" in row.spelled) or row.extra.get(_NESTED) is not None:
         _refuse_outside_body(row)
     body = mapping("body", value.get("body"))
@@ -195,6 +204,8 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
         params = defaults.share(key, params)
     if layout.unsupported:
         row.reject_unsupported(layout)
+    if envelope.suspects:
+        defaults.carried_options.add(envelope.suspects, value)
     given = row.values
     name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(

@@ -10,11 +10,12 @@ from typing import Any
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import check_unicode, invalid, show
 from batchgen.request.field_checks import DTYPE_PATTERNS
-from batchgen.request.fields import CONSTRAINTS, Place, unknown_field
+from batchgen.request.fields import CONSTRAINTS, Place
 from batchgen.request.layout import CHAT_FIELDS, Kind, Layout, new_layout
 from batchgen.request.model_names import ModelNames
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt
+from batchgen.request.unknown_keys import CarriedOptions, unknown_field
 
 _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
     ("logprob_start_len", -1),
@@ -59,6 +60,10 @@ class RowDefaults:
     """Names of the run's logit processors."""
     template_reads: Callable[[str], bool] = lambda name: False
     """Whether the model's chat template names a variable."""
+    prompt_column: str | None = None
+    """The field that the run reads prompts from, for errors."""
+    carried_options: CarriedOptions = field(default_factory=CarriedOptions, repr=False, compare=False)
+    """Counts carried keys that look like options, or refuses them."""
     seed: int | None = field(init=False, default=None)
     """The seed of rows without one, if the run sets it."""
     _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -31,6 +31,7 @@ EXTRA: list[bytes | dict[str, Any]] = [
     {"id": "stops", "text": "Stop: ", "max_new_tokens": 9, "stop": ["q", "é"], "stop_regex": "x+"},
     {"id": "states", "text": "Inside: ", "max_new_tokens": 2, "return_hidden_states": {"layers": [0, -1]}},
     {"id": "score", "text": "Which? ", "completions": [" this", " that"]},
+    {"id": "carried", "text": "Odd: ", "max_new_tokens": 2, "temprature": 0},
 ]
 
 
@@ -85,7 +86,13 @@ def resume(folder: Path, model: Path, *options: str) -> int:
 
 @pytest.mark.parametrize("lost", [False, True], ids=["some committed", "none committed"])
 def test_a_resumed_run_reads_no_input(
-    folder: Path, model: Path, whole: Any, reads: list[int], killed: Path, lost: bool
+    folder: Path,
+    model: Path,
+    whole: Any,
+    reads: list[int],
+    killed: Path,
+    lost: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nor if the parts, one with the error rows, were lost."""
     assert (folder / "out.parquet.work" / "tokenized" / "columns.npz").exists()
@@ -95,6 +102,7 @@ def test_a_resumed_run_reads_no_input(
     assert resume(folder, model, "--report", str(folder / "report.json")) == 0
     assert reads == []
     assert (json.loads((folder / "report.json").read_text())["rows_resumed"] == 0) == lost
+    assert "`temprature` in 1 row: did you mean `temperature`? carried, not obeyed" in capsys.readouterr().err
     errors = [row["error"] for row in rows_of(folder / "out.parquet") if row["status"] == "error"]
     assert len(errors) > 2
     assert errors[0]["param"] == "temperature"

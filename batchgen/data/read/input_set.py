@@ -10,6 +10,7 @@ from batchgen.data.read.jsonl import RowFilter
 from batchgen.data.read.selection import Selection
 from batchgen.errors import InputError, UsageError
 from batchgen.request.fields import ID_NAMES
+from batchgen.request.other_rows import fields_there
 from batchgen.request.printable import encodable
 from batchgen.request.raw_row import STDIN, RawRow
 
@@ -99,7 +100,7 @@ class InputSet:
             if not schema.names:
                 raise UsageError(f"{file.path} has no columns to name; leave out --prompt-column and --id-column.")
             for name in sorted(named.difference(schema.names)):
-                raise UsageError(f"{file.path} has no column {name!r}; it has {', '.join(schema.names)}.")
+                raise UsageError(f"{file.path} has no column {name!r}; {fields_there(schema.names, name)}")
 
 
 def _file_items(

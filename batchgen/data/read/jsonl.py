@@ -6,6 +6,7 @@ Lines end at b"\n" only: U+2028 and similar are ordinary characters inside a JSO
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import orjson
 
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request.printable import printable
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
 
@@ -24,6 +26,8 @@ MAX_LINE_BYTES = 1 << 28
 MAX_DEPTH = 200
 """Deepest nesting of arrays and objects, below the limit of every JSON writer used later."""
 
+_MAX_PATH = 200
+"""Most characters of a place in a row that an error names."""
 _BLANK = b" \t\r\n"
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -47,15 +51,40 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+class _BadNumberError(ValueError):
+    """A number that JSON or a double does not have."""
+
+
 def _refuse_constant(name: str) -> float:
-    raise _StrictJSONError(f"{name} is not JSON")
+    raise _BadNumberError(f"is {name}, which is not JSON; write null, or leave it out")
 
 
 def _finite(literal: str) -> float:
     value = float(literal)
     if value in (float("inf"), float("-inf")):
-        raise _StrictJSONError("a number is too large for a double")
+        raise _BadNumberError("is a number too large for a double; write it as a string")
     return value
+
+
+def _place_of_bad_number(text: str) -> str:
+    """Where the first number is that is not finite, as in `body.logit_bias.5` or `scores[2]`."""
+    try:
+        open_values: list[tuple[str, Iterator[tuple[str, Any]]]] = [("", iter([("", json.loads(text))]))]
+    except (ValueError, RecursionError):  # JSON that has further faults
+        return "a value"
+    while open_values:
+        path, items = open_values[-1]
+        step, value = next(items, ("", None))
+        if value is None and step == "":
+            open_values.pop()
+        elif type(value) is float and not math.isfinite(value):
+            place = printable((path + step)[:_MAX_PATH].removeprefix("."))
+            return f"`{place}`" if place else "the row"
+        elif type(value) is dict:
+            open_values.append((path + step, ((f".{key}", item) for key, item in value.items())))
+        elif type(value) is list:
+            open_values.append((path + step, ((f"[{index}]", item) for index, item in enumerate(value))))
+    return "a value"
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite)
@@ -99,6 +128,8 @@ def _parse_strictly(line: bytes) -> dict[str, Any]:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise RowError(ErrorCode.INVALID_JSON, f"column {error.colno}: {error.msg}") from None
+    except _BadNumberError as error:
+        raise RowError(ErrorCode.INVALID_JSON, f"{_place_of_bad_number(text)} {error}") from None
     except _StrictJSONError as error:
         raise RowError(ErrorCode.INVALID_JSON, str(error)) from None
     except RecursionError:

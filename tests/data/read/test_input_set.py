@@ -278,7 +278,7 @@ class TestNamedColumns:
     def test_a_parquet_file_without_the_column_is_refused_at_once(self) -> None:
         pq.write_table(pa.table({"q": ["a"]}), "a.parquet")
         assert values("a.parquet", prompt_column="q") == [{"text": "a"}]
-        with pytest.raises(UsageError, match="no column 'question'; it has q"):
+        with pytest.raises(UsageError, match="no column 'question'; it has `q`"):
             open_inputs(["a.parquet"]).rows(prompt_column="question")
 
     def test_text_files_have_no_columns(self) -> None:

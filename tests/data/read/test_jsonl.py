@@ -52,11 +52,15 @@ ACCEPTED: dict[str, tuple[bytes, Any]] = {
 }
 
 REFUSED: dict[str, tuple[bytes, ErrorCode, str]] = {
-    "NaN": (b'{"x":NaN}', BAD_JSON, "NaN"),
-    "Infinity": (b'{"x":Infinity}', BAD_JSON, "Infinity"),
-    "-Infinity": (b'{"x":[-Infinity]}', BAD_JSON, "-Infinity"),
-    "number overflows": (b'{"x":1e999}', BAD_JSON, "too large"),
-    "negative number overflows": (b'{"x":[{"y":-1e400}]}', BAD_JSON, "too large"),
+    "NaN": (b'{"a":null,"x":NaN}', BAD_JSON, "`x` is NaN, which is not JSON; write null, or leave it out"),
+    "Infinity": (b'{"x":Infinity}', BAD_JSON, "`x` is Infinity"),
+    "-Infinity": (b'{"x":[-Infinity]}', BAD_JSON, "`x[0]` is -Infinity"),
+    "NaN deep down": (b'{"a":[{},[1,2]],"body":{"logit_bias":{"5":NaN}},"z":NaN}', BAD_JSON, "`body.logit_bias.5` is"),
+    "NaN with a long key": (b'{"' + b"x" * 500 + b'":NaN}', BAD_JSON, "x` is NaN"),
+    "NaN before another fault": (b'{"x":NaN,}', BAD_JSON, "a value is NaN"),
+    "NaN alone": (b"NaN", BAD_JSON, "the row is NaN"),
+    "number overflows": (b'{"x":1e999}', BAD_JSON, "`x` is a number too large"),
+    "negative number overflows": (b'{"x":[{"y":-1e400}]}', BAD_JSON, "`x[0].y` is a number too large"),
     "integer of 5,000 digits": (b'{"x":' + b"9" * 5000 + b"}", BAD_JSON, "digits"),
     "duplicate key": (b'{"a":1,"a":2}', BAD_JSON, "'a' occurs twice"),
     "duplicate key, equal values": (b'{"a":1,"a":1}', BAD_JSON, "'a' occurs twice"),
