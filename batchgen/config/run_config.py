@@ -194,6 +194,9 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Run-wide sampling defaults that are set: `SamplingParams` field -> value."""
+    input_format: Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"] = INPUT.option(
+        "auto", "Format of all input files; auto goes by their suffixes. Example: --input-format jsonl"
+    )
     prompt_column: str | None = INPUT.option(
         None, "Field that contains the prompt. Example: --prompt-column question", NAME
     )
@@ -230,6 +233,11 @@ class RunConfig:
         "Unknown fields of a row to write to the output: all as JSON in the column `extra`, none, or the named ones as "
         "separate columns. Example: --carry source,lang",
         COLUMNS,
+    )
+    include_source: bool = OUTPUT.option(
+        False,
+        "Carry the input file and line that each row came from, as `source_file` and `source_line`. "
+        "Example: --include-source",
     )
     include_prompt: bool = OUTPUT.option(
         False, "Write the text of each prompt to the output. Example: --include-prompt"

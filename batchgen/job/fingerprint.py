@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.carry import carried_fields
+from batchgen.data.carry import carried_fields, effective_carry
+from batchgen.data.read.input_files import AUTO_FORMAT
+from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
@@ -61,6 +63,9 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
     if config.engine.quantization != "none":  # "none" is left out, for equal fingerprints with older versions
         options["quantization"] = config.engine.quantization
+    # Options that are new are left out at their defaults, too.
+    options |= {"input_format": config.input_format} if config.input_format != AUTO_FORMAT else {}
+    options |= {"include_source": True} if config.include_source else {}
     # Source and digest: a processor whose code changes makes another job.
     processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
     info = {
@@ -71,7 +76,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "--logit-processor": processors,
         # A file may be moved before a run is resumed: its content counts, its name does not.
-        "input files": [[f.size, f.sha256] for f in inputs.files],
+        "input files": [[f.size, f.sha256, *partitions_of(f.path)] for f in inputs.files],
     }
     normalized = json.loads(json.dumps(info, sort_keys=True, default=str))
     digest = hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()
@@ -89,6 +94,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "fingerprint": digest,
         "configuration": config.describe(),
     }
-    names = () if isinstance(config.carry, str) else config.carry
+    carry = effective_carry(config.carry, include_source=config.include_source)
+    names = () if isinstance(carry, str) else carry
     carried = carried_fields(names, inputs.files, config.prompt_column, config.id_column)
     return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)
