@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from itertools import chain
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
@@ -29,6 +30,16 @@ _CUT = "unexpected end of data"
 """What the `csv` module says of a quoted cell that the file ends in."""
 
 
+class _Reader(Protocol):
+    """A reader of the `csv` module."""
+
+    line_num: int
+
+    def __next__(self) -> list[str]: ...
+
+    def __iter__(self) -> Iterator[list[str]]: ...
+
+
 class _Cells:
     """The rows of a file as lists of cells, the header first."""
 
@@ -37,11 +48,10 @@ class _Cells:
         csv.field_size_limit(max(_MAX_CELL, csv.field_size_limit()))
         # Bytes that are not UTF-8 become surrogates, so that they spoil their own row only.
         self._text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+        self._delimiter = delimiter
+        self._reader: _Reader | None = None
         self.ended = True
         """Whether the last row ends in a line end."""
-        lines = self._lines()
-        first = next(lines, "")
-        self._reader = csv.reader(chain([first], lines), delimiter=delimiter or _separator(first), strict=True)
         self.line = 1
         """Line that the last row begins in."""
 
@@ -50,6 +60,10 @@ class _Cells:
             self.ended = line.endswith(("\n", "\r"))
             yield line
 
+    def close(self) -> None:
+        """Leave the stream to its owner."""
+        self._text.detach()
+
     def next(self) -> list[str] | None:
         """The next row that is not blank; None at the end.
 
@@ -57,6 +71,11 @@ class _Cells:
             csv.Error: the row is malformed; the next one may be read.
             DamagedStream: the file ends early.
         """
+        if self._reader is None:
+            lines = self._lines()
+            first = next(lines, "")
+            delimiter = self._delimiter or _separator(first)
+            self._reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         while True:
             self.line = self._reader.line_num + 1
             cells = next(self._reader, None)
@@ -98,7 +117,8 @@ def delimited_schema(stream: BinaryIO, source: str, *, delimiter: str | None = N
         InputError: the first row is malformed, or names a column twice.
     """
     try:
-        return pa.schema([(name, pa.string()) for name in _header(_Cells(stream, delimiter), source)])
+        with closing(_Cells(stream, delimiter)) as cells:
+            return pa.schema([(name, pa.string()) for name in _header(cells, source)])
     except DamagedStream:
         return None
 
@@ -124,7 +144,13 @@ def delimited_rows(
         text_columns: columns that hold prompts and ids, which stay text.
         delimiter: separator of the cells; None for a comma, or a semicolon if the header has no comma.
     """
-    index, cells = first_index, _Cells(stream, delimiter)
+    with closing(_Cells(stream, delimiter)) as cells:
+        yield from _raw_rows(cells, source, first_index, keep, text_columns)
+
+
+def _raw_rows(
+    cells: _Cells, source: str, index: int, keep: RowFilter | None, text_columns: frozenset[str]
+) -> Iterator[RawRow | None]:
     names, fields = list[str](), None
     while True:
         wanted = keep is None or keep(index)

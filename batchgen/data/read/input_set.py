@@ -121,7 +121,7 @@ def _file_items(
 
 def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_source: bool) -> RawRow:
     """The row with the values of its file's folders, and its source, as carried fields."""
-    origin = {name: value for name, value in partitions.items() if value is not None}
+    origin: dict[str, Any] = {name: value for name, value in partitions.items() if value is not None}
     own = row.value or {}
     for name in partitions.keys() & own.keys():
         if own[name] is not None and str(own[name]) != origin.get(name):
@@ -135,7 +135,7 @@ def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_sour
         if twice is not None:
             problem = f"the row has a field {twice!r}, which --include-source adds; rename it"
             return RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem)
-        origin |= zip(SOURCE_COLUMNS, (row.source, row.line), strict=True)
+        origin |= dict(zip(SOURCE_COLUMNS, (row.source, row.line), strict=True))
     return row._replace(displaced=origin)
 
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,8 @@ def test_round_trip(rows: list[list[str]], end: str) -> None:
 
 @given(st.binary(max_size=100))
 def test_no_bytes_crash_the_reader(data: bytes) -> None:
-    try:
+    with suppress(InputError):  # of the header
         read(data)
-    except InputError:
-        pass
 
 
 def test_a_missing_quote_does_not_fill_the_memory() -> None:
