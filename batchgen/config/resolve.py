@@ -22,7 +22,7 @@ from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 from batchgen.request.raw_row import STDIN
 
 _COMPRESSED = frozenset({".gz", ".zst"})
-_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})
+_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})
 _DEFAULT_FILE: Final = "batchgen.toml"
 """File in the current folder that is read by default."""
 _PREFIX = "BATCHGEN_"

@@ -218,8 +218,8 @@ def check_local(path: str) -> str:
         return path
     if scheme[1].lower() == "file":
         raise ValueError(f"{path!r} has the scheme file://; write the path without it")
-    remedy = "copy remote files to this machine first, or mount them; a later version will read them"
-    raise ValueError(f"{path!r} is not a local path ({scheme[0]}): {remedy}")
+    remedy = "copy the file, or mount the storage; a later version will use it directly"
+    raise ValueError(f"{path!r} is not a local path ({scheme[0]}), and batchgen reads and writes local files: {remedy}")
 
 
 def parse_name_function(text: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from batchgen.engine.memory.dummy_run import (
 )
 from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, most_pages, pool_pages
 from batchgen.engine.quantization import quantize
-from batchgen.engine.row_reader import python_rows
+from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.streaming import Emit
@@ -158,7 +158,7 @@ class Engine:
 
     def generate(
         self,
-        rows: Iterable[Mapping[str, Any] | str],
+        rows: Iterable[Mapping[str, Any] | str] | ArrowTable,
         params: SamplingParams | None = None,
         *,
         ordered: bool = False,

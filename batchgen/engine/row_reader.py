@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,14 @@ _TABLE_ATTRIBUTES = ("keys", "columns", "column_names")
 Floats = npt.NDArray[np.float32]
 
 
+class ArrowTable(Protocol):
+    """A table that exports itself through the Arrow PyCapsule interface."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Its Arrow stream."""
+        ...
+
+
 def python_rows(rows: Any) -> Iterator[RawRow]:
     """The rows that a Python caller gives: mappings as in an input file, strings that are prompts, or those of a table.
 
@@ -60,7 +68,7 @@ def python_rows(rows: Any) -> Iterator[RawRow]:
         return _raw_rows(table_items(rows), kind, is_table=False)
     if not isinstance(rows, Iterable):
         remedy = "collect it first" if hasattr(rows, "collect") else "give a list"
-        raise UsageError(f"`rows` must be a list of rows or a table, got a {kind}, which cannot be iterated; {remedy}")
+        raise UsageError(f"`rows` must be a list of rows or a table, got {kind}, which cannot be iterated; {remedy}")
     return _raw_rows(rows, kind, is_table=any(hasattr(rows, name) for name in _TABLE_ATTRIBUTES))
 
 
@@ -72,7 +80,7 @@ def _raw_rows(items: Iterable[Any], kind: str, *, is_table: bool) -> Iterator[Ra
             yield RawRow(index, value=item)
         elif is_table:
             remedy = "give its rows as dictionaries, or a table of pandas, polars or pyarrow"
-            raise UsageError(f"`rows` is a {kind}, whose iteration gives strings and not rows; {remedy}")
+            raise UsageError(f"`rows` is of the type {kind}, whose iteration gives strings and not rows; {remedy}")
         else:
             yield RawRow(index, value={"text": str(item)})
 

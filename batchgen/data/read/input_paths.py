@@ -45,6 +45,7 @@ def expand(paths: Sequence[str], reserved: Container[str], format: InputFormat |
             check_local(path)
         except ValueError as problem:
             raise UsageError(f"input {problem}") from None
+    for path in paths:
         yield from _expand(path, reserved, format)
 
 

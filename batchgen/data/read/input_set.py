@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
 from batchgen.data.read.input_paths import partitions_of
