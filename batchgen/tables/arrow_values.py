@@ -36,7 +36,7 @@ JSON_EXTENSION = "arrow.json"
 
 
 class _Place(NamedTuple):
-    """Where values stand."""
+    """Place of values in a row."""
 
     name: str
     """The field's own name."""
@@ -60,7 +60,7 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset
     Args:
         batch: the rows.
         fields: the columns that hold fields as text.
-        text_columns: columns, besides the prompts and ids, in which binary values must be UTF-8.
+        text_columns: further columns, such as a named prompt column, in which binary values must be UTF-8.
 
     Raises:
         InputError: a column has a type that has no JSON form.

@@ -44,7 +44,7 @@ class TextFields:
         names: the table's columns.
         scalars: whether numbers and booleans are text as well, as in CSV.
         named: columns of prompts and ids that the user names, whose text is left as it is.
-        place: where the columns stand.
+        place: the place of the columns.
         """
         self._fields = {name: LOOKUP[place][name] for name in names if name in LOOKUP[place] and name not in named}
         self._prompts = () if named else ("text", "prompt")
@@ -52,7 +52,7 @@ class TextFields:
         self._scalars = scalars
 
     def read(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with the values that its text stands for.
+        """The row with the values that its text means.
 
         Raises:
             RowError: `invalid_field` for text that may be a string or JSON; `invalid_json` for a broken object.
@@ -101,7 +101,7 @@ def _structured(name: str, field: Field, text: str) -> Any:
 
 
 def _contained(name: str, row: dict[str, Any]) -> dict[str, Any] | None:
-    """The object that a container's text stands for, or with what its texts stand for; None if it is right as it is."""
+    """The object that a container's text means, or with what its texts mean; None if it is right as it is."""
     value = row.get(name)
     if type(value) is str and value[:1] in _STARTS:
         # Any column may be called `body`; it is that of a batch line if the row looks like one.

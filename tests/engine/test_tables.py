@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_list_of_rows_is_refused_by_name(name: str) -> None:
+def test_anything_but_rows_is_refused_by_name(name: str) -> None:
     make, problem = REFUSED[name]
     with pytest.raises(UsageError, match=problem):
         [*python_rows(make())]

@@ -192,7 +192,7 @@ def _check_head(file: FoundInput, head: bytes) -> None:
 def _spooled(found: FoundInput, stream: BinaryIO) -> InputFile:
     """Copy a pipe into an unlinked temporary file, since the input is read more than once.
 
-    It holds JSON lines, unless its format is named or its first bytes tell another one.
+    It holds JSON lines, unless its format is named, or its first bytes are those of another one.
     """
     path = found.path
     try:
@@ -207,8 +207,8 @@ def _spooled(found: FoundInput, stream: BinaryIO) -> InputFile:
             f"{name} could not be kept in {tempfile.gettempdir()} ({error.strerror}). "
             "Set TMPDIR to a folder with room, or save the input to a file."
         ) from None
-    told = next((format for format in FORMATS if format.magic and head.startswith(format.magic)), JSON_LINES)
-    format = found.format or told
+    known = next((format for format in FORMATS if format.magic and head.startswith(format.magic)), JSON_LINES)
+    format = found.format or known
     compression = sniff_compression(head) if format.compressed else None
     _check_head(FoundInput(path, format, compression), head)
     return InputFile(path, format, compression, size, digest, spool, (size, 0, 0))

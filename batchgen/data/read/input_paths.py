@@ -16,10 +16,10 @@ from batchgen.request.printable import encodable
 from batchgen.request.raw_row import STDIN
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
-"""Value of a `key=value` folder that stands for null."""
+"""Value of a `key=value` folder that means null."""
 _DOCUMENTS = frozenset({".md", ".crc"})
 _DOCUMENT_NAMES = frozenset({"license", "readme"})
-"""Files that a folder of data may hold besides: descriptions and checksums."""
+"""Files in a folder of data that hold no data: descriptions and checksums."""
 
 
 def expand(paths: Sequence[str], reserved: Container[str], format: InputFormat | None) -> Iterator[str]:

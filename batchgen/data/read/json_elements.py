@@ -131,7 +131,7 @@ def json_rows(
     keep: RowFilter | None = None,
     text_columns: frozenset[str] = frozenset(),
 ) -> Iterator[RawRow | None]:
-    """Rows of JSON text: an array of objects, or objects one after another, whatever stands between them."""
+    """Rows of JSON text: an array of objects, or objects one after another, whatever is between them."""
     return piece_rows(_pieces(stream), source, first_index, keep, parse_json_object, is_cut)
 
 

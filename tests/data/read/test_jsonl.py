@@ -313,7 +313,7 @@ BROKEN: dict[str, tuple[RowsOfStream, bytes, list[Any]]] = {
     "array cut after a row": (json_rows, b'[{"a":1}', [{"a": 1}, ErrorCode.TRUNCATED_INPUT]),
     "array cut after a comma": (json_rows, b'[{"a":1},\n', [{"a": 1}, ErrorCode.TRUNCATED_INPUT]),
     "object cut": (json_rows, b'{"a":1}{"b":"', [{"a": 1}, ErrorCode.TRUNCATED_INPUT]),
-    "values that are no objects": (json_rows, b'[1, "x", {"a":1}]', [BAD_JSON, BAD_JSON, {"a": 1}]),
+    "values other than objects": (json_rows, b'[1, "x", {"a":1}]', [BAD_JSON, BAD_JSON, {"a": 1}]),
     "a line end in a string": (json_rows, b'[{"a":"x\n"},\n{"a":1}]', [BAD_JSON, BAD_JSON, {"a": 1}]),
     "words between": (json_rows, b'{"a":1}\nwords\n{"a":2}', [{"a": 1}, BAD_JSON, {"a": 2}]),
     "a bad line of .json": (json_document_rows, b'{"a":1}\n{"a":{\n{"a":2}\n', [{"a": 1}, BAD_JSON, {"a": 2}]),
