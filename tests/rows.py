@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.request.model_names import ModelNames
-from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.request.parser import parse_row
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow
 
 PLAIN = RowDefaults(names=ModelNames(frozenset({"llama", "models/llama"})))

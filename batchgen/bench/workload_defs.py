@@ -14,8 +14,9 @@ from batchgen.bench.demo_tasks.tasks import TASKS, draw
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, RowsAt, Workload
 from batchgen.demo import model_path
 from batchgen.errors import RowError, UsageError
-from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.request.parser import parse_row
 from batchgen.request.prompts import ChatPrompt
+from batchgen.request.row_values import RowDefaults
 from batchgen.text.tokenizer import Tokenizer
 
 

@@ -14,13 +14,14 @@ from typer.core import TyperCommand
 
 from batchgen.config.option_types import BOOL, Option
 from batchgen.config.resolve import resolve_config
-from batchgen.config.run_config import GROUPS, OPTIONS
+from batchgen.config.run_config import GROUPS, INPUT, OPTIONS
 from batchgen.errors import UsageError
 
 _INPUT_HELP = (
-    "Input files in order: JSONL (also .gz, .zst), Parquet or .txt, glob patterns, or - for stdin. "
-    "Example: prompts.jsonl"
+    "Input files in order: JSONL, JSON, CSV, TSV or .txt (also .gz, .zst), Parquet, folders, glob patterns, or - for "
+    "stdin. Example: prompts.jsonl"
 )
+_INPUT_OPTION_HELP = "Input file, as INPUT; repeatable, and after all INPUTs in order. Example: -i prompts.jsonl"
 
 
 class GroupedCommand(TyperCommand):
@@ -60,11 +61,30 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     Parameters of `command` other than `config` are kept.
     """
-    inputs = _parameter("inputs", Annotated[list[str], typer.Argument(metavar="INPUT", help=_INPUT_HELP)])
+    inputs = _parameter(
+        "inputs",
+        Annotated[list[str] | None, typer.Argument(metavar="INPUT...", help=_INPUT_HELP, show_default=False)],
+        None,
+    )
+    input_files = _parameter(
+        "input_file",
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--input-file",
+                "-i",
+                metavar="INPUT",
+                help=_INPUT_OPTION_HELP,
+                rich_help_panel=INPUT.title,
+                show_default=False,
+            ),
+        ],
+        None,
+    )
     return _gathered(
         command,
         "config",
-        [inputs, *_option_parameters()],
+        [inputs, input_files, *_option_parameters()],
         [],
         lambda values: resolve_config(_given(values), os.environ, Path.cwd()),
     )
@@ -99,7 +119,7 @@ def _gathered(
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options set on the command line; the flags of a choice become the value of its option."""
-    given: dict[str, Any] = {"inputs": tuple(values["inputs"])}
+    given: dict[str, Any] = {"inputs": (*(values["inputs"] or ()), *(values["input_file"] or ()))}
     for option in OPTIONS:
         if option.choice_flags:
             chosen = [choice for choice in option.choices if values[_switch_name(option, choice)]]

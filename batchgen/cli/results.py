@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -9,6 +10,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from batchgen.cli.flags import GroupedCommand, gather
+from batchgen.config.units import check_local
+from batchgen.request.raw_row import STDIN
 
 EXIT_DIFFERENT = 8
 """Exit code of `verify` if a row differs."""
@@ -21,12 +24,25 @@ class Format(StrEnum):
     JSONL = "jsonl"
 
 
+def _local_path(text: str) -> Path:
+    try:
+        return Path(check_local(text))
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None
+
+
+def _local_name(text: str) -> str:
+    return text if text == STDIN else str(_local_path(text))
+
+
 def _argument(metavar: str, text: str) -> Any:
-    return typer.Argument(metavar=metavar, help=text)
+    return typer.Argument(metavar=metavar, help=text, parser=_local_path)
 
 
-def _option(metavar: str, text: str, *names: str, least: int | None = None) -> Any:
-    return typer.Option(*names, metavar=metavar, min=least, show_default=False, help=text)
+def _option(
+    metavar: str, text: str, *names: str, least: int | None = None, parser: Callable[[str], str] | None = None
+) -> Any:
+    return typer.Option(*names, metavar=metavar, min=least, show_default=False, help=text, parser=parser)
 
 
 def _switch(name: str, text: str) -> Any:
@@ -50,7 +66,8 @@ Limit: TypeAlias = Annotated[
     int, _option("N", "Most samples to list; 0 is all. Default: 20. Example: --limit 100", least=0)
 ]
 Merged: TypeAlias = Annotated[
-    Path, typer.Option("--output", "-o", metavar="PATH", help="File to write. Example: -o all.parquet")
+    Path,
+    typer.Option("--output", "-o", metavar="PATH", parser=_local_path, help="File to write. Example: -o all.parquet"),
 ]
 Overwrite: TypeAlias = Annotated[bool, _switch("--overwrite", "Replace an existing output file. Example: --overwrite")]
 OverwriteFiles: TypeAlias = Annotated[bool, _switch("--overwrite", "Replace existing files. Example: --overwrite")]
@@ -75,6 +92,7 @@ Exported: TypeAlias = Annotated[
         "Example: -o batch_output.jsonl",
         "--output",
         "-o",
+        parser=_local_name,
     ),
 ]
 MovedTokenizer: TypeAlias = Annotated[
@@ -82,7 +100,8 @@ MovedTokenizer: TypeAlias = Annotated[
     _option("PATH", "Tokenizer of the run if it has moved; needed for logprobs. Example: --tokenizer ./tok"),
 ]
 Inputs: TypeAlias = Annotated[
-    list[str] | None, _argument("INPUT", "Input files of the run if they have moved. Example: prompts.jsonl")
+    list[str] | None,
+    typer.Argument(metavar="INPUT", help="Input files of the run if they have moved. Example: prompts.jsonl"),
 ]
 Rows: TypeAlias = Annotated[int, _option("K", "Number of rows to replay. Default: 10. Example: --rows 50", least=1)]
 Seed: TypeAlias = Annotated[int, _option("S", "Seed of the row selection. Default: 0. Example: --seed 7")]

@@ -10,6 +10,7 @@ from datetime import date
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from batchgen.config.units import (
+    check_local,
     parse_bool,
     parse_clock,
     parse_columns,
@@ -140,13 +141,17 @@ def _nonempty(text: str) -> str:
     return text
 
 
+def _path(text: str) -> str:
+    return check_local(_nonempty(text))
+
+
 def _carry(text: str) -> str | tuple[str, ...]:
     return text if text in ("all", "none") else parse_columns(text)
 
 
 TEXT = ValueType("TEXT", str)
 NAME = ValueType("NAME", _nonempty)
-PATH = ValueType("PATH", _nonempty, (str, os.PathLike))
+PATH = ValueType("PATH", _path, (str, os.PathLike))
 BOOL = ValueType("", parse_bool, (str, bool))
 NUMBER = ValueType("X", parse_float, (str, int, float))
 SIZE = ValueType("SIZE", parse_size, (str, int))

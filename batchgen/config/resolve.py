@@ -15,13 +15,14 @@ from typing import Any, Final
 
 from batchgen.config.option_types import NAME_PATH, PATH, Option, coerce
 from batchgen.config.run_config import BY_NAME, OPTIONS, EngineConfig, RunConfig, resolve_shard
+from batchgen.config.units import check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 from batchgen.request.raw_row import STDIN
 
 _COMPRESSED = frozenset({".gz", ".zst"})
-_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})
+_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})
 _DEFAULT_FILE: Final = "batchgen.toml"
 """File in the current folder that is read by default."""
 _PREFIX = "BATCHGEN_"
@@ -111,6 +112,11 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path
         raise UsageError("name at least one input file, or - for stdin")
     if inputs.count(STDIN) > 1:
         raise UsageError("- (stdin) can be read only once")
+    for name in inputs:
+        try:
+            check_local(name)
+        except ValueError as problem:
+            raise UsageError(f"input {problem}") from None
     if output is None:
         return _default_output(inputs, cwd)
     if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
@@ -129,9 +135,9 @@ def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
         raise UsageError("an input pattern may name several files: name the result file with -o results.parquet")
     path = Path(name)
     if not path.name:
-        raise UsageError(
-            f"{path} is a folder: name its files, for example '{path / '*.jsonl'}', and -o results.parquet"
-        )
+        raise UsageError(f"{path} is a folder without a name: name the result file with -o results.parquet")
+    if (cwd / path).is_dir():
+        return path.with_name(path.name + ".out.parquet")
     if path.suffix.lower() in _COMPRESSED:
         path = path.with_suffix("")
     return path.with_name(path.stem + ".out.parquet")

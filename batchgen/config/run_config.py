@@ -205,6 +205,9 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Run-wide sampling defaults that are set: `SamplingParams` field -> value."""
+    input_format: Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"] = INPUT.option(
+        "auto", "Format of all input files; auto goes by their suffixes. Example: --input-format jsonl"
+    )
     prompt_column: str | None = INPUT.option(
         None, "Field that contains the prompt. Example: --prompt-column question", NAME
     )
@@ -246,6 +249,11 @@ class RunConfig:
         False,
         "Refuse a carried key that looks like a misspelt field or is an option of another system, unless --carry names "
         "it. Example: --strict-fields",
+    )
+    include_source: bool = OUTPUT.option(
+        False,
+        "Carry the input file and line that each row came from, as `source_file` and `source_line`. "
+        "Example: --include-source",
     )
     include_prompt: bool = OUTPUT.option(
         False, "Write the text of each prompt to the output. Example: --include-prompt"

@@ -36,6 +36,7 @@ _SLURM_DAYS = re.compile(r"([0-9]+)-([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", re.AS
 _CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-9]+)", re.ASCII)
 _SHARD = re.compile(r"([0-9]+)/([0-9]+)", re.ASCII)
 _INT = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*", re.ASCII)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _MIN_MEMORY = 2**20
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -216,7 +217,18 @@ def parse_name_path(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not equals or not name.strip() or not path.strip():
         raise ValueError(f"must be NAME=PATH, got {text!r}")
-    return name.strip(), path.strip()
+    return name.strip(), check_local(path.strip())
+
+
+def check_local(path: str) -> str:
+    """Return a path that names no scheme (`s3://`), which is refused rather than taken for the name of a folder."""
+    scheme = _SCHEME.match(path)
+    if scheme is None:
+        return path
+    if scheme[1].lower() == "file":
+        raise ValueError(f"{path!r} has the scheme file://; write the path without it")
+    remedy = "copy the file, or mount the storage; a later version will use it directly"
+    raise ValueError(f"{path!r} is not a local path ({scheme[0]}), and batchgen reads and writes local files: {remedy}")
 
 
 def parse_name_function(text: str) -> tuple[str, str]:

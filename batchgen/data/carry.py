@@ -1,23 +1,41 @@
 """`--carry COL,...`: carried fields as separate columns, whose types are known before a row is read.
 
 A column of Parquet files keeps its type if JSON values can represent it: booleans, numbers, strings, dates, timestamps,
-and lists of the first three. Other columns, and every column of JSONL files, are strings: strings unchanged, other
-values as JSON.
+and lists of the first three. Other columns, those of CSV and JSONL files, and folders named `key=value` are strings:
+strings unchanged, other values as JSON.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.types as pat
 
 from batchgen.data.read.input_files import InputFile
+from batchgen.data.read.input_paths import partitions_of
+from batchgen.data.read.input_set import SOURCE_COLUMNS
 from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import UsageError
 from batchgen.request.fields import ID_NAMES, LOOKUP
+
+_SOURCE_TYPES = dict(zip(SOURCE_COLUMNS, (pa.string(), pa.int64()), strict=True))
+
+Carry = Literal["all", "none"] | tuple[str, ...]
+"""Value of `--carry`."""
+
+
+def effective_carry(carry: Carry, *, include_source: bool) -> Carry:
+    """What is carried: with `--include-source` also the row's source, as columns unless all goes to `extra`."""
+    if not include_source or carry == "all":
+        return carry
+    return (
+        (*(name for name in carry if name not in SOURCE_COLUMNS), *SOURCE_COLUMNS)
+        if carry != "none"
+        else SOURCE_COLUMNS
+    )
 
 
 def carried_fields(
@@ -43,14 +61,18 @@ def carried_fields(
             raise UsageError(
                 f"`--carry` {name}: the row uses that field, and only unused fields are carried; leave it out"
             )
+    folders = {name for file in files for name, _ in partitions_of(file.path)}
     typed = all(file.format.schema is not None for file in files)
     schemas = [file.schema() for file in files if file.format.schema is not None]
     known = [schema for schema in schemas if schema is not None and schema.names]
     if typed and known and all(schema is not None for schema in schemas):
         for name in names:
-            if not any(name in schema.names for schema in known):
+            if name not in folders and name not in _SOURCE_TYPES and not any(name in schema.names for schema in known):
                 raise UsageError(f"`--carry` {name}: the input has no such column; it has {', '.join(known[0].names)}")
-    return tuple(pa.field(name, _common_type(name, known) if typed else pa.string()) for name in names)
+    return tuple(
+        pa.field(name, _SOURCE_TYPES.get(name) or (_common_type(name, known) if typed else pa.string()))
+        for name in names
+    )
 
 
 def _common_type(name: str, schemas: Sequence[pa.Schema]) -> pa.DataType:

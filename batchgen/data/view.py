@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.read.temporal import temporal_to_text
 from batchgen.data.write.durable_files import open_parquet, read_footer
 from batchgen.data.write.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
 from batchgen.data.write.work_folder import output_paths, part_files
 from batchgen.errors import InputError, UsageError
+from batchgen.tables.temporal import temporal_to_text
 
 _SHARD = re.compile(r"part-\d{5,}-of-(\d{5,})")
 

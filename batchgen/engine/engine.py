@@ -27,11 +27,11 @@ from batchgen.engine.memory.dummy_run import (
 )
 from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, most_pages, pool_pages
 from batchgen.engine.quantization import quantize
+from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
-from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import Device, cpu_quota, device_for
@@ -162,7 +162,7 @@ class Engine:
 
     def generate(
         self,
-        rows: Iterable[Mapping[str, Any] | str],
+        rows: Iterable[Mapping[str, Any] | str] | ArrowTable,
         params: SamplingParams | None = None,
         *,
         ordered: bool = False,
@@ -171,7 +171,7 @@ class Engine:
         """Generate completions for rows, with the fields of `batchgen run`. All rows are read before the first step.
 
         Args:
-            rows: mappings as in an input file, or prompt strings.
+            rows: mappings as in an input file, or prompt strings; or a table of pandas, polars, pyarrow or datasets.
             params: defaults for sampling fields that a row does not set.
             ordered: yield in input order instead of completion order.
             on_event: called with the events of rows that have `stream`, as tokens are sampled.
@@ -183,18 +183,16 @@ class Engine:
             UserWarning: for each key of rows that looks like a misspelt field or is an option of another system.
 
         Raises:
-            UsageError: `rows` is a single row.
+            UsageError: `rows` is a single row, or columns by name.
 
         While rows are generated, Python's garbage collector only runs between steps, in the whole process. Exhaust or
         close the iterator to restore it.
         """
-        if isinstance(rows, str | bytes | Mapping):
-            raise UsageError(f"`rows` must be a list of rows, got one {type(rows).__name__}; call generate([row])")
-        return self._generate(rows, params, ordered=ordered, on_event=on_event)
+        return self._generate(python_rows(rows), params, ordered=ordered, on_event=on_event)
 
     def _generate(
         self,
-        rows: Iterable[Mapping[str, Any] | str],
+        raw: Iterator[RawRow],
         params: SamplingParams | None,
         *,
         ordered: bool,
@@ -204,7 +202,6 @@ class Engine:
         defaults = self._front_end.defaults(_default_fields(params), events=on_event is not None)
         ids: dict[int, str] = {}
         failed: list[Completion] = []
-        raw = (RawRow(i, value={"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
         for row in self._front_end.row_reader(table, defaults).read(raw):
             ids[row.raw.index] = row.id
             if row.error is not None:

@@ -12,8 +12,8 @@ from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
 from batchgen.models.base import ModelSpec
 from batchgen.request.model_names import ModelNames
-from batchgen.request.parser import RowDefaults
 from batchgen.request.processors import LoadedProcessor
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder, Truncate
 from batchgen.text.grammar.grammars import Grammars

@@ -1,6 +1,7 @@
 """`RowReader`: parses and tokenises rows into a `RequestTable`, in batches and in order.
 
-`EmbedsReader` stores prompts given as embeddings, in the row or in a file that the row names.
+`python_rows` gives the rows of what a Python caller has. `EmbedsReader` stores prompts given as embeddings, in the row
+or in a file that the row names.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError
 from batchgen.media.root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.checks import invalid, show
 from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.parser import RowDefaults, parse_row, row_extra
+from batchgen.request.parser import parse_row, row_extra
 from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import row_id
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt, Encoder
 
@@ -32,7 +34,57 @@ _MAX_CACHED_HEADERS = 8
 """Most file headers in the cache."""
 _FLOAT_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
+_TABLE_ATTRIBUTES = ("keys", "columns", "column_names")
+"""What tables have, and lists of prompts have not."""
+
 Floats = npt.NDArray[np.float32]
+
+
+class ArrowTable(Protocol):
+    """A table that exports itself through the Arrow PyCapsule interface."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Its Arrow stream."""
+        ...
+
+
+def python_rows(rows: Any) -> Iterator[RawRow]:
+    """The rows that a Python caller gives: mappings as in an input file, strings that are prompts, or those of a table.
+
+    A table is what exports itself as an Arrow stream, as those of pandas, polars, pyarrow and DuckDB do. Anything else
+    is iterated, as the datasets of Hugging Face. No library is imported for it.
+
+    Raises:
+        UsageError: `rows` is one row, columns by name, or cannot be iterated; or, once its rows are asked for, it is a
+            table of another kind, whose iteration gives its column names.
+    """
+    kind = type(rows).__name__
+    if isinstance(rows, str | bytes):
+        raise UsageError(f"`rows` must be a list of rows or a table, got one {kind}; call generate([prompt])")
+    if isinstance(rows, Mapping):
+        remedy = "call generate([row]) for one row; for columns, give a table, such as pandas.DataFrame(columns)"
+        raise UsageError(f"`rows` must be a list of rows or a table, got one {kind}; {remedy}")
+    if hasattr(rows, "__arrow_c_stream__") or hasattr(rows, "__arrow_c_array__"):
+        from batchgen.tables.arrow_values import table_items  # imports pyarrow, which lists of rows do without
+
+        return _raw_rows(table_items(rows), kind, is_table=False)
+    if not isinstance(rows, Iterable):
+        remedy = "collect it first" if hasattr(rows, "collect") else "give a list"
+        raise UsageError(f"`rows` must be a list of rows or a table, got {kind}, which cannot be iterated; {remedy}")
+    return _raw_rows(rows, kind, is_table=any(hasattr(rows, name) for name in _TABLE_ATTRIBUTES))
+
+
+def _raw_rows(items: Iterable[Any], kind: str, *, is_table: bool) -> Iterator[RawRow]:
+    for index, item in enumerate(items):
+        if isinstance(item, RowError):
+            yield RawRow(index, error=item.info)
+        elif not isinstance(item, str):
+            yield RawRow(index, value=item)
+        elif is_table:
+            remedy = "give its rows as dictionaries, or a table of pandas, polars or pyarrow"
+            raise UsageError(f"`rows` is of the type {kind}, whose iteration gives strings and not rows; {remedy}")
+        else:
+            yield RawRow(index, value={"text": str(item)})
 
 
 class EmbedsReader:

@@ -137,7 +137,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     config = job.config
     began = time.monotonic()
     setup = prepare(job, _print_note, allow_missing_gpu=True)
-    inputs = open_inputs(job.inputs)
+    inputs = open_inputs(job.inputs, include_source=config.include_source)
     identity = identify_job(setup, inputs)
     started = time.monotonic()
     errors = _Errors()

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.carry import carried_fields
+from batchgen.data.carry import carried_fields, effective_carry
+from batchgen.data.read.input_files import AUTO_FORMAT
+from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
@@ -63,6 +65,9 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         options["quantization"] = config.engine.quantization
     if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
         options["clock"] = config.engine.clock
+    # Options that are new are left out at their defaults, too.
+    options |= {"input_format": config.input_format} if config.input_format != AUTO_FORMAT else {}
+    options |= {"include_source": True} if config.include_source else {}
     # Source and digest: a processor whose code changes makes another job.
     if config.strict_fields:  # left out otherwise, for equal fingerprints with older versions
         options["strict_fields"] = True
@@ -75,7 +80,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "--logit-processor": processors,
         # A file may be moved before a run is resumed: its content counts, its name does not.
-        "input files": [[f.size, f.sha256] for f in inputs.files],
+        "input files": [[f.size, f.sha256, *partitions_of(f.path)] for f in inputs.files],
     }
     normalized = json.loads(json.dumps(info, sort_keys=True, default=str))
     digest = hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()
@@ -93,6 +98,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "fingerprint": digest,
         "configuration": config.describe(),
     }
-    names = () if isinstance(config.carry, str) else config.carry
+    carry = effective_carry(config.carry, include_source=config.include_source)
+    names = () if isinstance(carry, str) else carry
     carried = carried_fields(names, inputs.files, config.prompt_column, config.id_column)
     return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from batchgen.config.run_config import RunConfig
+from batchgen.data.carry import Carry, effective_carry
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.read.selection import Selection
 from batchgen.data.row_shapes import RowShapes
@@ -135,12 +136,13 @@ def ingest(
     table = RequestTable(EmbedsStore(setup.spec.embeds_size, scratch), tokens)
     result = Ingested(table, tokens, RowTexts(BlobSpool(folder / TEXTS)), BlobSpool(folder / BAD))
     reader = setup.front_end.row_reader(table, setup.defaults, config.on_duplicate_id)
+    carry = effective_carry(config.carry, include_source=config.include_source)
     try:
         for row in reader.read(inputs.rows(config.prompt_column, config.id_column, selection_of(config))):
             result.rows += 1
             on_row(result.rows)
             carried = {**row.raw.displaced, **row.extra} if row.raw.displaced else row.extra
-            extra = _carried_json(config.carry, carried)
+            extra = _carried_json(carry, carried)
             if row.error is not None:
                 _add_bad(result, row, extra, config, on_bad)
             else:
@@ -196,7 +198,7 @@ def _prompt_ids(prompt: EncodedPrompt) -> list[int]:
     return prompt.ids[: prompt.score_start] if prompt.score_start >= 0 else prompt.ids
 
 
-def _carried_json(carry: str | tuple[str, ...], extra: Mapping[str, Any]) -> str | None:
+def _carried_json(carry: Carry, extra: Mapping[str, Any]) -> str | None:
     """JSON for the `extra` column: the unknown keys of a row that `--carry` keeps; None if there are none."""
     if carry == "none":
         return None

@@ -45,7 +45,7 @@ def preflight(config: RunConfig) -> CheckedJob:
         OutputError: the report cannot be written.
     """
     model = check_engine_model(config.engine)
-    inputs = tuple(find_inputs(config.inputs, reserved_paths(config)))
+    inputs = tuple(find_inputs(config.inputs, reserved_paths(config), config.input_format))
     check_output_targets(config, inputs)
     # Last: a processor may import torch.
     return CheckedJob(config, model, inputs, load_processors(config.engine.logit_processor))

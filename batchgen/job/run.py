@@ -103,7 +103,7 @@ class _Job:
         """Run the job and return its summary."""
         with self._phase("starting"):  # the cost of a job of any size
             setup = prepare(self.job, self.progress.note, compiling=self._compiling)
-            inputs = open_inputs(self.job.inputs)
+            inputs = open_inputs(self.job.inputs, include_source=self.config.include_source)
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result

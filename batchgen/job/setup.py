@@ -23,7 +23,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.unknown_keys import CarriedOptions
 from batchgen.text.tokenizer import Tokenizer
 
@@ -119,8 +119,8 @@ def prepare(
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
-    named = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
-    tokenizer = Tokenizer.load(named, model=folder)
+    found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
+    tokenizer = Tokenizer.load(found, model=folder)
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
     )
@@ -133,8 +133,8 @@ def prepare(
         system=config.system,
         events=config.events is not None,
     )
-    named = () if isinstance(config.carry, str) else config.carry
-    options = CarriedOptions(named, strict=config.strict_fields)
+    carried = () if isinstance(config.carry, str) else config.carry
+    options = CarriedOptions(carried, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     return Setup(config, job.model, spec, front_end, defaults)
 

@@ -99,7 +99,7 @@ def _found_inputs(config: RunConfig, run: Mapping[str, Any]) -> tuple[FoundInput
         paths = tuple(file["path"] for file in run["inputs"])
     if STDIN in paths:
         raise InputError(f"the run read standard input, which is not stored. {_NAME_INPUTS}")
-    return tuple(find_inputs(paths, reserved_paths(config)))
+    return tuple(find_inputs(paths, reserved_paths(config), config.input_format))
 
 
 def _same_inputs(found: Sequence[FoundInput], run: Mapping[str, Any]) -> InputSet:

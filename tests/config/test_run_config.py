@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from batchgen.config.option_types import NAME_PATH, PATH, Option
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, EngineConfig, RunConfig
 from batchgen.config.units import Shard, Threshold
@@ -423,6 +424,27 @@ def test_default_output(name: str, output: str, tmp_path: Path) -> None:
     assert resolve(tmp_path, {"inputs": (name,)}).output == Path(output)
 
 
+def test_default_output_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data.v1").mkdir()
+    for name in ("data.v1", "data.v1/"):
+        assert resolve(tmp_path, {"inputs": (name,)}).output == Path("data.v1.out.parquet")
+
+
+PATH_OPTIONS = [option for option in OPTIONS if option.value_type in (PATH, NAME_PATH)]
+
+
+@pytest.mark.parametrize("option", PATH_OPTIONS, ids=lambda option: option.name)
+@pytest.mark.parametrize("path", ["s3://bucket/x", "hf://org/x", "abfss://c@a/x", "file:///x"])
+def test_paths_with_a_scheme_are_refused_in_every_option(option: Option, path: str, tmp_path: Path) -> None:
+    repeated = (f"n={path}",) if option.value_type is NAME_PATH else path
+    for flags, env in (({option.name: repeated}, {}), ({}, {option.env: f"n={path}" if option.repeat else path})):
+        with pytest.raises(UsageError, match=r"is not a local path|write the path without it") as caught:
+            resolve(tmp_path, flags, env)
+        assert repr(path) in str(caught.value)
+    with pytest.raises(UsageError, match=r"^input 's3://b/a\.jsonl' is not a local path"):
+        resolve(tmp_path, {"inputs": ("s3://b/a.jsonl",)})
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -437,8 +459,8 @@ def test_default_output(name: str, output: str, tmp_path: Path) -> None:
         ({"output": "-"}, "`--output` must be a Parquet file such as results.parquet, got '-'"),
         ({"output": "o.jsonl"}, "`--output` must be a Parquet file such as results.parquet, got 'o.jsonl'"),
         ({"output": "."}, "`--output` must be a Parquet file such as results.parquet, got '.'"),
-        ({"inputs": (".",)}, ". is a folder: name its files, for example '*.jsonl', and -o results.parquet"),
-        ({"inputs": ("/",)}, "/ is a folder: name its files, for example '/*.jsonl', and -o results.parquet"),
+        ({"inputs": (".",)}, ". is a folder without a name: name the result file with -o results.parquet"),
+        ({"inputs": ("/",)}, "/ is a folder without a name: name the result file with -o results.parquet"),
         (
             {"inputs": ("./a.parquet",), "output": "a.parquet"},
             "`--output` a.parquet is an input file; give another name",

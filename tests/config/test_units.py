@@ -74,7 +74,7 @@ def test_wrong_texts() -> None:
         for text in texts:
             with pytest.raises(ValueError, match="^" + re.escape(problem) + (f"{text!r}$" * problem.endswith("got "))):
                 pytest.fail(f"{parse} accepts {text!r}: {parse(text)}")
-    with pytest.raises(ValueError, match="^names a column twice: 'a,a'$"):
+    with pytest.raises(ValueError, match=r"^names a column twice: 'a,a'$"):
         parse_columns("a,a")
 
 

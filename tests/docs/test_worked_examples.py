@@ -13,7 +13,8 @@ from batchgen.cli.app import run_command
 from batchgen.cli.reference import reference
 from batchgen.config.resolve import resolve_config
 from batchgen.errors import RowError
-from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.request.parser import parse_row
+from batchgen.request.row_values import RowDefaults
 from tests.docs.conformance import page
 
 assert parse_row({"text": "a", "strip_text": True}, 0, RowDefaults()).params.strip_text
@@ -34,7 +35,7 @@ EXAMPLES = {
     "Add a sampling field": "tests/engine/test_strip_text.py",
     "Add a kind of constraint": "tests/text/grammar/test_integer_range.py",
     "Add an attention backend": "tests/kernels/attention/test_sdpa.py",
-    "Add an input format": "tests/data/read/test_tsv.py",
+    "Add an input format": "tests/data/read/test_ltsv.py",
 }
 """Heading of an example -> its test."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -214,3 +215,76 @@ def test_slurm_shards_under_names_that_are_not_utf_8(
     run(["merge", NOT_UTF_8, "-o", f"{NOT_UTF_8}.parquet"], tmp_path)
     (tmp_path / f"{NOT_UTF_8}.parquet").rename(tmp_path / "out.parquet")
     assert_same(read(tmp_path / "out.parquet"), expected, ignore=["cached_tokens", "dedup_of"])
+
+
+def test_csv_files_run_resume_and_verify_like_others(model: Path, tmp_path: Path, expected: pa.Table) -> None:
+    with gzip.open(tmp_path / "in.csv.gz", "wt", encoding="utf-8-sig", newline="") as stream:
+        csv.writer(stream).writerows([["question", "note"], *([text, "a\nb"] for text in TEXTS)])
+    base = [*arguments(model, "in.csv.gz"), "--prompt-column", "question", "--carry", "note"]
+    run([*base, "--max-time", "0"], tmp_path, expect=75)
+    run(base, tmp_path)
+    table = read(tmp_path / "out.parquet")
+    assert_same(table.drop_columns(["note"]), expected)
+    assert table["note"].to_pylist() == ["a\nb"] * len(TEXTS)
+    assert run(base, tmp_path).stderr.strip().endswith("nothing to do")
+    assert run(["verify", "out.parquet", "--rows", "3"], tmp_path, expect=None).stdout.count("row ") >= 3
+    for shard in ("0/2", "1/2"):
+        run(["run", "in.csv.gz", "-o", "parts", "--shard", shard, *base[4:]], tmp_path)
+    run(["merge", "parts", "-o", "all.parquet"], tmp_path)
+    assert_same(read(tmp_path / "all.parquet").drop_columns(["note"]), expected, ignore=["cached_tokens"])
+
+
+def test_the_format_of_the_input_can_be_named(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table) -> None:
+    rows = [json.loads(line) for line in lines.splitlines()]
+    (tmp_path / "rows.txt").write_bytes(lines)
+    refused = run([*arguments(model, "rows.txt")], tmp_path, expect=3)
+    assert "ambiguous_prompt" in refused.stderr
+    shown = run(["show", "out.parquet", "--errors"], tmp_path).stdout
+    assert "--input-format jsonl" in shown
+    run([*arguments(model, "rows.txt"), "--input-format", "jsonl", "--overwrite"], tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), expected)
+    assert run(["verify", "out.parquet", "--rows", "2"], tmp_path, expect=None).stdout.count("row ") >= 2
+    run([*arguments(model, "-"), "--input-format", "json", "--overwrite"], tmp_path, stdin=json.dumps(rows).encode())
+    assert_same(read(tmp_path / "out.parquet"), expected)
+
+
+def test_a_folder_with_partitions_and_the_sources_of_rows(model: Path, tmp_path: Path) -> None:
+    for lang, text in (("en", "The quick"), ("de", "Hallo")):
+        folder = tmp_path / "data" / f"lang={lang}"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"text": [text]}), folder / "part-0.parquet")
+    (tmp_path / "data" / "_SUCCESS").touch()
+    base = ["run", "data", "--model", model, *OPTIONS]
+    run(base, tmp_path)
+    extras = [json.loads(row["extra"]) for row in rows_of(tmp_path / "data.out.parquet")]
+    assert extras == [{"lang": "de"}, {"lang": "en"}]
+    run([*base, "--overwrite", "--carry", "lang", "--include-source"], tmp_path)
+    table = read(tmp_path / "data.out.parquet")
+    assert table["lang"].to_pylist() == ["de", "en"]
+    assert table["source_file"].to_pylist() == ["data/lang=de/part-0.parquet", "data/lang=en/part-0.parquet"]
+    assert table["source_line"].to_pylist() == [1, 1]
+    run(["run", "-i", "data/lang=de", "--input-file", "data/lang=en", *base[2:], "-o", "two.parquet"], tmp_path)
+    assert [json.loads(row["extra"]) for row in rows_of(tmp_path / "two.parquet")] == extras
+    moved = tmp_path / "data" / "lang=de"
+    moved.rename(tmp_path / "data" / "lang=fr")
+    refused = run([*base, "--carry", "lang", "--include-source"], tmp_path, expect=2)
+    assert "is not this job's output" in refused.stderr, "a folder's value is part of the job"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "s3://b/in.jsonl"],
+        ["run", "-i", "hf://datasets/a"],
+        ["show", "s3://b/out.parquet"],
+        ["merge", "parts", "-o", "s3://b/all.parquet"],
+        ["export", "s3://b/out.parquet", "--format", "jsonl"],
+        ["export", "out.parquet", "--format", "jsonl", "-o", "gs://b/x.jsonl"],
+        ["verify", "s3://b/out.parquet"],
+    ],
+    ids=" ".join,
+)
+def test_remote_paths_are_refused_by_every_command(tmp_path: Path, command: list[str]) -> None:
+    refused = run(command, tmp_path, expect=2)
+    assert "is not a local path" in refused.stderr
+    assert not any(tmp_path.iterdir())

@@ -16,8 +16,8 @@ from batchgen.engine.row_reader import RowReader
 from batchgen.errors import UsageError
 from batchgen.request.completion import Completion
 from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.parser import RowDefaults
 from batchgen.request.raw_row import RawRow
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
 from tests.engine.reference import eager_greedy, eager_model, save_word_tokenizer, shared_prefix_prompts

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from batchgen.engine.row_reader import RowReader
-from batchgen.request.parser import RowDefaults
 from batchgen.request.raw_row import RawRow
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
 from batchgen.text.tokenizer import Tokenizer

@@ -32,7 +32,7 @@ def folder(path: Path, kind: str) -> Path:
 INPUTS = {
     "nowhere.jsonl": "nowhere.jsonl cannot be read (No such file or directory)",
     "*.jsonl": "no file matches",
-    "model": "is a folder",
+    "model": "is of an unknown kind. Name the files of the folder",
     "rows.parquet": "is not a Parquet file",
     "rows.doc": "unknown kind of file",
 }

@@ -8,8 +8,9 @@ import pytest
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.model_names import ModelNames
-from batchgen.request.parser import RowDefaults, row_extra
+from batchgen.request.parser import row_extra
 from batchgen.request.prompts import ChatPrompt, TextPrompt
+from batchgen.request.row_values import RowDefaults
 from tests.rows import CHAT, COMPLETIONS, HELLO, line, parse
 
 ASK = [{"role": "user", "content": "Which cheese is best?"}]

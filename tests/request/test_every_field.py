@@ -14,7 +14,7 @@ import pytest
 
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import BY_NAME, EngineConfig
-from batchgen.data.read.jsonl import json_rows
+from batchgen.data.read.jsonl import json_line_rows
 from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.fields import FIELDS, Field
@@ -74,7 +74,9 @@ def _through_jsonl(name: str, value: Any) -> Iterator[dict[str, Any]]:
         data = json.dumps(text(**{name: value})).encode() + b"\n"
     except ValueError:  # an integer too long to print
         return
-    yield from (row.value for row in json_rows(io.BytesIO(data), "in.jsonl") if row is not None and row.error is None)
+    yield from (
+        row.value for row in json_line_rows(io.BytesIO(data), "in.jsonl") if row is not None and row.error is None
+    )
 
 
 def _through_parquet(name: str, value: Any) -> Iterator[dict[str, Any]]:

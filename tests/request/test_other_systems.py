@@ -14,7 +14,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request.field import Place
 from batchgen.request.fields import LOOKUP
 from batchgen.request.other_systems import _IDLE, _REFUSE, _USE, ANSWERS, NAMES, ORDINARY, snake_case
-from batchgen.request.parser import RowDefaults
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.unknown_keys import carried_hint
 from tests.rows import CHAT, COMPLETIONS, line, parse, text
 

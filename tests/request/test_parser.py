@@ -13,9 +13,10 @@ from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.fields import FIELDS, LOOKUP, Field
 from batchgen.request.model_names import ModelNames
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults, derive_seed, row_extra
+from batchgen.request.parser import derive_seed, row_extra
 from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from batchgen.request.row_ids import row_id
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.request.parser import parse_row
+from batchgen.request.row_values import RowDefaults
 from tests.rows import CHAT, HELLO, line, text
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ import pytest
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults
 from batchgen.request.prompts import TextPrompt, TokenPrompt
+from batchgen.request.row_values import RowDefaults
 from tests.rows import HELLO, parse, text
 
 pytestmark = pytest.mark.field("completion", "completions")

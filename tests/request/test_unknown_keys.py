@@ -10,7 +10,7 @@ from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import RowError
 from batchgen.request.fields import LOOKUP
 from batchgen.request.other_systems import words
-from batchgen.request.parser import RowDefaults
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.unknown_keys import (
     MAX_CARRIED_OPTIONS,
     CarriedOptions,

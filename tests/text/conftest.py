@@ -12,7 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.errors import ErrorInfo
-from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.request.parser import parse_row
+from batchgen.request.row_values import RowDefaults
 from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.tokenizer import Tokenizer
 

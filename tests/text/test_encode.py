@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.hidden_states import CaptureSupport
-from batchgen.request.parser import RowDefaults, derive_seed, parse_row
+from batchgen.request.parser import derive_seed, parse_row
 from batchgen.request.prompts import TextPrompt, TokenPrompt
+from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow
 from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.tokenizer import Tokenizer

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import pyarrow as pa
 
-from batchgen.data.read.jsonl import RowFilter, json_rows, text_rows
+from batchgen.data.read.delimited import TAB, delimited_rows, delimited_schema
+from batchgen.data.read.json_elements import json_rows
+from batchgen.data.read.jsonl import json_document_rows, json_line_rows, prompt_line_rows, text_rows
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
+from batchgen.data.read.pieces import RowsOfStream
 from batchgen.errors import InputError
-from batchgen.request.raw_row import RawRow
-
-ReadRows = Callable[[BinaryIO, str, int, RowFilter | None, frozenset[str]], Iterator[RawRow | None]]
-"""(stream, file name for messages, index of its first row, predicate of wanted rows, columns whose binary values must
-be UTF-8) -> one item per row, None for a row that is not wanted. A bad row is an item with an error, never an
-exception; damage that ends the file is one `truncated_input` row."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputFormat:
     """How the files of one format are recognised and read."""
 
+    key: str
+    """Its name as the value of `--input-format`."""
     name: str
     suffixes: tuple[str, ...]
-    rows: ReadRows
+    rows: RowsOfStream
+    """Reader of a file that the suffix says is of this format."""
+    named_rows: RowsOfStream | None = None
+    """Reader of a file that `--input-format` says is; None: the same."""
     schema: Callable[[BinaryIO, str], pa.Schema | None] | None = None
     """(stream, file name) -> names and types of the columns, None if they cannot be read; None: rows may have any
     fields."""
@@ -39,14 +42,25 @@ def _no_columns(stream: BinaryIO, source: str) -> pa.Schema:
     return pa.schema([])
 
 
-JSON_LINES = InputFormat("JSON lines", (".jsonl", ".ndjson", ".json"), json_rows)
+JSON_LINES = InputFormat("jsonl", "JSON lines", (".jsonl", ".ndjson"), json_line_rows)
 FORMATS = (
     JSON_LINES,
-    InputFormat("text", (".txt",), text_rows, _no_columns),
-    InputFormat("Parquet", (".parquet",), parquet_rows, parquet_schema, b"PAR1", compressed=False),
+    InputFormat("json", "JSON", (".json",), json_document_rows, json_rows),
+    InputFormat("csv", "CSV", (".csv",), delimited_rows, schema=delimited_schema),
+    InputFormat(
+        "tsv",
+        "TSV",
+        (".tsv",),
+        partial(delimited_rows, delimiter=TAB),
+        schema=partial(delimited_schema, delimiter=TAB),
+    ),
+    InputFormat("txt", "text", (".txt",), prompt_line_rows, text_rows, _no_columns),
+    InputFormat("parquet", "Parquet", (".parquet",), parquet_rows, None, parquet_schema, b"PAR1", compressed=False),
 )
 SUFFIXES = {suffix: format for format in FORMATS for suffix in format.suffixes}
 """File name suffix -> format."""
+BY_KEY = {format.key: format for format in FORMATS}
+"""Value of `--input-format` -> format."""
 
 
 def format_of(path: str, suffix: str, compressed: bool) -> InputFormat:
@@ -60,5 +74,8 @@ def format_of(path: str, suffix: str, compressed: bool) -> InputFormat:
         plain, others = (
             ", ".join(name for name, format in SUFFIXES.items() if format.compressed == flag) for flag in (True, False)
         )
-        raise InputError(f"{path}: unknown kind of file; batchgen reads {plain} (each also .gz or .zst) and {others}.")
+        raise InputError(
+            f"{path}: unknown kind of file; batchgen reads {plain} (each also .gz or .zst) and {others}. "
+            f"Name its format with --input-format {'|'.join(BY_KEY)}."
+        )
     return found

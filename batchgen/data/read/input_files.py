@@ -5,7 +5,6 @@ Everything that makes a whole input unreadable is detected here, before any work
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import io
 import os
@@ -13,19 +12,21 @@ import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
 
-from batchgen.data.read.formats import FORMATS, JSON_LINES, InputFormat, format_of
-from batchgen.data.read.streams import Compression, PositionedFile, decompressed, sniff_compression
-from batchgen.errors import InputError, UsageError
+from batchgen.data.read.formats import BY_KEY, FORMATS, JSON_LINES, InputFormat, format_of
+from batchgen.data.read.input_paths import expand
+from batchgen.data.read.streams import COMPRESSIONS, Compression, PositionedFile, decompressed, sniff_compression
+from batchgen.errors import InputError
 from batchgen.request.raw_row import STDIN
 
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+AUTO_FORMAT = "auto"
+"""Value of `--input-format` that leaves the format of a file to its suffix."""
 _BLOCK = 1 << 20
 
 
@@ -43,8 +44,9 @@ class FoundInput(NamedTuple):
     path: str
     """Path as given by the user; `STDIN` is standard input."""
     format: InputFormat | None
-    """None for standard input and other pipes, of which nothing has been read."""
+    """None for standard input and other pipes, of which nothing has been read, unless `--input-format` names it."""
     compression: Compression | None = None
+    is_pipe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,36 +104,27 @@ class InputFile:
             raise InputError(f"{self.path} changed while it was read. Run again when nothing writes to it.")
 
 
-def find_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> list[FoundInput]:
-    """Expand globs, and check the name and the first bytes of every file without reading further.
+def find_inputs(
+    paths: Sequence[str], reserved: Container[str] = (), input_format: str = AUTO_FORMAT
+) -> list[FoundInput]:
+    """Expand globs and folders, and check the name and the first bytes of every file without reading further.
 
-    Files are in the order given, sorted within each glob; globs leave out `reserved` files.
+    Files are in the order given, sorted within each glob and folder, which leave out `reserved` files.
+
+    Args:
+        paths: the paths as the user gives them.
+        reserved: the job's own files.
+        input_format: key of the format of all files, whatever their suffix; "auto": by suffix.
 
     Raises:
         InputError: no file is named or matched, standard input is named twice, or a file cannot be used; the message
             names the file and the remedy.
-        UsageError: a named file is one of `reserved`.
+        UsageError: a path is not local, or a named file is one of `reserved`.
     """
-    if not paths:
-        raise InputError("No input was named.")
-    if list(paths).count(STDIN) > 1:
-        raise InputError("Standard input (-) is named twice; it can be read once.")
-    return [_inspect(path) for pattern in paths for path in _expand(pattern, reserved)]
-
-
-def _expand(pattern: str, reserved: Container[str]) -> Iterator[str]:
-    if pattern == STDIN or not glob.has_magic(pattern) or os.path.lexists(pattern):
-        if pattern != STDIN and pattern in reserved:
-            raise UsageError(f"{pattern} is a file of the job's own output; name another input, or another output (-o)")
-        yield pattern
-        return
-    matches = glob.glob(pattern, recursive=True)  # noqa: PTH207 - absolute patterns and strings as given
-    files = sorted(path for path in matches if not Path(path).is_dir())
-    found = [path for path in files if path not in reserved]
-    if not found:
-        exception = " but the job's own output" if files else ""
-        raise InputError(f"{pattern}: no file matches{exception}. Check the pattern and the working directory.")
-    yield from found
+    format = None if input_format == AUTO_FORMAT else BY_KEY[input_format]
+    if format is not None and format.named_rows is not None:
+        format = replace(format, rows=format.named_rows)
+    return [_inspect(path, format) for path in expand(paths, reserved, format and BY_KEY[format.key])]
 
 
 def describe_input(found: FoundInput) -> InputFile:
@@ -144,34 +137,36 @@ def describe_input(found: FoundInput) -> InputFile:
     if path == STDIN:
         if sys.stdin is None:
             raise InputError("Standard input (-) is closed. Name a file, or give the input with <.")
-        return _spooled(path, sys.stdin.buffer)
+        return _spooled(found, sys.stdin.buffer)
     try:
         with Path(path).open("rb") as stream:
-            if found.format is None:
-                return _spooled(path, stream)
+            if found.is_pipe:
+                return _spooled(found, stream)
             stamp = _stamp(os.fstat(stream.fileno()))
             size, digest = _hash(stream)
     except OSError as error:
         raise _unreadable(path, error) from None
+    assert found.format is not None
     return InputFile(path, found.format, found.compression, size, digest, None, stamp)
 
 
-def _inspect(path: str) -> FoundInput:
-    """Format and compression of a regular file, by name and first bytes."""
+def _inspect(path: str, format: InputFormat | None) -> FoundInput:
+    """Format and compression of a regular file, by its first bytes, and by its name unless `format` is given."""
     if path == STDIN:
-        return FoundInput(path, None)
+        return FoundInput(path, format, is_pipe=True)
     try:
-        status = Path(path).stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise InputError(f"{path} is a folder. Name its files, for example '{path.rstrip('/')}/*.jsonl'.")
-        if not stat.S_ISREG(status.st_mode):
-            return FoundInput(path, None)
-        inner, last = os.path.splitext(path.lower())  # noqa: PTH122 - Path handles one suffix only
-        compression = _COMPRESSIONS.get(last)
-        suffix = os.path.splitext(inner)[1] if compression else last  # noqa: PTH122
-        found = FoundInput(path, format_of(path, suffix, compression is not None), compression)
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            return FoundInput(path, format, is_pipe=True)
         with Path(path).open("rb") as stream:
-            _check_head(found, stream.read(_BLOCK))
+            head = stream.read(_BLOCK)
+        if format is not None:
+            found = FoundInput(path, format, sniff_compression(head) if format.compressed else None)
+        else:
+            inner, last = os.path.splitext(path.lower())  # noqa: PTH122 - Path handles one suffix only
+            compression = COMPRESSIONS.get(last)
+            suffix = os.path.splitext(inner)[1] if compression else last  # noqa: PTH122
+            found = FoundInput(path, format_of(path, suffix, compression is not None), compression)
+        _check_head(found, head)
     except OSError as error:
         raise _unreadable(path, error) from None
     return found
@@ -179,7 +174,7 @@ def _inspect(path: str) -> FoundInput:
 
 def _check_head(file: FoundInput, head: bytes) -> None:
     """Reject a file whose first bytes contradict its name."""
-    path, format, compression = file
+    path, format, compression, _ = file
     assert format is not None
     if not compression and not head.startswith(format.magic):
         raise InputError(f"{path} is not a {format.name} file. Check where it came from, or rename it.")
@@ -192,12 +187,14 @@ def _check_head(file: FoundInput, head: bytes) -> None:
         raise InputError(f"{path} is named as {claim}, but {fact}. Rename it.")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{path} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8.")
-    if path.lower().endswith(".json") and head.lstrip().startswith(b"["):
-        raise InputError(f"{path} is one JSON array, not JSON lines. Convert it: jq -c '.[]'.")
 
 
-def _spooled(path: str, stream: BinaryIO) -> InputFile:
-    """Copy a pipe of JSON lines into an unlinked temporary file, since the input is read more than once."""
+def _spooled(found: FoundInput, stream: BinaryIO) -> InputFile:
+    """Copy a pipe into an unlinked temporary file, since the input is read more than once.
+
+    It holds JSON lines, unless its format is named, or its first bytes are those of another one.
+    """
+    path = found.path
     try:
         with tempfile.TemporaryFile() as file:
             size, digest = _hash(stream, file)
@@ -210,12 +207,11 @@ def _spooled(path: str, stream: BinaryIO) -> InputFile:
             f"{name} could not be kept in {tempfile.gettempdir()} ({error.strerror}). "
             "Set TMPDIR to a folder with room, or save the input to a file."
         ) from None
-    for format in FORMATS:
-        if format.magic and head.startswith(format.magic):
-            raise InputError(f"{format.name} cannot be read from a pipe. Name the file.")
-    compression = sniff_compression(head)
-    _check_head(FoundInput(path, JSON_LINES, compression), head)
-    return InputFile(path, JSON_LINES, compression, size, digest, spool, (size, 0, 0))
+    known = next((format for format in FORMATS if format.magic and head.startswith(format.magic)), JSON_LINES)
+    format = found.format or known
+    compression = sniff_compression(head) if format.compressed else None
+    _check_head(FoundInput(path, format, compression), head)
+    return InputFile(path, format, compression, size, digest, spool, (size, 0, 0))
 
 
 def _hash(stream: BinaryIO, copy: BinaryIO | None = None) -> tuple[int, str]:

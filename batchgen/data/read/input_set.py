@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
-from batchgen.data.read.jsonl import RowFilter
+from batchgen.data.read.input_paths import partitions_of
+from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.selection import Selection
-from batchgen.errors import InputError, UsageError
+from batchgen.errors import ErrorCode, InputError, UsageError
 from batchgen.request.fields import ID_NAMES
 from batchgen.request.other_rows import fields_there
 from batchgen.request.printable import encodable
 from batchgen.request.raw_row import STDIN, RawRow
+from batchgen.tables.text_fields import conversation
 
+SOURCE_COLUMNS = ("source_file", "source_line")
+"""Carried fields of `--include-source`: the file as the user names it, and the line, or row, in it."""
 _PROMPT_FIELDS = ("text", "prompt")
 
 
-def open_inputs(found: Iterable[FoundInput]) -> InputSet:
-    """Hash the inputs, in order.
+def open_inputs(found: Iterable[FoundInput], *, include_source: bool = False) -> InputSet:
+    """Hash the inputs, in order. `include_source`: as in `InputSet`.
 
     Raises:
         InputError: a file is missing or unreadable, or two of its columns have the same name.
@@ -26,14 +30,16 @@ def open_inputs(found: Iterable[FoundInput]) -> InputSet:
     files = [describe_input(one) for one in found]
     for file in files:
         file.schema()  # raises before a row is read
-    return InputSet(files)
+    return InputSet(files, include_source=include_source)
 
 
 class InputSet:
     """All input files as one sequence of rows, which can be read repeatedly."""
 
-    def __init__(self, files: Sequence[InputFile]) -> None:
+    def __init__(self, files: Sequence[InputFile], *, include_source: bool = False) -> None:
+        """`include_source`: whether rows carry the `SOURCE_COLUMNS`."""
         self.files = tuple(files)
+        self._include_source = include_source
 
     def count(self) -> int:
         """Number of rows in all files, counted without parsing them."""
@@ -47,11 +53,12 @@ class InputSet:
     ) -> Iterator[RawRow]:
         """Stream the rows in bounded memory.
 
-        A named prompt column becomes `text` (`messages` if it holds a list of objects), a named id column becomes `id`
-        (integers become strings); fields that had these names move to `RawRow.displaced`.
+        A named prompt column becomes `text` (`messages` if it holds a list of objects, also as JSON text), a named id
+        column becomes `id` (integers become strings); fields that had these names move to `RawRow.displaced`. So do the
+        folders named `key=value` of a row's file, and its source.
 
         Raises:
-            UsageError: a named column does not exist in a Parquet file, or an input is a `.txt` file.
+            UsageError: a named column does not exist in a Parquet or CSV file, or an input is a `.txt` file.
             InputError: the disk fails or a file changes during reading.
         """
         named = {column for column in (prompt_column, id_column) if column is not None}
@@ -85,8 +92,11 @@ class InputSet:
         index = 0
         for file in self.files:
             try:
+                partitions = dict(partitions_of(file.path))
                 for row in _file_items(file, index, keep, text_columns):
                     index += 1
+                    if row is not None and (partitions or self._include_source):
+                        row = _with_origin(row, partitions, self._include_source)
                     yield row
                 file.check_unchanged()
             except OSError as error:
@@ -111,15 +121,37 @@ def _file_items(
         yield from file.format.rows(stream, source, first_index, keep, text_columns)
 
 
+def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_source: bool) -> RawRow:
+    """The row with the values of its file's folders, and its source, as carried fields."""
+    origin: dict[str, Any] = {name: value for name, value in partitions.items() if value is not None}
+    own = row.value or {}
+    for name in partitions.keys() & own.keys():
+        if own[name] is not None and str(own[name]) != origin.get(name):
+            problem = (
+                f"the row has {name!r}, and its folder {name}={partitions[name]} another value; rename one of them"
+            )
+            return RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem)
+        origin.pop(name, None)
+    if include_source:
+        twice = next((name for name in SOURCE_COLUMNS if name in own), None)
+        if twice is not None:
+            problem = f"the row has a field {twice!r}, which --include-source adds; rename it"
+            return RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem)
+        origin |= dict(zip(SOURCE_COLUMNS, (row.source, row.line), strict=True))
+    return row._replace(displaced=origin)
+
+
 def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:
     if row.value is None:
         return row if id_column is None else row._replace(id=None)
-    value, displaced = dict(row.value), dict[str, Any]()
+    value, displaced = dict(row.value), dict(row.displaced)
     given = {name: value.pop(name) for name in (prompt_column, id_column) if name is not None and name in value}
     if prompt_column is not None:
         displaced |= {name: value.pop(name) for name in _PROMPT_FIELDS if name in value}
         if prompt_column in given:
             prompt = given[prompt_column]
+            if type(prompt) is str:
+                prompt = conversation(prompt) or prompt
             chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
             value["messages" if chat else "text"] = prompt
     if id_column is not None:

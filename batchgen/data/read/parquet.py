@@ -1,62 +1,69 @@
-"""Rows of a Parquet file as plain dicts of JSON values.
-
-Nulls are absent fields, also inside structs. Maps become dicts, dates and times ISO strings, decimals floats, or
-integers if their type has no fraction. Binary values become text if they are UTF-8, else base64; in a prompt or id
-column they must be UTF-8.
-"""
+"""Rows of a Parquet file as plain dicts of JSON values; `tables.arrow_values` has the rules of the types."""
 
 from __future__ import annotations
 
-import base64
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from functools import partial
+from itertools import groupby
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyarrow.types as pat
 
-from batchgen.data.read.jsonl import RowFilter
-from batchgen.data.read.temporal import temporal_to_text
+from batchgen.data.read.pieces import RowFilter
 from batchgen.errors import ErrorCode, InputError, RowError
-from batchgen.request.fields import ID_NAMES
 from batchgen.request.raw_row import RawRow
-
-Convert = Callable[[Any], Any]
-Value = dict[str, Any] | RowError
+from batchgen.tables.arrow_values import JSON_EXTENSION, Value, read_rows
+from batchgen.tables.text_fields import TextFields
 
 _BATCH_ROWS = 1024
 _LARGE_BATCH_ROWS = 16
 """Rows per batch for a file with embeddings."""
-_TEXT_COLUMNS = frozenset({"text", "prompt", *ID_NAMES})
 
 
 def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
     """Names and types of the columns; None if the file has no readable footer.
 
     Raises:
-        InputError: two columns, or two fields of a struct, have the same name.
+        InputError: two columns, or two fields of a struct, have the same name, or pyarrow cannot read the file's types.
     """
     try:
-        schema = pq.ParquetFile(stream).schema_arrow
+        file = pq.ParquetFile(stream)
+        schema = file.schema_arrow
+    except pa.ArrowNotImplementedError as error:
+        raise InputError(f"{source} cannot be read by pyarrow {pa.__version__}: {_first_line(error)}") from None
     except (pa.ArrowException, OSError):
         return None
-    if twice := _named_twice(schema.names):
+    if twice := named_twice(schema.names):
         raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
     for field in schema:
         if twice := _field_named_twice(field.type):
             raise InputError(f"{source}: two fields in column {field.name!r} are named {twice!r}; rename one of them.")
+    _check_json_columns(file, source)
     return schema
 
 
-def _named_twice(names: Sequence[str]) -> str | None:
+def _check_json_columns(file: pq.ParquetFile, source: str) -> None:
+    """Refuse columns of JSON for which pyarrow has no type: their text would be taken for plain text.
+
+    Raises:
+        InputError: there is one.
+    """
+    leaves = [file.schema.column(i) for i in range(len(file.schema))]
+    column = next((leaf.path for leaf in leaves if leaf.logical_type.type == "JSON"), None)
+    if column is not None and JSON_EXTENSION not in file.schema_arrow.to_string(truncate_metadata=False):
+        raise InputError(f"{source}: pyarrow {pa.__version__} has no type for the JSON of {column}; upgrade pyarrow.")
+
+
+def named_twice(names: Sequence[str]) -> str | None:
+    """The first name that occurs twice."""
     return next((name for name in names if names.count(name) > 1), None)
 
 
 def _field_named_twice(kind: pa.DataType) -> str | None:
     """Name shared by two fields of one struct, at any depth; a dict would lose one of them."""
     inner = [kind.field(i) for i in range(kind.num_fields)]
-    twice = _named_twice([field.name for field in inner])
+    twice = named_twice([field.name for field in inner])
     return twice or next(filter(None, (_field_named_twice(field.type) for field in inner)), None)
 
 
@@ -70,7 +77,7 @@ def parquet_rows(
     """Rows of a Parquet file, read in bounded batches; None for a row that `keep` rejects.
 
     A file without a readable footer gives one `truncated_input` row; a damaged row group gives one for each row that
-    cannot be read.
+    cannot be read. What pyarrow cannot do is `unsupported_field`, never damage.
 
     Args:
         stream: the file, seekable.
@@ -86,169 +93,64 @@ def parquet_rows(
         wanted = keep is None or keep(first_index)
         yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
         return
-    strict = _TEXT_COLUMNS | text_columns
-    names = file.schema_arrow.names
-    converts = [_converter(field.type, field.name, field.name in strict) for field in file.schema_arrow]
-    rows = _LARGE_BATCH_ROWS if "input_embeds" in names else _BATCH_ROWS
+    size = _LARGE_BATCH_ROWS if "input_embeds" in file.schema_arrow.names else _BATCH_ROWS
+    fields = TextFields(file.schema_arrow.names, named=text_columns)
+    read = partial(read_rows, fields=fields, text_columns=text_columns)
     row = 0
     for group in range(file.metadata.num_row_groups):
         end = row + file.metadata.row_group(group).num_rows
-        try:
-            for batch in file.iter_batches(rows, row_groups=[group], use_threads=False):
-                for item in _batch_rows(batch, names, converts, source, first_index, row, keep):
-                    row += 1
-                    yield item
-        except (pa.ArrowException, OSError) as error:
-            problem = f"row group {group} cannot be read ({_first_line(error)})"
-            while row < end:
+        batches = file.iter_batches(size, row_groups=[group], use_threads=False)
+        while row < end:
+            try:
+                batch = next(batches)
+            except (StopIteration, pa.ArrowException, OSError) as error:
+                code, problem = _unreadable(group, error)
+                for index in range(first_index + row, first_index + end):
+                    wanted = keep is None or keep(index)
+                    line = index - first_index + 1
+                    yield RawRow.failed(index, source, line, code, problem) if wanted else None
+                row = end
+                break
+            indexes = range(first_index + row, first_index + row + batch.num_rows)
+            for index, value in zip(indexes, _wanted(batch, indexes, keep, read), strict=True):
                 row += 1
-                wanted = keep is None or keep(first_index + row - 1)
-                index = first_index + row - 1
-                yield RawRow.failed(index, source, row, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
+                if value is None:
+                    yield None
+                elif isinstance(value, RowError):
+                    yield RawRow.failed(index, source, row, value.info.code, value.info.message)
+                else:
+                    yield RawRow(index, source, row, value)
+
+
+def _unreadable(group: int, error: Exception) -> tuple[ErrorCode, str]:
+    """Error of the rows of a row group that cannot be read.
+
+    Raises:
+        MemoryError: there was no memory for it.
+    """
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, pa.ArrowNotImplementedError):
+        remedy = f"pyarrow {pa.__version__} cannot read it ({_first_line(error)}); write the file with other types"
+        return ErrorCode.UNSUPPORTED_FIELD, f"row group {group}: {remedy}, or in smaller row groups"
+    return ErrorCode.TRUNCATED_INPUT, f"row group {group} cannot be read ({_first_line(error)})"
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _batch_rows(
+def _wanted(
     batch: pa.RecordBatch,
-    names: Sequence[str],
-    converts: Sequence[Convert | None],
-    source: str,
-    first_index: int,
-    first_row: int,
+    indexes: range,
     keep: RowFilter | None,
-) -> Iterator[RawRow | None]:
-    rows = range(first_row, first_row + batch.num_rows)
-    wanted = [keep is None or keep(first_index + row) for row in rows]
-    values = iter(_values(batch if all(wanted) else batch.filter(pa.array(wanted)), names, converts))
-    for row, is_wanted in zip(rows, wanted, strict=True):
-        if not is_wanted:
-            yield None
-            continue
-        value = next(values)
-        if isinstance(value, RowError):
-            yield RawRow.failed(first_index + row, source, row + 1, value.info.code, value.info.message)
-        else:
-            yield RawRow(first_index + row, source, row + 1, value)
-
-
-def _values(batch: pa.RecordBatch, names: Sequence[str], converts: Sequence[Convert | None]) -> list[Value]:
-    """Each row's dict or error; if the batch cannot be converted as a whole, it is converted row by row."""
-    try:
-        return [*_dicts(batch, names, converts)]
-    except (RowError, UnicodeDecodeError):
-        return [_value(batch.slice(i, 1), names, converts) for i in range(batch.num_rows)]
-
-
-def _value(batch: pa.RecordBatch, names: Sequence[str], converts: Sequence[Convert | None]) -> Value:
-    try:
-        return _dicts(batch, names, converts)[0]
-    except RowError as error:
-        return error
-    except UnicodeDecodeError:
-        return RowError(ErrorCode.INVALID_UNICODE, "a string of this row is not UTF-8")
-
-
-def _dicts(batch: pa.RecordBatch, names: Sequence[str], converts: Sequence[Convert | None]) -> list[dict[str, Any]]:
-    columns = [
-        values if convert is None else [None if v is None else convert(v) for v in values]
-        for values, convert in zip(map(_column_values, batch.columns), converts, strict=True)
-    ]
-    if not columns:
-        return [{} for _ in range(batch.num_rows)]
-    pairs = zip(*columns, strict=True)
-    return [{name: v for name, v in zip(names, row, strict=True) if v is not None} for row in pairs]
-
-
-def _column_values(column: pa.Array) -> list[Any]:
-    """Values of a column as by `to_pylist`; lists of numbers (token ids) go through numpy, which is faster."""
-    kind = column.type
-    if pat.is_list(kind) and (pat.is_integer(kind.value_type) or pat.is_floating(kind.value_type)):
-        offsets = column.offsets.to_numpy()
-        flat = column.values.slice(offsets[0], offsets[-1] - offsets[0]) if len(column) else column.values
-        if flat.null_count == 0 and len(column):
-            numbers = flat.to_numpy(zero_copy_only=False).tolist()
-            ends = (offsets - offsets[0]).tolist()
-            valid = column.is_valid().to_pylist()
-            return [numbers[ends[i] : ends[i + 1]] if ok else None for i, ok in enumerate(valid)]
-    values: list[Any] = temporal_to_text(column).to_pylist()
-    return values
-
-
-def _converter(kind: pa.DataType, name: str, strict_text: bool) -> Convert | None:
-    """Function that converts a column's non-null values to JSON values; None if they need no conversion.
-
-    It is built once per column from the column's type.
-    """
-    if pat.is_dictionary(kind):
-        return _converter(kind.value_type, name, strict_text)
-    if pat.is_struct(kind):
-        return _struct_converter({field.name: _converter(field.type, field.name, False) for field in kind})
-    if pat.is_map(kind):
-        return _map_converter(_converter(kind.key_type, "", False), _converter(kind.item_type, "", False))
-    if pat.is_list(kind) or pat.is_large_list(kind) or pat.is_fixed_size_list(kind):
-        return _list_converter(_converter(kind.value_type, name, strict_text))
-    if pat.is_binary(kind) or pat.is_large_binary(kind) or pat.is_fixed_size_binary(kind):
-        return _strict_text if strict_text else _text_or_base64
-    if pat.is_decimal(kind) and kind.scale == 0:
-        return int
-    if pat.is_decimal(kind):
-        return float
-    if isinstance(kind, pa.BaseExtensionType):
-        return _extension_value
-    return None
-
-
-def _struct_converter(converts: dict[str, Convert | None]) -> Convert:
-    def convert(value: dict[str, Any]) -> dict[str, Any]:
-        result = {}
-        for key, item in value.items():
-            if item is not None:
-                inner = converts[key]
-                result[key] = item if inner is None else inner(item)
-        return result
-
-    return convert
-
-
-def _map_converter(of_keys: Convert | None, inner: Convert | None) -> Convert:
-    def convert(value: list[tuple[Any, Any]]) -> dict[str, Any]:
-        pairs = [
-            (str(key if of_keys is None else of_keys(key)), item if inner is None else inner(item))
-            for key, item in value
-            if item is not None
-        ]
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise RowError(ErrorCode.INVALID_FIELD, "a map holds the same key twice")
-        return result
-
-    return convert
-
-
-def _list_converter(inner: Convert | None) -> Convert | None:
-    if inner is None:
-        return None
-    return lambda values: [None if value is None else inner(value) for value in values]
-
-
-def _strict_text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        raise RowError(ErrorCode.INVALID_UNICODE, "the binary prompt or id of this row is not UTF-8") from None
-
-
-def _text_or_base64(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return base64.b64encode(value).decode()
-
-
-def _extension_value(value: Any) -> Any:
-    if isinstance(value, uuid.UUID):
-        return str(value)
-    return _text_or_base64(value) if isinstance(value, bytes) else value
+    read: Callable[[pa.RecordBatch], list[Value]],
+) -> Iterator[Value | None]:
+    """Value or error of each row; None for one that is not wanted."""
+    if keep is None:
+        yield from read(batch)
+        return
+    for is_wanted, run in groupby(range(len(indexes)), lambda i: keep(indexes[i])):
+        rows = [*run]
+        # A slice needs no kernel of Arrow; some types have none that filters.
+        yield from read(batch.slice(rows[0], len(rows))) if is_wanted else [None] * len(rows)

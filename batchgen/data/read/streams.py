@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 Compression = Literal["gzip", "zstd"]
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+"""File name suffix -> compression."""
 
 _GZIP_INPUT = 1 << 16
 _ZSTD_INPUT = 1 << 11
@@ -43,6 +45,16 @@ class PositionedFile(io.RawIOBase):
     def readable(self) -> bool:
         """True."""
         return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move this reader's position."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position}.get(whence)
+        self._position = max(0, offset + (os.fstat(self._descriptor).st_size if base is None else base))
+        return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """Read at this reader's position."""

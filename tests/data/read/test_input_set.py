@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Container, Sequence
@@ -21,6 +22,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.config.run_config import BY_NAME
+from batchgen.data.read.formats import BY_KEY
 from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.read.input_set import open_inputs as open_found
@@ -93,7 +96,10 @@ def test_globs_are_sorted_and_keep_the_order_of_the_arguments() -> None:
 REFUSED: dict[str, tuple[bytes | None, str]] = {
     "missing.jsonl": (None, "cannot be read"),
     "*.jsonl": (None, "no file matches"),
-    "rows.csv": (b"a,b\n", "unknown kind"),
+    "rows.xlsx": (b"PK", "unknown kind.*--input-format"),
+    "twice.csv": (b"a,b,a\n", "two columns are named 'a'"),
+    "latin.csv": ("caf\u00e9,b\n".encode("latin-1"), "not UTF-8.*iconv"),
+    "quote.tsv": (b'a\t"b\n', "first row.*cannot be read"),
     "rows": (b"{}", "unknown kind"),
     "rows.parquet.gz": (b"\x1f\x8b", "unknown kind"),
     "rows.gz": (b"\x1f\x8b", "unknown kind"),
@@ -103,7 +109,6 @@ REFUSED: dict[str, tuple[bytes | None, str]] = {
     "packed.jsonl": (gzip.compress(b"{}"), "it is gzip"),
     "other.jsonl.gz": (zstandard.compress(b"{}"), "it is zstd"),
     "wide.jsonl": ('{"text":"a"}\n'.encode("utf-16"), "UTF-16"),
-    "array.json": (b' [\n{"text":"a"}]', "JSON array"),
 }
 
 
@@ -118,9 +123,8 @@ def test_unreadable_inputs_are_refused_by_name_with_a_remedy(name: str) -> None:
     assert caught.value.exit_code == 4
 
 
-def test_a_folder_no_paths_and_repeated_stdin_are_refused() -> None:
-    Path("folder").mkdir()
-    for paths, part in ((["folder"], r"folder/\*.jsonl"), ([], "No input"), (["-", "-"], "twice")):
+def test_no_paths_and_repeated_stdin_are_refused() -> None:
+    for paths, part in (([], "No input"), (["-", "-"], "twice")):
         with pytest.raises(InputError, match=part):
             open_inputs(paths)
 
@@ -157,10 +161,13 @@ def test_standard_input_is_spooled_and_hashed(pack: Any, monkeypatch: pytest.Mon
     assert (inputs.files[0].size, inputs.files[0].sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_parquet_on_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"PAR1...")))
-    with pytest.raises(InputError, match="pipe"):
-        open_inputs(["-"])
+def test_parquet_on_standard_input_is_known_by_its_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"n": [*range(3000)]}), stream, row_group_size=1000)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stream.getvalue())))
+    inputs = open_inputs(["-"])
+    assert [row.value for row in inputs.rows()] == [{"n": n} for n in range(3000)]
+    assert [row.value for row in inputs.rows_at([2999])] == [{"n": 2999}]
 
 
 def test_a_named_pipe_is_spooled() -> None:
@@ -171,6 +178,109 @@ def test_a_named_pipe_is_spooled() -> None:
     writer.join()
     assert inputs.count() == 3
     assert [row.value for row in inputs.rows()] == [{"n": 1}] * 3
+
+
+def test_the_named_format_counts_whatever_the_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, csv = b'[{"n": 0}, {"n": 1}]', b"text\nfirst\nsecond\n"
+    Path("rows").write_bytes(gzip.compress(array))
+    Path("rows.txt").write_bytes(csv)
+    pq.write_table(pa.table({"n": [0, 1]}), "rows.bin")
+    for name, key in (("rows", "json"), ("rows", "jsonl"), ("rows.bin", "parquet")):
+        assert [row.value for row in open_found(find_inputs([name], (), key)).rows()] == [{"n": 0}, {"n": 1}]
+    assert [row.value for row in open_found(find_inputs(["rows.txt"], (), "csv")).rows()] == [
+        {"text": "first"},
+        {"text": "second"},
+    ]
+    for key, expected in (("csv", [{"text": "first"}, {"text": "second"}]), ("txt", 3), ("jsonl", 3)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(zstandard.compress(csv))))
+        found = [row.value for row in open_found(find_inputs(["-"], (), key)).rows()]
+        assert found == expected or len(found) == expected
+    with pytest.raises(InputError, match=r"rows\.txt is not a Parquet file"):
+        find_inputs(["rows.txt"], (), "parquet")
+
+
+@pytest.mark.parametrize("key", BY_KEY)
+def test_every_format_is_a_choice_of_the_option(key: str) -> None:
+    assert set(BY_NAME["input_format"].choices) == {"auto", *BY_KEY}
+    assert BY_KEY[key].key == key
+
+
+def parquet(name: str, **columns: list[Any]) -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), name)
+
+
+class TestFolders:
+    def test_the_files_of_a_folder_sorted_without_hidden_ones(self) -> None:
+        for name in ("d/b.parquet", "d/a/z.parquet", "d/_tmp/x.parquet", "d/.git/y.parquet", "d/_metadata.parquet"):
+            parquet(name, n=[name])
+        for name in ("d/_SUCCESS", "d/.b.parquet.crc", "d/README.md", "d/LICENSE"):
+            Path(name).write_text("x")
+        Path("d/loop").symlink_to("..", target_is_directory=True)
+        found = open_inputs(["d"])
+        assert [file.path for file in found.files] == ["d/a/z.parquet", "d/b.parquet"]
+        assert [row.value for row in open_inputs(["d/"]).rows()] == [row.value for row in found.rows()]
+        reserved = ReservedPaths(Path("d/b.parquet"))
+        assert [file.path for file in open_inputs(["d"], reserved).files] == ["d/a/z.parquet"]
+
+    def test_folders_named_key_value_are_carried_and_never_fields(self) -> None:
+        parquet("h/lang=de/id=5/a.parquet", text=["x"])
+        parquet("h/lang=a%20%C3%BC%2Fb/id=6/b.parquet", text=["y"])
+        parquet("h/lang=__HIVE_DEFAULT_PARTITION__/c.parquet", text=["z"])
+        rows = [*open_inputs(["h"]).rows()]
+        assert {(row.value["text"], *row.displaced.items()) for row in rows if row.value} == {
+            ("x", ("lang", "de"), ("id", "5")),
+            ("y", ("lang", "a ü/b"), ("id", "6")),
+            ("z",),
+        }
+        for pattern in ("h/*/*/*.parquet", "h/lang=de/id=5/a.parquet"):
+            assert next(iter(open_inputs([pattern]).rows())).displaced.keys() == {"lang", "id"}
+
+    def test_a_column_of_the_name_of_a_folder_must_agree(self) -> None:
+        parquet("h/year=2024/a.parquet", text=["x", "y", "z"], year=[2024, 2023, None])
+        rows = [*open_inputs(["h"]).rows()]
+        assert (rows[0].value, rows[0].displaced) == ({"text": "x", "year": 2024}, {})
+        assert rows[1].error is not None
+        assert "the row has 'year', and its folder year=2024 another value" in rows[1].error.message
+        assert (rows[2].value, rows[2].displaced) == ({"text": "z"}, {"year": "2024"})
+
+    def test_the_source_of_a_row_is_carried(self) -> None:
+        Path("a.jsonl").write_bytes(b"\n" + lines({"text": "x", "q": "why", "uid": 1}) + b"broken\n")
+        Path("b.jsonl").write_bytes(lines({"text": "x", "source_file": "mine"}))
+        inputs = open_found(find_inputs(["a.jsonl", "b.jsonl"]), include_source=True)
+        first, broken, twice = inputs.rows("q", "uid")
+        assert first.value == {"text": "why", "id": "1"}
+        assert first.displaced == {"text": "x", "source_file": "a.jsonl", "source_line": 2}
+        assert broken.displaced == {"source_file": "a.jsonl", "source_line": 3}
+        assert twice.error is not None
+        assert "field 'source_file', which --include-source adds" in twice.error.message
+
+    REFUSED = (
+        (("a.parquet", "b.jsonl"), "auto", "d holds files of several formats (JSON lines, Parquet)"),
+        (("a.parquet", "b.xlsx"), "auto", "d/b.xlsx is of an unknown kind"),
+        (("b.jsonl",), "parquet", "d is a folder that holds no Parquet files"),
+        ((), "auto", "d is a folder that holds no input files"),
+        (("_a.jsonl",), "auto", "d is a folder that holds no input files"),
+    )
+
+    @pytest.mark.parametrize(("names", "key", "problem"), REFUSED)
+    def test_other_folders_are_refused(self, names: tuple[str, ...], key: str, problem: str) -> None:
+        Path("d").mkdir()
+        for name in names:
+            Path("d", name).write_bytes(b"")
+        with pytest.raises(InputError, match=re.escape(problem)):
+            find_inputs(["d"], (), key)
+
+    def test_a_named_format_chooses_among_the_files_of_a_folder(self) -> None:
+        parquet("d/a.parquet", n=[1])
+        Path("d/b.jsonl.gz").write_bytes(gzip.compress(lines({"n": 2})))
+        assert [row.value for row in open_found(find_inputs(["d"], (), "jsonl")).rows()] == [{"n": 2}]
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a.jsonl", "hf://datasets/x", "https://x.org/a.parquet", "file:///a.csv"])
+def test_paths_with_a_scheme_are_not_names_of_local_files(path: str) -> None:
+    with pytest.raises(UsageError, match=r"local path|without it"):
+        find_inputs(["a.jsonl", path])
 
 
 OWN = ["data/all.parquet", "data/all.hidden.parquet", "data/all.parquet.work/parts/part-000000.parquet"]
@@ -262,6 +372,16 @@ class TestNamedColumns:
         chat = [{"role": "user", "content": "hi"}]
         Path("a.jsonl").write_bytes(lines({"chat": chat}, {"chat": ["a", "b"]}))
         assert values("a.jsonl", prompt_column="chat") == [{"messages": chat}, {"text": ["a", "b"]}]
+
+    def test_a_named_prompt_column_with_the_json_text_of_a_conversation_becomes_messages(self) -> None:
+        chat = [{"role": "user", "content": "hi"}]
+        texts = [json.dumps(chat), " " + json.dumps(chat), "[1]", "[not JSON", '["role"]', '{"role": "user"}']
+        expected = [{"messages": chat}] * 2 + [{"text": text} for text in texts[2:]]
+        pq.write_table(pa.table({"messages": texts, "prompt": [texts[0]] * 6}), "a.parquet")
+        Path("a.jsonl").write_bytes(lines(*({"messages": text} for text in texts)))
+        for name in ("a.parquet", "a.jsonl"):
+            assert values(name, prompt_column="messages") == expected
+        assert values("a.parquet", prompt_column="prompt")[0] == {"messages": chat}
 
     def test_a_named_id_column_becomes_the_id(self) -> None:
         Path("a.jsonl").write_bytes(lines({"k": 7, "id": "old", "text": "t"}, {"k": "b", "text": "t"}, {"k": True}))

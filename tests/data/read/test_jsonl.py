@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.data.read import jsonl
-from batchgen.data.read.jsonl import MAX_DEPTH, json_rows, parse_json_object, text_rows
+from batchgen.data.read import pieces
+from batchgen.data.read.json_elements import ElementScanner, json_rows
+from batchgen.data.read.jsonl import json_document_rows, json_line_rows, prompt_line_rows, text_rows
+from batchgen.data.read.pieces import RowsOfStream
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request import json_text
+from batchgen.request.json_text import MAX_DEPTH, parse_json, parse_json_object
 from batchgen.request.raw_row import RawRow
 
 BAD_JSON = ErrorCode.INVALID_JSON
@@ -133,7 +138,7 @@ def test_refused_lines(name: str) -> None:
 
 
 def read(data: bytes) -> list[RawRow]:
-    rows = [*json_rows(io.BytesIO(data), "in.jsonl")]
+    rows = [*json_line_rows(io.BytesIO(data), "in.jsonl")]
     assert all(row is not None for row in rows)
     found = [row for row in rows if row is not None]
     assert [row.index for row in found] == [*range(len(found))]
@@ -176,7 +181,7 @@ def test_a_last_line_without_line_end() -> None:
 
 
 def test_a_line_over_the_limit_is_an_error_row_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(pieces, "MAX_LINE_BYTES", 1 << 20)
     long = b'{"text":"' + b"x" * (5 << 20) + b'"}'
     rows = read(b'{"a":1}\n' + long + b'\n{"a":2}\n' + long)
     assert [row.value for row in rows] == [{"a": 1}, None, {"a": 2}, None]
@@ -186,7 +191,7 @@ def test_a_line_over_the_limit_is_an_error_row_and_the_next_is_read(monkeypatch:
 
 def test_rejected_rows_are_counted_and_not_parsed() -> None:
     data = b'{"a":0}\nbroken\n{"a":2}\n'
-    rows = [*json_rows(io.BytesIO(data), "x", first_index=10, keep=lambda index: index == 12)]
+    rows = [*json_line_rows(io.BytesIO(data), "x", first_index=10, keep=lambda index: index == 12)]
     assert [row and (row.index, row.value) for row in rows] == [None, None, (12, {"a": 2})]
 
 
@@ -225,8 +230,11 @@ def test_round_trip(rows: list[dict[str, Any]], ascii_only: bool, end: str, last
 
 @given(st.binary(max_size=200))
 def test_no_bytes_crash_the_reader(data: bytes) -> None:
-    lines = [line for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip(b" \t\r")]
-    assert len(read(data)) == len(lines)
+    content = data.removeprefix(b"\xef\xbb\xbf")
+    lines = [line for line in content.split(b"\n") if line.strip(b" \t\r")]
+    if not content.lstrip().startswith(b"["):
+        assert len(read(data)) == len(lines)
+    assert [*json_rows(io.BytesIO(data), "x")] or not content.strip(b" \t\r\n,[]")
 
 
 @st.composite
@@ -254,4 +262,111 @@ def verdict(parse: Callable[[bytes], Any], line: bytes) -> Any:
 
 @given(text=json_texts())
 def test_the_quick_parser_equals_the_strict_parser(text: str) -> None:
-    assert verdict(parse_json_object, text.encode()) == verdict(jsonl._parse_strictly, text.encode())
+    assert verdict(parse_json, text.encode()) == verdict(json_text._parse_strictly, text.encode())
+
+
+A, B = {"a": "x}],{"}, {"b": [1, {"c": '\\"'}]}
+DOCUMENTS = {
+    "an array in one line": f"[{json.dumps(A)}, {json.dumps(B)}]",
+    "an array over lines": f"[\n  {json.dumps(A)},\n  {json.dumps(B)}\n]\n",
+    "a pretty array": json.dumps([A, B], indent=2),
+    "run together": json.dumps(A) + json.dumps(B),
+    "bare carriage returns": json.dumps(A) + "\r" + json.dumps(B) + "\r",
+    "commas between lines": json.dumps(A) + ",\n" + json.dumps(B) + ",\n",
+    "pretty objects": json.dumps(A, indent=2) + "\n" + json.dumps(B, indent=2),
+    "JSON lines": json.dumps(A) + "\n" + json.dumps(B) + "\n",
+    "two arrays": json.dumps([A]) + "\n" + json.dumps([B]) + "\n",
+    "a byte order mark": "\ufeff" + json.dumps([A, B]),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_are_rows_whatever_their_form(name: str) -> None:
+    data = DOCUMENTS[name].encode()
+    readers: tuple[RowsOfStream, ...] = (json_rows, json_document_rows)
+    for read_rows in readers:
+        assert [row and row.value for row in read_rows(io.BytesIO(data), "in")] == [A, B]
+    if data.removeprefix(b"\xef\xbb\xbf").startswith(b"["):
+        assert values(data) == [A, B], "an array is known by its first byte"
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(), JSON_VALUES, max_size=3), max_size=5),
+    indent=st.sampled_from([None, 1]),
+    array=st.booleans(),
+    chunk=st.integers(1, 9),
+)
+def test_documents_read_in_pieces_of_any_size(rows: list[Any], indent: int | None, array: bool, chunk: int) -> None:
+    texts = [json.dumps(row, indent=indent) for row in rows]
+    stream = io.BytesIO((f"[{', '.join(texts)}]" if array else "".join(texts)).encode())
+    scanner = ElementScanner(lambda size: stream.read(chunk), b"", 1, 1 << 20)
+    assert [json.loads(piece.text) for piece in scanner.pieces()] == rows
+
+
+def test_an_element_over_the_limit_is_cut_and_the_next_line_is_read() -> None:
+    data = b'[{"a":1},\n{"text":"' + b"x" * 5000 + b'"},\n{"b":2}]'
+    stream = io.BytesIO(data)
+    pieces = [*ElementScanner(lambda size: stream.read(100), b"", 1, 1000).pieces()]
+    assert [piece.line for piece in pieces] == [1, 2, 3]
+    assert [piece.text for piece in pieces[::2]] == [b'{"a":1}', b'{"b":2}']
+    assert len(pieces[1].text) == 1000
+
+
+BROKEN: dict[str, tuple[RowsOfStream, bytes, list[Any]]] = {
+    "array cut inside a row": (json_rows, b'[{"a":1},{"a"', [{"a": 1}, ErrorCode.TRUNCATED_INPUT]),
+    "array cut after a row": (json_rows, b'[{"a":1}', [{"a": 1}, ErrorCode.TRUNCATED_INPUT]),
+    "array cut after a comma": (json_rows, b'[{"a":1},\n', [{"a": 1}, ErrorCode.TRUNCATED_INPUT]),
+    "object cut": (json_rows, b'{"a":1}{"b":"', [{"a": 1}, ErrorCode.TRUNCATED_INPUT]),
+    "values other than objects": (json_rows, b'[1, "x", {"a":1}]', [BAD_JSON, BAD_JSON, {"a": 1}]),
+    "a line end in a string": (json_rows, b'[{"a":"x\n"},\n{"a":1}]', [BAD_JSON, BAD_JSON, {"a": 1}]),
+    "words between": (json_rows, b'{"a":1}\nwords\n{"a":2}', [{"a": 1}, BAD_JSON, {"a": 2}]),
+    "a bad line of .json": (json_document_rows, b'{"a":1}\n{"a":{\n{"a":2}\n', [{"a": 1}, BAD_JSON, {"a": 2}]),
+    "last line malformed": (json_line_rows, b'{"a":1}\n{"a":1,}', [{"a": 1}, BAD_JSON]),
+    "last line no object": (json_line_rows, b"hello", [BAD_JSON]),
+    "last line cut in a word": (json_line_rows, b'{"a":tru', [ErrorCode.TRUNCATED_INPUT]),
+    "last line cut in an escape": (json_line_rows, b'{"a":"\\u00', [ErrorCode.TRUNCATED_INPUT]),
+    "last line cut in a number": (json_line_rows, b'{"a":1.', [ErrorCode.TRUNCATED_INPUT]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_truncated_is_only_where_the_text_ended(name: str) -> None:
+    read_rows, data, expected = BROKEN[name]
+    rows = [row for row in read_rows(io.BytesIO(data), "in") if row is not None]
+    assert [row.error.code if row.error else row.value for row in rows] == expected
+
+
+@given(JSON_VALUES.map(lambda value: json.dumps({"text": value}).encode()), st.data())
+def test_every_beginning_of_a_row_is_truncated(line: bytes, data: st.DataObject) -> None:
+    cut = line[: data.draw(st.integers(1, len(line) - 1))]
+    (row,) = read(cut)
+    assert row.error is not None
+    assert row.error.code == ErrorCode.TRUNCATED_INPUT
+
+
+NAMED = {
+    "run together": (b'{"a":1} {"a":2}', "several objects are run together.*--input-format json"),
+    "bare carriage returns": (b'{"a":1}\r{"a":2}\r', "carriage return only.*--input-format json"),
+    "an array in a later line": (b'{"a":0}\n[{"a":1},{"a":2}]', "an array of 2 objects.*--input-format json"),
+    "a pretty object": (b'{\n "a": 1\n}\n', "the line ends inside the object.*--input-format json"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_other_forms_in_json_lines_are_named_with_the_remedy_that_runs_them(name: str) -> None:
+    data, pattern = NAMED[name]
+    error = next(row.error for row in read(data) if row.error is not None)
+    assert error.code == BAD_JSON
+    assert re.search(pattern, error.message)
+    assert all(row and row.value for row in json_rows(io.BytesIO(data), "in"))
+
+
+def test_objects_in_a_text_file_are_refused_unless_it_is_named_as_text() -> None:
+    data = b'{"text": "a"}\n{not JSON}\nplain\n ["a"]\n'
+    rows = [row for row in prompt_line_rows(io.BytesIO(data), "in.txt") if row is not None]
+    assert [row.value and row.value["text"] for row in rows] == [None, "{not JSON}", "plain", ' ["a"]']
+    assert rows[0].error is not None
+    assert "line 1: the line is a JSON object" in rows[0].error.message
+    assert "--input-format jsonl" in rows[0].error.message
+    named = [row.value for row in text_rows(io.BytesIO(data), "in.txt") if row is not None]
+    assert named[0] == {"text": '{"text": "a"}'}

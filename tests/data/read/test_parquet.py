@@ -18,8 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
+from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError
 from batchgen.request.raw_row import RawRow
+from tests.tables.arrow_types import CASES, column
 
 
 def write_parquet(table: pa.Table, **options: Any) -> io.BytesIO:
@@ -226,3 +228,117 @@ def test_round_trip(rows: list[dict[str, Any]]) -> None:
         return {k: present(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
     assert read(pa.Table.from_pylist(rows, schema)) == [present(row) for row in rows]
+
+
+SELECTIONS = {
+    "limit": Selection(limit=5),
+    "offset": Selection(offset=3),
+    "window": Selection(offset=2, limit=7),
+    "sample": Selection(sample=6),
+    "shard": Selection(shard=(1, 3)),
+}
+
+
+def writes(name: str) -> bool:
+    try:
+        write_parquet(pa.table({"x": column(name, 4)[0]}))
+    except pa.ArrowException:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if writes(name)])
+def test_every_type_with_every_selection_is_as_without(name: str) -> None:
+    array, expected = column(name, 40)
+    keys = pa.array([*range(len(array))])
+    size = None if name == "struct" else 17  # pyarrow's writer cannot cut structs of views into row groups
+    stream = write_parquet(pa.table({"i": keys, "x": array}), row_group_size=size)
+    every = [row and row.value for row in parquet_rows(stream, "in")]
+    if pq.read_schema(stream).field("x").type == array.type:  # Parquet itself has no seconds, for example
+        assert every == [{"i": i} if value is None else {"i": i, "x": value} for i, value in enumerate(expected)]
+    for selection in SELECTIONS.values():
+        keep = selection.row_filter(lambda: len(every))
+        assert keep is not None
+        found = [row and row.value for row in parquet_rows(stream, "in", keep=keep)]
+        assert found == [value if keep(i) else None for i, value in enumerate(every)]
+
+
+def test_what_pyarrow_cannot_read_is_not_called_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = write_parquet(pa.table({"text": ["a", "b"]}))
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise pa.ArrowNotImplementedError("no reader for this type")
+        yield
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", refuse)
+    rows = [row for row in parquet_rows(stream, "in") if row is not None]
+    assert [row.error and row.error.code for row in rows] == [ErrorCode.UNSUPPORTED_FIELD] * 2
+    assert rows[1].error is not None
+    assert "pyarrow" in rows[1].error.message
+    monkeypatch.setattr(pq, "ParquetFile", lambda stream: next(refuse()))
+    with pytest.raises(InputError, match="cannot be read by pyarrow"):
+        parquet_schema(stream, "in.parquet")
+
+
+CHAT = [{"role": "user", "content": "Hi"}]
+AS_TEXT: dict[str, tuple[str, Any]] = {
+    "messages": (json.dumps(CHAT), CHAT),
+    "tools": ('[{"type":"function"}]', [{"type": "function"}]),
+    "sampling_params": ('{"top_k": 3}', {"top_k": 3}),
+    "body": ('{"prompt": "Hi"}', {"prompt": "Hi"}),
+    "chat_template_kwargs": ('{"a": 1}', {"a": 1}),
+    "logit_bias": (' {"7": -1}', {"7": -1}),
+    "response_format": ('{"type": "text"}', {"type": "text"}),
+    "custom_params": ('{"a": 1}', {"a": 1}),
+    "return_hidden_states": ('{"layers": [1]}', {"layers": [1]}),
+    "input_ids": ("[1, 2]", [1, 2]),
+    "stop_token_ids": ("[1, 2]", [1, 2]),
+    "bad_words": ('["a"]', ["a"]),
+    "choice": ('["a", "b"]', ["a", "b"]),
+    "completions": ('["a", "b"]', ["a", "b"]),
+    "json_schema": ('{"type": "object"}', '{"type": "object"}'),
+    "structural_tag": ('{"type": "x"}', '{"type": "x"}'),
+    "text": ('["a", "b"]', '["a", "b"]'),
+    "completion": ("[1]", "[1]"),
+    "stop": ("[", "["),
+    "stop_regex": ("[ab]", "[ab]"),
+    "regex": ('["a"]', '["a"]'),
+    "note": ('{"a": 1}', '{"a": 1}'),
+}
+
+
+@pytest.mark.parametrize("name", AS_TEXT)
+def test_json_in_columns_of_strings_is_parsed_where_it_cannot_be_the_text(name: str) -> None:
+    text, value = AS_TEXT[name]
+    assert read(pa.table({name: [text, None]})) == [{name: value}, {}]
+
+
+REFUSED_TEXT = {
+    "stop": ('["END"]', "`stop` is a string that is also JSON", ErrorCode.INVALID_FIELD),
+    "stop_regex": ('["a"]', "`stop_regex` is a string that is also JSON", ErrorCode.INVALID_FIELD),
+    "messages": ('[{"role": "user"', "`messages` is text that is not JSON (", ErrorCode.INVALID_JSON),
+    "tools": ('{"a": 1, "a": 2}', "`tools` is text that is not JSON (the key 'a' occurs twice", ErrorCode.INVALID_JSON),
+    "prompt": (json.dumps(CHAT), "conversation as JSON text; name it with --prompt-column", ErrorCode.INVALID_FIELD),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_TEXT)
+def test_text_that_may_mean_two_things_is_refused(name: str) -> None:
+    text, part, code = REFUSED_TEXT[name]
+    first, second = parquet_rows(write_parquet(pa.table({name: [text, "plain"]})), "in")
+    assert first is not None
+    assert second is not None
+    assert first.error is not None
+    assert (first.error.code, part in first.error.message) == (code, True), first.error.message
+    assert second.value == {name: "plain"}
+
+
+def test_json_text_inside_bodies_and_parameters_is_read_too() -> None:
+    body = {"messages": json.dumps(CHAT), "user": "[me]", "max_tokens": 3}
+    params = {"stop_token_ids": "[1]", "temperature": 0.5}
+    rows = read(pa.table({"custom_id": ["a"], "body": [body], "sampling_params": [params]}))
+    assert rows == [
+        {"custom_id": "a", "body": {**body, "messages": CHAT}, "sampling_params": {**params, "stop_token_ids": [1]}}
+    ]
+    mail = {"text": ["Summarise."], "body": ['{"mail": 1}']}
+    assert read(pa.table(mail)) == [{"text": "Summarise.", "body": '{"mail": 1}'}], "a column that is carried"

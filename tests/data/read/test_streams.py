@@ -13,7 +13,9 @@ import zlib
 import pytest
 import zstandard
 
-from batchgen.data.read.jsonl import json_rows
+from batchgen.data.read.json_elements import json_rows
+from batchgen.data.read.jsonl import json_line_rows
+from batchgen.data.read.pieces import RowsOfStream
 from batchgen.data.read.streams import (
     Compression,
     DamagedStream,
@@ -50,9 +52,10 @@ def test_gzip_padding_is_allowed_and_garbage_is_not() -> None:
 
 @KINDS
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
-def test_a_cut_stream_delivers_its_rows_and_then_one_error(kind: Compression, share: float) -> None:
+@pytest.mark.parametrize("read", [json_line_rows, json_rows])
+def test_a_cut_stream_delivers_its_rows_and_then_one_error(kind: Compression, share: float, read: RowsOfStream) -> None:
     packed = compress(DATA, kind)
-    rows = [*json_rows(decompressed(io.BytesIO(packed[: int(len(packed) * share)]), kind), "in")]
+    rows = [*read(decompressed(io.BytesIO(packed[: int(len(packed) * share)]), kind), "in")]
     values = [row.value for row in rows if row is not None]
     assert values[:-1] == [json.loads(line) for line in LINES[: len(values) - 1]]
     assert rows[-1] is not None
@@ -66,7 +69,7 @@ def test_a_cut_stream_delivers_its_rows_and_then_one_error(kind: Compression, sh
 def test_damage_in_the_middle(kind: Compression) -> None:
     packed = bytearray(compress(DATA, kind))
     packed[len(packed) // 2 : len(packed) // 2 + 64] = b"\xff" * 64
-    rows = [*json_rows(decompressed(io.BytesIO(bytes(packed)), kind), "in")]
+    rows = [*json_line_rows(decompressed(io.BytesIO(bytes(packed)), kind), "in")]
     assert rows[-1] is not None
     assert rows[-1].error is not None
     assert rows[-1].error.code in (ErrorCode.TRUNCATED_INPUT, ErrorCode.INVALID_JSON, ErrorCode.INVALID_UNICODE)
@@ -75,7 +78,7 @@ def test_damage_in_the_middle(kind: Compression) -> None:
 def test_a_wrong_gzip_checksum_gives_an_error_row() -> None:
     packed = bytearray(compress(DATA, "gzip"))
     packed[-8] ^= 1
-    rows = [*json_rows(decompressed(io.BytesIO(bytes(packed)), "gzip"), "in")]
+    rows = [*json_line_rows(decompressed(io.BytesIO(bytes(packed)), "gzip"), "in")]
     assert len(rows) == len(LINES) + 1
     assert rows[-1] is not None
     assert rows[-1].error is not None

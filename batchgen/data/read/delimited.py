@@ -1,0 +1,194 @@
+"""Rows of CSV and TSV files, whose first row names the columns. Every value is text; an empty cell is absent.
+
+Quoting is that of RFC 4180: a cell in quotation marks may hold separators, line ends and doubled quotation marks. In
+fields of numbers, booleans, lists and objects the text is read as JSON.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from itertools import chain
+from typing import BinaryIO, Protocol
+
+import pyarrow as pa
+
+from batchgen.data.read.parquet import named_twice
+from batchgen.data.read.pieces import MAX_LINE_BYTES, RowFilter
+from batchgen.data.read.streams import DamagedStream
+from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.request.raw_row import RawRow
+from batchgen.tables.text_fields import TextFields
+
+TAB = "\t"
+_MAX_CELL = 1 << 26
+"""Longest cell in characters, so that a quotation mark without its other half does not fill the memory."""
+_CUT = "unexpected end of data"
+"""What the `csv` module says of a quoted cell that the file ends in."""
+
+
+class _Reader(Protocol):
+    """A reader of the `csv` module."""
+
+    line_num: int
+
+    def __next__(self) -> list[str]: ...
+
+    def __iter__(self) -> Iterator[list[str]]: ...
+
+
+class _Cells:
+    """The rows of a file as lists of cells, the header first."""
+
+    def __init__(self, stream: BinaryIO, delimiter: str | None) -> None:
+        """`delimiter`: None for a comma, or a semicolon if the first line has no comma."""
+        csv.field_size_limit(max(_MAX_CELL, csv.field_size_limit()))
+        # Bytes that are not UTF-8 become surrogates, so that they spoil their own row only.
+        self._text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+        self._delimiter = delimiter
+        self._reader: _Reader | None = None
+        self.ended = True
+        """Whether the last row ends in a line end."""
+        self.line = 1
+        """Line that the last row begins in."""
+
+    def _lines(self) -> Iterator[str]:
+        for line in iter(partial(self._text.readline, MAX_LINE_BYTES), ""):
+            self.ended = line.endswith(("\n", "\r"))
+            yield line
+
+    def close(self) -> None:
+        """Leave the stream to its owner."""
+        self._text.detach()
+
+    def next(self) -> list[str] | None:
+        """The next row that is not blank; None at the end.
+
+        Raises:
+            csv.Error: the row is malformed; the next one may be read.
+            DamagedStream: the file ends early.
+        """
+        if self._reader is None:
+            lines = self._lines()
+            first = next(lines, "")
+            delimiter = self._delimiter or _separator(first)
+            self._reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+        while True:
+            self.line = self._reader.line_num + 1
+            cells = next(self._reader, None)
+            if cells is None or cells:
+                return cells
+
+
+def _separator(header: str) -> str:
+    return ";" if ";" in header and "," not in header else ","
+
+
+def _header(cells: _Cells, source: str) -> list[str]:
+    """Names of the columns; none for an empty file.
+
+    Raises:
+        InputError: the header is malformed, or names a column twice.
+        DamagedStream: the file ends early.
+    """
+    try:
+        names = [name.strip() for name in cells.next() or ()]
+    except csv.Error as error:
+        raise InputError(f"{source}: the first row, which names the columns, cannot be read ({error}).") from None
+    if any(_undecoded(name) for name in names):
+        raise InputError(f"{source} is not UTF-8. Convert it, for example: iconv -f WINDOWS-1252 -t UTF-8.")
+    twice = named_twice(names)
+    if twice is not None:
+        raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
+    return names
+
+
+def _undecoded(text: str) -> bool:
+    return not text.isascii() and any("\udc80" <= character <= "\udcff" for character in text)
+
+
+def delimited_schema(stream: BinaryIO, source: str, *, delimiter: str | None = None) -> pa.Schema | None:
+    """Names of the columns, all of them strings; None if the file ends before them.
+
+    Raises:
+        InputError: the first row is malformed, or names a column twice.
+    """
+    try:
+        with closing(_Cells(stream, delimiter)) as cells:
+            return pa.schema([(name, pa.string()) for name in _header(cells, source)])
+    except DamagedStream:
+        return None
+
+
+def delimited_rows(
+    stream: BinaryIO,
+    source: str,
+    first_index: int = 0,
+    keep: RowFilter | None = None,
+    text_columns: frozenset[str] = frozenset(),
+    *,
+    delimiter: str | None = None,
+) -> Iterator[RawRow | None]:
+    """Rows of a CSV stream, read in bounded memory; None for a row that `keep` rejects.
+
+    A row with another number of cells than the header is an error row; so is a last row that the file ends in.
+
+    Args:
+        stream: the file.
+        source: name of the file in messages.
+        first_index: index of the file's first row.
+        keep: predicate of wanted row indexes; None for all rows.
+        text_columns: columns that hold prompts and ids, which stay text.
+        delimiter: separator of the cells; None for a comma, or a semicolon if the header has no comma.
+    """
+    with closing(_Cells(stream, delimiter)) as cells:
+        yield from _raw_rows(cells, source, first_index, keep, text_columns)
+
+
+def _raw_rows(
+    cells: _Cells, source: str, index: int, keep: RowFilter | None, text_columns: frozenset[str]
+) -> Iterator[RawRow | None]:
+    names, fields = list[str](), None
+    while True:
+        wanted = keep is None or keep(index)
+        try:
+            if fields is None:
+                names = _header(cells, source)
+                fields = TextFields(names, scalars=True, named=text_columns)
+            found = cells.next()
+            if found is None:
+                return
+            if wanted:
+                yield RawRow(index, source, cells.line, fields.read(_row(names, found, cells.ended)))
+        except DamagedStream as damage:
+            problem = f"{damage}; rows from here on are missing"
+            yield RawRow.failed(index, source, cells.line, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
+            return
+        except csv.Error as error:
+            if wanted:
+                yield RawRow.failed(index, source, cells.line, *_described(error))
+        except RowError as error:
+            yield RawRow.failed(index, source, cells.line, error.info.code, error.info.message)
+        if not wanted:
+            yield None
+        index += 1
+
+
+def _described(error: csv.Error) -> tuple[ErrorCode, str]:
+    if str(error) == _CUT:
+        return ErrorCode.TRUNCATED_INPUT, "the file ends inside a quoted cell of this row; a quotation mark is missing"
+    return ErrorCode.INVALID_JSON, f"the row is not CSV ({error}); quote cells as RFC 4180 says"
+
+
+def _row(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:
+    if any(map(_undecoded, cells)):
+        raise RowError(ErrorCode.INVALID_UNICODE, "a cell of this row is not UTF-8")
+    if len(cells) != len(names):
+        problem = f"the row has {len(cells)} cells for {len(names)} columns"
+        if not ended and len(cells) < len(names):
+            raise RowError(ErrorCode.TRUNCATED_INPUT, f"the file ends inside this row ({problem})")
+        raise RowError(ErrorCode.INVALID_JSON, problem)
+    return {name: cell for name, cell in zip(names, cells, strict=True) if cell}

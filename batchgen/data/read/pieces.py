@@ -1,0 +1,148 @@
+"""Rows of files of text: each row is a piece of it, which ends where a line or an element ends."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from batchgen.data.read.streams import DamagedStream
+from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request.raw_row import RawRow
+
+MAX_LINE_BYTES = 1 << 28
+"""Longest line in bytes; a longer one is an error row, so that a file without line ends does not fill the memory."""
+
+BLANK = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+_HEAD = 1 << 12
+
+RowFilter = Callable[[int], bool]
+"""Predicate of row indexes: rows that are not wanted are counted, but not parsed."""
+
+
+class RowsOfStream(Protocol):
+    """A reader of the rows of one file."""
+
+    def __call__(
+        self,
+        stream: BinaryIO,
+        source: str,
+        first_index: int = 0,
+        keep: RowFilter | None = None,
+        text_columns: frozenset[str] = frozenset(),
+    ) -> Iterator[RawRow | None]:
+        """One item per row, None for a row that is not wanted.
+
+        A bad row is an item with an error, never an exception; damage that ends the file is one `truncated_input` row.
+
+        Args:
+            stream: the file, from its beginning.
+            source: name of the file in messages.
+            first_index: index of the file's first row.
+            keep: predicate of wanted row indexes; None for all rows.
+            text_columns: columns in which binary values must be UTF-8.
+        """
+
+
+class Piece(NamedTuple):
+    """Text of one row."""
+
+    line: int
+    """1-based line that it begins in."""
+    text: bytes
+    ended: bool
+    """Whether its end was seen; otherwise the file ends with it."""
+
+
+class Peeked:
+    """A stream whose first bytes can be seen before they are read, without a byte order mark."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._read_some = stream.read1 if isinstance(stream, io.BufferedIOBase) else stream.read
+        head = b""
+        # One read at a time: a damaged stream first gives what comes before the damage.
+        while not head.removeprefix(_BOM).strip(BLANK) and (more := self._read_some(_HEAD)):
+            head += more
+        self._head = io.BytesIO(head.removeprefix(_BOM))
+        self.first = head.removeprefix(_BOM).lstrip(BLANK)[:1]
+        """First byte that is not blank; empty for a blank stream."""
+
+    def readline(self, limit: int) -> bytes:
+        """As `BinaryIO.readline`."""
+        line = self._head.readline(limit)
+        return line if line.endswith(b"\n") or len(line) == limit else line + self._stream.readline(limit - len(line))
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; empty at the end only."""
+        return self._head.read(size) or self._read_some(size)
+
+
+def lines_of(readline: Callable[[int], bytes]) -> Iterator[Piece]:
+    """The lines that are not blank. A line that is too long is cut to `MAX_LINE_BYTES` and the rest skipped."""
+    for number, line in enumerate(iter(partial(readline, MAX_LINE_BYTES), b""), start=1):
+        ended = line.endswith(b"\n")
+        if not ended and len(line) == MAX_LINE_BYTES:
+            for rest in iter(partial(readline, MAX_LINE_BYTES), b""):
+                if rest.endswith(b"\n"):
+                    break
+        content = line.removeprefix(_BOM) if number == 1 else line
+        if content.strip(BLANK):
+            yield Piece(number, content, ended)
+
+
+def piece_rows(
+    pieces: Iterator[Piece],
+    source: str,
+    first_index: int,
+    keep: RowFilter | None,
+    parse: Callable[[bytes], dict[str, Any]],
+    is_cut: Callable[[bytes], bool],
+    id_of: Callable[[bytes], str | None] = lambda line: None,
+) -> Iterator[RawRow | None]:
+    """Yield one item per row: None for a row that `keep` rejects, else the row.
+
+    Args:
+        pieces: the texts of the rows, in order.
+        source: name of the file in messages.
+        first_index: index of the first row.
+        keep: predicate of wanted row indexes; None for all rows.
+        parse: gives a row's value, or raises its `RowError`.
+        is_cut: whether a text that cannot be parsed ends too early.
+        id_of: the id that can be read in a text that cannot be parsed.
+    """
+    index, number = first_index, 0
+    while True:
+        try:
+            number, line, ended = next(pieces)
+        except StopIteration:
+            return
+        except DamagedStream as damage:
+            problem = f"{damage}; rows from here on are missing"
+            wanted = keep is None or keep(index)
+            yield RawRow.failed(index, source, number + 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
+            return
+        if keep is not None and not keep(index):
+            yield None
+        elif len(line) >= MAX_LINE_BYTES:
+            problem = f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
+            yield RawRow.failed(index, source, number, ErrorCode.INVALID_JSON, problem)
+        else:
+            try:
+                yield RawRow(index, source, number, parse(line))
+            except RowError as error:
+                info = _cut_short(error.info, line, ended) if is_cut(line) else error.info
+                yield RawRow.failed(index, source, number, info.code, info.message)._replace(id=id_of(line))
+        index += 1
+
+
+def _cut_short(info: ErrorInfo, line: bytes, ended: bool) -> ErrorInfo:
+    """Error of a row whose text ends too early: with its line, or, most likely because it was cut, with the file."""
+    if ended:
+        remedy = "write each object in one line, or run the file with --input-format json"
+        return ErrorInfo(info.code, f"{info.message}; the line ends inside the object: {remedy}")
+    if not line:
+        return ErrorInfo(ErrorCode.TRUNCATED_INPUT, "the file ends before the array does; rows may be missing")
+    return ErrorInfo(ErrorCode.TRUNCATED_INPUT, f"the file ends inside this row ({info.message})")

@@ -1,0 +1,140 @@
+"""Fields that a table holds as text: JSON in a column of strings, and in CSV every value.
+
+A text is read as JSON only where the field cannot be the text itself: the field's own check decides. Where both would
+do, the row is refused, since either reading may be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from batchgen.errors import RowError
+from batchgen.request.checks import Integer, invalid
+from batchgen.request.field import Field
+from batchgen.request.fields import LOOKUP, SOURCES, Place
+from batchgen.request.json_text import parse_json
+
+_BLANK = " \t\r\n"
+_STARTS = frozenset(f"[{{{_BLANK}")
+"""What JSON of a list or an object may begin with."""
+_PROSE = frozenset({"text", "prompt", "completion"})
+"""Canonical names of fields whose text may look like JSON and mean itself."""
+_EQUAL = frozenset({"json_schema", "structural_tag"})
+"""Fields that mean the same as text and as an object."""
+_PARAMS, _BODY = "sampling_params", "body"
+"""Columns that contain fields."""
+_LINE = ("custom_id", "method", "url")
+_WORDS = {"True": True, "False": False}
+"""Booleans as Python writes them to CSV."""
+
+
+class TextFields:
+    """Reads the text fields of the rows of one table."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        *,
+        scalars: bool = False,
+        named: Collection[str] = (),
+        place: Place = "row",
+    ) -> None:
+        """Args:
+        names: the table's columns.
+        scalars: whether numbers and booleans are text as well, as in CSV.
+        named: columns of prompts and ids that the user names, whose text is left as it is.
+        place: the place of the columns.
+        """
+        self._fields = {name: LOOKUP[place][name] for name in names if name in LOOKUP[place] and name not in named}
+        self._prompts = () if named else ("text", "prompt")
+        self._containers = [name for name in (_PARAMS, _BODY) if name in names and place == "row"]
+        self._scalars = scalars
+
+    def read(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with the values that its text means.
+
+        Raises:
+            RowError: `invalid_field` for text that may be a string or JSON; `invalid_json` for a broken object.
+        """
+        changed: dict[str, Any] = {}
+        for name, field in self._fields.items():
+            value = row.get(name)
+            if type(value) is str and (self._scalars or value[:1] in _STARTS):
+                found = self._value(name, field, value)
+                if found is not value:
+                    changed[name] = found
+        for name in self._containers:
+            found = _contained(name, row)
+            if found is not None:
+                changed[name] = found
+        return {**row, **changed} if changed else row
+
+    def _value(self, name: str, field: Field, text: str) -> Any:
+        structured = text.lstrip(_BLANK)[:1] in ("[", "{")
+        if field.name in _PROSE:
+            if structured and field.name in self._prompts and conversation(text) is not None:
+                remedy = f"name it with --prompt-column {name} to run it as messages"
+                raise invalid(name, f"holds a conversation as JSON text; {remedy}")
+            return text
+        if structured:
+            return _structured(name, field, text)
+        if not self._scalars or _accepts(field, name, text):
+            return text
+        found = _WORDS.get(text, _parsed(text))
+        whole = type(found) is float and found.is_integer() and isinstance(field.check, Integer)
+        return int(found) if whole else found
+
+
+def _structured(name: str, field: Field, text: str) -> Any:
+    """The value of a text that begins like a list or an object."""
+    if not _accepts(field, name, text):
+        try:
+            return parse_json(text.encode())
+        except RowError as error:
+            problem = f"`{name}` is text that is not JSON ({error.info.message})"
+            raise RowError(error.info.code, problem, name) from None
+    found = _parsed(text)
+    if found is text or field.name in _EQUAL or not _accepts(field, name, found):
+        return text
+    raise invalid(name, "is a string that is also JSON; give a list in a list column (Parquet), or in JSON lines")
+
+
+def _contained(name: str, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The object that a container's text means, or with what its texts mean; None if it is right as it is."""
+    value = row.get(name)
+    if type(value) is str and value[:1] in _STARTS:
+        # Any column may be called `body`; it is that of a batch line if the row looks like one.
+        line, prompt = (any(row.get(key) is not None for key in keys) for keys in (_LINE, SOURCES))
+        if name == _BODY and prompt and not line:
+            return None
+        found = _parsed(value)
+        return found if type(found) is dict else None
+    if type(value) is not dict or not any(type(item) is str and item[:1] in _STARTS for item in value.values()):
+        return None
+    place: Place = "params" if name == _PARAMS else "completions" if "prompt" in value else "chat"
+    return TextFields(value, place=place).read(value)
+
+
+def conversation(text: str) -> list[dict[str, Any]] | None:
+    """The messages that a text is the JSON of, a list of objects with a role; None for any other text."""
+    value = _parsed(text) if text.lstrip(_BLANK)[:1] == "[" else None
+    if type(value) is not list or not value:
+        return None
+    return value if all(type(item) is dict and "role" in item for item in value) else None
+
+
+def _parsed(text: str) -> Any:
+    """The JSON value of a text, or the text if it is not JSON."""
+    try:
+        return parse_json(text.encode())
+    except (RowError, UnicodeEncodeError):
+        return text
+
+
+def _accepts(field: Field, name: str, value: Any) -> bool:
+    try:
+        field.check(name, value)
+    except RowError:
+        return False
+    return True
