@@ -78,10 +78,12 @@ def test_parts_of_cached_tokens(engine: Engine) -> None:
     rows: list[dict[str, Any]] = [
         row | {"temperature": 1}, row | {"temperature": 1}, row | {"input_ids": [5, 6, 9]},
         row | {"n": 2, "best_of": 3}, row | {"temperature": 0}, row | {"temperature": 0}, row | {"max_new_tokens": 0},
+        row | {"input_ids": [20, 21, 22], "temperature": 0}, row | {"input_ids": [20, 21, 22], "temperature": 0},
+        row | {"input_ids": [30, 31, 32], "temperature": 2, "n": 2, "best_of": 12},
         row | {"return_cached_tokens_details": False},
     ]  # fmt: skip
     found = list(engine.generate(rows, ordered=True))
-    assert len(found) == 9
+    assert len(found) == 13
     for done in found[:-1]:
         assert done.cached_tokens_details is not None
         assert done.prompt_tokens is not None
@@ -92,6 +94,7 @@ def test_parts_of_cached_tokens(engine: Engine) -> None:
         (0, 0),
         (2, 0),
         (0, 4),
+        (0, 3),
     }
     assert found[-1].cached_tokens_details is None
 
