@@ -247,7 +247,7 @@ def _assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
     """The form in which the template writes most of a conversation, and what it leaves out then.
 
     Raises:
-        Exception: the template refuses every form; the error is that of the row's own form.
+        Exception: the template refuses every form; the error is the template's own, or that of the row's own form.
     """
     given = labelled(prompt)
     found: list[Verdict] = []
@@ -256,7 +256,8 @@ def _assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
         try:
             verdict = _assess_form(template, given, form)
         except Exception as error:  # a template may raise anything
-            refusal = refusal or error
+            if refusal is None or (_is_own_refusal(error) and not _is_own_refusal(refusal)):
+                refusal = error
             continue
         if not verdict.lost and not verdict.misspelt:
             return verdict
@@ -265,6 +266,11 @@ def _assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
         assert refusal is not None, "there is always a form"
         raise refusal
     return min(found, key=lambda verdict: (bool(verdict.lost), verdict.misspelt, len(verdict.lost)))
+
+
+def _is_own_refusal(error: Exception) -> bool:
+    """Whether the template itself refuses a conversation, by `raise_exception`, in words that say why."""
+    return type(error).__name__ == "TemplateError"
 
 
 def _assess_form(template: ChatTemplate, given: Labelled, form: Form) -> Verdict:

@@ -84,6 +84,8 @@ FAMILIES = {
     "first part": _turns("<{{ m.role }}>{{ m.content if m.content is string else m.content[0].text }}"),
     # Only the last question, as guards do.
     "last turn": "<check>{{ messages[-1].content }}",
+    # A content that is joined, and no results of tools.
+    "no results": _turns("{{ m.role + m.content }}{{ raise_exception('no results here') if m.role == 'tool' }}"),
     # A message with every key.
     "dump": _turns("{{ m | tojson }}"),
 }

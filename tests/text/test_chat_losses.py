@@ -145,6 +145,15 @@ def test_what_the_template_leaves_out_is_refused_by_name(
 
 
 @pytest.mark.field("messages")
+def test_a_refusal_has_the_words_of_the_template(render: Render) -> None:
+    """Not those of a form in which it merely fails, as on a null content."""
+    refused = render("no results", ASK, calling(), result())
+    assert isinstance(refused, ErrorInfo)
+    assert (refused.code, refused.param) == ("invalid_field", "messages")
+    assert refused.message.endswith("TemplateError: no results here")
+
+
+@pytest.mark.field("messages")
 def test_turns_that_a_template_drops_by_design_are_not_lost(render: Render) -> None:
     assert render("last turn", ASK, ANSWER, {**ASK, "content": "Really?"}) == "<check>Really?"
 
