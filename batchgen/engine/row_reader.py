@@ -60,7 +60,7 @@ def python_rows(rows: Any) -> Iterator[RawRow]:
     """
     kind = type(rows).__name__
     if isinstance(rows, str | bytes):
-        raise UsageError(f"`rows` must be a list of rows or a table, got one {kind}; call generate([prompt])")
+        raise UsageError(f"`rows` must be a list of rows or a table, got one {kind}; call generate([row])")
     if isinstance(rows, Mapping):
         remedy = "call generate([row]) for one row; for columns, give a table, such as pandas.DataFrame(columns)"
         raise UsageError(f"`rows` must be a list of rows or a table, got one {kind}; {remedy}")

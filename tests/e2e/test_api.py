@@ -151,7 +151,8 @@ def test_a_row_may_name_the_engines_model(engine: Engine, model: Path) -> None:
 def test_one_row_instead_of_a_list_is_refused(engine: Engine, row: Any) -> None:
     """Refused at the call: each of its characters or keys would be a prompt."""
     with pytest.raises(
-        UsageError, match=rf"`rows` must be a list of rows, got one {type(row).__name__}; call generate\(\[row"
+        UsageError,
+        match=rf"`rows` must be a list of rows or a table, got one {type(row).__name__}; call generate\(\[row",
     ):
         engine.generate(row)
 

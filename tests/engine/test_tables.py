@@ -93,7 +93,7 @@ class UnknownTable:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "string": (lambda: "Hello", r"got one str; call generate\(\[prompt\]\)"),
+    "string": (lambda: "Hello", r"got one str; call generate\(\[row\]\)"),
     "bytes": (lambda: b"Hello", "got one bytes"),
     "one row": (lambda: EXPECTED[0], r"got one dict; call generate\(\[row\]\)"),
     "columns": (lambda: {"text": ["a", "b"]}, r"for columns, give a table, such as pandas.DataFrame\(columns\)"),
