@@ -54,7 +54,18 @@ def row(sample: int = 0, **values: Any) -> dict[str, Any]:
 
 DIFFERENCES: list[tuple[dict[str, Any], Difference | None]] = [
     ({}, None),
-    ({"id": "other", "cached_tokens": 9, "dedup_of": 4, "prompt": "p", "extra": "{}", "prompt_ids": [1]}, None),
+    (
+        {
+            "id": "other",
+            "cached_tokens": 9,
+            "cached_tokens_details": {"prefix": 9},
+            "dedup_of": 4,
+            "prompt": "p",
+            "extra": "{}",
+            "prompt_ids": [1],
+        },
+        None,
+    ),
     ({"text": "b"}, Difference(("text",))),
     (
         {"output_ids": [1, 9, 3], "output_logprobs": [-1.0, -5.0, -0.5]},
