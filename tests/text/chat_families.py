@@ -20,6 +20,8 @@ FAMILIES = {
     "plain": _turns(_PLAIN_TURN),
     # Calls and tools as JSON.
     "json": _turns("<{{ m.role }}>{{ m.content or '' }}{% if m.tool_calls %}" + _AS_JSON + "{% endif %}", _TOOLS),
+    # A content that is printed, whatever it is.
+    "printed": _turns(_PLAIN_TURN + "{% if m.tool_calls %}" + _AS_JSON + "{% endif %}"),
     # Calls only where the content is null; their arguments as JSON, or joined as text.
     "gated json": _turns(
         "{% if m.tool_calls and m.content is none %}" + _AS_JSON + "{% else %}" + _PLAIN_TURN + "{% endif %}"

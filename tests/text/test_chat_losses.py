@@ -62,6 +62,7 @@ WRITTEN: list[tuple[str, list[dict[str, Any]], str]] = [
     ("json", [ASK, calling("", {"city": "Oslo"})], 'weather: {"city": "Oslo"}'),
     ("json", [ASK, calling("Wait.")], 'Wait.<call>weather: {"city": "Oslo"}'),
     ("json", [ASK, calling(arguments="")], "weather: {}"),
+    ("printed", [ASK, calling()], '<assistant><call>weather: {"city": "Oslo"}'),
     ("gated json", [ASK, calling()], 'What is it?<call>weather: {"city": "Oslo"}'),
     ("gated json", [ASK, calling("")], 'What is it?<call>weather: {"city": "Oslo"}'),
     ("gated json", [ASK, {k: v for k, v in calling().items() if k != "content"}], 'weather: {"city": "Oslo"}'),
