@@ -89,10 +89,19 @@ def table_items(table: Any) -> Iterator[Any]:
         kind, problem = type(table).__name__, (str(error).splitlines() or [""])[0]
         remedy = 'give its rows as dictionaries, such as table.to_dict("records")'
         raise UsageError(f"the {kind} cannot be read as an Arrow table ({problem}); {remedy}") from None
-    fields = TextFields(reader.schema.names)
+    fields = TextFields(columns_of_text(reader.schema))
     for batch in reader:
         for start in range(0, batch.num_rows, _BATCH_ROWS):
             yield from read_rows(batch.slice(start, _BATCH_ROWS), fields)
+
+
+def columns_of_text(schema: pa.Schema) -> list[str]:
+    """Names of the columns whose values may be text, or objects with text in them."""
+    return [
+        field.name
+        for field in schema
+        if not pat.is_primitive(field.type) and not any(is_kind(field.type) for is_kind in _IS_LIST)
+    ]
 
 
 def _dicts(batch: pa.RecordBatch, text_columns: frozenset[str]) -> list[dict[str, Any]]:

@@ -57,18 +57,16 @@ class TextFields:
         Raises:
             RowError: `invalid_field` for text that may be a string or JSON; `invalid_json` for a broken object.
         """
-        changed: dict[str, Any] = {}
-        for name, field in self._fields.items():
+        found = row
+        for name in self._fields:
             value = row.get(name)
-            if type(value) is str and (self._scalars or value[:1] in _STARTS):
-                found = self._value(name, field, value)
-                if found is not value:
-                    changed[name] = found
+            if type(value) is str and (value[:1] in _STARTS or self._scalars):
+                read = self._value(name, self._fields[name], value)
+                found = found if read is value else {**found, name: read}
         for name in self._containers:
-            found = _contained(name, row)
-            if found is not None:
-                changed[name] = found
-        return {**row, **changed} if changed else row
+            contained = _contained(name, row)
+            found = found if contained is None else {**found, name: contained}
+        return found
 
     def _value(self, name: str, field: Field, text: str) -> Any:
         structured = text.lstrip(_BLANK)[:1] in ("[", "{")

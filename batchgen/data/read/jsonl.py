@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from batchgen.data.read.json_elements import ElementScanner
-from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, Piece, RowFilter, lines_of, piece_rows
+from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, RowFilter, lines_of, piece_rows, raw_lines
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.json_text import decode_utf8, is_cut, parse_json_object
 from batchgen.request.raw_row import RawRow
@@ -54,7 +54,7 @@ def text_rows(
     text_columns: frozenset[str] = frozenset(),
 ) -> Iterator[RawRow | None]:
     """Rows of plain text: `{"text": line}` per line that is not blank, with its spaces, whatever it holds."""
-    return piece_rows(lines_of(stream.readline), source, first_index, keep, _parse_text, lambda line: False)
+    return piece_rows(lines_of(raw_lines(stream)), source, first_index, keep, _parse_text, lambda line: False)
 
 
 def prompt_line_rows(
@@ -65,21 +65,21 @@ def prompt_line_rows(
     text_columns: frozenset[str] = frozenset(),
 ) -> Iterator[RawRow | None]:
     """As `text_rows`, but a line that is a JSON object is refused: the file most likely holds rows."""
-    return piece_rows(lines_of(stream.readline), source, first_index, keep, _parse_prompt, lambda line: False)
+    return piece_rows(lines_of(raw_lines(stream)), source, first_index, keep, _parse_prompt, lambda line: False)
 
 
-def _json_pieces(stream: BinaryIO, *, document: bool) -> Iterator[Piece]:
+def _json_pieces(stream: BinaryIO, *, document: bool) -> Iterator[tuple[int, bytes, bool]]:
     """The texts of JSON rows: lines, or elements of a document."""
     peeked = Peeked(stream)
     if peeked.first == b"[":
         yield from ElementScanner(peeked.read, b"", 1, MAX_LINE_BYTES).pieces()
         return
-    lines = lines_of(peeked.readline)
+    lines = lines_of(peeked.lines())
     first = next(lines, None)
     if first is None:
         return
-    if document and len(first.text) < MAX_LINE_BYTES and not _is_object(first.text):
-        yield from ElementScanner(peeked.read, first.text, first.line, MAX_LINE_BYTES).pieces()
+    if document and len(first[1]) < MAX_LINE_BYTES and not _is_object(first[1]):
+        yield from ElementScanner(peeked.read, first[1], first[0], MAX_LINE_BYTES).pieces()
         return
     yield first
     yield from lines

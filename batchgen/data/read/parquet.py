@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from batchgen.data.read.pieces import RowFilter
 from batchgen.errors import ErrorCode, InputError, RowError
 from batchgen.request.raw_row import RawRow
-from batchgen.tables.arrow_values import JSON_EXTENSION, Value, read_rows
+from batchgen.tables.arrow_values import JSON_EXTENSION, Value, columns_of_text, read_rows
 from batchgen.tables.text_fields import TextFields
 
 _BATCH_ROWS = 1024
@@ -94,7 +94,7 @@ def parquet_rows(
         yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
         return
     size = _LARGE_BATCH_ROWS if "input_embeds" in file.schema_arrow.names else _BATCH_ROWS
-    fields = TextFields(file.schema_arrow.names, named=text_columns)
+    fields = TextFields(columns_of_text(file.schema_arrow), named=text_columns)
     read = partial(read_rows, fields=fields, text_columns=text_columns)
     row = 0
     for group in range(file.metadata.num_row_groups):
@@ -150,7 +150,11 @@ def _wanted(
     if keep is None:
         yield from read(batch)
         return
-    for is_wanted, run in groupby(range(len(indexes)), lambda i: keep(indexes[i])):
-        rows = [*run]
-        # A slice needs no kernel of Arrow; some types have none that filters.
-        yield from read(batch.slice(rows[0], len(rows))) if is_wanted else [None] * len(rows)
+    wanted = [keep(index) for index in indexes]
+    try:
+        values = iter(read(batch if all(wanted) else batch.filter(pa.array(wanted))))
+    except pa.ArrowException:  # some types have no kernel that filters
+        parts = (read(batch.slice(i, 1)) for i, is_wanted in enumerate(wanted) if is_wanted)
+        values = chain.from_iterable(parts)
+    for is_wanted in wanted:
+        yield next(values) if is_wanted else None

@@ -70,31 +70,37 @@ class Peeked:
         self.first = head.removeprefix(_BOM).lstrip(BLANK)[:1]
         """First byte that is not blank; empty for a blank stream."""
 
-    def readline(self, limit: int) -> bytes:
-        """As `BinaryIO.readline`."""
-        line = self._head.readline(limit)
-        return line if line.endswith(b"\n") or len(line) == limit else line + self._stream.readline(limit - len(line))
+    def lines(self) -> Iterator[bytes]:
+        """Lines with their ends; a longer one is cut into pieces of `MAX_LINE_BYTES`."""
+        for line in iter(partial(self._head.readline, MAX_LINE_BYTES), b""):
+            yield line if line.endswith(b"\n") else line + self._stream.readline(MAX_LINE_BYTES - len(line))
+        yield from raw_lines(self._stream)
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; empty at the end only."""
         return self._head.read(size) or self._read_some(size)
 
 
-def lines_of(readline: Callable[[int], bytes]) -> Iterator[Piece]:
+def raw_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Lines with their ends; a longer one is cut into pieces of `MAX_LINE_BYTES`."""
+    return iter(partial(stream.readline, MAX_LINE_BYTES), b"")
+
+
+def lines_of(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
     """The lines that are not blank. A line that is too long is cut to `MAX_LINE_BYTES` and the rest skipped."""
-    for number, line in enumerate(iter(partial(readline, MAX_LINE_BYTES), b""), start=1):
+    for number, line in enumerate(lines, start=1):
         ended = line.endswith(b"\n")
         if not ended and len(line) == MAX_LINE_BYTES:
-            for rest in iter(partial(readline, MAX_LINE_BYTES), b""):
+            for rest in lines:
                 if rest.endswith(b"\n"):
                     break
         content = line.removeprefix(_BOM) if number == 1 else line
         if content.strip(BLANK):
-            yield Piece(number, content, ended)
+            yield number, content, ended  # the fields of a `Piece`, which takes longer to make
 
 
 def piece_rows(
-    pieces: Iterator[Piece],
+    pieces: Iterator[tuple[int, bytes, bool]],
     source: str,
     first_index: int,
     keep: RowFilter | None,
