@@ -138,15 +138,21 @@ def _merged_footer(files: Sequence[Path], footers: Sequence[dict[str, Any]], row
     return (
         footers[0]
         | _summed_counts(footers)
+        | _grammar_backends(footers)
         | {
             "shard": None,
             "rows": rows,
             "merged_shards": len(files),
             "created": max(footer["created"] for footer in footers),
             "row_shapes": _row_shapes(files, footers),
-            "grammar_backends": sorted({name for footer in footers for name in footer.get("grammar_backends", ())}),
         }
     )
+
+
+def _grammar_backends(footers: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """The grammar compilers of all shards, if the shards record them."""
+    recorded = [footer["grammar_backends"] for footer in footers if "grammar_backends" in footer]
+    return {"grammar_backends": sorted({name for names in recorded for name in names})} if recorded else {}
 
 
 def _allows_duplicates(footer: dict[str, Any]) -> bool:

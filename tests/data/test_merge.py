@@ -31,6 +31,8 @@ def run(out: Path, shard: tuple[int, int] | None, fingerprint: str = "f", rows: 
             shapes.add(row, chat=row % 3 == 1, echo=row % 5 == 0)
         counts = {"input_rows": len(mine), "rows_skipped": sum(row % 7 == 0 for row in mine)}
         made = {"model": "m", "created": 5, "row_shapes": shapes.encode(), **counts}
+        backends = ["llguidance", "xgrammar"]  # of a shard one of them, or none
+        made["grammar_backends"] = backends if shard is None else backends[shard[0] : shard[0] + 1]
         finish(work, expect((row, 0, 1 + row % 2) for row in mine), made)
         return work.paths.result
 
