@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.read.jsonl import json_rows
+from batchgen.data.read.jsonl import json_line_rows
 from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import RowError
 from batchgen.request.params import SamplingParams
@@ -22,7 +22,7 @@ Layout = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def through_jsonl(row: dict[str, Any]) -> dict[str, Any]:
-    (found,) = json_rows(io.BytesIO(json.dumps(row).encode() + b"\n"), "in.jsonl")
+    (found,) = json_line_rows(io.BytesIO(json.dumps(row).encode() + b"\n"), "in.jsonl")
     assert found is not None
     assert found.value is not None
     return dict(found.value)

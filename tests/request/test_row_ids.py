@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from batchgen.data.read.jsonl import json_rows
+from batchgen.data.read.jsonl import json_line_rows
 
 LINES: list[tuple[bytes, str | None]] = [
     (b'{"id": "a", "score": NaN}', "a"),
@@ -36,7 +36,7 @@ LINES: list[tuple[bytes, str | None]] = [
 @pytest.mark.parametrize(("line", "expected"), LINES, ids=lambda value: repr(value)[:40])
 def test_ids(line: bytes, expected: str | None) -> None:
     for end in (b"\n", b""):
-        (row,) = json_rows(io.BytesIO(line + end), "in.jsonl")
+        _, row = json_line_rows(io.BytesIO(b"{}\n" + line + end), "in.jsonl")
         assert row is not None
         assert row.error is not None
         assert row.id == expected

@@ -249,7 +249,7 @@ class TestFolders:
         Path("b.jsonl").write_bytes(lines({"text": "x", "source_file": "mine"}))
         inputs = open_found(find_inputs(["a.jsonl", "b.jsonl"]), include_source=True)
         first, broken, twice = inputs.rows("q", "uid")
-        assert first.value == {"text": "why", "id": "1"}
+        assert first.value == {"text": "why", "id": 1}
         assert first.displaced == {"text": "x", "source_file": "a.jsonl", "source_line": 2}
         assert broken.displaced == {"source_file": "a.jsonl", "source_line": 3}
         assert twice.error is not None
