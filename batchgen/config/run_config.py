@@ -250,8 +250,14 @@ class RunConfig:
         "resume",
         "Resume unfinished work; the default. Example: --resume\n"
         "Start over; replace an earlier result when the new one is complete. Example: --overwrite\n"
-        "Resume unfinished work even if the job has changed. Example: --resume-anyway",
+        "Continue although the input or an option has changed: reuse the rows that stay the same. "
+        "Example: --resume-anyway",
         choice_flags=True,
+    )
+    reuse: str | None = JOB.option(
+        None,
+        "Take finished rows that stay the same from this output, finished or not. Example: --reuse old.parquet",
+        PATH,
     )
     retry_errors: bool = JOB.option(False, "Run rows again that failed in an earlier run. Example: --retry-errors")
     max_errors: Threshold = JOB.option(  # noqa: RUF009  # a field

@@ -20,7 +20,9 @@ from batchgen.data.write.schema import SCHEMA
 
 Row = Mapping[str, Any]
 
-_NOT_COMPARED = frozenset({"id", "row_index", "cached_tokens", "dedup_of", "prompt", "prompt_ids", "extra"})
+_NOT_COMPARED = frozenset(
+    {"id", "row_index", "cached_tokens", "dedup_of", "request_hash", "prompt", "prompt_ids", "extra"}
+)
 """Columns that depend on the job rather than on the row's result."""
 
 

@@ -99,7 +99,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     if (paths.work / "run.json").exists() or part_files(paths.work):
         raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
     identity = RunIdentity(footers[0]["fingerprint"])
-    work = WorkFolder(paths, identity, RunLock(paths.work, out), {"accepted": [identity.key]})
+    work = WorkFolder(paths, identity, RunLock(paths.work, out))
     try:
         with output_errors(work.scratch):
             shutil.rmtree(work.scratch, ignore_errors=True)

@@ -15,6 +15,9 @@ from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
 from batchgen.job.setup import Setup
 
+INPUT_FILES = "input files"
+"""Name of the input files' sizes and digests among the values of a fingerprint."""
+
 _ENGINE_FIELDS = (
     "max_model_len",
     "seed",
@@ -71,7 +74,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "--logit-processor": processors,
         # A file may be moved before a run is resumed: its content counts, its name does not.
-        "input files": [[f.size, f.sha256] for f in inputs.files],
+        INPUT_FILES: [[f.size, f.sha256] for f in inputs.files],
     }
     normalized = json.loads(json.dumps(info, sort_keys=True, default=str))
     digest = hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()
@@ -87,6 +90,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
         "shard": shard,
         "fingerprint": digest,
+        "job": normalized,
         "configuration": config.describe(),
     }
     names = () if isinstance(config.carry, str) else config.carry

@@ -155,7 +155,7 @@ def _add_bad(result: Ingested, row: ProcessedRow, extra: str | None, config: Run
     else:
         result.errors[error.code] += 1
         result.expected.add(index)
-        result.shapes.add(index)
+        result.shapes.add(index, line=row.is_line)
         result.bad.append(orjson.dumps([index, row.id, extra, *astuple(error)]))
     on_bad(Completion(index, error=error), row.id, extra)
 
@@ -171,7 +171,7 @@ def _add_good(
         prompts = [decode(_prompt_ids(prompt)) if prompt.embeds is None else None for prompt in first_texts]
     result.texts.add(index, row.id, extra, prompts)
     # The answer is a chat message if the row has messages, or `--chat` made its text one.
-    result.shapes.add(index, isinstance(row.row.prompts[0], ChatPrompt), row.row.params.echo)
+    result.shapes.add(index, isinstance(row.row.prompts[0], ChatPrompt), row.row.params.echo, row.is_line)
     for prompt in first_texts:
         result.expected.add(index, prompt.prompt_index, row.row.params.n)
     if result.first_prompt is None and first_texts[0].embeds is None:

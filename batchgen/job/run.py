@@ -13,15 +13,16 @@ from shlex import quote
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.data.export import read_line_totals
 from batchgen.data.read.input_set import InputSet, open_inputs
-from batchgen.data.view import read_totals
+from batchgen.data.view import Totals, read_totals
 from batchgen.data.write.committed import Committed, first_of_prompt
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
+from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter, WriterStats
-from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import WorkFolder, open_work, output_paths
+from batchgen.data.write.work_folder import WorkFolder, has_results, output_paths
 from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
@@ -29,8 +30,11 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.lines_output import LinesOutput
+from batchgen.job.opening import OpenedJob, refuse_named
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
+from batchgen.job.reuse import RequestHashes, Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary
@@ -72,6 +76,8 @@ class _Job:
         """Number of rows that failed in earlier runs while generating."""
         self.failed: set[int] = set()
         """Indexes of rows that failed while generating, in this run or earlier ones; each counts as one error."""
+        self.nothing_valid = False
+        """Whether every row of the input is invalid, and there is no earlier output to compare it with."""
         self.generated = False
         """Whether this run has generated any result. Errors of invalid rows do not count."""
         self.rows_done = 0
@@ -89,8 +95,8 @@ class _Job:
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
-            open_output = open_for_retry if self.config.retry_errors else open_work
-            work = open_output(paths, identity.run, identity.info, self.config.existing)
+            refuse_named(setup, identity, inputs)
+            work = OpenedJob(setup, inputs, identity, paths).open()
         if work is None:
             return _finished(paths.result, identity)
         self.collector.freeze_all()
@@ -101,10 +107,11 @@ class _Job:
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
                 return self._complete(work, committed, inputs, identity, setup, model)
-            except (UsageError, InputError, ModelError):
-                if not len(committed) and not self.generated:
-                    # Refused before a token was computed: remove the work folder, so that a corrected command is not
-                    # refused for it. Committed errors of invalid rows are found again by the next run.
+            except (UsageError, InputError, ModelError, TooManyErrors) as error:
+                # Refused before a token was computed: remove the work folder. Committed errors of invalid rows are
+                # found again by the next run. With too many of them, `show` lists them, unless no row is valid.
+                kept = isinstance(error, TooManyErrors) and not self.nothing_valid
+                if not kept and not self.generated and not has_results(work.paths.work):
                     work.remove()
                 raise
 
@@ -128,7 +135,10 @@ class _Job:
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
             estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
             setup.note_unused_options(rows.table.params, self.progress.note)
-            done = committed.contains(rows.table.row_index, rows.table.prompt_index)
+            with self._phase("reading"):
+                hashes = RequestHashes(setup, rows)
+                reuse = self._find_reuse(work, rows, hashes, committed)
+            done = reuse.done
             self._init_row_counts(rows, done)
             with self._phase("loading"):
                 loaded = self._wait_for_model(model, rows)
@@ -138,8 +148,9 @@ class _Job:
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
                 if setup.spec.device.type != "cpu" or engine.backend is None or engine.backend.name != "torch":
                     self.progress.note(f"kernels: {engine.kernels}")
+                reuse.commit(rows, running.workload, work, writer)
             with self._phase("generating"):
-                self._generate(running, rows, writer)
+                self._generate(running, rows, hashes, writer)
             for note in running.loop.notes:
                 self.progress.note(note)
         if self.stop.requested:
@@ -156,8 +167,23 @@ class _Job:
                 "layer_ids": [*setup.spec.moe_layers] or None,
                 "experts_per_token": setup.spec.experts_per_token or None,
             }
-            finish(work, rows.expected, {**identity.record, **record}, max_bytes=config.max_output_bytes)
-        return self._summary(work.paths.result, identity, rows, committed, running, writer.stats)
+            lines = LinesOutput(setup, work.paths.result) if is_lines(work.paths.result) else None
+            publish = None if lines is None else lines.publish
+            made, most = {**identity.record, **record}, config.max_output_bytes
+            finish(work, rows.expected, made, max_bytes=most, publish=publish)
+            totals = read_totals(work.paths.result) if lines is None else lines.totals
+        resumed = len(np.unique(committed.row_index)) + reuse.rows
+        return self._summary(identity, rows, totals, resumed, running, writer.stats)
+
+    def _find_reuse(self, work: WorkFolder, rows: Ingested, hashes: RequestHashes, committed: Committed) -> Reuse:
+        """The rows that earlier jobs have finished, with a line that says how many they are."""
+        named = None if self.config.reuse is None else Path(self.config.reuse)
+        files = reusable_files(work, named)
+        reuse = find_reuse(hashes, rows, committed, files)
+        if files:
+            left = rows.rows - len(np.unique(committed.row_index)) - reuse.rows
+            self.progress.note(f"{reuse.rows:,} of {rows.rows:,} rows are reused, {left:,} are new, changed or failed")
+        return reuse
 
     def _events(self, resumed: bool) -> EventWriter | nullcontext[None]:
         """The event writer, if `--events` is given; opened before the computation, so that a bad path fails early."""
@@ -222,11 +248,11 @@ class _Job:
         self.prompts_left = dict(zip(unfinished[several].tolist(), prompts[several].tolist(), strict=True))
         self.rows_done = rows.rows - len(unfinished)
 
-    def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
+    def _generate(self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter) -> None:
         for group in running.loop.run(lambda: self._tick(running)):
             began = time.perf_counter()
             self.generated = True
-            writer.add([self._output(c, rows) for c in group])
+            writer.add([self._output(c, rows, hashes) for c in group])
             self.output_seconds += time.perf_counter() - began
             first = group[0]
             if first.error is not None and first.row_index not in self.failed:
@@ -252,9 +278,11 @@ class _Job:
         )
         return self.stop.requested
 
-    def _output(self, completion: Completion, rows: Ingested) -> OutputRow:
+    def _output(self, completion: Completion, rows: Ingested, hashes: RequestHashes) -> OutputRow:
         row_id, extra, prompts = rows.texts[completion.row_index]
-        return OutputRow(completion, row_id, extra, prompts[completion.prompt_index] if prompts else None)
+        prompt = prompts[completion.prompt_index] if prompts else None
+        found = hashes.of(completion.row_index, completion.prompt_index) if completion.error is None else None
+        return OutputRow(completion, row_id, extra, prompt, found)
 
     def _errors(self, rows: Ingested) -> int:
         """Number of rows that failed so far."""
@@ -266,9 +294,13 @@ class _Job:
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
             if self.errors_before:
                 codes = ", ".join(filter(None, (codes, f"in earlier runs {self.errors_before:,}")))
+            self.nothing_valid = not len(rows.table) and not self.result.exists()
+            shown = f"batchgen show {quote(str(self.result))} --errors"
+            if self.nothing_valid:
+                shown = f"batchgen check {' '.join(map(quote, self.config.inputs))}, with this command's options"
             raise TooManyErrors(
                 f"{errors:,} of {rows.rows:,} rows failed ({codes}), more than --max-errors allows "
-                f"({self.config.max_errors}). See them with: batchgen show {quote(str(self.result))} --errors. "
+                f"({self.config.max_errors}). See them with: {shown}. "
                 "To continue, raise --max-errors and run the same command again."
             )
 
@@ -288,25 +320,24 @@ class _Job:
 
     def _summary(
         self,
-        result: Path,
         identity: JobIdentity,
         rows: Ingested,
-        committed: Committed,
+        totals: Totals,
+        resumed: int,
         running: Running,
         written: WriterStats,
     ) -> RunSummary:
-        totals = read_totals(result)
         stats = running.scheduler.stats
         generating = self.seconds["generating"]
         return RunSummary(
-            output=str(result),
+            output=str(self.result),
             rows=rows.rows,
             rows_ok=totals.rows - totals.rows_error,
             rows_error=totals.rows_error,
             fingerprint=identity.run.fingerprint,
             errors=dict(totals.errors),
             rows_skipped=rows.skipped,
-            rows_resumed=len(np.unique(committed.row_index)),
+            rows_resumed=resumed,
             prompt_tokens=running.workload.tree.prompt_tokens,
             distinct_prompt_tokens=running.workload.tree.distinct_tokens,
             computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
@@ -339,7 +370,7 @@ def _load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -
 
 def _finished(result: Path, identity: JobIdentity) -> RunSummary:
     """The summary of an output that was already complete."""
-    totals = read_totals(result)
+    totals = read_line_totals(result) if is_lines(result) else read_totals(result)
     footer = read_footer(result) or {}
     return RunSummary(
         output=str(result),

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from batchgen.data.write.lines import errors_path, is_lines
 from batchgen.errors import OutputError
 from batchgen.request.printable import encodable, format_size
 
@@ -119,7 +120,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         counts = sorted(summary.errors.items(), key=lambda item: (-item[1], item[0]))
         codes = ", ".join(f"{code} {count:,}" for code, count in counts)
         lines.append(("errors", Text(codes, style="red")))
-        lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
+        lines.append(("", Text(f"see: {_where_errors_are(summary.output)}", style="dim")))
     # The last prompt token may be computed several times (for samples that start later), so the difference can be < 0.
     shared = max(0, summary.prompt_tokens - summary.computed_prompt_tokens)
     prompt_text = f"prompt {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
@@ -134,6 +135,13 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     if summary.kv_peak_bytes:
         lines.append(("KV peak", Text(format_size(summary.kv_peak_bytes))))
     return lines
+
+
+def _where_errors_are(output: str) -> str:
+    path = Path(output)
+    if not is_lines(path):
+        return f"batchgen show {shlex.quote(output)} --errors"
+    return str(errors_path(path) if errors_path(path).exists() else path)
 
 
 def _steps(engine: Mapping[str, Any]) -> str:

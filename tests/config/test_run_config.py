@@ -423,6 +423,9 @@ def test_default_output(name: str, output: str, tmp_path: Path) -> None:
     assert resolve(tmp_path, {"inputs": (name,)}).output == Path(output)
 
 
+NOT_AN_OUTPUT = "`--output` must be a Parquet file such as results.parquet, or .jsonl for JSON lines"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -434,9 +437,23 @@ def test_default_output(name: str, output: str, tmp_path: Path) -> None:
             {"inputs": ("*.jsonl",)},
             "an input pattern may name several files: name the result file with -o results.parquet",
         ),
-        ({"output": "-"}, "`--output` must be a Parquet file such as results.parquet, got '-'"),
-        ({"output": "o.jsonl"}, "`--output` must be a Parquet file such as results.parquet, got 'o.jsonl'"),
-        ({"output": "."}, "`--output` must be a Parquet file such as results.parquet, got '.'"),
+        (
+            {"output": "-"},
+            f"{NOT_AN_OUTPUT}, got '-'",
+        ),
+        (
+            {"output": "o.json"},
+            f"{NOT_AN_OUTPUT}, got 'o.json'",
+        ),
+        (
+            {"output": "o.jsonl", "shard": "0/2"},
+            "`--output` o.jsonl with --shard: shards are Parquet. Name a folder such as results, then run "
+            "batchgen merge and batchgen export",
+        ),
+        (
+            {"output": "."},
+            f"{NOT_AN_OUTPUT}, got '.'",
+        ),
         ({"inputs": (".",)}, ". is a folder: name its files, for example '*.jsonl', and -o results.parquet"),
         ({"inputs": ("/",)}, "/ is a folder: name its files, for example '/*.jsonl', and -o results.parquet"),
         (

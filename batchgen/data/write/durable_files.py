@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.data.write.schema import RUN_KEY, SCHEMA_VERSION, VERSION_KEY
+from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import OutputError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -209,7 +209,7 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
     try:
         with path.open("rb") as stream:
             metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
-        if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
+        if metadata.get(VERSION_KEY) not in READABLE_VERSIONS:
             return None
         footer = json.loads(metadata[RUN_KEY])
     except (OSError, pa.ArrowException, KeyError, ValueError):

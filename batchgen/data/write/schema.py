@@ -24,7 +24,9 @@ import pyarrow.types as pat
 from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+READABLE_VERSIONS = frozenset({b"1", b"2"})
+"""Schema versions of finished outputs that can be read. Version 1 has no `request_hash`."""
 VERSION_KEY = b"batchgen.schema_version"
 RUN_KEY = b"batchgen.run"
 FINGERPRINT_KEY = b"batchgen.fingerprint"
@@ -84,6 +86,7 @@ SCHEMA = pa.schema(
         ("effective_max_new_tokens", pa.int32()),
         ("dropped_tokens", pa.int32()),
         ("dedup_of", pa.int64()),
+        ("request_hash", pa.int64()),
         ("prompt", pa.string()),
         ("extra", pa.string()),
     ]
@@ -100,6 +103,8 @@ class OutputRow:
     """Carried fields as a JSON object."""
     prompt: str | None = None
     """The rendered prompt, with `--include-prompt`."""
+    request_hash: int | None = None
+    """Hash of everything that the result depends on; None for failed rows, which are never reused."""
 
 
 def _status(row: OutputRow) -> str:
@@ -121,6 +126,7 @@ _DERIVED: dict[str, Callable[[OutputRow], Any]] = {
     "status": _status,
     "error": _error,
     "scores": _scores,
+    "request_hash": attrgetter("request_hash"),
     "prompt": attrgetter("prompt"),
     "extra": attrgetter("extra"),
 }

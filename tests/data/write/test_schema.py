@@ -40,7 +40,7 @@ GOLDEN = {
     "scores": "list<item: struct<sum: double, mean: double, tokens: int32, is_greedy: bool>>",
     "score_logprobs": "list<item: float>", "constraint_ok": "bool", "min_new_tokens_unmet": "bool",
     "seed": "int64", "effective_max_new_tokens": "int32", "dropped_tokens": "int32", "dedup_of": "int64",
-    "prompt": "string", "extra": "string",
+    "request_hash": "int64", "prompt": "string", "extra": "string",
 }  # fmt: skip
 
 
@@ -160,5 +160,5 @@ def test_json_and_orjson_write_strings_equally() -> None:
 
 def test_footer() -> None:
     metadata = with_footer({"fingerprint": "é"}).metadata
-    assert metadata[VERSION_KEY] == b"1"
+    assert metadata[VERSION_KEY] == b"2"
     assert json.loads(metadata[RUN_KEY]) == {"fingerprint": "é"}
