@@ -18,7 +18,8 @@ from batchgen.data.read.temporal import temporal_to_text
 from batchgen.data.write.durable_files import open_parquet, read_footer
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
-from batchgen.data.write.work_folder import output_paths, part_files
+from batchgen.data.write.work_folder import output_paths
+from batchgen.data.write.work_parts import part_files
 from batchgen.errors import InputError, UsageError
 
 _SHARD = re.compile(r"part-\d{5,}-of-(\d{5,})")

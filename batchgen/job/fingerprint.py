@@ -11,12 +11,10 @@ from typing import Any
 from batchgen import __version__
 from batchgen.data.carry import carried_fields
 from batchgen.data.read.input_set import InputSet
+from batchgen.data.write.job_changes import INPUT_FILES
 from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
 from batchgen.job.setup import Setup
-
-INPUT_FILES = "input files"
-"""Name of the input files' sizes and digests among the values of a fingerprint."""
 
 _ENGINE_FIELDS = (
     "max_model_len",

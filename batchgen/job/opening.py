@@ -15,6 +15,7 @@ from batchgen.config.run_config import RunConfig
 from batchgen.data.export import read_line_totals
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lines import is_lines, written_by
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.reuse import ReuseFile, find_moves, part_file
@@ -23,25 +24,18 @@ from batchgen.data.write.work_folder import (
     OutputPaths,
     Policy,
     WorkFolder,
-    different,
-    earlier_parts,
-    has_results,
     is_complete,
     open_work,
-    part_files,
     read_state,
 )
+from batchgen.data.write.work_parts import earlier_parts, has_results, part_files
 from batchgen.errors import BatchgenError, FingerprintError, UsageError
-from batchgen.job.fingerprint import INPUT_FILES, JobIdentity
+from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.lines_output import holds_rows
 from batchgen.job.request_hashes import environment
 from batchgen.job.reuse import RequestHashes, files_of
 from batchgen.job.setup import Setup
-from batchgen.request.printable import printable
-
-_SHOWN = 60
-"""Most characters of an option's value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +68,7 @@ class OpenedJob:
         try:
             return open_output(self.paths, self.identity.run, self.identity.info, policy)
         except OtherJobError as other:
-            if self._config.retry_errors and other.job and _changes(other.job, self.identity.info) == [INPUT_FILES]:
+            if self._config.retry_errors and other.job and changes(other.job, self.identity.info) == [INPUT_FILES]:
                 return open_output(self.paths, self.identity.run, self.identity.info, "resume-anyway")
             raise self._refusal(other) from None
 
@@ -128,11 +122,14 @@ class OpenedJob:
         work = read_state(self.paths.work) if has_results(self.paths.work) else None
         for path, job in ((self.paths.work, (work or {}).get("info")), (self.paths.result, _job_of(self.paths.result))):
             if job and (changed := self._changed_environment(job)):
-                what = _describe(changed, job, self.identity.info, self.inputs)
+                what = self._describe(changed, job)
                 raise FingerprintError(
                     f"no row of {path} can be reused: results of this job would differ. Changed: {what}. Compute all "
                     "rows with --overwrite, or name another output with -o."
                 )
+
+    def _describe(self, names: list[str], job: Mapping[str, Any]) -> str:
+        return describe_changes(names, job, self.identity.info, [file.path for file in self.inputs.files])
 
     def _changed_environment(self, job: Mapping[str, Any]) -> list[str]:
         now = self.identity.info
@@ -142,8 +139,8 @@ class OpenedJob:
         """The refusal with what differs, and how rows can be reused."""
         if other.job is None:
             return FingerprintError(str(other))
-        changed = _changes(other.job, self.identity.info)
-        text = f"{other} Changed: {_describe(changed, other.job, self.identity.info, self.inputs)}."
+        changed = changes(other.job, self.identity.info)
+        text = f"{other} Changed: {self._describe(changed, other.job)}."
         if self._changed_environment(other.job):
             return FingerprintError(f"{text} Results would differ, so no row can be reused.")
         files, out = self._other_files(), self.paths.result
@@ -174,7 +171,7 @@ class OpenedJob:
             return None
 
 
-def refuse_named(setup: Setup, identity: JobIdentity, inputs: InputSet) -> None:
+def refuse_named(setup: Setup, identity: JobIdentity) -> None:
     """Refuse `--reuse OUT` of a finished output whose rows are of another model.
 
     Raises:
@@ -188,7 +185,7 @@ def refuse_named(setup: Setup, identity: JobIdentity, inputs: InputSet) -> None:
     if changed:
         raise FingerprintError(
             f"no row of {named} can be reused: results of this job would differ. Changed: "
-            f"{_describe(changed, job, identity.info, inputs)}. Leave out --reuse to compute all rows."
+            f"{describe_changes(changed, job, identity.info)}. Leave out --reuse to compute all rows."
         )
 
 
@@ -206,38 +203,3 @@ def read_rows(setup: Setup, inputs: InputSet) -> Iterator[Ingested]:
 def _job_of(path: Path) -> Mapping[str, Any] | None:
     """What the fingerprint of an output's job was computed from; None if it is not recorded."""
     return (read_footer(path) or {}).get("job")
-
-
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Names of the values that differ between two jobs, options first."""
-    return sorted(different(old, new), key=lambda name: (not name.startswith("--"), name))
-
-
-def _describe(names: list[str], old: Mapping[str, Any], new: Mapping[str, Any], inputs: InputSet) -> str:
-    """What differs, each with its old and its new value."""
-    return (
-        "; ".join(
-            _describe_inputs(old.get(name) or [], inputs)
-            if name == INPUT_FILES
-            else f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}"
-            for name in names
-        )
-        or "the shard"
-    )
-
-
-def _describe_inputs(old: list[Any], inputs: InputSet) -> str:
-    if len(old) != len(inputs.files):
-        return f"{len(old)} input files before, {len(inputs.files)} now"
-    changed = [
-        f"input file {printable(file.path)} had {size:,} bytes (sha256 {sha256[:8]}), has {file.size:,} "
-        f"({file.sha256[:8]})"
-        for file, (size, sha256) in zip(inputs.files, old, strict=True)
-        if [file.size, file.sha256] != [size, sha256]
-    ]
-    return ", ".join(changed)
-
-
-def _shown(value: Any) -> str:
-    text = "not set" if value is None else printable(str(value))
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -22,7 +22,8 @@ from batchgen.data.write.finish import finish
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter, WriterStats
 from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import WorkFolder, has_results, output_paths
+from batchgen.data.write.work_folder import WorkFolder, output_paths
+from batchgen.data.write.work_parts import has_results
 from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
@@ -95,7 +96,7 @@ class _Job:
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
-            refuse_named(setup, identity, inputs)
+            refuse_named(setup, identity)
             work = OpenedJob(setup, inputs, identity, paths).open()
         if work is None:
             return _finished(paths.result, identity)

@@ -66,6 +66,8 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     results = finished_results(out)
     run = results.footer
     assert run is not None
+    if run.get("merged_jobs"):
+        raise InputError(f"{out} was merged from the outputs of several jobs. Verify those outputs, one by one.")
     config = RunConfig.restore(run["configuration"], out, changes)
     config = replace(config, engine=replace(config.engine, max_num_seqs=1))
     found = _found_inputs(config, run)

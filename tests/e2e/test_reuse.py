@@ -116,10 +116,16 @@ def test_killed_runs_with_a_changed_input_lose_nothing(job: list[Any], done: Pat
     (tmp_path / "out.hidden.parquet").unlink()
     small = [*job, "--commit-every", "4", "--max-num-seqs", "4"]
     write_lines(tmp_path / "in.jsonl", lines())
+    parts = tmp_path / "out.parquet.work" / "parts"
     for rows, options in ((lines(), []), (mended(lines()), ["--resume-anyway"])):
         write_lines(tmp_path / "in.jsonl", rows)
+        before = parts.stat().st_ino if parts.exists() else None
         running = start([*small, *options], tmp_path)
-        running.wait_for(lambda: len(parts_of(tmp_path / "out.parquet")) >= 3)
+        running.wait_for(
+            lambda before=before: (
+                parts.exists() and parts.stat().st_ino != before and len(parts_of(tmp_path / "out.parquet")) >= 3
+            )
+        )
         running.signal(signal.SIGKILL)
         assert running.wait().code == -signal.SIGKILL
     kept = {row["id"] for part in parts_of(tmp_path / "out.parquet") for row in rows_of(part) if row["status"] == "ok"}

@@ -23,20 +23,19 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchgen.data.write.durable_files import (
     output_errors,
-    part_errors,
     read_footer,
     refuse_special,
     sync_folder,
     write_durably,
 )
+from batchgen.data.write.job_changes import changes
 from batchgen.data.write.lines import errors_path, is_lines, written_by
 from batchgen.data.write.lock import LOCK_NAME, RunLock
-from batchgen.data.write.schema import FINGERPRINT_KEY, STATES_CONTENTS
+from batchgen.data.write.schema import STATES_CONTENTS
+from batchgen.data.write.work_parts import earlier_parts, has_results, part_files, part_owners
 from batchgen.errors import FingerprintError, OutputError
 
 Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
@@ -169,16 +168,6 @@ class WorkFolder:
         self.close()
 
 
-def part_files(work: Path) -> list[Path]:
-    """Committed parts of a work folder, in order."""
-    return sorted((work / "parts").glob("part-*.parquet"))
-
-
-def earlier_parts(work: Path) -> list[Path]:
-    """Parts that jobs with another input left in a work folder, those of the latest job first."""
-    return sorted((work / "earlier").glob("*/parts/part-*.parquet"), reverse=True)
-
-
 class OtherJobError(FingerprintError):
     """The output or the unfinished work belongs to a job with another input or other options."""
 
@@ -240,23 +229,7 @@ def has_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
     Raises:
         OutputError: a part that may be intact cannot be read.
     """
-    return bool(_part_owners(paths.work) - {identity.key}) and has_results(paths.work)
-
-
-def has_results(work: Path) -> bool:
-    """Whether a work folder contains a finished row, failed ones not counted; damaged parts are ignored.
-
-    Raises:
-        OutputError: a part that may be intact cannot be read.
-    """
-    return any(map(_has_result, [*part_files(work), *earlier_parts(work)]))
-
-
-def _has_result(part: Path) -> bool:
-    with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), part.open("rb") as stream:
-        statuses = pq.ParquetFile(stream).read(["status"])["status"]
-        return bool(pc.any(pc.equal(statuses, "ok")).as_py())
-    return False
+    return bool(part_owners(paths.work) - {identity.key}) and has_results(paths.work)
 
 
 def _is_replacement(paths: OutputPaths) -> bool:
@@ -312,7 +285,7 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
         if kept is None:
             _empty(paths.work)
         return fresh | (kept or {}) | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
-    own = _part_owners(paths.work) <= {key} and (old is None or old["fingerprint"] == key)
+    own = part_owners(paths.work) <= {key} and (old is None or old["fingerprint"] == key)
     if not own and not has_results(paths.work):
         _empty(paths.work)
         own, old = True, None
@@ -326,7 +299,7 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
     if not (own and old is not None and old["overwrite"]):
         _refuse_other_output(paths, identity)
     if not own:
-        changed = sorted(different(old["info"], info)) if old is not None else []
+        changed = changes(old["info"], info) if old is not None else []
         raise OtherJobError(
             f"{paths.work} contains unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
             "Drop it with --overwrite, or name another output with -o.",
@@ -368,11 +341,6 @@ def _refuse_other_lines(result: Path, identity: RunIdentity) -> None:
         )
 
 
-def different(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Names of the values that differ."""
-    return [name for name in {**old, **new} if old.get(name) != new.get(name)]
-
-
 def _set_aside(work: Path) -> None:
     """Move the parts of another job, with their states, to a folder of `earlier`."""
     number = 1 + max((int(folder.name) for folder in (work / "earlier").glob("*")), default=-1)
@@ -391,25 +359,12 @@ def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Pol
     `overwrite` continues only work that it started in an empty folder: the parts of a retry come from the output that
     is to be replaced.
     """
-    owners = _part_owners(work)
+    owners = part_owners(work)
     if old is None or not old["overwrite"] or old["fingerprint"] != key or not owners <= {key}:
         return None
     if policy == "overwrite":
         return {} if old["emptied_by"] == key else None
     return {"emptied_by": old["emptied_by"]} if owners else None
-
-
-def _part_owners(work: Path) -> set[str]:
-    """Identity keys of the jobs that committed the parts; damaged parts are ignored.
-
-    Raises:
-        OutputError: a part that may be intact cannot be read.
-    """
-    found = set()
-    for part in part_files(work):
-        with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), part.open("rb") as stream:
-            found.add((pq.ParquetFile(stream).metadata.metadata or {})[FINGERPRINT_KEY].decode())
-    return found
 
 
 def read_state(work: Path) -> dict[str, Any] | None:
