@@ -120,7 +120,7 @@ def _jsonl_line(row: Mapping[str, Any]) -> bytes:
 
 
 def read_line_totals(path: Path) -> Totals:
-    """Totals of an output of JSON lines, `-o x.jsonl`, with the errors beside it; tokens of batch lines are counted.
+    """Totals of an output of JSON lines, `-o x.jsonl`, with its errors file; tokens of batch lines are counted.
 
     Raises:
         InputError: a line is not one of batchgen's.

@@ -144,7 +144,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
 
 
 def _refuse_unfinished(paths: OutputPaths, overwrite: bool) -> None:
-    """Refuse to write over hidden states, and beside the work of a run to the same output.
+    """Refuse to write over hidden states, and while the work of a run to the same output exists.
 
     Raises:
         OutputError: one of them exists.

@@ -32,6 +32,11 @@ _MAY_DIFFER = frozenset({INPUT_FILES, "--limit", "--offset", "--sample", "--on-d
 Rows = npt.NDArray[np.int64]
 
 
+def is_merged(footer: Mapping[str, Any]) -> bool:
+    """Whether a run record is of an output that `merge_jobs` wrote: its rows are not those of one input."""
+    return bool(footer.get("merged_jobs"))
+
+
 def check_same_options(files: Sequence[Path], footers: Sequence[Mapping[str, Any]]) -> None:
     """Refuse outputs whose jobs would compute a row differently.
 

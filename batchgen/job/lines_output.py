@@ -35,7 +35,7 @@ class LinesOutput:
         """Totals of the results that were published."""
 
     def publish(self, whole: Path) -> None:
-        """Write the lines of a complete results file, with the failed batch lines in a file of their own, atomically.
+        """Write the lines of a complete results file, with the failed batch lines in a separate file, atomically.
 
         Raises:
             OutputError: the disk is full, or the files exceed `--max-output-bytes`; nothing was replaced.

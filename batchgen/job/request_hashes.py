@@ -3,7 +3,7 @@
 A hash covers everything that a prompt's results depend on: its token ids or embeddings, its sampling parameters, seed
 and limits, the adapter and the logit processor that it names, and the facts of the model and the run that change every
 row (`environment`). A row's id counts through the seed that is derived from it. What the input or the order of the
-rows adds (indexes, carried fields) is not covered: it is written anew when a row is reused.
+rows adds (indexes, carried fields) is not covered: it is written again when a row is reused.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _with_embeds(table: RequestTable, index: int, digest: bytes) -> bytes:
 def _of_prompts(
     table: RequestTable, digests: list[bytes]
 ) -> tuple[Int64s, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """One hash a prompt: the texts that are scored with one prompt are requests of their own in the table."""
+    """One hash a prompt: each text that is scored with a prompt is a separate request in the table."""
     row, prompt = table.row_index, table.prompt_index
     starts = np.flatnonzero(first_of_prompt(row, prompt))
     if len(starts) < len(digests):

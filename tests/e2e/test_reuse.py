@@ -136,7 +136,7 @@ def test_killed_runs_with_a_changed_input_lose_nothing(job: list[Any], done: Pat
 
 
 def test_rows_without_an_id_are_found_where_their_index_stays(model: Path, tmp_path: Path) -> None:
-    """Their seed derives from the index: a row that moved is another request. With a seed of its own it is the same."""
+    """Their seed derives from the index: a row that moved is another request. With a given seed it is the same."""
     rows = [{"text": text, "max_new_tokens": 3} for text in prompts(12, 5)]
     rows += [{"text": text, "max_new_tokens": 3, "seed": i} for i, text in enumerate(prompts(8, 6))]
     command = [

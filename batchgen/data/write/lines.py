@@ -17,7 +17,7 @@ def is_lines(path: Path) -> bool:
 
 
 def errors_path(path: Path) -> Path:
-    """The file of failed OpenAI lines beside an output of JSON lines."""
+    """The file of failed OpenAI lines of an output of JSON lines."""
     return path.with_name(f"{path.stem}.errors{path.suffix}")
 
 

@@ -69,7 +69,7 @@ def test_work_of_another_job_is_refused_with_the_differing_options(tmp_path: Pat
 
 
 def test_parts_of_another_job_are_set_aside(tmp_path: Path) -> None:
-    """They are no rows of this job: it may reuse those whose request is the same."""
+    """This job may reuse those of their rows whose request is the same."""
     out = tmp_path / "r.parquet"
     for number, job in enumerate((OTHER, IDENTITY, OTHER)):
         with begin(out, job, "resume-anyway") as work:
