@@ -133,7 +133,8 @@ def _states_of(file: Path, footer: Mapping[str, Any]) -> Path | None:
 
 def _footer(footers: Sequence[dict[str, Any]], rows: Sequence[Rows], count: int) -> dict[str, Any]:
     """The run record of the merged file: that of the first job, with the inputs and counts of all."""
-    counts = {name: [footer.get(name) for footer in footers] for name in ("input_rows", "rows_skipped")}
+    names = ("input_rows", "rows_skipped")
+    counts: dict[str, list[Any]] = {name: [footer.get(name) for footer in footers] for name in names}
     inputs = [file for footer in footers for file in footer["inputs"]]
     job = footers[0]["job"] | {INPUT_FILES: [[file["size"], file["sha256"]] for file in inputs]}
     return footers[0] | {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter, WriterStats
+from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, output_paths
 from batchgen.data.write.work_parts import has_results
@@ -127,8 +129,10 @@ class _Job:
     ) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
         config = self.config
+        # Found before the rows are read, so that a wrong --reuse fails early.
+        files = reusable_files(work, None if config.reuse is None else Path(config.reuse))
         with (
-            self._events(len(committed) > 0) as events,
+            self._events(len(committed) > 0 or bool(files)) as events,
             PartWriter(work, config.commit_every, config.commit_seconds, max_bytes=config.max_output_bytes) as writer,
         ):
             self.stop.commit = writer.flush
@@ -138,7 +142,7 @@ class _Job:
             setup.note_unused_options(rows.table.params, self.progress.note)
             with self._phase("reading"):
                 hashes = RequestHashes(setup, rows)
-                reuse = self._find_reuse(work, rows, hashes, committed)
+                reuse = self._find_reuse(files, rows, hashes, committed)
             done = reuse.done
             self._init_row_counts(rows, done)
             with self._phase("loading"):
@@ -159,31 +163,39 @@ class _Job:
         self._check_max_errors(rows)
         rows.close(keep=True)  # for a run that resumes if this one is interrupted while writing
         with self._phase("writing"):
-            record = {
-                "kernels": engine.kernels,
-                "input_rows": rows.rows,
-                "rows_skipped": rows.skipped,
-                "row_shapes": rows.shapes.encode(),
-                "created": int(time.time()),
-                "layer_ids": [*setup.spec.moe_layers] or None,
-                "experts_per_token": setup.spec.experts_per_token or None,
-            }
-            lines = LinesOutput(setup, work.paths.result) if is_lines(work.paths.result) else None
-            publish = None if lines is None else lines.publish
-            made, most = {**identity.record, **record}, config.max_output_bytes
-            finish(work, rows.expected, made, max_bytes=most, publish=publish)
-            totals = read_totals(work.paths.result) if lines is None else lines.totals
+            totals = self._write(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
         resumed = len(np.unique(committed.row_index)) + reuse.rows
         return self._summary(identity, rows, totals, resumed, running, writer.stats)
 
-    def _find_reuse(self, work: WorkFolder, rows: Ingested, hashes: RequestHashes, committed: Committed) -> Reuse:
+    def _write(self, work: WorkFolder, rows: Ingested, record: Mapping[str, Any], setup: Setup) -> Totals:
+        """Merge all committed rows into the output; returns its totals."""
+        made = {
+            **record,
+            "input_rows": rows.rows,
+            "rows_skipped": rows.skipped,
+            "row_shapes": rows.shapes.encode(),
+            "created": int(time.time()),
+            "layer_ids": [*setup.spec.moe_layers] or None,
+            "experts_per_token": setup.spec.experts_per_token or None,
+        }
+        most = self.config.max_output_bytes
+        if not is_lines(self.result):
+            finish(work, rows.expected, made, max_bytes=most)
+            return read_totals(self.result)
+        lines = LinesOutput(setup, self.result)
+        finish(work, rows.expected, made, max_bytes=most, publish=lines.publish)
+        return lines.totals
+
+    def _find_reuse(
+        self, files: Sequence[ReuseFile], rows: Ingested, hashes: RequestHashes, committed: Committed
+    ) -> Reuse:
         """The rows that earlier jobs have finished, with a line that says how many they are."""
-        named = None if self.config.reuse is None else Path(self.config.reuse)
-        files = reusable_files(work, named)
         reuse = find_reuse(hashes, rows, committed, files)
         if files:
             left = rows.rows - len(np.unique(committed.row_index)) - reuse.rows
             self.progress.note(f"{reuse.rows:,} of {rows.rows:,} rows are reused, {left:,} are new, changed or failed")
+        elif self.config.reuse is not None:
+            self.progress.note(f"no row is reused: {self.config.reuse} does not hold another job's results")
         return reuse
 
     def _events(self, resumed: bool) -> EventWriter | nullcontext[None]:
