@@ -147,6 +147,8 @@ class OpenedJob:
         options = "--resume-anyway" if not out.exists() else f"--reuse {out} or --resume-anyway"
         if not files or (counted := self._count(files)) is None:
             return FingerprintError(text)
+        if not counted[0]:
+            return FingerprintError(f"{text} None of this job's {counted[1]:,} rows can be reused.")
         return FingerprintError(
             f"{text} {counted[0]:,} of this job's {counted[1]:,} rows can be reused: add {options}; the others are "
             "then computed."

@@ -187,3 +187,50 @@ def test_a_job_that_computed_nothing_has_no_consequences(
     run(command, tmp_path)
     assert [row["status"] for row in rows_of(tmp_path / "out.parquet")] == ["ok"]
     assert not (tmp_path / "out.parquet.work").exists()
+
+
+SAME = [
+    ({"id": "a", "text": "x"}, {"id": "a", "text": "x", "n": 1, "note": "carried"}),
+    ({"id": "b", "text": "x", "seed": 3}, {"id": "another", "text": "x", "seed": 3}),
+    ({"id": "c", "text": ["x", "y"]}, {"id": "c", "prompt": ["x", "y"]}),
+    ({"id": "d", "text": "x", "stop": "q"}, {"id": "d", "sampling_params": {"stop": ["q"]}, "text": "x"}),
+    ({"id": "e", "text": "x", "completions": [" a", " b"]}, {"text": "x", "completions": [" a", " b"], "id": "e"}),
+]
+"""Rows before and after that ask for the same."""
+CHANGED = [
+    ({"text": "x"}, {"text": "x "}),
+    ({"text": "x"}, {"text": "x", "id": "renamed"}),
+    ({"text": "x"}, {"text": "x", "seed": 1}),
+    ({"text": "x"}, {"text": "x", "temperature": 0.5}),
+    ({"text": "x"}, {"text": "x", "max_new_tokens": 4}),
+    ({"text": "x"}, {"text": "x", "n": 2}),
+    ({"text": "x"}, {"text": "x", "stop": ["q"]}),
+    ({"text": "x"}, {"text": "x", "return_logprob": True}),
+    ({"text": "x", "return_logprob": True}, {"text": "x", "return_logprob": True, "top_logprobs_num": 2}),
+    ({"text": "x"}, {"text": "x", "logit_bias": {"9": 1}}),
+    ({"text": "x"}, {"text": "x", "return_hidden_states": True}),
+    ({"text": "x"}, {"text": "x", "choice": ["a", "b"]}),
+    ({"text": "x", "suffix": "s"}, {"text": "x", "suffix": "t"}),
+    ({"text": "x"}, {"messages": [{"role": "user", "content": "x"}]}),
+    ({"text": "x", "completions": [" a", " b"]}, {"text": "x", "completions": [" a", " c"]}),
+    ({"text": "x", "completions": [" a b"]}, {"text": "x a", "completions": [" b"]}),
+    ({"input_embeds": [[0.1] * 64] * 2}, {"input_embeds": [[0.1] * 63 + [0.2]] * 2}),
+    ({"input_ids": [9, 10]}, {"input_ids": [10, 9]}),
+]
+"""Rows before and after that do not."""
+
+
+def test_a_row_is_reused_if_and_only_if_it_asks_for_the_same(model: Path, tmp_path: Path) -> None:
+    rows: tuple[Lines, Lines] = ([], [])
+    for i, pair in enumerate([*SAME, *CHANGED]):
+        for row, side in zip(pair, rows, strict=True):
+            plain = row if "completions" in row else {"max_new_tokens": 2, "temperature": 1, **row}
+            side.append({"id": f"row {i}", **plain})
+    command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32]
+    write_lines(tmp_path / "in.jsonl", rows[0])
+    run(command, tmp_path)
+    write_lines(tmp_path / "in.jsonl", rows[1])
+    report = run([*command, "--resume-anyway", "--report", "-"], tmp_path).report
+    assert (report["rows_error"], report["rows_resumed"]) == (0, len(SAME))
+    run([*command, "-o", "fresh.parquet"], tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "fresh.parquet"))

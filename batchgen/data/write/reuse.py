@@ -128,7 +128,11 @@ def _no_prompts() -> Prompts:
 
 def unreadable(path: Path, error: BaseException) -> InputError:
     """The error for a damaged file whose rows were to be reused."""
-    return InputError(f"{path} cannot be read ({error}). Its rows cannot be reused: compute them with --overwrite.")
+    if path.parent.name == "parts":
+        remedy = "Remove it and run the same command again: its rows are computed again"
+    else:
+        remedy = "Run without --reuse to another output, or compute all rows with --overwrite"
+    return InputError(f"{path} is damaged ({error}), and its rows cannot be reused. {remedy}.")
 
 
 def _pairs(old: Int64s, new: Int64s) -> tuple[Int64s, Int64s]:
