@@ -35,7 +35,7 @@ from batchgen.bench.shapes import (
 from batchgen.bench.table import print_comparison
 from batchgen.bench.workload_defs import BenchWorkload, find_workloads
 from batchgen.bench.workloads import AdapterSet, BenchRow, plain
-from batchgen.config.run_config import EngineConfig
+from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import check_model_folder

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from batchgen.config.engine_config import INPUT
 from batchgen.config.option_types import BOOL, Option
 from batchgen.config.resolve import resolve_config
-from batchgen.config.run_config import GROUPS, INPUT, OPTIONS
+from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
 
 _INPUT_HELP = (

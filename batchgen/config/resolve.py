@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from batchgen.config.engine_config import EngineConfig
 from batchgen.config.option_types import NAME_PATH, PATH, Option, coerce
-from batchgen.config.run_config import BY_NAME, OPTIONS, EngineConfig, RunConfig, resolve_shard
+from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shard
 from batchgen.config.units import check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
@@ -22,7 +23,7 @@ from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 from batchgen.request.raw_row import STDIN
 
 _COMPRESSED = frozenset({".gz", ".zst"})
-_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})
+_OTHER_FORMATS = frozenset({".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})
 _DEFAULT_FILE: Final = "batchgen.toml"
 """File in the current folder that is read by default."""
 _PREFIX = "BATCHGEN_"
@@ -55,7 +56,7 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     _check_names(sampling, engine, values.get("events"))
     return RunConfig(
         inputs=inputs,
-        output=_output_path(inputs, output, cwd),
+        output=_output_path(inputs, output, cwd, "shard" in values),
         engine=EngineConfig(**engine),
         sampling=sampling,
         origins={name: origin for name, (_, origin) in given.items()},
@@ -107,7 +108,7 @@ def _check_names(sampling: Mapping[str, Any], engine: Mapping[str, Any], events:
         raise UsageError("`--stream` needs a destination for events: --events PATH, or - for stdout")
 
 
-def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path:
+def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path, sharded: bool) -> Path:
     if not inputs:
         raise UsageError("name at least one input file, or - for stdin")
     if inputs.count(STDIN) > 1:
@@ -120,7 +121,14 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path
     if output is None:
         return _default_output(inputs, cwd)
     if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
-        raise UsageError(f"`--output` must be a Parquet file such as results.parquet, got {output!r}")
+        raise UsageError(
+            f"`--output` must be a Parquet file such as results.parquet, or .jsonl for JSON lines, got {output!r}"
+        )
+    if sharded and Path(output).suffix.lower() == ".jsonl":
+        raise UsageError(
+            f"`--output` {output} with --shard: shards are Parquet. Name a folder such as results, then run "
+            "batchgen merge and batchgen export"
+        )
     if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
         raise UsageError(f"`--output` {output} is an input file; give another name")
     return Path(output)

@@ -6,26 +6,21 @@ Its name, type, default, flag, variable, TOML key and help text follow from the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from batchgen.config.engine_config import ENGINE, ENGINE_OPTIONS, INPUT, JOB, MODEL, OUTPUT, EngineConfig
 from batchgen.config.option_types import (
-    CLOCK,
     COLUMNS,
     DURATION,
-    MEMORY,
     NAME,
-    NAME_FUNCTION,
-    NAME_PATH,
-    NUMBER,
     PATH,
     POSITIVE_DURATION,
     SHARD,
     SIZE,
     TEXT,
     THRESHOLD,
-    Group,
     Option,
     coerce,
     declared_options,
@@ -34,164 +29,6 @@ from batchgen.config.option_types import (
 from batchgen.config.sampling_options import SAMPLING, SAMPLING_OPTIONS
 from batchgen.config.units import Shard, Threshold, parse_shard
 from batchgen.errors import UsageError
-from batchgen.request.processors import LogitProcessor
-
-INPUT, OUTPUT, MODEL, JOB, ENGINE = map(Group, ("Input", "Output", "Model", "Job", "Engine"))
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Configuration of the engine. None means that the value is derived from the model and the device.
-
-    Text is parsed as on the command line (`kv_memory="4GiB"`).
-
-    Raises:
-        UsageError: a value is out of range or not supported.
-    """
-
-    model: str | None = MODEL.option(
-        None,
-        "Model folder or Hugging Face id; the default is a built-in demonstration model. Example: --model ./Qwen3-0.6B",
-        PATH,
-    )
-    revision: str | None = MODEL.option(
-        None, "Branch, tag or commit of the model on the Hugging Face Hub. Example: --revision main", NAME
-    )
-    tokenizer: str | None = MODEL.option(
-        None, "Tokenizer folder or Hugging Face id; the default is the model's. Example: --tokenizer ./tok", PATH
-    )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = MODEL.option(
-        "auto", "Data type of the weights. Example: --dtype float32"
-    )
-    device: Literal["auto", "cuda", "cpu"] = MODEL.option("auto", "Device to run on. Example: --device cpu")
-    attention: Literal["auto", "flash", "triton", "compiled", "torch"] = MODEL.option(
-        "auto",
-        "Attention backend: flash (vllm-flash-attn) or triton on a GPU, compiled (C++) on a CPU, torch on both; auto "
-        "selects the fastest, which is measured at start on a GPU. Example: --attention torch",
-    )
-    flash_library: str | None = MODEL.option(
-        None,
-        "Compiled library of vllm-flash-attn or its folder; not needed if vLLM is installed. "
-        "Example: --flash-library ./_vllm_fa3_C.abi3.so",
-        PATH,
-        runs_code=True,
-    )
-    quantization: Literal["none", "int8"] = MODEL.option(
-        "none",
-        "Quantize weights and matrix products of the native decoder to 8 bits on a CPU; the loss is measured at start "
-        "and must not exceed --quantization-bound. Example: --quantization int8",
-    )
-    quantization_bound: float = MODEL.option(
-        0.05,
-        "Largest accepted loss of --quantization, as the mean KL divergence of next-token distributions in nats. "
-        "Example: --quantization-bound 0.2",
-        NUMBER,
-    )
-    model_impl: Literal["auto", "native", "transformers"] = MODEL.option(
-        "auto",
-        "Model implementation: the native decoder, or the transformers library for any model. "
-        "Example: --model-impl transformers",
-    )
-    max_model_len: int | None = MODEL.option(
-        None,
-        "Most tokens of prompt and completion together; the default is the model's. Example: --max-model-len 4096",
-        int_range(1),
-    )
-    lora: tuple[tuple[str, str], ...] = MODEL.option(
-        (), "Load a LoRA adapter that rows select by NAME; repeatable. Example: --lora fr=./french-adapter", NAME_PATH
-    )
-    """(name, folder) of the LoRA adapters that rows may select; a mapping is accepted, too."""
-    served_model_name: tuple[str, ...] = MODEL.option(
-        (), "Further name by which rows may name the model; repeatable. Example: --served-model-name gpt-4o-mini", NAME
-    )
-    any_model: bool = MODEL.option(False, "Accept every name in the `model` of rows. Example: --any-model")
-    media_root: str | None = INPUT.option(
-        None, "Only folder whose files rows may name in `input_embeds`. Example: --media-root ./embeddings", PATH
-    )
-    clock: str | None = INPUT.option(
-        None,
-        "Time that chat templates see; the default is the creation time of the job. Example: --clock 2026-01-31T12:00",
-        CLOCK,
-    )
-    """ISO 8601; a `datetime` is accepted, too."""
-    hidden_states_dtype: Literal["auto", "float32"] = OUTPUT.option(
-        "auto",
-        "Data type of hidden states; auto is the model's, float32 keeps means unrounded. "
-        "Example: --hidden-states-dtype float32",
-    )
-    """auto: the model's dtype, to which means are rounded; float32: means are not rounded."""
-    repetition_penalty_scope: Literal["output", "prompt+output"] = SAMPLING.option(
-        "output",
-        "Tokens that --repetition-penalty applies to: generated tokens, or prompt tokens as well (as in Hugging Face "
-        "and vLLM). Example: --repetition-penalty-scope prompt+output",
-    )
-    logprobs_mode: Literal["raw", "processed"] = SAMPLING.option(
-        "raw",
-        "Distribution of logprobs: the model's (raw), or the one sampled from, after penalties, masks and filters "
-        "(processed). Example: --logprobs-mode processed",
-    )
-    logit_processor: tuple[tuple[str, str | LogitProcessor], ...] = SAMPLING.option(
-        (),
-        "Python function that rows select by NAME in `custom_logit_processor`; repeatable. "
-        "Example: --logit-processor calm=my_module:calm",
-        NAME_FUNCTION,
-        runs_code=True,
-    )
-    """(name, "module:function" or the function itself); a mapping is accepted, too."""
-    stop_on_repeat: int | None = SAMPLING.option(
-        None,
-        "End a sample whose last N tokens repeat a block of at most N/4 tokens, with finish_reason repetition; off by "
-        "default. Example: --stop-on-repeat 64",
-        int_range(4, 2**20),
-    )
-    lenient_schemas: bool = SAMPLING.option(
-        False,
-        "Ignore JSON Schema keywords that cannot be enforced instead of refusing the row. Example: --lenient-schemas",
-    )
-    max_num_seqs: int | None = ENGINE.option(
-        None,
-        "Most sequences in the running batch; the default is 256, or --max-tokens-per-step if that is less. "
-        "Example: --max-num-seqs 64",
-        int_range(1),
-    )
-    max_tokens_per_step: int | None = ENGINE.option(
-        None,
-        "Most tokens computed in one step; the default depends on the device. Example: --max-tokens-per-step 2048",
-        int_range(1),
-    )
-    kv_memory: int | float | None = ENGINE.option(
-        None, "Memory of the KV cache, as a size or a share of the device's memory. Example: --kv-memory 85%", MEMORY
-    )
-    """Memory of the KV cache. int: bytes; float: share of the device's memory in (0, 1]."""
-    page_size: int = ENGINE.option(16, "Tokens per KV cache page. Example: --page-size 32", int_range(1, 4096))
-    cpu_threads: int | None = ENGINE.option(
-        None,
-        "Number of CPU threads; the default is the number of physical cores available. Example: --cpu-threads 8",
-        int_range(1, 4096),
-    )
-    seed: int = ENGINE.option(
-        0, "Run seed, from which the seeds of rows are derived. Example: --seed 42", int_range(-(2**63))
-    )
-    """Run seed, int64."""
-    dedup: bool = ENGINE.option(
-        True, "Compute identical prompts and identical greedy rows once; on by default. Example: --no-dedup"
-    )
-    deterministic: bool = ENGINE.option(
-        False,
-        "Compute bitwise identical logits for a row regardless of the batch, slightly slower. Example: --deterministic",
-    )
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None or item.default is not None:
-                object.__setattr__(self, item.name, coerce(BY_NAME[item.name], value, item.name))
-        seqs, tokens = self.max_num_seqs, self.max_tokens_per_step
-        if seqs is not None and tokens is not None and tokens < seqs:
-            raise UsageError(
-                f"`--max-tokens-per-step` ({tokens}) must be at least `--max-num-seqs` ({seqs}): every "
-                "sequence computes a token in every step"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +111,14 @@ class RunConfig:
         "resume",
         "Resume unfinished work; the default. Example: --resume\n"
         "Start over; replace an earlier result when the new one is complete. Example: --overwrite\n"
-        "Resume unfinished work even if the job has changed. Example: --resume-anyway",
+        "Continue although the input or an option has changed: reuse the rows that stay the same. "
+        "Example: --resume-anyway",
         choice_flags=True,
+    )
+    reuse: str | None = JOB.option(
+        None,
+        "Take finished rows that stay the same from this output, finished or not. Example: --reuse old.parquet",
+        PATH,
     )
     retry_errors: bool = JOB.option(False, "Run rows again that failed in an earlier run. Example: --retry-errors")
     max_errors: Threshold = JOB.option(  # noqa: RUF009  # a field
@@ -401,7 +244,7 @@ _OPTIONS = (
     *_WITHOUT_ATTRIBUTE,
     *declared_options(RunConfig, "run"),
     *SAMPLING_OPTIONS,
-    *declared_options(EngineConfig, "engine"),
+    *ENGINE_OPTIONS,
 )
 GROUPS = tuple(group.title for group in (INPUT, OUTPUT, MODEL, JOB, SAMPLING, ENGINE))
 """Sections of the help, in order."""

@@ -21,7 +21,10 @@ from batchgen.data.write.schema import SCHEMA
 Row = Mapping[str, Any]
 
 _NOT_COMPARED = frozenset(
-    {"id", "row_index", "cached_tokens", "cached_tokens_details", "dedup_of", "prompt", "prompt_ids", "extra"}
+    {
+        *("id", "row_index", "cached_tokens", "cached_tokens_details", "dedup_of"),
+        *("request_hash", "prompt", "prompt_ids", "extra"),
+    }
 )
 """Columns that depend on the job rather than on the row's result."""
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Final
 
 import orjson
 
 from batchgen.data.openai_bodies import PieceLookup, batch_line
 from batchgen.data.row_shapes import RowShape, RowShapes
-from batchgen.data.view import Results, open_results
-from batchgen.errors import InputError
+from batchgen.data.view import Results, Totals, open_results
+from batchgen.data.write.lines import errors_path
+from batchgen.errors import ErrorCode, InputError
+
+_UNREADABLE: Final = frozenset({ErrorCode.INVALID_JSON, ErrorCode.TRUNCATED_INPUT, ErrorCode.INVALID_UNICODE})
+"""Errors of rows of which nothing is known."""
 
 
 @dataclass(slots=True)
@@ -43,10 +48,8 @@ def write_openai(results: Results, output: BinaryIO, errors: BinaryIO, piece: Pi
     """Write the line of each row in input order: of good rows to `output`, of failed ones to `errors`."""
     run = results.footer
     assert run is not None
-    if "row_shapes" not in run:
-        raise InputError("the file was written by a version without `export`. Run its command again.")
     counts = ExportCounts()
-    shapes = iter(RowShapes.decode(run["row_shapes"]))
+    shapes = iter(row_shapes(results))
     for _, rows in groupby(results.rows(), itemgetter("row_index")):
         good, line = batch_line(list(rows), next(shapes, RowShape(False, False)), run, piece)
         (output if good else errors).write(orjson.dumps(line) + b"\n")
@@ -55,14 +58,103 @@ def write_openai(results: Results, output: BinaryIO, errors: BinaryIO, piece: Pi
     return counts
 
 
+def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, piece: PieceLookup) -> ExportCounts:
+    """Answer each row in its own format: batch lines as `write_openai`, other rows as `write_jsonl`.
+
+    Args:
+        results: the results of a job.
+        output: receives the lines, in input order.
+        errors: receives the lines of batch lines that failed; None if no row is a batch line.
+        piece: token id -> piece; called only for batch lines with logprobs.
+    """
+    run = results.footer
+    assert run is not None
+    counts = ExportCounts()
+    shapes = iter(row_shapes(results))
+    for _, rows in groupby(results.rows(), itemgetter("row_index")):
+        found, shape = list(rows), next(shapes, RowShape(False, False))
+        good = all(row["error"] is None for row in found)
+        # What cannot be read may have been either, and is answered as the job's other rows.
+        if errors is not None and (shape.line or _is_unreadable(found[0])):
+            _, line = batch_line(found, shape, run, piece)
+            (output if good else errors).write(orjson.dumps(line) + b"\n")
+        else:
+            output.writelines(map(_jsonl_line, found))
+        counts.lines += 1
+        counts.errors += not good
+    return counts
+
+
+def _is_unreadable(row: Mapping[str, Any]) -> bool:
+    return row["error"] is not None and row["error"]["code"] in _UNREADABLE
+
+
+def row_shapes(results: Results) -> list[RowShape]:
+    """The request shapes of the rows of a finished output, in order.
+
+    Raises:
+        InputError: an older version wrote it, or they are damaged.
+    """
+    run = results.footer
+    assert run is not None
+    if "row_shapes" not in run:
+        raise InputError("the file was written by a version without `export`. Run its command again.")
+    return RowShapes.decode(run["row_shapes"])
+
+
 def write_jsonl(results: Results, stream: BinaryIO) -> ExportCounts:
     """Write one object per sample, without null columns; carried fields are an object, NaN and infinity are null."""
     counts = ExportCounts()
     for row in results.rows():
-        present = {name: value for name, value in row.items() if value is not None}
-        if "extra" in present:
-            present["extra"] = orjson.Fragment(present["extra"])
-        stream.write(orjson.dumps(present) + b"\n")
+        stream.write(_jsonl_line(row))
         counts.lines += 1
         counts.errors += row["status"] == "error"
     return counts
+
+
+def _jsonl_line(row: Mapping[str, Any]) -> bytes:
+    present = {name: value for name, value in row.items() if value is not None}
+    if "extra" in present:
+        present["extra"] = orjson.Fragment(present["extra"])
+    return orjson.dumps(present) + b"\n"
+
+
+def read_line_totals(path: Path) -> Totals:
+    """Totals of an output of JSON lines, `-o x.jsonl`, with its errors file; tokens of batch lines are counted.
+
+    Raises:
+        InputError: a line is not one of batchgen's.
+    """
+    totals = Totals()
+    files = [path, *([errors_path(path)] if errors_path(path).exists() else [])]
+    failed: set[int] = set()
+    rows: set[int] = set()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                for line in stream:
+                    _count_line(orjson.loads(line), totals, rows, failed)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{file} cannot be read ({error}). Compute it again with --overwrite.") from error
+    totals.rows += len(rows)
+    totals.rows_error += len(failed)
+    return totals
+
+
+def _count_line(line: Mapping[str, Any], totals: Totals, rows: set[int], failed: set[int]) -> None:
+    if "custom_id" in line and "response" in line:
+        body = line["response"]["body"]
+        totals.rows += 1
+        if "error" in body:
+            totals.rows_error += 1
+            totals.errors[body["error"]["code"]] += 1
+        else:
+            totals.completion_tokens += body["usage"]["completion_tokens"]
+            totals.cached_tokens += body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return
+    rows.add(line["row_index"])
+    if line["status"] == "error":
+        failed.add(line["row_index"])
+        totals.errors[line["error"]["code"]] += 1
+    for name in ("completion_tokens", "cached_tokens", "dropped_tokens"):
+        setattr(totals, name, getattr(totals, name) + (line.get(name) or 0))

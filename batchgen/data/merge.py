@@ -1,4 +1,4 @@
-"""Merge of the outputs of shards into one file, with a check for ids that occur in several shards."""
+"""Merge of the outputs of shards, or of whole jobs, into one file, with a check for ids that occur in several."""
 
 from __future__ import annotations
 
@@ -13,28 +13,38 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.data.merge_jobs import check_same_options, merge_jobs
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.view import Results
 from batchgen.data.write.committed import Committed, read_keys
 from batchgen.data.write.durable_files import open_parquet, output_errors, read_footer, refuse_existing
 from batchgen.data.write.finish import CommittedRows, write_output
+from batchgen.data.write.lines import is_lines
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states_result import part_from_result
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, belongs_to, output_paths, part_files
-from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
+from batchgen.data.write.work_folder import (
+    OutputPaths,
+    RunIdentity,
+    WorkFolder,
+    belongs_to,
+    output_paths,
+)
+from batchgen.data.write.work_parts import part_files
+from batchgen.errors import ErrorCode, FingerprintError, InputError, OutputError, UsageError
 
 
-def refuse_duplicate_ids(files: Sequence[Path]) -> None:
-    """Refuse results files in which two input rows with the same id have results. Uses 16 bytes of memory per row.
+def refuse_duplicate_ids(files: Sequence[Path], *, whole_jobs: bool = False) -> None:
+    """Refuse results files in which two input rows have the same id. Uses 16 bytes of memory per row.
 
-    Failed rows are ignored: within a shard, a row with a repeated id is an error row itself.
+    Failed rows of shards are ignored: within a shard, a row with a repeated id is an error row itself. Of whole jobs
+    only those error rows are: another failed row with the id of a good one is the same row twice.
 
     Raises:
         UsageError: two rows have the same id.
         OSError, pa.ArrowException: a file is damaged.
     """
-    found = [_id_hashes(file) for file in files]
+    found = [_id_hashes(file, failed=whole_jobs) for file in files]
     hashes, rows = (np.concatenate(columns) for columns in zip(*found, strict=True))
     ends = np.cumsum([len(file_hashes) for file_hashes, _ in found])
     order = np.lexsort((rows, hashes))
@@ -46,19 +56,26 @@ def refuse_duplicate_ids(files: Sequence[Path]) -> None:
         if (name := _row_id(*first)) == _row_id(*second):
             count = len(np.unique(hashes[order][same]))
             among = f" (one of {count:,} repeated ids)" if count > 1 else ""
+            remedy = "Make ids unique and run the job again, or merge the shards as they are"
+            if whole_jobs:
+                remedy = "Leave out one of the rows and run its job again with --reuse, or merge the files as they are"
             raise UsageError(
                 f"id {name!r}{among} is used by row {first[1]} in {first[0]} and by row {second[1]} in {second[0]}. "
-                "Make ids unique and run the job again, or merge the shards as they are with --allow-duplicate-ids."
+                f"{remedy} with --allow-duplicate-ids."
             )
 
 
-def _id_hashes(file: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(hash of the id, `row_index`) of each input row with a result."""
+def _id_hashes(file: Path, *, failed: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(hash of the id, `row_index`) of each input row with a result; with `failed`, also of failed ones."""
     hashes, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     last = -1
     with open_parquet(file) as parquet:
-        for batch in parquet.iter_batches(columns=["id", "row_index", "status"]):
-            good = batch.filter(pc.equal(batch["status"], "ok"))
+        for batch in parquet.iter_batches(columns=["id", "row_index", "status", "error.code"]):
+            counts = pc.equal(batch["status"], "ok")
+            if failed:
+                code = pc.struct_field(batch["error"], "code")
+                counts = pc.or_(counts, pc.fill_null(pc.not_equal(code, ErrorCode.DUPLICATE_ID), False))
+            good = batch.filter(counts)
             index = good["row_index"].to_numpy()
             new = np.diff(index, prepend=last) != 0  # prompts and samples of a row are adjacent
             ids = good["id"].filter(new).to_pylist()
@@ -73,33 +90,43 @@ def _row_id(file: Path, row: int) -> str:
 
 
 def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_duplicate_ids: bool = False) -> int:
-    """Merge all shards of one job into `out`, in input order. Returns the number of output rows.
+    """Merge all shards of one job into `out`, in input order, or the outputs of whole jobs in the order given.
 
     Args:
-        parts: finished shard outputs, or folders of them, in any order.
+        parts: finished shard outputs, or folders of them, in any order; or outputs of whole jobs with equal options.
         out: the file to write.
         overwrite: whether an existing `out` is replaced.
         allow_duplicate_ids: whether rows of different shards may have the same id, even if the job did not run with
             `--on-duplicate-id allow`.
 
+    Returns:
+        The number of output rows.
+
     Raises:
-        UsageError: a shard is missing or named twice, or a file is not a shard; rows of different shards have the same
-            id; `out` is a shard.
-        FingerprintError: two shards are of different jobs.
+        UsageError: a shard is missing or named twice, or a file is not a shard; rows of different files have the same
+            id; `out` is one of the files.
+        FingerprintError: two shards are of different jobs, or two whole jobs have different options.
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
     """
     files = _shard_files(parts)
-    footers = [_shard_footer(file) for file in files]
+    if is_lines(out):
+        raise UsageError(f"{out}: merge writes Parquet. Name OUT.parquet, and write JSON lines with batchgen export.")
+    footers = [_finished_footer(file) for file in files]
+    if len(files) > 1 and all(footer.get("shard") is None for footer in footers):
+        _check_whole_jobs(files, footers, out, overwrite, allow_duplicate_ids)
+        return merge_jobs(files, footers, out)
+    for file, footer in zip(files, footers, strict=True):
+        if footer.get("shard") is None:
+            raise UsageError(
+                f"{file} is not a shard but the output of a whole job. Leave it out, or merge several whole jobs."
+            )
     keys = _checked_keys(files, footers, out, overwrite, allow_duplicate_ids)
     states = [_states_file(file, own) for file, own in zip(files, footers, strict=True) if own.get("states")]
     paths = output_paths(out)
-    refuse_existing(paths.states, overwrite)
-    # A killed merge leaves a lock and scratch files only; the folder of a run has run.json or parts.
-    if (paths.work / "run.json").exists() or part_files(paths.work):
-        raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
+    _refuse_unfinished(paths, overwrite)
     identity = RunIdentity(footers[0]["fingerprint"])
-    work = WorkFolder(paths, identity, RunLock(paths.work, out), {"accepted": [identity.key]})
+    work = WorkFolder(paths, identity, RunLock(paths.work, out))
     try:
         with output_errors(work.scratch):
             shutil.rmtree(work.scratch, ignore_errors=True)
@@ -114,6 +141,39 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     finally:
         work.remove()
     return len(keys)
+
+
+def _refuse_unfinished(paths: OutputPaths, overwrite: bool) -> None:
+    """Refuse to write over hidden states, and while the work of a run to the same output exists.
+
+    Raises:
+        OutputError: one of them exists.
+    """
+    refuse_existing(paths.states, overwrite)
+    # A killed merge leaves a lock and scratch files only; the folder of a run has run.json or parts.
+    if (paths.work / "run.json").exists() or part_files(paths.work):
+        raise OutputError(
+            f"{paths.work} exists: a run to {paths.result} is not finished. Finish it, or name another with -o."
+        )
+
+
+def _check_whole_jobs(
+    files: list[Path], footers: Sequence[dict[str, Any]], out: Path, overwrite: bool, allow_duplicate_ids: bool
+) -> None:
+    """Check that the outputs of whole jobs fit together, and that the merged file replaces none of them."""
+    check_same_options(files, footers)
+    for number, file in enumerate(files):
+        if any(file.samefile(other) for other in files[:number]):
+            raise UsageError(f"{file} is named twice. Leave one out.")
+    refuse_existing(out, overwrite)
+    if out.exists() and any(out.samefile(file) for file in files):
+        raise UsageError(f"{out} is one of the files, which the merged file would replace; name another file with -o.")
+    _refuse_unfinished(output_paths(out), overwrite)
+    if not allow_duplicate_ids and not any(map(_allows_duplicates, footers)):
+        try:
+            refuse_duplicate_ids(files, whole_jobs=True)
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"a file cannot be read ({error}). Compute it again.") from error
 
 
 def _checked_keys(
@@ -180,14 +240,14 @@ def _shard_files(parts: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _shard_footer(file: Path) -> dict[str, Any]:
+def _finished_footer(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{file} cannot be read (no such file). Check the name.")
     footer = read_footer(file)
+    if footer is None and is_lines(file):
+        raise InputError(f"{file} holds JSON lines, and merge reads Parquet: join lines with cat.")
     if footer is None:
         raise InputError(f"{file} is not a finished batchgen output. Finish its run, or leave it out.")
-    if footer.get("shard") is None:
-        raise UsageError(f"{file} is not a shard but the output of a whole job. Leave it out.")
     return footer
 
 

@@ -7,13 +7,13 @@ nearest one, as documented in `batchgen help export`.
 from __future__ import annotations
 
 import codecs
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchgen.data.row_shapes import RowShape
+from batchgen.data.write.lines import line_digest
 from batchgen.errors import ErrorCode
 
 Row = Mapping[str, Any]
@@ -59,8 +59,7 @@ def batch_line(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], pie
         piece: token id -> piece; called only for rows with logprobs.
     """
     first = rows[0]
-    key = f"{run['fingerprint']}\n{first['row_index']}"
-    digest = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    digest = line_digest(run["fingerprint"], first["row_index"])
     failed = next((row["error"] for row in rows if row["error"] is not None), None)
     if failed is None:
         status, body = 200, _body(rows, shape, run, piece, digest)

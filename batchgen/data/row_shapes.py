@@ -1,4 +1,5 @@
-"""Request shapes: whether each input row was a chat request and had `echo`, two bits per row in the output's footer.
+"""Request shapes: whether each input row was a chat request, had `echo` and was a batch line, three bits per row in the
+output's footer.
 
 `batchgen export` needs them to write the matching response; the output's columns do not contain them.
 """
@@ -26,6 +27,8 @@ class RowShape(NamedTuple):
     """Whether the answer is a `chat.completion`; otherwise a `text_completion`."""
     echo: bool
     """Whether text and logprobs begin with the prompt."""
+    line: bool = False
+    """Whether the row was an OpenAI batch line."""
 
 
 class RowShapes(Columns):
@@ -37,10 +40,10 @@ class RowShapes(Columns):
         self._rows = array("q")
         self._bits = array("B")
 
-    def add(self, row_index: int, chat: bool = False, echo: bool = False) -> None:
-        """Add a row; bad rows have the default shape."""
+    def add(self, row_index: int, chat: bool = False, echo: bool = False, line: bool = False) -> None:
+        """Add a row; of a bad row only `line` is known."""
         self._rows.append(row_index)
-        self._bits.append(chat | echo << 1)
+        self._bits.append(chat | echo << 1 | line << 2)
 
     def encode(self) -> str:
         """All shapes in order of their rows, as text for the footer."""
@@ -68,7 +71,7 @@ class RowShapes(Columns):
         return _encode(bits[order].tobytes())
 
 
-_SHAPES = tuple(RowShape(bool(bits & 1), bool(bits & 2)) for bits in range(4))
+_SHAPES = tuple(RowShape(bool(bits & 1), bool(bits & 2), bool(bits & 4)) for bits in range(8))
 
 
 def _encode(bits: bytes) -> str:

@@ -15,8 +15,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.write.durable_files import open_parquet, read_footer
+from batchgen.data.write.lines import is_lines
 from batchgen.data.write.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
-from batchgen.data.write.work_folder import output_paths, part_files
+from batchgen.data.write.work_folder import output_paths
+from batchgen.data.write.work_parts import part_files
 from batchgen.errors import InputError, UsageError
 from batchgen.tables.temporal import temporal_to_text
 
@@ -148,6 +150,11 @@ def _footer(file: Path) -> dict[str, Any]:
     footer = read_footer(file)
     if footer is None and read_footer(file, STATES_CONTENTS) is not None:
         raise InputError(f"{file} holds hidden states, not results. Name the results file instead.")
+    if footer is None and is_lines(file):
+        raise InputError(
+            f"{file} holds JSON lines, which any text tool reads. batchgen show, export, verify and merge read "
+            "Parquet: run with -o OUT.parquet, and write the lines with batchgen export."
+        )
     if footer is None:
         raise InputError(f"{file} is not a batchgen output, or is damaged.")
     return footer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.config.run_config import EngineConfig
+from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.quantization import refuse_quantization
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError

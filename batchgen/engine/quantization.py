@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from batchgen.config.run_config import EngineConfig
+from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.models.base import Model, ModelSpec

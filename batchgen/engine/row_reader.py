@@ -180,6 +180,8 @@ class ProcessedRow:
     prompts: Sequence[EncodedPrompt] = ()
     """Its prompts, which are also the last requests of the table; empty if the row has an error."""
     error: ErrorInfo | None = None
+    is_line: bool = False
+    """Whether the row is an OpenAI batch line, as far as it could be read."""
 
 
 class RowReader:
@@ -223,10 +225,11 @@ class RowReader:
             if isinstance(row.prompts[0], EmbedsPrompt):
                 assert self._embeds is not None
                 raw, row = raw._replace(value=None), self._embeds.store(row)
-            return ProcessedRow(raw, row.id, row.extra, row)
+            return ProcessedRow(raw, row.id, row.extra, row, is_line=row.dialect != "native")
         except RowError as error:
             found = row_id(value, raw.index), row_extra(value)
-            return ProcessedRow(raw._replace(value=None), *found, error=error.info)
+            line = isinstance(value, Mapping) and isinstance(value.get("body"), Mapping)
+            return ProcessedRow(raw._replace(value=None), *found, error=error.info, is_line=line)
 
     def _with_unique_id(self, row: ParsedRow) -> ParsedRow:
         if self._on_duplicate == "allow" or self._register(row.id):

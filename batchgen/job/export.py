@@ -55,12 +55,12 @@ def export_results(
         counts, where = write([sys.stdout.buffer]), ""
     else:
         _refuse_overwriting_sources(files, out, run)
-        counts, where = _write_files(files, write, overwrite), f"{', '.join(map(str, files))}: "
+        counts, where = write_files(files, write, overwrite), f"{', '.join(map(str, files))}: "
     what = "samples" if shape == "jsonl" else "rows"
     print(f"{where}{counts.lines:,} {what}, {counts.errors:,} failed", file=sys.stderr)
 
 
-def _write_files(
+def write_files(
     files: Sequence[Path], write: Callable[[Sequence[BinaryIO]], ExportCounts], overwrite: bool
 ) -> ExportCounts:
     """Write all files durably, the last one first; none appears under its name if an earlier one fails.

@@ -13,6 +13,7 @@ from batchgen.data.carry import carried_fields, effective_carry
 from batchgen.data.read.input_files import AUTO_FORMAT
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import InputSet
+from batchgen.data.write.job_changes import INPUT_FILES
 from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
 from batchgen.job.setup import Setup
@@ -80,7 +81,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "--logit-processor": processors,
         # A file may be moved before a run is resumed: its content counts, its name does not.
-        "input files": [[f.size, f.sha256, *partitions_of(f.path)] for f in inputs.files],
+        INPUT_FILES: [[f.size, f.sha256, *partitions_of(f.path)] for f in inputs.files],
     }
     normalized = json.loads(json.dumps(info, sort_keys=True, default=str))
     digest = hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()
@@ -96,6 +97,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
         "shard": shard,
         "fingerprint": digest,
+        "job": normalized,
         "configuration": config.describe(),
     }
     carry = effective_carry(config.carry, include_source=config.include_source)

@@ -168,7 +168,7 @@ def _add_bad(result: Ingested, row: ProcessedRow, extra: str | None, config: Run
     else:
         result.errors[error.code] += 1
         result.expected.add(index)
-        result.shapes.add(index)
+        result.shapes.add(index, line=row.is_line)
         result.bad.append(orjson.dumps([index, row.id, extra, *astuple(error)]))
     on_bad(Completion(index, error=error), row.id, extra)
 
@@ -186,7 +186,7 @@ def _add_good(
     parsed, first = row.row, row.row.prompts[0]
     result.plain += isinstance(first, TextPrompt) and parsed.dialect == "native" and not parsed.completions
     # The answer is a chat message if the row has messages, or `--chat` made its text one.
-    result.shapes.add(index, isinstance(first, ChatPrompt), parsed.params.echo)
+    result.shapes.add(index, isinstance(first, ChatPrompt), parsed.params.echo, row.is_line)
     for prompt in first_texts:
         result.expected.add(index, prompt.prompt_index, parsed.params.n)
     if result.first_prompt is None and first_texts[0].embeds is None:

@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchgen.config.run_config import EngineConfig, RunConfig
+from batchgen.config.engine_config import EngineConfig
+from batchgen.config.run_config import RunConfig
 from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.demo import model_path

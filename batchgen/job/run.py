@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -18,12 +17,13 @@ import numpy.typing as npt
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.view import Totals, read_totals
 from batchgen.data.write.committed import Committed, first_of_prompt
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
+from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.retry import open_for_retry
+from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import OutputPaths, WorkFolder, open_work, output_paths, recorded_clock
+from batchgen.data.write.work_folder import WorkFolder, output_paths
+from batchgen.data.write.work_parts import has_results
 from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
@@ -32,12 +32,15 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.lines_output import LinesOutput
+from batchgen.job.opening import OpenedJob, clock_record, refuse_named
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.progress import Phase, Progress, ProgressState
 from batchgen.job.reasons import Reasons
+from batchgen.job.reuse import RequestHashes, Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
-from batchgen.job.summary import RunSummary
+from batchgen.job.summary import RunSummary, counted, finished_summary
 from batchgen.job.tokenized_cache import (
     discard_tokenized,
     load_tokenized,
@@ -88,6 +91,8 @@ class _Job:
         """Indexes of rows that failed while generating, in this run or earlier ones; each counts as one error."""
         self.reasons = Reasons()
         """Why rows failed, in this run or while it read them."""
+        self.nothing_valid = False
+        """Whether every row of the input is invalid, and there is no earlier output to compare it with."""
         self.generated = False
         """Whether this run has generated any result. Errors of invalid rows do not count."""
         self.rows_done = 0
@@ -107,11 +112,10 @@ class _Job:
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
-            open_output = open_for_retry if self.config.retry_errors else open_work
-            clock = _job_clock(setup, paths, identity)
-            work = open_output(paths, identity.run, identity.info, self.config.existing, clock)
+            refuse_named(setup, identity)
+            work = OpenedJob(setup, inputs, identity, paths).open()
         if work is None:
-            return _finished(paths.result, identity)
+            return finished_summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             # Weights are loaded while the rows are tokenised.
@@ -120,10 +124,11 @@ class _Job:
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
                 return self._complete(work, committed, inputs, identity, setup, model)
-            except (UsageError, InputError, ModelError):
-                if not len(committed) and not self.generated:
-                    # Refused before a token was computed: remove the work folder, so that a corrected command is not
-                    # refused for it. Committed errors of invalid rows are found again by the next run.
+            except (UsageError, InputError, ModelError, TooManyErrors) as error:
+                # Refused before a token was computed: remove the work folder. Committed errors of invalid rows are
+                # found again by the next run. With too many of them, `show` lists them, unless no row is valid.
+                kept = isinstance(error, TooManyErrors) and not self.nothing_valid
+                if not kept and not self.generated and not has_results(work.paths.work):
                     work.remove()
                 raise
 
@@ -138,8 +143,10 @@ class _Job:
     ) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
         config = self.config
+        # Found before the rows are read, so that a wrong --reuse fails early.
+        files = reusable_files(work, None if config.reuse is None else Path(config.reuse))
         with (
-            self._events(len(committed) > 0) as events,
+            self._events(len(committed) > 0 or bool(files)) as events,
             PartWriter(work, config.commit_every, config.commit_seconds, max_bytes=config.max_output_bytes) as writer,
         ):
             self.stop.commit = writer.flush
@@ -147,7 +154,10 @@ class _Job:
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
             estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
             setup.note_unused_options(rows.table.params, self.progress.note)
-            done = committed.contains(rows.table.row_index, rows.table.prompt_index)
+            with self._phase("reading"):
+                hashes = RequestHashes(setup, rows)
+                reuse = self._find_reuse(files, rows, hashes, committed)
+            done = reuse.done
             self._init_row_counts(rows, done)
             with self._phase("loading"):
                 loaded = self._wait_for_model(model, rows)
@@ -155,8 +165,9 @@ class _Job:
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
+                reuse.commit(rows, running.workload, work, writer)
             with self._phase("generating"):
-                self._generate(running, rows, writer)
+                self._generate(running, rows, hashes, writer)
             for note in running.loop.notes:
                 self.progress.note(note)
         if self.stop.requested:
@@ -164,24 +175,46 @@ class _Job:
         self._check_max_errors(rows)
         self.opened.close()
         with self._phase("writing"):
-            record = {
-                "kernels": engine.kernels,
-                "input_rows": rows.rows,
-                "rows_skipped": rows.skipped,
-                "row_shapes": rows.shapes.encode(),
-                "grammar_backends": sorted(rows.grammar_backends),
-                "created": int(time.time()),
-                **_clock_record(setup),
-                "layer_ids": [*setup.spec.moe_layers] or None,
-                "experts_per_token": setup.spec.experts_per_token or None,
-            }
-            finish(work, rows.expected, {**identity.record, **record}, max_bytes=config.max_output_bytes)
-        totals = read_totals(work.paths.result)
+            totals = self._write(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
+        resumed = len(np.unique(committed.row_index)) + reuse.rows
+        summary = self._summary(identity, rows, totals, resumed, running)
         advice = [*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)]
-        summary = self._summary(work.paths.result, totals, identity, rows, committed, running)
         return replace(
             summary, kernels=engine.kernels, advice=advice, engine={**summary.engine, **asdict(writer.stats)}
         )
+
+    def _write(self, work: WorkFolder, rows: Ingested, record: Mapping[str, Any], setup: Setup) -> Totals:
+        """Merge all committed rows into the output; returns its totals."""
+        made = {
+            **record,
+            "input_rows": rows.rows,
+            "rows_skipped": rows.skipped,
+            "row_shapes": rows.shapes.encode(),
+            "grammar_backends": sorted(rows.grammar_backends),
+            "created": int(time.time()),
+            **clock_record(setup),
+            "layer_ids": [*setup.spec.moe_layers] or None,
+            "experts_per_token": setup.spec.experts_per_token or None,
+        }
+        most = self.config.max_output_bytes
+        if not is_lines(self.result):
+            finish(work, rows.expected, made, max_bytes=most)
+            return read_totals(self.result)
+        lines = LinesOutput(setup, self.result)
+        finish(work, rows.expected, made, max_bytes=most, publish=lines.publish)
+        return lines.totals
+
+    def _find_reuse(
+        self, files: Sequence[ReuseFile], rows: Ingested, hashes: RequestHashes, committed: Committed
+    ) -> Reuse:
+        """The rows that earlier jobs have finished, with a line that says how many they are."""
+        reuse = find_reuse(hashes, rows, committed, files)
+        if files:
+            left = rows.rows - len(np.unique(committed.row_index)) - reuse.rows
+            self.progress.note(f"{reuse.rows:,} of {rows.rows:,} rows are reused, {left:,} are new, changed or failed")
+        elif self.config.reuse is not None:
+            self.progress.note(f"no row is reused: {self.config.reuse} does not hold another job's results")
+        return reuse
 
     def _events(self, resumed: bool) -> EventWriter | nullcontext[None]:
         """The event writer, if `--events` is given; opened before the computation, so that a bad path fails early."""
@@ -250,11 +283,11 @@ class _Job:
         self.prompts_left = dict(zip(unfinished[several].tolist(), prompts[several].tolist(), strict=True))
         self.rows_done = rows.rows - len(unfinished)
 
-    def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
+    def _generate(self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter) -> None:
         for group in running.loop.run(lambda: self._tick(running)):
             began = time.perf_counter()
             self.generated = True
-            writer.add([self._output(c, rows) for c in group])
+            writer.add([self._output(c, rows, hashes) for c in group])
             self.output_seconds += time.perf_counter() - began
             first = group[0]
             if first.error is not None and first.row_index not in self.failed:
@@ -281,9 +314,11 @@ class _Job:
         )
         return self.stop.requested
 
-    def _output(self, completion: Completion, rows: Ingested) -> OutputRow:
+    def _output(self, completion: Completion, rows: Ingested, hashes: RequestHashes) -> OutputRow:
         row_id, extra, prompts = rows.texts[completion.row_index]
-        return OutputRow(completion, row_id, extra, prompts[completion.prompt_index] if prompts else None)
+        prompt = prompts[completion.prompt_index] if prompts else None
+        found = hashes.of(completion.row_index, completion.prompt_index) if completion.error is None else None
+        return OutputRow(completion, row_id, extra, prompt, found)
 
     def _errors(self, rows: Ingested) -> int:
         """Number of rows that failed so far."""
@@ -295,11 +330,15 @@ class _Job:
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
             if self.errors_before:
                 codes = ", ".join(filter(None, (codes, f"in earlier runs {self.errors_before:,}")))
+            self.nothing_valid = not len(rows.table) and not self.result.exists()
+            shown = f"batchgen show {quote(str(self.result))} --errors"
+            if self.nothing_valid:
+                shown = f"batchgen check {' '.join(map(quote, self.config.inputs))}, with this command's options"
             reason = self.reasons.commonest()
             reason = f"; {reason}" if reason else ""
             raise TooManyErrors(
                 f"{errors:,} of {rows.rows:,} rows failed ({codes}), more than --max-errors allows "
-                f"({self.config.max_errors}){reason}. See them with: batchgen show {quote(str(self.result))} --errors. "
+                f"({self.config.max_errors}){reason}. See them with: {shown}. "
                 "To continue, raise --max-errors and run the same command again."
             )
 
@@ -330,24 +369,23 @@ class _Job:
 
     def _summary(
         self,
-        result: Path,
-        totals: Totals,
         identity: JobIdentity,
         rows: Ingested,
-        committed: Committed,
+        totals: Totals,
+        resumed: int,
         running: Running,
     ) -> RunSummary:
         stats = running.scheduler.stats
         generating = self.seconds["generating"]
         return RunSummary(
-            output=str(result),
+            output=str(self.result),
             rows=rows.rows,
-            **_counts(totals),
+            **counted(totals),
             fingerprint=identity.run.fingerprint,
             rows_skipped=rows.skipped,
             carried_options=carried_notes(rows.carried_options, self.config.carry),
             commonest_error=self.reasons.commonest(),
-            rows_resumed=len(np.unique(committed.row_index)),
+            rows_resumed=resumed,
             prompt_tokens=running.workload.tree.prompt_tokens,
             distinct_prompt_tokens=running.workload.tree.distinct_tokens,
             computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
@@ -362,26 +400,6 @@ class _Job:
         )
 
 
-def _job_clock(setup: Setup, paths: OutputPaths, identity: JobIdentity) -> str | None:
-    """The time that the job's conversations see; None if the model's chat template does not read it.
-
-    It is the one given, the one with which the job began, or the time now.
-    """
-    config, tokenizer = setup.config, setup.front_end.tokenizer
-    if tokenizer.clock_text is None:
-        return None
-    if config.engine.clock is None and (found := recorded_clock(paths, identity.run, config.existing)) is not None:
-        tokenizer.clock = datetime.fromisoformat(found)
-    return tokenizer.clock.isoformat()
-
-
-def _clock_record(setup: Setup) -> dict[str, Any]:
-    """Entries of the footer: the time that the conversations saw, and what the chat template wrote of it."""
-    tokenizer = setup.front_end.tokenizer
-    shown = tokenizer.clock_text
-    return {"clock": None if shown is None else tokenizer.clock.isoformat(), "clock_text": shown}
-
-
 def _load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
     """The rows tokenised by an earlier run; None if there is no valid cache or a constraint cannot be compiled now."""
     rows = load_tokenized(work.tokenized, key)
@@ -392,34 +410,3 @@ def _load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -
         return rows
     rows.close()
     return None
-
-
-def _finished(result: Path, identity: JobIdentity) -> RunSummary:
-    """The summary of an output that was already complete."""
-    totals = read_totals(result)
-    footer = read_footer(result) or {}
-    return RunSummary(
-        output=str(result),
-        rows=int(footer.get("input_rows") or totals.rows),
-        **_counts(totals),
-        fingerprint=identity.run.fingerprint,
-        rows_skipped=int(footer.get("rows_skipped") or 0),
-        kernels=str(footer.get("kernels") or ""),
-        already_done=True,
-    )
-
-
-def _counts(totals: Totals) -> dict[str, Any]:
-    """The fields of a summary that are counted in the output."""
-    return {
-        "rows_ok": totals.rows - totals.rows_error,
-        "rows_error": totals.rows_error,
-        "errors": dict(totals.errors),
-        "cached_tokens": totals.cached_tokens,
-        "completion_tokens": totals.completion_tokens,
-        "copied_tokens": totals.copied_tokens,
-        "dropped_tokens": totals.dropped_tokens,
-        "finish_reasons": dict(totals.finish_reasons),
-        "constraints": dict(totals.constraints),
-        "empty_texts": totals.empty_texts,
-    }

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from batchgen.config.run_config import BY_NAME, EngineConfig, RunConfig
+from batchgen.config.engine_config import EngineConfig
+from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere
 from batchgen.engine.engine import Engine, prepare_device

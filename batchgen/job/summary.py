@@ -15,7 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.data.view import first_answer
+from batchgen.data.export import read_line_totals
+from batchgen.data.view import Totals, first_answer, read_totals
+from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.lines import errors_path, is_lines
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.request.printable import encodable, format_size, printable
 from batchgen.request.unknown_keys import carried_summary
@@ -80,6 +83,37 @@ class RunSummary:
     def to_json(self) -> str:
         """The summary as an indented JSON object."""
         return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
+
+
+def finished_summary(result: Path, fingerprint: str) -> RunSummary:
+    """The summary of an output that was already complete."""
+    totals = read_line_totals(result) if is_lines(result) else read_totals(result)
+    footer = read_footer(result) or {}
+    return RunSummary(
+        output=str(result),
+        rows=int(footer.get("input_rows") or totals.rows),
+        **counted(totals),
+        fingerprint=fingerprint,
+        rows_skipped=int(footer.get("rows_skipped") or 0),
+        kernels=str(footer.get("kernels") or ""),
+        already_done=True,
+    )
+
+
+def counted(totals: Totals) -> dict[str, Any]:
+    """The fields of a summary that are counted in the output."""
+    return {
+        "rows_ok": totals.rows - totals.rows_error,
+        "rows_error": totals.rows_error,
+        "errors": dict(totals.errors),
+        "cached_tokens": totals.cached_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "copied_tokens": totals.copied_tokens,
+        "dropped_tokens": totals.dropped_tokens,
+        "finish_reasons": dict(totals.finish_reasons),
+        "constraints": dict(totals.constraints),
+        "empty_texts": totals.empty_texts,
+    }
 
 
 def write_report(text: str, target: str, stdout: TextIO | None = None) -> None:
@@ -153,7 +187,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         lines.append(("errors", Text(_by_count(summary.errors), style="red")))
         if summary.commonest_error is not None:
             lines.append(("", Text(summary.commonest_error)))
-        lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
+        lines.append(("", Text(f"see: {_where_errors_are(summary.output)}", style="dim")))
     if summary.carried_options:
         lines.append(("carried", Text(carried_summary(summary.carried_options), style="yellow")))
     if summary.finish_reasons:
@@ -176,7 +210,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     if summary.kv_peak_bytes:
         lines.append(("KV peak", Text(format_size(summary.kv_peak_bytes))))
     lines += [("advice" if i == 0 else "", Text(line, style="yellow")) for i, line in enumerate(summary.advice)]
-    if not summary.rows_error:
+    if not summary.rows_error and not is_lines(Path(summary.output)):
         lines.append(("next", Text(f"batchgen show {shlex.quote(summary.output)}", style="dim")))
     return lines
 
@@ -185,6 +219,13 @@ def _by_count(counts: Mapping[str, int]) -> str:
     """`stop 40, length 8`."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{name} {count:,}" for name, count in ordered)
+
+
+def _where_errors_are(output: str) -> str:
+    path = Path(output)
+    if not is_lines(path):
+        return f"batchgen show {shlex.quote(output)} --errors"
+    return str(errors_path(path) if errors_path(path).exists() else path)
 
 
 def _steps(engine: Mapping[str, Any]) -> str:

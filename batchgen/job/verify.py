@@ -11,6 +11,7 @@ from typing import Any
 from batchgen.config.run_config import RunConfig
 from batchgen.data.compare import Difference, choose_rows, compare
 from batchgen.data.export import finished_results
+from batchgen.data.merge_jobs import is_merged
 from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.view import Results
@@ -66,6 +67,8 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     results = finished_results(out)
     run = results.footer
     assert run is not None
+    if is_merged(run):
+        raise InputError(f"{out} was merged from the outputs of several jobs. Verify those outputs, one by one.")
     config = RunConfig.restore(run["configuration"], out, changes)
     clock = run.get("clock") or config.engine.clock  # the rows are rendered with the time that the job saw
     config = replace(config, engine=replace(config.engine, max_num_seqs=1, clock=clock))

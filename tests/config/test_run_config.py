@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from batchgen.config.engine_config import EngineConfig
 from batchgen.config.option_types import NAME_PATH, PATH, Option
 from batchgen.config.resolve import resolve_config
-from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, EngineConfig, RunConfig
+from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, RunConfig
 from batchgen.config.units import Shard, Threshold
 from batchgen.errors import UsageError
 from batchgen.request.params import SamplingParams
@@ -445,6 +446,9 @@ def test_paths_with_a_scheme_are_refused_in_every_option(option: Option, path: s
         resolve(tmp_path, {"inputs": ("s3://b/a.jsonl",)})
 
 
+NOT_AN_OUTPUT = "`--output` must be a Parquet file such as results.parquet, or .jsonl for JSON lines"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -456,9 +460,14 @@ def test_paths_with_a_scheme_are_refused_in_every_option(option: Option, path: s
             {"inputs": ("*.jsonl",)},
             "an input pattern may name several files: name the result file with -o results.parquet",
         ),
-        ({"output": "-"}, "`--output` must be a Parquet file such as results.parquet, got '-'"),
-        ({"output": "o.jsonl"}, "`--output` must be a Parquet file such as results.parquet, got 'o.jsonl'"),
-        ({"output": "."}, "`--output` must be a Parquet file such as results.parquet, got '.'"),
+        ({"output": "-"}, f"{NOT_AN_OUTPUT}, got '-'"),
+        ({"output": "o.json"}, f"{NOT_AN_OUTPUT}, got 'o.json'"),
+        (
+            {"output": "o.jsonl", "shard": "0/2"},
+            "`--output` o.jsonl with --shard: shards are Parquet. Name a folder such as results, then run "
+            "batchgen merge and batchgen export",
+        ),
+        ({"output": "."}, f"{NOT_AN_OUTPUT}, got '.'"),
         ({"inputs": (".",)}, ". is a folder without a name: name the result file with -o results.parquet"),
         ({"inputs": ("/",)}, "/ is a folder without a name: name the result file with -o results.parquet"),
         (

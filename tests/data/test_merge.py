@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batchgen.data import merge as merge_module
@@ -19,6 +20,7 @@ from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
 from batchgen.data.write.work_folder import RunIdentity, is_complete, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
+from batchgen.request.completion import StateBlock
 from tests.data.helpers import begin, commit, expect, failed, group, stored, stored_keys
 
 
@@ -174,3 +176,73 @@ def test_random_ids_against_a_counter(tmp_path: Path) -> None:
             merge([tmp_path / f"{trial}"], tmp_path / f"{trial}.parquet")
         seen[repeated] += 1
     assert min(seen[True], seen[False]) > 2
+
+
+def job(out: Path, ids: list[str], bad: frozenset[int] = frozenset(), states: bool = False, **options: Any) -> Path:
+    """A finished output of a whole job: two prompts a row, the last row a duplicate of the first."""
+    with begin(out, RunIdentity(out.stem)) as work:
+        groups = []
+        for row, name in enumerate(ids):
+            made = [[failed(row)]] if row in bad else [group(row, prompt, samples=2) for prompt in range(2)]
+            groups += [[replace(each, id=name) for each in its] for its in made]
+        last = groups[-1]
+        if len(ids) > 1 and last[0].completion.error is None:
+            leader = {"dedup_of": 0, "states": (state_block(len(ids)),) if states else None}
+            groups[-1] = [replace(each, completion=replace(each.completion, **leader)) for each in last]
+        commit(work, groups)
+        shapes = RowShapes()
+        for row in range(len(ids)):
+            shapes.add(row, chat=row % 2 == 1)
+        keys = [(row, prompt, 2) for row in range(len(ids)) for prompt in range(1 if row in bad else 2)]
+        made_of = {"--seed": 0, "input files": [[len(ids), "ab"]]} | options
+        record: dict[str, Any] = {"job": made_of, "inputs": [{"size": 1, "sha256": "ab"}]}
+        finish(work, expect(keys), record | {"created": 5, "row_shapes": shapes.encode(), "input_rows": len(ids)})
+        return work.paths.result
+
+
+def state_block(row: int) -> StateBlock:
+    return StateBlock(-1, "last", 0, np.full((1, 4), row, np.float32), "float32")
+
+
+def test_whole_jobs_are_merged_in_the_order_given(tmp_path: Path) -> None:
+    """Rows are renumbered, with their leaders, shapes and hidden states; nothing else changes."""
+    a = job(tmp_path / "a.parquet", ["a0", "a1"], states=True)
+    b = job(tmp_path / "b.parquet", ["b0", "b1", "b2"], frozenset({1}), states=True)
+    merged = tmp_path / "all.parquet"
+    assert merge([b, a], merged) == len(stored(a)) + len(stored(b))
+    expected = stored(b) + [{**row, "row_index": row["row_index"] + 3} for row in stored(a)]
+    moved = {None: None, 0: 3}
+    expected[len(stored(b)) :] = [{**row, "dedup_of": moved[row["dedup_of"]]} for row in expected[len(stored(b)) :]]
+    assert stored(merged) == expected
+    states = [(row["id"], row["row_index"]) for row in stored(tmp_path / "all.hidden.parquet")]
+    assert states == [("b2", 2), ("b2", 2), ("a1", 4), ("a1", 4)]
+    footer = read_footer(merged) or {}
+    assert (footer["input_rows"], footer["merged_jobs"]) == (5, ["b", "a"])
+    assert [shape.chat for shape in RowShapes.decode(footer["row_shapes"])] == [False, True, False, False, True]
+    assert not output_paths(merged).work.exists()
+
+
+def test_whole_jobs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    a = job(tmp_path / "a.parquet", ["x", "y"])
+    overlap = job(tmp_path / "overlap.parquet", ["z", "y"], frozenset({1}))
+    other = job(tmp_path / "other.parquet", ["w"], **{"--seed": 1, "--limit": 3})
+    limited = job(tmp_path / "limited.parquet", ["w"], **{"--limit": 3})
+    shard = run(tmp_path / "out", (0, 2))
+    merged = tmp_path / "m.parquet"
+    refused: list[tuple[list[Path], type[Exception], str]] = [
+        ([a, overlap], UsageError, "id 'y' is used by row 1 in .*--reuse.*--allow-duplicate-ids"),
+        ([a, other], FingerprintError, r"different options: --seed was 0, is 1\. "),
+        ([a, a], UsageError, "named twice"),
+        ([a, shard], UsageError, "not a shard"),
+        ([a], UsageError, "not a shard"),
+    ]
+    for files, kind, part in refused:
+        with pytest.raises(kind, match=part):
+            merge(files, merged)
+    with pytest.raises(UsageError, match="is one of the files"):
+        merge([a, limited], a, overwrite=True)
+    with pytest.raises(UsageError, match="writes Parquet"):
+        merge([a, limited], tmp_path / "m.jsonl")
+    assert not merged.exists()
+    assert merge([a, limited], merged) == 12
+    assert merge([a, overlap], merged, overwrite=True, allow_duplicate_ids=True) == 13

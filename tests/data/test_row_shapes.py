@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.errors import InputError
 
-SHAPES = st.builds(RowShape, st.booleans(), st.booleans())
+SHAPES = st.builds(RowShape, st.booleans(), st.booleans(), st.booleans())
 
 
 def encoded(shapes: list[tuple[int, RowShape]]) -> str:
     found = RowShapes()
     for row, shape in shapes:
-        found.add(row, shape.chat, shape.echo)
+        found.add(row, *shape)
     return found.encode()
 
 

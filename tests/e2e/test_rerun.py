@@ -104,7 +104,7 @@ def test_the_refusal_of_unfinished_work_names_the_differences(
         done = run([*base, *changed], tmp_path, expect=2)
         assert f"(different: {named})" in done.stderr
         assert "--overwrite" in done.stderr
-        assert "--resume-anyway" in done.stderr
+        assert ("--resume-anyway" in done.stderr) == (named != "model implementation"), "whose results would differ"
     base[base.index(model)] = with_eos_ids(model, tmp_path / "other_eos", [1])
     assert "(different: model eos_ids)" in run(base, tmp_path, expect=2).stderr
     base[base.index(tmp_path / "other_eos")] = model
@@ -153,54 +153,37 @@ def _fail(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        ([], ["--limit", "2"], "is not in this job"),
-        ([], ["--n", "3"], "samples, but this job has 3"),
-        (["--on-bad-row", "error-row"], ["--on-bad-row", "skip"], "row 0, prompt 0 is not in this job"),
-        (["--on-bad-row", "skip"], ["--on-bad-row", "error-row", "--n", "2"], "samples, but this job has 2"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) and value else None,
+    ("first", "second"),
+    [([], ["--limit", "40"]), ([], ["--n", "3"]), (["--on-bad-row", "skip", "--limit", "90"], [])],
+    ids=["fewer rows", "other samples", "more rows"],
 )
-def test_resume_anyway_refuses_rows_that_do_not_fit_and_adds_none(
-    model: Path, tmp_path: Path, first: list[str], second: list[str], message: str
+def test_resume_anyway_gives_the_output_of_the_second_command(
+    model: Path, tmp_path: Path, first: list[str], second: list[str]
 ) -> None:
+    """Committed rows that it asks for are kept, others are dropped or computed."""
     rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
     write_lines(tmp_path / "in.jsonl", rows)
     base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
     interrupted([*base, *first], tmp_path)
-    parts = tmp_path / "out.parquet.work" / "parts"
-    before = {part.name: part.read_bytes() for part in parts.iterdir()}
-    done = run([*base, *second, "--resume-anyway"], tmp_path, expect=2)
-    assert message in done.stderr
-    assert "Use the options and input of the earlier run, or drop its work with --overwrite" in done.stderr
-    assert {part.name: part.read_bytes() for part in parts.iterdir() if part.suffix != ".tmp"} == {
-        name: content for name, content in before.items() if not name.endswith(".tmp")
-    }
-    report = run([*base, *first, "--report", "-"], tmp_path).report
-    assert report["rows_resumed"] > 0
-    found = [row["row_index"] for row in rows_of(tmp_path / "out.parquet")]
-    assert found == list(range("skip" in first, len(rows)))
+    report = run([*base, *second, "--resume-anyway", "--report", "-"], tmp_path).report
+    assert (report["rows_resumed"] > 1) == ("--n" not in second)
+    run([*base, *second, "-o", "fresh.parquet"], tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "fresh.parquet"))
 
 
-def test_resume_anyway_resumes_if_the_rows_fit(model: Path, tmp_path: Path) -> None:
-    """The first run skipped bad rows and had a lower --limit: the second, with another seed, adds the missing rows.
-
-    One of them is a duplicate of a committed row.
-    """
-    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
-    write_lines(tmp_path / "in.jsonl", rows)
-    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
-    interrupted([*base, "--on-bad-row", "skip", "--limit", "90"], tmp_path)
-    committed = rows_of(parts_of(tmp_path / "out.parquet")[0])[0]
-    rows[95] = {**rows[committed["row_index"]], "id": "95"}
-    write_lines(tmp_path / "in.jsonl", rows)
-    report = run([*base, "--seed", "1", "--resume-anyway", "--report", "-"], tmp_path).report
-    assert (report["rows"], report["errors"]) == (len(rows), {"missing_prompt": 1})
-    assert 0 < report["rows_resumed"] < 90
-    output = rows_of(tmp_path / "out.parquet")
-    assert [row["row_index"] for row in output] == list(range(len(rows)))
-    assert output[95]["output_ids"] == committed["output_ids"]
+def test_resume_anyway_reuses_no_row_of_another_model(base: list[Any], tmp_path: Path, finished: bytes) -> None:
+    """Not even one: refused before anything is touched."""
+    interrupted(base, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for options in (["--resume-anyway"], ["--resume-anyway", "--retry-errors"]):
+        message = run([*base, "--dtype", "bfloat16", *options], tmp_path, expect=2).stderr
+        assert "no row of out.parquet.work can be reused" in message
+        assert "model dtype was float32, is bfloat16" in message
+    assert {path: path.read_bytes() for path in before} == before
+    (tmp_path / "old.parquet").write_bytes(finished)
+    other = [*base, "-o", "other.parquet", "--reuse", "old.parquet", "--logprobs-mode", "processed"]
+    assert "--logprobs-mode was raw, is processed" in run(other, tmp_path, expect=2).stderr
+    assert not list(tmp_path.glob("other*"))
 
 
 def test_overwrite_starts_from_the_beginning(base: list[Any], tmp_path: Path, finished: bytes) -> None:

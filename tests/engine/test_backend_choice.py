@@ -15,7 +15,7 @@ import triton
 import batchgen.engine.backend_choice as engine_kernels
 import batchgen.kernels.backend as backend
 from batchgen.cli.app import run_command
-from batchgen.config.run_config import EngineConfig
+from batchgen.config.engine_config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, typical_step
 from batchgen.engine.engine import Engine

@@ -14,7 +14,7 @@ import torch
 
 from batchgen import Engine
 from batchgen.cli.app import run_command
-from batchgen.config.run_config import EngineConfig
+from batchgen.config.engine_config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine import quantization as module
 from batchgen.engine.backend_choice import products_of

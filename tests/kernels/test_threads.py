@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchgen.config.run_config import EngineConfig
+from batchgen.config.engine_config import EngineConfig
 from batchgen.engine import engine
 from batchgen.kernels.device import cpu_quota
 

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.config.engine_config import EngineConfig
 from batchgen.config.resolve import resolve_config
-from batchgen.config.run_config import BY_NAME, EngineConfig
+from batchgen.config.run_config import BY_NAME
 from batchgen.data.read.jsonl import json_line_rows
 from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import ErrorCode, RowError, UsageError

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from batchgen.data.write.lines import errors_path, is_lines
 from batchgen.data.write.work_folder import output_paths
 
 _EVENT_STARTS = (b'{"event":"token"', b'{"event":"finish"')
@@ -26,7 +27,8 @@ class ReservedPaths:
     def __init__(self, out: Path, shards: int | None = None, written: Sequence[str] = ()) -> None:
         """`out`: value of `--output`; `shards`: number of shards of the job; `written`: paths of events and report."""
         paths = output_paths(out)
-        self._files = {os.path.realpath(path) for path in (paths.result, paths.states)}
+        lines = [errors_path(paths.result)] if is_lines(paths.result) else []
+        self._files = {os.path.realpath(path) for path in (paths.result, paths.states, *lines)}
         self._work = os.path.realpath(paths.work)
         self._written = {os.path.realpath(path) for path in written if _is_run_output(Path(path))}
         self._shard = None if shards is None else re.compile(rf"part-\d{{5,}}-of-{shards:05d}\.parquet")

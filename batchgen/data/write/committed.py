@@ -78,6 +78,21 @@ class Committed:
         _drop_errors(work)
         return read_keys(work.part_files())
 
+    @classmethod
+    def of(
+        cls,
+        row_index: npt.NDArray[np.int64],
+        prompt_index: npt.NDArray[np.int32],
+        sample_index: npt.NDArray[np.int32],
+        is_error: npt.NDArray[np.bool_],
+    ) -> Committed:
+        """The keys of output rows [N] in any order.
+
+        Raises:
+            BatchgenError: two rows have the same key.
+        """
+        return _committed([(row_index, prompt_index, sample_index, is_error)])
+
     def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """[N] bool: whether each (rows[i], prompts[i]) is committed."""
         done = np.frombuffer(self._rows, np.int64), np.frombuffer(self._prompts, np.int32)
@@ -107,6 +122,11 @@ class Committed:
     def errors(self) -> int:
         """Number of output rows with status `error`."""
         return int(self.is_error.sum())
+
+    @property
+    def results(self) -> int:
+        """Number of output rows that did not fail."""
+        return len(self) - self.errors
 
 
 def read_keys(paths: Sequence[Path]) -> Committed:
@@ -179,9 +199,9 @@ def _remove_damaged(work: WorkFolder) -> dict[Path, _Keys]:
                 part.unlink()
                 continue
             fingerprint, keys[part] = found
-            if fingerprint not in work.accepted:
+            if fingerprint != work.identity.key:
                 raise FingerprintError(
-                    f"{part} belongs to a different job. Continue it with --resume-anyway, or drop all work "
+                    f"{part} belongs to a different job. Use its rows with --resume-anyway, or drop all work "
                     "with --overwrite."
                 )
         kept = set(map(states_part, keys))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +35,7 @@ def finish(
     run: Mapping[str, Any],
     memory_bytes: int = MEMORY_BYTES,
     max_bytes: int | None = None,
+    publish: Callable[[Path], None] | None = None,
 ) -> Committed:
     """Merge the committed rows into the output and remove the work folder, which releases the lock.
 
@@ -48,6 +49,7 @@ def finish(
         run: record for the footer; `fingerprint`, `shard` and `rows` are added.
         memory_bytes: approximate bytes of rows in memory.
         max_bytes: most bytes of results and hidden states together.
+        publish: writes the output in another format from the complete results file, which is then removed.
 
     Returns:
         The keys of the rows written.
@@ -66,7 +68,11 @@ def finish(
         "shard": None if shard is None else [*shard],
         "rows": len(rows.keys),
     }
-    write_output(work.paths, rows, footer, results_schema(work.identity.carried), work.scratch, memory_bytes, max_bytes)
+    # In the other format nothing keeps the results file, so it stays in the folder of temporary files.
+    paths = work.paths if publish is None else replace(work.paths, result=work.scratch / "whole.parquet")
+    write_output(paths, rows, footer, results_schema(work.identity.carried), work.scratch, memory_bytes, max_bytes)
+    if publish is not None:
+        publish(paths.result)
     work.remove()
     return rows.keys
 

@@ -121,6 +121,23 @@ class PartWriter:
             if len(self._buffer) == len(group) or self._due():
                 self._changed.notify_all()
 
+    def next_part(self) -> Path:
+        """The path of a part that the caller commits itself."""
+        with self._changed:
+            self._number += 1
+            return self._folder / f"part-{self._number - 1:06d}.parquet"
+
+    def count(self, part: Path) -> None:
+        """Count the bytes of a part that the caller has committed.
+
+        Raises:
+            OutputError: they exceed `max_bytes`.
+        """
+        states = states_part(part)
+        size = part.stat().st_size + (states.stat().st_size if states.exists() else 0)
+        self._budget.check(size)
+        self._budget.add(size)
+
     def flush(self) -> None:
         """Commit everything added so far; it is durable when this returns.
 
@@ -208,7 +225,7 @@ class PartWriter:
             return rows
 
     def _commit(self, rows: list[OutputRow]) -> None:
-        path = self._folder / f"part-{self._number:06d}.parquet"
+        path = self.next_part()
         count = sum(len(row.completion.states or ()) for row in rows)
         states_bytes = 0
         if count:
@@ -223,7 +240,6 @@ class PartWriter:
 
         write_durably(path, write)
         self._budget.add(states_bytes + path.stat().st_size)
-        self._number += 1
 
 
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.write.committed import Committed, read_keys
 from batchgen.data.write.durable_files import parquet_writer, read_footer, write_durably
+from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import part_schema
 from batchgen.data.write.states import states_part
 from batchgen.data.write.states_result import part_from_result
@@ -43,7 +44,7 @@ def open_for_retry(
         InputError: the finished output is damaged.
         OutputError, FingerprintError: as `open_work`.
     """
-    if policy == "overwrite" or not is_complete(paths, identity):
+    if policy == "overwrite" or is_lines(paths.result) or not is_complete(paths, identity):
         return open_work(paths, identity, info, policy, clock)
     try:
         keys = read_keys([paths.result])

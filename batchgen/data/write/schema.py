@@ -26,7 +26,7 @@ from batchgen.request.printable import encodable
 
 SCHEMA_VERSION = "2"
 READABLE_VERSIONS = frozenset({b"1", b"2"})
-"""Schema versions of finished outputs that can be read. Version 1 has no `cached_tokens_details`."""
+"""Schema versions of finished outputs that can be read. Version 1 has no `cached_tokens_details` or `request_hash`."""
 VERSION_KEY = b"batchgen.schema_version"
 RUN_KEY = b"batchgen.run"
 FINGERPRINT_KEY = b"batchgen.fingerprint"
@@ -87,6 +87,7 @@ SCHEMA = pa.schema(
         ("effective_max_new_tokens", pa.int32()),
         ("dropped_tokens", pa.int32()),
         ("dedup_of", pa.int64()),
+        ("request_hash", pa.int64()),
         ("prompt", pa.string()),
         ("extra", pa.string()),
     ]
@@ -103,6 +104,8 @@ class OutputRow:
     """Carried fields as a JSON object."""
     prompt: str | None = None
     """The rendered prompt, with `--include-prompt`."""
+    request_hash: int | None = None
+    """Hash of everything that the result depends on; None for failed rows, which are never reused."""
 
 
 def _status(row: OutputRow) -> str:
@@ -130,6 +133,7 @@ _DERIVED: dict[str, Callable[[OutputRow], Any]] = {
     "error": _error,
     "cached_tokens_details": _cached_details,
     "scores": _scores,
+    "request_hash": attrgetter("request_hash"),
     "prompt": attrgetter("prompt"),
     "extra": attrgetter("extra"),
 }

@@ -159,15 +159,24 @@ def part_from_result(result: Path, part: Path) -> int:
 
     def records() -> Iterator[StateRecord]:
         nonlocal count
-        with result.open("rb") as stream:
-            file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
-            for group in range(file.num_row_groups):
-                for record in _records(file.read_row_group(group, use_threads=False)):
-                    count += 1
-                    yield record
+        for record in records_of_result(result):
+            count += 1
+            yield record
 
     write_states_part(part, records())
     return count
+
+
+def records_of_result(result: Path) -> Iterator[StateRecord]:
+    """The records of a finished hidden-states file, in its order, a row group in memory at a time.
+
+    Raises:
+        OSError, pa.ArrowException: the file is damaged.
+    """
+    with result.open("rb") as stream:
+        file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
+        for group in range(file.num_row_groups):
+            yield from _records(file.read_row_group(group, use_threads=False))
 
 
 def _records(table: pa.Table) -> Iterator[StateRecord]:

@@ -6,6 +6,7 @@ results.parquet.work/
 ├── run.json                   the fingerprint and the values it was computed from
 ├── parts/part-000000.parquet  committed rows
 ├── states/part-000000.states  hidden states of the rows in the part of the same number
+├── earlier/000/               parts and states of a job with another input, whose rows may be reused
 ├── tokenized/                 cache of the tokenised input, for a resumed run
 └── scratch/                   temporary files
 ```
@@ -22,18 +23,19 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchgen.data.write.durable_files import (
     output_errors,
-    part_errors,
     read_footer,
     refuse_special,
     sync_folder,
     write_durably,
 )
+from batchgen.data.write.job_changes import changes
+from batchgen.data.write.lines import errors_path, is_lines, written_by
 from batchgen.data.write.lock import LOCK_NAME, RunLock
-from batchgen.data.write.schema import FINGERPRINT_KEY, STATES_CONTENTS
+from batchgen.data.write.schema import STATES_CONTENTS
+from batchgen.data.write.work_parts import earlier_parts, has_results, part_files, part_owners
 from batchgen.errors import FingerprintError, OutputError
 
 Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
@@ -85,6 +87,8 @@ def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
     Raises:
         OutputError: the results are, but their hidden states are missing.
     """
+    if is_lines(paths.result):
+        return paths.result.exists() and bool(written_by(paths.result, identity.fingerprint))
     footer = read_footer(paths.result)
     if not belongs_to(footer, identity):
         return False
@@ -111,11 +115,9 @@ def belongs_to(footer: Mapping[str, Any] | None, identity: RunIdentity) -> bool:
 class WorkFolder:
     """A work folder whose lock this process holds. Created by `open_work`."""
 
-    def __init__(self, paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> None:
+    def __init__(self, paths: OutputPaths, identity: RunIdentity, lock: RunLock) -> None:
         self.paths = paths
         self.identity = identity
-        self.accepted = _accepted(state, identity.key)
-        """Identity keys of jobs whose parts this job continues."""
         self._lock = lock
 
     @property
@@ -142,6 +144,10 @@ class WorkFolder:
         """Committed parts, in order."""
         return part_files(self.paths.work)
 
+    def earlier_parts(self) -> list[Path]:
+        """Parts of jobs with another input, newest first."""
+        return earlier_parts(self.paths.work)
+
     def close(self) -> None:
         """Release the lock and keep the work for a later run."""
         self._lock.release()
@@ -162,9 +168,13 @@ class WorkFolder:
         self.close()
 
 
-def part_files(work: Path) -> list[Path]:
-    """Committed parts of a work folder, in order."""
-    return sorted((work / "parts").glob("part-*.parquet"))
+class OtherJobError(FingerprintError):
+    """The output or the unfinished work belongs to a job with another input or other options."""
+
+    def __init__(self, message: str, job: Mapping[str, Any] | None) -> None:
+        super().__init__(message)
+        self.job = job
+        """The values that the fingerprint of that job was computed from; None if they are not recorded."""
 
 
 def recorded_clock(paths: OutputPaths, identity: RunIdentity, policy: Policy = "resume") -> str | None:
@@ -172,7 +182,7 @@ def recorded_clock(paths: OutputPaths, identity: RunIdentity, policy: Policy = "
 
     Without any, that of another shard of the job, so that all its shards see one time. None if there is none.
     """
-    old = _read_state(paths.work)
+    old = read_state(paths.work)
     if policy == "overwrite" and (old is None or old["emptied_by"] != identity.key):
         old = None
     records = [old, None if policy == "overwrite" else _footer_of(paths.result, identity.fingerprint)]
@@ -180,7 +190,7 @@ def recorded_clock(paths: OutputPaths, identity: RunIdentity, policy: Policy = "
         files = (file for file in sorted(paths.result.parent.glob("part-*.parquet")) if file != paths.result)
         records += [_footer_of(file, identity.fingerprint) for file in files]
         folders = (folder for folder in sorted(paths.work.parent.glob("part-*")) if folder != paths.work)
-        states = filter(None, map(_read_state, folders))
+        states = filter(None, map(read_state, folders))
         records += [state for state in states if state["fingerprint"].startswith(identity.fingerprint)]
     return next((record["clock"] for record in records if record and record.get("clock")), None)
 
@@ -199,14 +209,17 @@ def open_work(
 ) -> WorkFolder | None:
     """Lock the output and create its work folder, or open the existing one.
 
+    Unfinished work without a finished row is dropped whatever job it belongs to: nothing was computed.
+
     Args:
         paths: from `output_paths`.
         identity: identity of this job.
         info: the values that the fingerprint was computed from, by name; stored, to report which of them differ.
         policy: `resume` continues this job's work only. `overwrite` drops all work and replaces the output at the
             end; after a crash, it continues its own work unless another job has added to it. `resume-anyway`
-            continues the work of a different job. `retry` drops other work and replaces this job's output, whose good
-            rows the caller commits again; after a crash, it continues.
+            also accepts the output and the work of a different job: it sets the parts aside in `earlier`, and replaces
+            the output at the end. `retry` drops other work and replaces this job's output, whose good rows the caller
+            commits again; after a crash, it continues.
         clock: time that the conversations of the job see, to be recorded; None if the model's template reads none.
 
     Returns:
@@ -214,7 +227,7 @@ def open_work(
 
     Raises:
         OutputError: another run holds the lock, or the folder cannot be written.
-        FingerprintError: the output or the work belongs to a different job.
+        OtherJobError: the output or the work belongs to a different job.
     """
     refuse_special(paths.result)
     refuse_special(paths.states)
@@ -228,7 +241,7 @@ def open_work(
             if has_other_work(paths, identity) or _is_replacement(paths):
                 lock.release()
             else:
-                WorkFolder(paths, identity, lock, {"accepted": [identity.key]}).remove()
+                WorkFolder(paths, identity, lock).remove()
             return None
         with output_errors(paths.work):
             state = {**_state(paths, identity, info, policy), "clock": clock}
@@ -239,12 +252,12 @@ def open_work(
 
 
 def has_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
-    """Whether the work folder contains parts of a different job that this job does not continue.
+    """Whether the work folder contains finished rows of a different job.
 
     Raises:
         OutputError: a part that may be intact cannot be read.
     """
-    return not _part_owners(paths.work) <= _accepted(_read_state(paths.work), identity.key)
+    return bool(part_owners(paths.work) - {identity.key}) and has_results(paths.work)
 
 
 def _is_replacement(paths: OutputPaths) -> bool:
@@ -252,7 +265,7 @@ def _is_replacement(paths: OutputPaths) -> bool:
 
     A new output is written while the old one exists, so their inodes differ.
     """
-    state = _read_state(paths.work)
+    state = read_state(paths.work)
     return state is not None and state["replaces"] == _inode(paths.result) and bool(part_files(paths.work))
 
 
@@ -270,7 +283,7 @@ def _release_refused(work: Path, lock: RunLock) -> None:
 
 
 def _prepare(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:
-    work = WorkFolder(paths, identity, lock, state)
+    work = WorkFolder(paths, identity, lock)
     shutil.rmtree(work.scratch, ignore_errors=True)
     for folder in (work.parts, work.tokenized, work.scratch, paths.result.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,84 +298,108 @@ def _write(stream: Any, content: bytes) -> None:
 
 
 def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    """The content of run.json; raises every error that refuses the job.
+    """The content of run.json; raises every error that refuses the job, and puts work that is not continued away.
 
     `overwrite`: whether the existing output will be replaced. `emptied_by`: key of the job whose `--overwrite` emptied
-    the folder, so that its parts contain no older rows. `replaces`: inode of the output that existed then. `accepted`:
-    keys of the jobs whose work is continued, each of which continued the work of those before it.
+    the folder, so that no row of it comes from the output. `replaces`: inode of the output that existed then.
     """
     key = identity.key
-    fresh: dict[str, Any] = {"fingerprint": key, "accepted": [key], "info": dict(info)}
+    fresh: dict[str, Any] = {"fingerprint": key, "info": dict(info)}
     fresh |= {"overwrite": False, "emptied_by": None, "replaces": None}
-    old = _read_state(paths.work)
+    old = read_state(paths.work)
+    replaces = {"overwrite": True, "replaces": _inode(paths.result)}
     if policy in ("overwrite", "retry"):
         kept = _kept_state(paths.work, old, key, policy)
-        if not kept:
+        if kept is None:
             _empty(paths.work)
-        replaces = {"overwrite": True, "replaces": _inode(paths.result)}
-        return fresh | kept | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
-    overwriting = bool(old and old["overwrite"])
-    for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
-        # States of this job may exist already: they are renamed just before the results.
-        if path.exists() and not overwriting and not (contents and belongs_to(read_footer(path, contents), identity)):
-            raise FingerprintError(
-                f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o."
-            )
-    if old is not None and policy == "resume" and key not in old["accepted"]:
-        changed = sorted(name for name in {*info, *old["info"]} if info.get(name) != old["info"].get(name))
-        raise FingerprintError(
-            f"{paths.work} contains unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
-            "Drop it with --overwrite, continue it with --resume-anyway, or name another output with -o."
-        )
-    old = old or fresh
-    accepted = old["accepted"]
+        return fresh | (kept or {}) | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
+    own = part_owners(paths.work) <= {key} and (old is None or old["fingerprint"] == key)
+    if not own and not has_results(paths.work):
+        _empty(paths.work)
+        own, old = True, None
     if policy == "resume-anyway":
-        others = dict.fromkeys([*accepted, *sorted(_part_owners(paths.work))])
-        accepted = [*(other for other in others if other != key), key]
-    return fresh | {name: old[name] for name in ("overwrite", "emptied_by", "replaces")} | {"accepted": accepted}
+        if paths.result.exists() and read_footer(paths.result) is None:
+            _refuse_other_output(paths, identity)
+        if not own:
+            _set_aside(paths.work)
+        others = paths.result.exists() or paths.states.exists()
+        return fresh | (old if own and old is not None else {}) | (replaces if others else {}) | {"info": dict(info)}
+    if not (own and old is not None and old["overwrite"]):
+        _refuse_other_output(paths, identity)
+    if not own:
+        changed = changes(old["info"], info) if old is not None else []
+        raise OtherJobError(
+            f"{paths.work} contains unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
+            "Drop it with --overwrite, or name another output with -o.",
+            None if old is None else old["info"],
+        )
+    return fresh | (old or {})
 
 
-def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Policy) -> dict[str, Any]:
-    """Entries of run.json that are kept when a run that replaces the output continues the existing work; else empty.
-
-    `overwrite` continues only work that it started in an empty folder: the parts of a retry come from the output that
-    is to be replaced, and the parts of a job that continued another's work are not all its own.
-    """
-    if old is None or not old["overwrite"]:
-        return {}
-    if policy == "overwrite":
-        return {"accepted": [key]} if old["emptied_by"] == key and _part_owners(work) <= {key} else {}
-    owners = _part_owners(work)
-    return {name: old[name] for name in ("accepted", "emptied_by")} if owners and owners <= _accepted(old, key) else {}
-
-
-def _accepted(state: Mapping[str, Any] | None, key: str) -> frozenset[str]:
-    """Identity keys of the parts that the job `key` continues: its own and those of jobs before it.
-
-    Not those of a later job, which continued this job's work with other options.
-    """
-    keys = state["accepted"] if state is not None else []
-    return frozenset(keys[: keys.index(key) + 1] if key in keys else [key])
-
-
-def _part_owners(work: Path) -> set[str]:
-    """Identity keys of the jobs that committed the parts; damaged parts are ignored.
+def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
+    """Refuse to replace a file that is not this job's.
 
     Raises:
-        OutputError: a part that may be intact cannot be read.
+        OtherJobError: it exists.
     """
-    found = set()
-    for part in part_files(work):
-        with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), part.open("rb") as stream:
-            found.add((pq.ParquetFile(stream).metadata.metadata or {})[FINGERPRINT_KEY].decode())
-    return found
+    if is_lines(paths.result):
+        _refuse_other_lines(paths.result, identity)
+    for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
+        # States of this job may exist already: they are renamed just before the results.
+        if path.exists() and not (contents and belongs_to(read_footer(path, contents), identity)):
+            raise OtherJobError(
+                f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o.",
+                (read_footer(path, contents) or {}).get("job"),
+            )
 
 
-def _read_state(work: Path) -> dict[str, Any] | None:
+def _refuse_other_lines(result: Path, identity: RunIdentity) -> None:
+    """Refuse to replace JSON lines that are not this job's. Errors without results are left by a run that was killed.
+
+    Raises:
+        OtherJobError: they exist.
+    """
+    errors = errors_path(result)
+    found = result if result.exists() else errors
+    if found.exists() and (found is result or not written_by(result, identity.fingerprint)):
+        raise OtherJobError(
+            f"{found} exists and is not this job's output. Replace it with --overwrite, or name another with -o. JSON "
+            "lines do not say what was asked for, so none of its rows can be reused.",
+            None,
+        )
+
+
+def _set_aside(work: Path) -> None:
+    """Move the parts of another job, with their states, to a folder of `earlier`."""
+    number = 1 + max((int(folder.name) for folder in (work / "earlier").glob("*")), default=-1)
+    target = work / "earlier" / f"{number:03d}"
+    target.mkdir(parents=True)
+    for name in ("states", "parts"):  # a part without its states counts as damaged
+        if (work / name).is_dir():
+            (work / name).replace(target / name)
+    sync_folder(target)
+    sync_folder(work)
+
+
+def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Policy) -> dict[str, Any] | None:
+    """Entries of run.json that are kept when a run that replaces the output continues the existing work; else None.
+
+    `overwrite` continues only work that it started in an empty folder: the parts of a retry come from the output that
+    is to be replaced.
+    """
+    owners = part_owners(work)
+    if old is None or not old["overwrite"] or old["fingerprint"] != key or not owners <= {key}:
+        return None
+    if policy == "overwrite":
+        return {} if old["emptied_by"] == key else None
+    return {"emptied_by": old["emptied_by"]} if owners else None
+
+
+def read_state(work: Path) -> dict[str, Any] | None:
     """The content of run.json; None if it is missing or damaged (each part records its job as well)."""
     with suppress(FileNotFoundError, ValueError):
         state = json.loads((work / "run.json").read_bytes())
-        if isinstance(state, dict) and {"fingerprint", "accepted", "info", "overwrite"} <= state.keys():
+        if isinstance(state, dict) and {"fingerprint", "info", "overwrite"} <= state.keys():
             return {"emptied_by": None, "replaces": None} | state
     return None
 

@@ -41,7 +41,7 @@ GOLDEN = {
     "scores": "list<item: struct<sum: double, mean: double, tokens: int32, is_greedy: bool>>",
     "score_logprobs": "list<item: float>", "constraint_ok": "bool", "min_new_tokens_unmet": "bool",
     "seed": "int64", "effective_max_new_tokens": "int32", "dropped_tokens": "int32", "dedup_of": "int64",
-    "prompt": "string", "extra": "string",
+    "request_hash": "int64", "prompt": "string", "extra": "string",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from batchgen.data.write.lock import RunLock
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.work_folder import Policy, RunIdentity, is_complete, open_work, output_paths
 from batchgen.errors import FingerprintError, OutputError
-from tests.data.helpers import IDENTITY, begin, commit, expect, group
+from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group
 
 OTHER = RunIdentity("other")
 
@@ -60,24 +60,56 @@ def test_work_left_by_a_finished_job_is_removed(tmp_path: Path) -> None:
 
 def test_work_of_another_job_is_refused_with_the_differing_options(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
-    begin(out, OTHER, model="a", seed=1, dtype="x").close()
+    with begin(out, OTHER, model="a", seed=1, dtype="x") as work:
+        commit(work, [group(0)])
     with pytest.raises(FingerprintError, match=r"different: model, seed\)") as caught:
         open_work(output_paths(out), IDENTITY, {"model": "b", "seed": 2, "dtype": "x"})
     assert "--overwrite" in str(caught.value)
     begin(out, OTHER).close()
 
 
-def test_resume_anyway_is_remembered(tmp_path: Path) -> None:
+def test_parts_of_another_job_are_set_aside(tmp_path: Path) -> None:
+    """This job may reuse those of their rows whose request is the same."""
+    out = tmp_path / "r.parquet"
+    for number, job in enumerate((OTHER, IDENTITY, OTHER)):
+        with begin(out, job, "resume-anyway") as work:
+            assert work.part_files() == []
+            assert len(work.earlier_parts()) == number
+            commit(work, [group(number)])
+    with begin(out, OTHER) as work:
+        assert len(work.part_files()) == 1, "the same command continues"
+        assert len(work.earlier_parts()) == 2, "until the output is complete"
+        assert [*work.scratch.iterdir()] == []
+        finish(work, expect([(2, 0, 1)]), {})
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_an_output_of_another_job_is_replaced_at_the_end_with_resume_anyway(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, OTHER)
+    with begin(out, IDENTITY, "resume-anyway") as work:
+        commit(work, [group(0)])
+    assert is_complete(output_paths(out), OTHER)
+    with begin(out) as work:
+        assert len(work.part_files()) == 1, "a plain resume continues"
+        finish(work, expect([(0, 0, 1)]), {})
+    assert is_complete(output_paths(out), IDENTITY)
+    out.write_bytes(b"holiday photographs")
+    with pytest.raises(FingerprintError, match="is not this job's output"):
+        open_work(output_paths(out), IDENTITY, {}, "resume-anyway")
+    assert out.read_bytes() == b"holiday photographs"
+
+
+def test_work_without_a_finished_row_is_dropped(tmp_path: Path) -> None:
+    """Whatever job left it: nothing was computed."""
     out = tmp_path / "r.parquet"
     with begin(out, OTHER) as work:
-        commit(work, [group(0)])
-        (work.scratch / "left").write_text("x")
-    with begin(out, IDENTITY, "resume-anyway") as work:
-        assert work.accepted == {"other", "f00d"}
-        assert len(work.part_files()) == 1
-        assert [*work.scratch.iterdir()] == []
+        commit(work, [[failed(0)], [failed(1)]])
     with begin(out) as work:
-        assert work.accepted == {"other", "f00d"}
+        assert work.part_files() == []
+        commit(work, [[failed(0)], group(1)])
+    with pytest.raises(FingerprintError):
+        open_work(output_paths(out), OTHER, {})
 
 
 def test_overwrite_drops_other_work_and_resumes_its_own(tmp_path: Path) -> None:
@@ -94,40 +126,14 @@ def test_overwrite_drops_other_work_and_resumes_its_own(tmp_path: Path) -> None:
     assert is_complete(output_paths(out), OTHER), "the old output is kept until the new one is complete"
 
 
-def test_overwrite_drops_work_to_which_another_job_contributed(tmp_path: Path) -> None:
-    """Another job continued its work, or it continued another's: the kept rows would be of both."""
+def test_overwrite_drops_work_that_another_job_has_continued(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     finished(out, RunIdentity("first"))
     with begin(out, OTHER, "overwrite") as work:
         commit(work, [group(0)])
-    with begin(out, IDENTITY, "resume-anyway") as work:
-        assert len(Committed.read(work)) == 1
-    with begin(out, OTHER, "overwrite") as work:
-        assert len(Committed.read(work)) == 1, "nothing was added: the job that started it continues"
-    with begin(out, IDENTITY, "resume-anyway") as work:
-        commit(work, [group(1)])
-    with begin(out, IDENTITY, "overwrite") as work:
-        assert work.part_files() == []
-        commit(work, [group(2)])
-    with begin(out, OTHER, "overwrite") as work:
-        assert work.part_files() == []
-
-
-def test_a_job_does_not_continue_rows_that_a_later_job_added(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    with begin(out, OTHER) as work:
-        commit(work, [group(0)])
     begin(out, IDENTITY, "resume-anyway").close()
-    with begin(out, OTHER) as work:
-        assert len(Committed.read(work)) == 1, "the other job added nothing"
-    with begin(out, IDENTITY) as work:
-        commit(work, [group(1)])
-    with begin(out, OTHER) as work, pytest.raises(FingerprintError, match="Continue it with --resume-anyway"):
-        Committed.read(work)
-    with begin(out, IDENTITY) as work:
-        assert len(Committed.read(work)) == 2
-    with begin(out, OTHER, "resume-anyway") as work:
-        assert len(Committed.read(work)) == 2
+    with begin(out, OTHER, "overwrite") as work:
+        assert work.part_files() == work.earlier_parts() == []
 
 
 def test_an_output_of_another_job_is_refused(tmp_path: Path) -> None:
@@ -214,14 +220,13 @@ def test_parts_record_their_job_if_run_json_is_missing_or_damaged(tmp_path: Path
         commit(work, [group(0)])
     run_file = work.paths.work / "run.json"
     run_file.unlink() if damage is None else run_file.write_bytes(damage)
-    with begin(out, RunIdentity("0ther")) as work, pytest.raises(FingerprintError, match="belongs to a different job"):
-        Committed.read(work)
-    run_file.unlink() if damage is None else run_file.write_bytes(damage)
+    with pytest.raises(FingerprintError, match="unfinished work of a different job"):
+        open_work(output_paths(out), RunIdentity("0ther"), {})
     with begin(out) as work:
         assert len(Committed.read(work)) == 1
     run_file.unlink() if damage is None else run_file.write_bytes(damage)
     with begin(out, RunIdentity("0ther"), "resume-anyway") as work:
-        assert len(Committed.read(work)) == 1
+        assert len(work.earlier_parts()) == 1
 
 
 def test_an_interrupted_start_can_be_repeated(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import batchgen
-from batchgen.config.run_config import EngineConfig
+from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.engine import Engine, step_limits
 from batchgen.engine.memory.kv_budget import DeviceMemory, allowed_pages, pool_pages
 from batchgen.engine.workload import JobWorkload, plan_workload

@@ -1,0 +1,242 @@
+"""Opening the output of a job: continued, complete, taken over from a job with another input, or refused by name."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchgen.config.run_config import RunConfig
+from batchgen.data.export import read_line_totals
+from batchgen.data.read.input_set import InputSet
+from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
+from batchgen.data.write.lines import is_lines, written_by
+from batchgen.data.write.retry import open_for_retry
+from batchgen.data.write.reuse import ReuseFile, find_moves, part_file
+from batchgen.data.write.work_folder import (
+    OtherJobError,
+    OutputPaths,
+    Policy,
+    WorkFolder,
+    is_complete,
+    open_work,
+    output_paths,
+    read_state,
+    recorded_clock,
+)
+from batchgen.data.write.work_parts import earlier_parts, has_results, part_files
+from batchgen.errors import BatchgenError, FingerprintError, UsageError
+from batchgen.job.fingerprint import JobIdentity
+from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.lines_output import holds_rows
+from batchgen.job.request_hashes import environment
+from batchgen.job.reuse import RequestHashes, files_of
+from batchgen.job.setup import Setup
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedJob:
+    """What opening an output needs to know of the job."""
+
+    setup: Setup
+    inputs: InputSet
+    identity: JobIdentity
+    paths: OutputPaths
+
+    @property
+    def _config(self) -> RunConfig:
+        return self.setup.config
+
+    def open(self) -> WorkFolder | None:
+        """The locked work folder; None if the output is already complete.
+
+        Raises:
+            FingerprintError: the output or its work is of a job that this one does not continue. The message says what
+                differs, how many rows could be reused, and with which option.
+            OutputError: as `open_work`.
+        """
+        if is_lines(self.paths.result) and self._lines_are_complete():
+            return None
+        open_output = open_for_retry if self._config.retry_errors else open_work
+        policy, clock = self._policy(), self._clock()
+        if policy == "resume-anyway":
+            self._refuse_other_environments()
+        try:
+            return open_output(self.paths, self.identity.run, self.identity.info, policy, clock)
+        except OtherJobError as other:
+            if self._config.retry_errors and other.job and changes(other.job, self.identity.info) == [INPUT_FILES]:
+                return open_output(self.paths, self.identity.run, self.identity.info, "resume-anyway", clock)
+            raise self._refusal(other) from None
+
+    def _clock(self) -> str | None:
+        """The time that the job's conversations see; None if the model's chat template does not read it.
+
+        It is the one given, the one with which the job began, that of the job whose rows are reused, or the time now.
+        """
+        config, tokenizer = self._config, self.setup.front_end.tokenizer
+        if tokenizer.clock_text is None:
+            return None
+        if config.engine.clock is None:
+            found = recorded_clock(self.paths, self.identity.run, config.existing)
+            if found is None and config.existing != "overwrite":
+                found = _clock_of(self.paths.result)
+            if found is None and config.reuse is not None:
+                found = _clock_of(Path(config.reuse))
+            if found is not None:
+                tokenizer.clock = datetime.fromisoformat(found)
+        return tokenizer.clock.isoformat()
+
+    def _lines_are_complete(self) -> bool:
+        """Whether the output holds JSON lines of this job.
+
+        OpenAI lines name their job. Native lines are compared with the rows of the input, which are read for it.
+
+        Raises:
+            UsageError: they hold errors that were to be retried.
+        """
+        path, config = self.paths.result, self._config
+        if config.existing == "overwrite" or not path.exists():
+            return False
+        mine = written_by(path, self.identity.run.fingerprint)
+        if mine is None:
+            with read_rows(self.setup, self.inputs) as rows:
+                mine = holds_rows(path, rows, RequestHashes(self.setup, rows))
+        if mine and config.retry_errors and read_line_totals(path).rows_error:
+            raise UsageError(
+                f"{path} holds JSON lines, whose errors cannot be retried alone. Compute all rows with --overwrite; "
+                "for retries run with -o OUT.parquet, and write the lines with batchgen export."
+            )
+        if mine:
+            self._remove_finished_work()
+        return mine
+
+    def _remove_finished_work(self) -> None:
+        """Remove work that a run left which was killed just after it wrote its output."""
+        key, state = self.identity.run.key, read_state(self.paths.work)
+        if state is not None and state["fingerprint"] == key and not state["overwrite"]:
+            work = open_work(self.paths, self.identity.run, self.identity.info, "overwrite")
+            assert work is not None
+            work.remove()
+
+    def _policy(self) -> Policy:
+        named, existing = self._config.reuse, self._config.existing
+        names_output = named is not None and Path(named).resolve() in {
+            each.resolve() for each in (self._config.output, self.paths.result, self.paths.work)
+        }
+        return "resume-anyway" if names_output and existing == "resume" else existing
+
+    def _refuse_other_environments(self) -> None:
+        """Refuse to take over rows of another model, before anything is touched.
+
+        Raises:
+            FingerprintError: no row of the output or of its work could be reused.
+        """
+        if is_complete(self.paths, self.identity.run):
+            return
+        work = read_state(self.paths.work) if has_results(self.paths.work) else None
+        for path, job in ((self.paths.work, (work or {}).get("info")), (self.paths.result, _job_of(self.paths.result))):
+            if job and (changed := self._changed_environment(job)):
+                what = self._describe(changed, job)
+                raise FingerprintError(
+                    f"no row of {path} can be reused: results of this job would differ. Changed: {what}. Compute all "
+                    "rows with --overwrite, or name another output with -o."
+                )
+
+    def _describe(self, names: list[str], job: Mapping[str, Any]) -> str:
+        return describe_changes(names, job, self.identity.info, [file.path for file in self.inputs.files])
+
+    def _changed_environment(self, job: Mapping[str, Any]) -> list[str]:
+        now = self.identity.info
+        return [name for name in environment(self.setup) if job.get(name) != now.get(name)]
+
+    def _refusal(self, other: OtherJobError) -> FingerprintError:
+        """The refusal with what differs, and how rows can be reused."""
+        if other.job is None:
+            return FingerprintError(str(other))
+        changed = changes(other.job, self.identity.info)
+        text = f"{other} Changed: {self._describe(changed, other.job)}."
+        if self._changed_environment(other.job):
+            return FingerprintError(f"{text} Results would differ, so no row can be reused.")
+        files, out = self._other_files(), self.paths.result
+        options = "--resume-anyway" if not out.exists() else f"--reuse {out} or --resume-anyway"
+        if not files or (counted := self._count(files)) is None:
+            return FingerprintError(text)
+        if not counted[0]:
+            return FingerprintError(f"{text} None of this job's {counted[1]:,} rows can be reused.")
+        return FingerprintError(
+            f"{text} {counted[0]:,} of this job's {counted[1]:,} rows can be reused: add {options}; the others are "
+            "then computed."
+        )
+
+    def _other_files(self) -> list[ReuseFile]:
+        """The files of the job that was refused."""
+        if self.paths.result.exists():
+            return [] if is_lines(self.paths.result) else files_of(self.paths.result)
+        parts = map(part_file, [*part_files(self.paths.work), *earlier_parts(self.paths.work)])
+        return [file for file in parts if file is not None]
+
+    def _count(self, files: list[ReuseFile]) -> tuple[int, int] | None:
+        """(rows of this job that could be reused, all its rows); None if the rows cannot be read."""
+        try:
+            with read_rows(self.setup, self.inputs) as rows:
+                hashes = RequestHashes(self.setup, rows)
+                moves = find_moves(files, hashes.prompts)
+                found = [each.new.row_index for each in moves]
+                return (len(np.unique(np.concatenate(found))) if found else 0), rows.rows
+        except BatchgenError:
+            return None
+
+
+def refuse_named(setup: Setup, identity: JobIdentity) -> None:
+    """Refuse `--reuse OUT` of a finished output whose rows are of another model.
+
+    Raises:
+        FingerprintError: no row of it can be reused.
+    """
+    named = setup.config.reuse
+    job = None if named is None else _job_of(Path(named))
+    if named is None or job is None:
+        return
+    changed = [name for name in environment(setup) if job.get(name) != identity.info.get(name)]
+    if changed:
+        raise FingerprintError(
+            f"no row of {named} can be reused: results of this job would differ. Changed: "
+            f"{describe_changes(changed, job, identity.info)}. Leave out --reuse to compute all rows."
+        )
+
+
+def clock_record(setup: Setup) -> dict[str, Any]:
+    """Entries of the footer: the time that the conversations saw, and what the chat template wrote of it."""
+    tokenizer = setup.front_end.tokenizer
+    shown = tokenizer.clock_text
+    return {"clock": None if shown is None else tokenizer.clock.isoformat(), "clock_text": shown}
+
+
+def _clock_of(out: Path) -> str | None:
+    """The time that another job saw, from its finished output, a folder of shards or unfinished work."""
+    first = next(iter(sorted(out.glob("part-*.parquet"))), out) if out.is_dir() else out
+    record = read_footer(first) or read_state(out) or read_state(output_paths(out).work) or {}
+    return record.get("clock")
+
+
+@contextmanager
+def read_rows(setup: Setup, inputs: InputSet) -> Iterator[Ingested]:
+    """The rows of a job that may be refused, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+        rows = ingest(setup, inputs, Path(folder), Path(folder))
+        try:
+            yield rows
+        finally:
+            rows.close()
+
+
+def _job_of(path: Path) -> Mapping[str, Any] | None:
+    """What the fingerprint of an output's job was computed from; None if it is not recorded."""
+    return (read_footer(path) or {}).get("job")

@@ -1,0 +1,134 @@
+"""`-o x.jsonl`: each input row is answered in its own format, written at the end, resumed and repeated like Parquet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.rows import write_lines
+from tests.e2e.runner import interrupt, run
+
+Lines = list[bytes | dict[str, Any]]
+
+
+def batch(count: int = 12) -> Lines:
+    """OpenAI lines of both endpoints; one is refused, one cannot be read."""
+    lines: Lines = []
+    for i in range(count):
+        body: dict[str, Any] = {"model": "*", "max_tokens": 3 + i % 4, "seed": i}
+        if i % 2:
+            body |= {"messages": [{"role": "user", "content": f"Say {i}"}], "logprobs": True}
+        else:
+            body |= {"prompt": f"Say {i}", "temperature": 3 if i == 4 else 1, "n": 2}
+        url = "/v1/chat/completions" if i % 2 else "/v1/completions"
+        lines.append({"custom_id": f"id {i}", "method": "POST", "url": url, "body": body})
+    return [*lines, b'{"custom_id": "cut", ']
+
+
+def native(count: int = 8) -> Lines:
+    """Native rows; one is refused."""
+    rows: Lines = [
+        {"id": str(i), "text": f"Say {i}", "max_new_tokens": 3, "n": 1 + i % 2, "k": i} for i in range(count)
+    ]
+    return [*rows, {"id": "bad", "text": "Say", "top_p": 7}]
+
+
+def loaded(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def without_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for line in lines:
+        line["response"]["body"].pop("created", None)
+    return lines
+
+
+@pytest.fixture
+def command(model: Path) -> list[Any]:
+    return ["run", "in.jsonl", "-o", "x.jsonl", "--model", model, "--dtype", "float32"]
+
+
+def test_batch_lines_are_answered_as_export_does(command: list[Any], tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", batch())
+    result = run(command, tmp_path)
+    assert "see: x.errors.jsonl" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "x.errors.jsonl", "x.jsonl"]
+    run([*command, "-o", "y.parquet"], tmp_path)
+    run(["export", "y.parquet", "--format", "openai-batch"], tmp_path)
+    for name, exported in (("x.jsonl", "y.openai.jsonl"), ("x.errors.jsonl", "y.openai.errors.jsonl")):
+        assert without_time(loaded(tmp_path / name)) == without_time(loaded(tmp_path / exported))
+    assert len(loaded(tmp_path / "x.errors.jsonl")) == 2
+    before = (tmp_path / "x.jsonl").stat().st_mtime_ns
+    report = run([*command, "--report", "-"], tmp_path).report
+    assert (report["already_done"], report["rows"], report["rows_error"]) == (True, 13, 2)
+    assert (tmp_path / "x.jsonl").stat().st_mtime_ns == before
+
+
+def test_native_rows_are_answered_as_export_does(command: list[Any], tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", native())
+    run(command, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "x.jsonl"]
+    run([*command, "-o", "y.parquet"], tmp_path)
+    run(["export", "y.parquet", "--format", "jsonl"], tmp_path)
+    assert (tmp_path / "x.jsonl").read_bytes() == (tmp_path / "y.jsonl").read_bytes()
+    before = (tmp_path / "x.jsonl").stat().st_mtime_ns
+    report = run([*command, "--report", "-"], tmp_path).report
+    assert (report["already_done"], report["rows"], report["rows_error"]) == (True, 9, 1)
+    assert (tmp_path / "x.jsonl").stat().st_mtime_ns == before
+    assert sorted(path.name for path in tmp_path.glob("x*")) == ["x.jsonl"]
+
+
+def test_a_mixed_input_is_answered_row_by_row(command: list[Any], tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [*native(3), *batch(6)])
+    run(command, tmp_path)
+    found = loaded(tmp_path / "x.jsonl")
+    assert [line.get("custom_id", line.get("id")) for line in found] == [
+        *("0", "1", "1", "2", "bad"),
+        *("id 0", "id 1", "id 2", "id 3", "id 5"),
+    ]
+    assert [line["custom_id"] for line in loaded(tmp_path / "x.errors.jsonl")] == ["id 4", "row-10"]
+    assert run([*command, "--report", "-"], tmp_path).report["already_done"]
+
+
+def test_an_interrupted_run_is_resumed(command: list[Any], tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", batch(60))
+    interrupt(command, tmp_path, "x.jsonl")
+    assert not (tmp_path / "x.jsonl").exists()
+    assert "id 1" in run(["show", "x.jsonl", "--limit", "0"], tmp_path).stdout, "the rows that are committed"
+    assert run([*command, "--report", "-"], tmp_path).report["rows_resumed"] > 0
+    resumed = without_time(loaded(tmp_path / "x.jsonl"))
+    run([*command, "--overwrite"], tmp_path)
+    assert [line["custom_id"] for line in resumed] == [line["custom_id"] for line in loaded(tmp_path / "x.jsonl")]
+
+
+@pytest.mark.parametrize("rows", [batch(), native()], ids=["batch", "native"])
+def test_lines_of_another_job_are_kept_unless_they_are_overwritten(
+    command: list[Any], tmp_path: Path, rows: Lines
+) -> None:
+    write_lines(tmp_path / "in.jsonl", rows)
+    run(command, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("x*")}
+    write_lines(tmp_path / "in.jsonl", rows[1:])
+    for options in ([], ["--resume-anyway"], ["--retry-errors"], ["--reuse", "x.jsonl"]):
+        message = run([*command, *options], tmp_path, expect=2).stderr
+        assert "--overwrite" in message or "-o OUT.parquet" in message
+    write_lines(tmp_path / "in.jsonl", rows)
+    assert "errors cannot be retried" in run([*command, "--retry-errors"], tmp_path, expect=2).stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("x*")} == before
+    write_lines(tmp_path / "in.jsonl", rows[1:])
+    run([*command, "--overwrite"], tmp_path)
+    assert len(loaded(tmp_path / "x.jsonl")) < before["x.jsonl"].count(b"\n")
+
+
+def test_commands_that_read_parquet_say_so(command: list[Any], tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", native(1))
+    run(command, tmp_path)
+    for words in (["show"], ["export", "--format", "jsonl"], ["verify"], ["merge", "-o", "m.parquet"]):
+        assert "JSON lines" in run([words[0], "x.jsonl", *words[1:]], tmp_path, expect=4).stderr
+    assert "shards are Parquet" in run([*command, "--shard", "0/2"], tmp_path, expect=2).stderr
+    (tmp_path / "y.errors.jsonl").write_text('{"text": "mine"}\n')
+    other = run([*command, "-o", "y.jsonl"], tmp_path, expect=2).stderr
+    assert "y.errors.jsonl exists and is not this job's output" in other
