@@ -14,6 +14,8 @@ from batchgen.job.setup import Setup
 
 _LOOKED_AT = 10_000
 """Most prompts whose tokens are looked at."""
+_FEW = 8
+"""Answers of a trial, of which the most may well be cut."""
 _TAIL = 16
 """Tokens of a prompt's end that may hold the marker of an open thought."""
 _TAILS = 64
@@ -131,7 +133,7 @@ def _limited(totals: Totals, workload: JobWorkload) -> Iterator[str]:
     table = workload.table
     free = np.array([not p.runs_to_limit for p in table.params], np.bool_)[table.params_id] & (table.max_new_tokens > 1)
     count = totals.finish_reasons["length"]
-    if 2 * count > totals.answers and 2 * int(free.sum()) > len(table):
+    if totals.answers >= _FEW and 2 * count > totals.answers and 2 * int(free.sum()) > len(table):
         yield (
             f"{count:,} of {totals.answers:,} answers were cut at their token limit: raise --max-new-tokens (the "
             "default is 128), or give a `stop`"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any, Final
@@ -34,6 +35,8 @@ _OPTIONS: Final = (
     "lenient_schemas",
 )
 _DEFAULTS: Final = asdict(SamplingParams())
+_JSON: Final = frozenset({"json_schema", "structural_tag", "custom_params"})
+"""Parameters that are JSON text."""
 _BYTES: Final = 8
 
 Int64s = npt.NDArray[np.int64]
@@ -82,7 +85,10 @@ def request_hashes(setup: Setup, table: RequestTable) -> tuple[Int64s, npt.NDArr
 
 def _hash_of_params(setup: Setup, facts: Mapping[str, Any], params: SamplingParams) -> Any:
     """A hash of the environment and a parameter set, to be continued; fields at their defaults do not count."""
-    named: Mapping[str, Any] = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
+    named = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
+    for name in _JSON & named.keys():
+        with suppress(ValueError):
+            named[name] = json.loads(named[name])  # its spaces do not count
     parts: dict[str, Any] = {"environment": facts, "params": named}
     if params.lora_path is not None:
         parts["adapter"] = dict(setup.spec.adapters)[params.lora_path]

@@ -239,8 +239,7 @@ def test_the_format_of_the_input_can_be_named(model: Path, tmp_path: Path, lines
     (tmp_path / "rows.txt").write_bytes(lines)
     refused = run([*arguments(model, "rows.txt")], tmp_path, expect=3)
     assert "ambiguous_prompt" in refused.stderr
-    shown = run(["show", "out.parquet", "--errors"], tmp_path).stdout
-    assert "--input-format jsonl" in shown
+    assert "--input-format jsonl" in refused.stderr
     run([*arguments(model, "rows.txt"), "--input-format", "jsonl", "--overwrite"], tmp_path)
     assert_same(read(tmp_path / "out.parquet"), expected)
     assert run(["verify", "out.parquet", "--rows", "2"], tmp_path, expect=None).stdout.count("row ") >= 2

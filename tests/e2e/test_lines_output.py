@@ -89,7 +89,7 @@ def test_a_mixed_input_is_answered_row_by_row(command: list[Any], tmp_path: Path
         *("0", "1", "1", "2", "bad"),
         *("id 0", "id 1", "id 2", "id 3", "id 5"),
     ]
-    assert [line["custom_id"] for line in loaded(tmp_path / "x.errors.jsonl")] == ["id 4", "row-10"]
+    assert [line["custom_id"] for line in loaded(tmp_path / "x.errors.jsonl")] == ["id 4", "cut"]
     assert run([*command, "--report", "-"], tmp_path).report["already_done"]
 
 

@@ -125,7 +125,7 @@ FREE: list[dict[str, Any]] = [
     {"temperature": 0, "logit_bias": {"5": 3.0}},
     {"temperature": 1.0, "allowed_token_ids": [10, 20, 30], "bad_words": [[20]]},
     {"temperature": 0, "min_new_tokens": 5, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False},
-    {"temperature": 0, "stop": ["zz"]},
+    {"temperature": 0, "stop": ["1 1 1 1 1 1 1"]},
     {"temperature": 0, "return_hidden_states": {"layers": [0, -1], "tokens": "all"}},
     {"temperature": 0, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1},
 ]

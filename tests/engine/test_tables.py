@@ -45,7 +45,6 @@ def test_rows_of_tables(name: str) -> None:
     assert [row.index for row in rows] == [0, 1]
     found = [{key: value for key, value in (row.value or {}).items() if value is not None} for row in rows]
     assert found == EXPECTED
-    assert type(found[0]["max_new_tokens"]) is int
 
 
 def test_missing_values_of_pandas_are_null() -> None:
