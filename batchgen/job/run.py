@@ -26,11 +26,12 @@ from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.estimate import estimate_output
+from batchgen.job.eta import EtaTracker
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.preflight import CheckedJob
-from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
+from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft, make_progress
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary
@@ -78,6 +79,8 @@ class _Job:
         """Number of rows of which every prompt is done, invalid and skipped rows included."""
         self.prompts_left: dict[int, int] = {}
         """Row index -> number of its unfinished prompts, for rows with several."""
+        self.eta: EtaTracker | None = None
+        """Estimates the time left while rows are generated, if that is shown."""
         self.output_seconds = 0.0
         """Seconds that the loop spent on passing finished rows to the writer."""
 
@@ -138,6 +141,8 @@ class _Job:
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
                 if setup.spec.device.type != "cpu" or engine.backend is None or engine.backend.name != "torch":
                     self.progress.note(f"kernels: {engine.kernels}")
+            if self.progress.shows_time_left:
+                self.eta = EtaTracker.of_job(running, setup.spec)
             with self._phase("generating"):
                 self._generate(running, rows, writer)
             for note in running.loop.notes:
@@ -238,7 +243,7 @@ class _Job:
                 self.prompts_left[first.row_index] = left
             else:
                 self.rows_done += 1
-        self._report(rows_done=self.rows_done)
+        self._report(rows_done=self.rows_done, left=self.state.left if self.stop.requested else DONE)
 
     def _tick(self, running: Running) -> bool:
         """Between two steps: report progress and return whether to stop."""
@@ -249,6 +254,7 @@ class _Job:
             running=state.running,
             waiting=max(0, (self.state.rows_total or 0) - self.rows_done - state.running),
             kv_use=state.kv_pages_used / max(1, state.kv_pages),
+            left=None if self.eta is None else self.eta.tick(state.in_flight),
         )
         return self.stop.requested
 
@@ -272,7 +278,7 @@ class _Job:
                 "To continue, raise --max-errors and run the same command again."
             )
 
-    def _report(self, **changes: float | int | None) -> None:
+    def _report(self, **changes: float | TimeLeft | None) -> None:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
         self.progress.update(self.state)
 
