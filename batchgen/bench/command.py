@@ -64,8 +64,8 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         start: starts an engine; see `run_bench`.
 
     Raises:
-        BatchgenError: as `run_bench`, `run_plan_bench`, `run_startup_bench` and `run_job_bench`; or the chart cannot
-            be drawn; or SIGTERM.
+        BatchgenError: as `run_bench`, `run_plan_bench`, `run_startup_bench`, `run_job_bench` and `run_eta_bench`; or
+            the chart cannot be drawn; or SIGTERM.
     """
     compared = tuple(name for name in config.workloads if name not in ENGINELESS_WORKLOADS)
     engines = bool(compared) or not config.workloads
@@ -92,18 +92,7 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
 
     try:
         with _interrupt_on_sigterm():
-            if "plan" in config.workloads:
-                from batchgen.bench.planning import PlanSize, run_plan_bench
-
-                run_plan_bench(PlanSize.parse(config.plan_size), keep)
-            if "startup" in config.workloads:
-                from batchgen.bench.subprocess_timing import run_startup_bench
-
-                run_startup_bench(config.repeat, keep)
-            if "job" in config.workloads:
-                from batchgen.bench.rows_cost import run_job_bench
-
-                run_job_bench(config.repeat, keep)
+            _run_engineless(config, keep)
             print_others([json.loads(line) for line in lines], console)
             if engines:
                 from batchgen.bench.run import run_bench  # imports torch, which the workloads above do not need
@@ -114,6 +103,26 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
             draw()
         raise
     draw()
+
+
+def _run_engineless(config: BenchConfig, emit: Callable[[str], None]) -> None:
+    """Run the workloads on which no engines are compared."""
+    if "plan" in config.workloads:
+        from batchgen.bench.planning import PlanSize, run_plan_bench
+
+        run_plan_bench(PlanSize.parse(config.plan_size), emit)
+    if "startup" in config.workloads:
+        from batchgen.bench.subprocess_timing import run_startup_bench
+
+        run_startup_bench(config.repeat, emit)
+    if "job" in config.workloads:
+        from batchgen.bench.rows_cost import run_job_bench
+
+        run_job_bench(config.repeat, emit)
+    if "eta" in config.workloads:
+        from batchgen.bench.eta import run_eta_bench
+
+        run_eta_bench(config.repeat, emit)
 
 
 def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:

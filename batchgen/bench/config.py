@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from batchgen.errors import UsageError
 
-ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job")
-"""Workloads that run no engines: they measure the planner, the start of the command and the cost of a row."""
+ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "eta")
+"""Workloads that run no engines: they measure the planner, the start of the command, the cost of a row and how well the
+time left is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ WORKLOADS_HELP: Final = (
     "Workloads: unique, shared-prefix, few-shot-tree, mixed-lengths (these four by default), multi-turn, n-samples, "
     "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a .toml file. "
     "For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup (time to the help and "
-    "to the first token), job (cost of a row outside the model). Example: shared-prefix"
+    "to the first token), job (cost of a row outside the model), eta (errors of the estimated time left). "
+    "Example: shared-prefix"
 )
 OPTIONS: Final = (
     BenchOption(

@@ -102,7 +102,20 @@ def _run(folder: Path, name: str, out: str, options: Sequence[str] = ()) -> dict
 def _killed_and_resumed(folder: Path, name: str, out: str, count: int) -> dict[str, float]:
     """Run a job, kill it after half of its rows are committed, resume it, and return the times of the resumed run."""
     options = ["--commit-every", str(max(1, count // _MAX_PARTS))]
-    parts = folder / f"{out}.parquet.work" / "parts"
+    run_half(folder, _command(name, out, options), f"{out}.parquet", count)
+    spent = _run(folder, name, out, options)
+    if not spent["rows_resumed"]:
+        raise CommandFailed(f"batchgen run resumed none of {count} rows of a job that was killed after half of them")
+    return spent
+
+
+def run_half(folder: Path, command: Sequence[str], output: str, count: int) -> None:
+    """Run a job of `count` rows in `folder`, and kill it once half of its rows are committed to `output`.
+
+    Raises:
+        CommandFailed: it ended before.
+    """
+    parts = folder / f"{output}.work" / "parts"
 
     def half_committed() -> bool:  # counts rows, not parts, because a late writer puts more rows into a part
         try:
@@ -110,13 +123,9 @@ def _killed_and_resumed(folder: Path, name: str, out: str, count: int) -> dict[s
         except OSError:  # the job has finished and removed its parts
             return False
 
-    with batchgen_process(_command(name, out, options), folder, killed=True) as process:
+    with batchgen_process(command, folder, killed=True) as process:
         kill_when(half_committed, process)
         process.communicate()
-    spent = _run(folder, name, out, options)
-    if not spent["rows_resumed"]:
-        raise CommandFailed(f"batchgen run resumed none of {count} rows of a job that was killed after half of them")
-    return spent
 
 
 def _command(name: str, out: str, options: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TextIO
+from typing import IO
 
 import batchgen
 from batchgen.bench.machine import commit_name, cpu_name, processors
@@ -74,7 +74,12 @@ def command_figure(
 
 @contextmanager
 def batchgen_process(
-    arguments: Sequence[str], folder: Path, *, killed: bool = False
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    killed: bool = False,
+    stderr: Path | None = None,
+    start: Sequence[str] = ("-m", "batchgen"),
 ) -> Iterator[subprocess.Popen[str]]:
     """Context manager that runs `batchgen` in a subprocess with stdout as a pipe, and waits for its end.
 
@@ -82,12 +87,14 @@ def batchgen_process(
         arguments: command line after `batchgen`.
         folder: working directory.
         killed: whether the block kills the process with SIGKILL; otherwise it must exit with 0.
+        stderr: the file that receives stderr; None: a temporary one.
+        start: arguments of Python that start the command.
 
     Raises:
         CommandFailed: the process ended differently; with the last line of its stderr.
     """
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        with _process(arguments, folder, log) as process:
+    with _log(stderr) as log:
+        with _process([*start, *arguments], folder, log) as process:
             try:
                 yield process
             except BaseException:
@@ -112,12 +119,18 @@ def kill_when(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
             continue
 
 
-def _process(arguments: Sequence[str], folder: Path, log: TextIO) -> subprocess.Popen[str]:
+def _log(path: Path | None) -> IO[str]:
+    if path is None:
+        return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+    return path.open("w+", encoding="utf-8", errors="replace")
+
+
+def _process(arguments: Sequence[str], folder: Path, log: IO[str]) -> subprocess.Popen[str]:
     paths = (str(Path(batchgen.__file__).parents[1]), os.environ.get("PYTHONPATH"))
     # Options in the environment of this shell must not change what is measured.
     others = {name: value for name, value in os.environ.items() if not name.startswith("BATCHGEN_")}
     env = {**others, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, "-m", "batchgen", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
 
 

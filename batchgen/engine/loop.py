@@ -40,6 +40,8 @@ class LoopState:
     """Number of discarded tokens: sampled before the host knew that their sequence had ended."""
     kv_pages_used: int = 0
     kv_pages: int = 0
+    in_flight: bool = False
+    """Whether the device may still compute the last step."""
 
 
 @dataclass(slots=True)
@@ -160,6 +162,7 @@ class Loop:
             if not in_flight.pending or in_flight.failed:
                 self._consume(in_flight, ended)
             last = in_flight
+            self.state.in_flight = in_flight.pending
             self._scheduler.commit(ended.sequences, ended.dropped)
             self.state.steps += 1
             yield from self._retire_ended(ended)

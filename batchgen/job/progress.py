@@ -28,6 +28,29 @@ PLAIN_SECONDS = 30.0
 JSON_SECONDS = 1.0
 _SAMPLE_SECONDS = 0.25
 _WINDOW_SECONDS = 10.0
+_KNOWN_SECONDS = 2.0
+_KNOWN_SHARE = 0.1
+"""A time is shown as one number if the ends of its range are this close to it, in seconds or relative to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLeft:
+    """Estimated seconds until every row is generated."""
+
+    seconds: float
+    least: float
+    most: float
+    work_done: float
+    """Fraction of the job's work that is done, earlier runs included; in units of time."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether one number tells it."""
+        off = max(self.most - self.seconds, self.seconds - self.least)
+        return off <= max(_KNOWN_SECONDS, _KNOWN_SHARE * self.seconds)
+
+
+DONE = TimeLeft(0.0, 0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +70,15 @@ class ProgressState:
     """Number of samples not started yet or preempted."""
     kv_use: float = 0.0
     """Fraction of the KV cache pages in use."""
+    left: TimeLeft | None = None
+    """Estimated time left, and the fraction of the work that is done; None while nothing is generated."""
 
 
 class Progress:
     """A progress display, to which a job reports its state. As a context manager it closes itself on exit."""
+
+    shows_time_left = True
+    """Whether `ProgressState.left` is shown."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -100,23 +128,20 @@ def make_progress(
 
 
 class _Rates:
-    """Tokens per second over the last ten seconds, and the estimated time left."""
+    """Tokens per second over the last ten seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.began = clock()
         self._samples: deque[tuple[float, int]] = deque()
-        self._first: tuple[float, int] | None = None
 
     def add(self, state: ProgressState) -> float:
         """Record `state` and return the current time."""
         now = self.clock()
-        if state.phase == "generating":
-            self._first = self._first or (now, state.rows_done)
-            if not self._samples or now - self._samples[-1][0] >= _SAMPLE_SECONDS:
-                self._samples.append((now, state.completion_tokens))
-                while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW_SECONDS:
-                    self._samples.popleft()
+        if state.phase == "generating" and (not self._samples or now - self._samples[-1][0] >= _SAMPLE_SECONDS):
+            self._samples.append((now, state.completion_tokens))
+            while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW_SECONDS:
+                self._samples.popleft()
         return now
 
     def tokens_per_second(self, state: ProgressState) -> float | None:
@@ -127,19 +152,11 @@ class _Rates:
         span = self.clock() - then
         return (state.completion_tokens - tokens) / span if span > 0 else None
 
-    def eta(self, state: ProgressState) -> float | None:
-        """Seconds left at the average rate of rows since generating started; None if unknown."""
-        if self._first is None or state.rows_total is None:
-            return None
-        began, rows_then = self._first
-        done = state.rows_done - rows_then
-        if done <= 0:
-            return 0.0 if state.rows_done >= state.rows_total else None
-        return (self.clock() - began) / done * (state.rows_total - state.rows_done)
-
 
 class SilentProgress(Progress):
     """A display that prints notes only."""
+
+    shows_time_left = False
 
 
 class _LineProgress(Progress):
@@ -166,13 +183,13 @@ class _LineProgress(Progress):
 
     def _write_state(self, state: ProgressState) -> None:
         self._written = state
-        self._write(self._line(state, self._rates.tokens_per_second(state), self._rates.eta(state)))
+        self._write(self._line(state, self._rates.tokens_per_second(state)))
 
     def _is_due(self, state: ProgressState, now: float) -> bool:
         """Whether to write a line now; sets when the next one is due."""
         raise NotImplementedError
 
-    def _line(self, state: ProgressState, rate: float | None, eta: float | None) -> str:
+    def _line(self, state: ProgressState, rate: float | None) -> str:
         raise NotImplementedError
 
 
@@ -197,8 +214,8 @@ class PlainProgress(_LineProgress):
             self._due = now + PLAIN_SECONDS
         return due
 
-    def _line(self, state: ProgressState, rate: float | None, eta: float | None) -> str:
-        speed = f"{_format_rate(rate)} tokens/s, ETA {_format_clock(eta)}"
+    def _line(self, state: ProgressState, rate: float | None) -> str:
+        speed = f"{_format_rate(rate)} tokens/s, {_format_eta(state.left)}"
         return f"{state.phase}: {_format_rows(state)} rows, {speed}, errors {state.rows_error:,}"
 
 
@@ -215,7 +232,8 @@ class JsonProgress(_LineProgress):
             self._due = now + JSON_SECONDS
         return due
 
-    def _line(self, state: ProgressState, rate: float | None, eta: float | None) -> str:
+    def _line(self, state: ProgressState, rate: float | None) -> str:
+        left = state.left
         record = {
             "phase": state.phase,
             "rows": state.rows_total,
@@ -223,11 +241,14 @@ class JsonProgress(_LineProgress):
             "rows_error": state.rows_error,
             "completion_tokens": state.completion_tokens,
             "output_tokens_per_second": None if rate is None else round(rate, 1),
-            "eta_seconds": None if eta is None else round(eta, 1),
+            "work_done": None if left is None else round(left.work_done, 4),
+            "eta_seconds": None if left is None else round(left.seconds, 2),
+            "eta_seconds_min": None if left is None else round(left.least, 2),
+            "eta_seconds_max": None if left is None else round(left.most, 2),
             "running": state.running,
             "waiting": state.waiting,
             "kv_use": round(state.kv_use, 4),
-            "seconds": round(self._rates.clock() - self._rates.began, 1),
+            "seconds": round(self._rates.clock() - self._rates.began, 2),
         }
         return json.dumps(record)
 
@@ -263,23 +284,23 @@ class BarProgress(Progress):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._state is None:
             return
-        rate, eta = self._rates.tokens_per_second(self._state), self._rates.eta(self._state)
+        rate = self._rates.tokens_per_second(self._state)
         elapsed = self._rates.clock() - self._rates.began
         blocks = "━─" if (console.encoding or "").lower().startswith("utf") else "#-"
-        yield _bar_line(self._state, eta, elapsed, options.max_width, blocks)
+        yield _bar_line(self._state, elapsed, options.max_width, blocks)
         yield _detail_line(self._state, rate, options.max_width)
 
 
-def _bar_line(state: ProgressState, eta: float | None, elapsed: float, width: int, blocks: str) -> Text:
-    """`generating ━━━━──── 120/1,000 12% ETA 0:03:20`, never wider than `width`."""
-    timing = f"ETA {_format_clock(eta)}" if state.phase == "generating" else _format_clock(elapsed)
+def _bar_line(state: ProgressState, elapsed: float, width: int, blocks: str) -> Text:
+    """`generating ━━━━──── 34% 120/1,000 ETA 0:03:20`, never wider than `width`."""
+    timing = _format_eta(state.left) if state.phase == "generating" else _format_clock(elapsed)
     line = Text(no_wrap=True, overflow="crop")
     line.append(state.phase, style="bold")
     line.append(" ")
     tail = f" {timing}" if state.phase in _BEFORE_ROWS else f" {_format_rows(state)} {timing}"
     bar_width = min(width - 1 - len(state.phase) - 1 - len(tail), 60)
     if bar_width >= 5 and state.rows_total:
-        filled = bar_width * min(state.rows_done, state.rows_total) // state.rows_total
+        filled = int(bar_width * _share_done(state))
         line.append(blocks[0] * filled, style="green")
         line.append(blocks[1] * (bar_width - filled), style="dim")
         line.append(tail)
@@ -311,11 +332,18 @@ def _details(state: ProgressState, rate: float | None) -> Iterator[tuple[str, st
         yield f"KV {state.kv_use:.0%}", ""
 
 
+def _share_done(state: ProgressState) -> float:
+    """Fraction of the work that is done; of the rows while the work is not known."""
+    if state.left is not None:
+        return state.left.work_done
+    return min(state.rows_done / state.rows_total, 1.0) if state.rows_total else 1.0
+
+
 def _format_rows(state: ProgressState) -> str:
+    """`34% 120/1,000`: the percentage is that of the work."""
     if state.rows_total is None:
         return f"{state.rows_done:,}"
-    share = state.rows_done * 100 // state.rows_total if state.rows_total else 100
-    return f"{state.rows_done:,}/{state.rows_total:,} ({share}%)"
+    return f"{int(100 * _share_done(state))}% {state.rows_done:,}/{state.rows_total:,}"
 
 
 def _format_rate(rate: float | None) -> str:
@@ -328,3 +356,10 @@ def _format_clock(seconds: float | None) -> str:
         return "-"
     minutes, second = divmod(max(round(seconds), 0), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def _format_eta(left: TimeLeft | None) -> str:
+    """`ETA 0:03:20`; `ETA 0:02:10 to 0:03:40` while it is not known; `ETA -` for None."""
+    if left is None or left.is_known:
+        return f"ETA {_format_clock(None if left is None else left.seconds)}"
+    return f"ETA {_format_clock(left.least)} to {_format_clock(left.most)}"

@@ -29,13 +29,14 @@ from batchgen.engine.gc_control import DeferredGC
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output
+from batchgen.job.eta import EtaTracker
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.lines_output import LinesOutput
 from batchgen.job.opening import OpenedJob, clock_record, refuse_named
 from batchgen.job.preflight import CheckedJob
-from batchgen.job.progress import Phase, Progress, ProgressState
+from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
 from batchgen.job.reasons import Reasons
 from batchgen.job.reuse import RequestHashes, Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
@@ -101,6 +102,8 @@ class _Job:
         """Row index -> number of its unfinished prompts, for rows with several."""
         self.opened = ExitStack()
         """Closes the files of the tokenised rows, which are kept for a run that resumes."""
+        self.eta: EtaTracker | None = None
+        """Estimates the time left while rows are generated, if that is shown."""
         self.output_seconds = 0.0
         """Seconds that the loop spent on passing finished rows to the writer."""
 
@@ -166,6 +169,8 @@ class _Job:
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
                 reuse.commit(rows, running.workload, work, writer)
+            if self.progress.shows_time_left:
+                self.eta = EtaTracker.of_job(running, setup.spec)
             with self._phase("generating"):
                 self._generate(running, rows, hashes, writer)
             for note in running.loop.notes:
@@ -300,7 +305,7 @@ class _Job:
                 self.prompts_left[first.row_index] = left
             else:
                 self.rows_done += 1
-        self._report(rows_done=self.rows_done)
+        self._report(rows_done=self.rows_done, left=self.state.left if self.stop.requested else DONE)
 
     def _tick(self, running: Running) -> bool:
         """Between two steps: report progress and return whether to stop."""
@@ -311,6 +316,7 @@ class _Job:
             running=state.running,
             waiting=max(0, (self.state.rows_total or 0) - self.rows_done - state.running),
             kv_use=state.kv_pages_used / max(1, state.kv_pages),
+            left=None if self.eta is None else self.eta.tick(state.in_flight),
         )
         return self.stop.requested
 
@@ -342,7 +348,7 @@ class _Job:
                 "To continue, raise --max-errors and run the same command again."
             )
 
-    def _report(self, **changes: float | int | None) -> None:
+    def _report(self, **changes: float | TimeLeft | None) -> None:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
         self.progress.update(self.state)
 

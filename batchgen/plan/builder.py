@@ -31,6 +31,7 @@ class StepBuilder:
         self.plan.prefills.append(PrefillChunk(request, sequence, start, end, pages, store))
         self._stats.prefill_chunks += 1
         self._stats.chunk_kv_positions += end
+        self._stats.chunk_reads += (end * (end + 1) - start * (start + 1)) // 2
         flat = self.flat
         self.flat += end - start
         self.budget -= end - start

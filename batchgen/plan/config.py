@@ -104,6 +104,8 @@ class SchedulerStats:
     """Cached positions read for the decode rows with prefix groups."""
     chunk_kv_positions: int = 0
     """Cached positions that the prefill chunks attend to, including their own."""
+    chunk_reads: int = 0
+    """The same, summed over the positions of each chunk."""
     oom_retries: int = 0
     """Attempts at a step, or at a part of one, that ran out of memory."""
     tokens_per_step: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from math import expm1, log1p
+from math import exp, expm1, log1p, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ _GOLDEN_RATIO = 0.6180339887498949
 """Multiples of this, modulo 1, fill the unit interval evenly."""
 _MIN_FINISHED = 8
 """Number of ended samples from which on the spread of lengths is used."""
+_DEVIATIONS = 1.64
+"""Standard deviations on either side of an expectation: nine of ten values lie between them."""
 _DEFAULT_LENGTH = 512
 """Expected tokens of a sample before any has ended, if its limit is higher."""
 
@@ -124,6 +126,29 @@ class LengthPredictor:
         """[N] expected tokens of a sample before any has ended."""
         limits = np.asarray(self._limits)
         return np.where(np.asarray(self._kind_of) == EXACT, limits, np.minimum(limits, _DEFAULT_LENGTH))
+
+    @property
+    def limits(self) -> npt.NDArray[np.int32]:
+        """[N] maximum tokens of a sample of each request."""
+        return self._limits_array
+
+    @property
+    def uncertain(self) -> npt.NDArray[np.bool_]:
+        """[N] `is_uncertain` of each request."""
+        return np.asarray(self._kind_column != EXACT)
+
+    def error_factors(self, samples: int) -> tuple[float, float]:
+        """Factors between which the tokens of `samples` uncertain samples lie, relative to the expected ones.
+
+        The mean length is known the better the more samples have ended, the less it depends on the length that was
+        expected before; and few samples differ from the mean.
+        """
+        every = self._kinds.all_kinds
+        ended, shares = self._kinds.finished.one[every], self._kinds.shares.one[every]
+        before = float(np.minimum(1.0, _DEFAULT_LENGTH / np.maximum(self._limits_array, 1)).mean())
+        variance = self._kinds.spread.one[every] * (1.0 / (ended + 0.5) + 1.0 / max(1, samples))
+        factor = exp(_DEVIATIONS * sqrt(variance + (before / (before + shares)) ** 2))
+        return 1.0 / factor, factor
 
     @property
     def all_exact(self) -> bool:

@@ -18,6 +18,7 @@ from batchgen.plan.prefix_group_selection import PrefixGroups
 from batchgen.plan.sequences import Phase, SequenceScheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
+from batchgen.plan.work import Work, WorkForecast, WorkLeft, work_done
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -69,6 +70,7 @@ class Scheduler:
         self._prefill = PrefillScheduler(
             order, self._samples, self._max_new, self._block_manager, self._sequences, predictor, config
         )
+        self._forecast = WorkForecast(order, self._samples, self._block_manager, self._sequences, predictor)
         self._rows: npt.NDArray[np.int32] | None = None
         self._unended = self._unbegun = int(self._samples.sum(dtype=np.int64))
         self.stats.slots = min(config.max_num_seqs, self._unended)
@@ -83,6 +85,27 @@ class Scheduler:
     def pages_in_use(self) -> int:
         """Number of pages in use now."""
         return self._allocator.used_count
+
+    @property
+    def work_done(self) -> Work:
+        """The work of the steps planned so far."""
+        return work_done(self.stats)
+
+    def work_left(self) -> WorkLeft:
+        """The work that is left after these; call it between `commit` and `step`.
+
+        It simulates the steps to come: a second for some millions of samples.
+        """
+        assert not self._open, "commit the last step first"
+        return self._forecast.left(self.config)
+
+    def work_of(self, samples: npt.NDArray[np.integer]) -> Work:
+        """The work of requests of the tree alone, with the lengths that were expected before any sample had ended.
+
+        Args:
+            samples: [N] samples per request.
+        """
+        return self._forecast.of(samples, self.config)
 
     def limit_tokens(self, tokens: int) -> None:
         """Lower the maximum tokens per step to `tokens`, but not below `max_num_seqs`: every running sample decodes."""

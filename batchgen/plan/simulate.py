@@ -1,12 +1,16 @@
-"""Simulation of a job's steps before it runs: samples occupy slots in begin order until their expected ends.
+"""Simulation of a job's steps, before it runs or from a state in between.
 
-Pages are not limited, and steps in which nothing begins or ends are skipped.
+Samples occupy slots in begin order until their expected ends, and hold pages of their prompts and more as they grow.
+Steps in which nothing begins or ends are skipped.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,67 +20,227 @@ from batchgen.plan.order import BeginOrder
 
 Int64s = npt.NDArray[np.int64]
 
+_EXACT: Final = 2048
+"""Number of samples that begin one by one in the simulation: the last ones, which leave slots empty at the end."""
+_GROUPS: Final = 2048
+"""Number of groups in which the samples before them begin, if that leaves `_GROUPS_AT_ONCE` groups running at once."""
+_GROUPS_AT_ONCE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What has begun when a simulation starts."""
+
+    remaining: Int64s
+    """[R] tokens that each running sample has yet to generate, at least 1."""
+    prompt_tokens: int
+    """Tokens to compute of prompts that have begun, and of sequences that are recomputed."""
+    pages: int
+    """Pages in use."""
+    complete: npt.NDArray[np.bool_]
+    """[M] whether a node takes no computation apart from these tokens."""
+
 
 def simulate(
     order: BeginOrder,
     samples: npt.NDArray[np.integer[Any]],
     lengths: npt.NDArray[np.integer[Any]],
     config: SchedulerConfig,
+    begun: Begun | None = None,
 ) -> SchedulerStats:
-    """Simulate the steps of a job: samples occupy slots in begin order until their ends, and pages are not limited.
+    """Simulate the steps of a job: samples occupy slots in begin order until their ends.
+
+    In a job of many samples neighbours in begin order begin in groups, so that the simulation stays short.
 
     Args:
         order: prefix tree and begin order.
-        samples: [N] samples per request; 0 leaves a request out.
+        samples: [N] samples per request that have not begun; 0 leaves a request out.
         lengths: [N] tokens that each sample generates, at least 1 for requests with samples.
-        config: slots, and tokens per step.
+        config: slots, tokens per step, and pages.
+        begun: what runs when the simulation starts; None: nothing.
 
     Returns:
         Steps, slots and sampled tokens; the other counters stay 0.
     """
-    prompts, outputs = _in_order(order, samples, lengths)
-    slots, budget = min(config.max_num_seqs, len(outputs)), config.max_tokens_per_step
-    ends: list[int] = []  # heap of the steps in which running samples have ended
-    step = room = backlog = 0
-    for prompt, output in zip(prompts.tolist(), outputs.tolist(), strict=True):
-        backlog += prompt
-        if len(ends) == slots and ends[0] > step:
-            step, room = ends[0], 0
-        while ends and ends[0] <= step:
-            heapq.heappop(ends)
-        # Prompt tokens that do not fit into this step are computed in the next ones, together with their decode rows.
-        if not room:
-            room = budget - len(ends)
-        while backlog > room:
-            backlog -= room
-            step += 1
-            while ends and ends[0] <= step:
-                heapq.heappop(ends)
-            room = budget - len(ends)
-        room -= backlog
-        backlog = 0
-        heapq.heappush(ends, step + output)
-    last = max(ends, default=0)
-    tail = [end - step - 1 for end in ends]
+    queue = _in_order(order, samples, lengths, None if begun is None else begun.complete)
+    if begun is None:
+        begun = Begun(np.zeros(0, np.int64), 0, 0, np.zeros(0, np.bool_))
+    slots = min(config.max_num_seqs, len(queue.outputs) + len(begun.remaining))
+    pool = _Slots(slots, config.max_tokens_per_step, begun.prompt_tokens, order.interval)
+    # Pages are followed only if they can run out.
+    most = begun.pages + int(begun.remaining.sum() + queue.prompts.sum() + queue.outputs.sum()) // config.page_size
+    if most + len(queue.outputs) > config.num_pages - 1:
+        pool.pages = _Pages(config.num_pages - 1, config.page_size)
+    for left in begun.remaining.tolist():
+        pool.add(left, 1, begun.pages / len(begun.remaining))
+    for batch in _batches(queue, slots, config):
+        pool.begin(*batch)
+    pool.compute()
+    tail = [(end - pool.step - 1) * count for end, count in pool.ends]
+    last = max((end for end, _ in pool.ends), default=0)
     return SchedulerStats(
-        steps=last,
-        sampled_tokens=int(outputs.sum()),
+        steps=max(last, pool.step),
+        sampled_tokens=int(queue.outputs.sum() + begun.remaining.sum()),
         slots=slots,
-        tail_steps=max(0, last - step - 1),
+        tail_steps=max(0, last - pool.step - 1),
         tail_tokens=sum(t for t in tail if t > 0),
     )
 
 
+class _Pages:
+    """Forecast of the pages that samples hold until their ends."""
+
+    def __init__(self, capacity: int, page_size: int) -> None:
+        self._capacity = capacity
+        self._page_size = page_size
+        self._ends = np.zeros(0, np.int64)
+        """[R] steps in which samples have ended, ascending."""
+        self._growth = np.zeros((2, 0))
+        """[2, R] pages that they would have held in step 0; pages by which they grow in a step."""
+
+    def fit(self, step: int, output: int, count: int, pages: float) -> bool:
+        """Whether the pages last if `count` samples that hold `pages` begin and generate `output` tokens."""
+        end, rate = step + output, count / self._page_size
+        base, rates = np.cumsum(self._growth[:, ::-1], axis=1)[:, ::-1]
+        held = base + rates * self._ends
+        before = self._ends <= end
+        if (held[before] + pages + rate * (self._ends[before] - step) > self._capacity).any():
+            return False
+        later = int(before.sum())
+        at_end = base[later] + rates[later] * end if later < len(self._ends) else 0.0
+        return bool(at_end + pages + rate * output <= self._capacity)
+
+    def add(self, step: int, output: int, count: int, pages: float) -> None:
+        """Begin samples."""
+        at, rate = int(np.searchsorted(self._ends, step + output)), count / self._page_size
+        self._ends = np.insert(self._ends, at, step + output)
+        self._growth = np.insert(self._growth, at, (pages - rate * step, rate), axis=1)
+
+    def release(self, step: int) -> None:
+        """Free the pages of samples that have ended."""
+        gone = int(np.searchsorted(self._ends, step, side="right"))
+        self._ends, self._growth = self._ends[gone:], self._growth[:, gone:]
+
+
+class _Slots:
+    """The slots of a run: what occupies them, and until which step."""
+
+    def __init__(self, slots: int, budget: int, backlog: int, interval: float) -> None:
+        self.slots = slots
+        self.budget = budget
+        self.backlog = backlog
+        """Prompt tokens that are to be computed."""
+        self.step = 0
+        self.ends: list[tuple[int, int]] = []
+        """Heap of (step in which it has ended, samples) of what runs."""
+        self.pages: _Pages | None = None
+        self._interval = interval
+        self._next_begin = 0.0
+        self._running = 0
+        self._room = 0
+
+    def begin(self, prompt: int, output: int, count: int, pages: float, together: tuple[int, int]) -> None:
+        """Begin `count` samples of `output` tokens once slots and pages are free and their prompts are computed.
+
+        Args:
+            prompt: tokens of their prompts that are to be computed.
+            output: tokens that each generates.
+            count: samples.
+            pages: pages that they hold at first.
+            together: free slots that they need to begin at once, and free slots for which they wait otherwise.
+        """
+        self.backlog += prompt
+        self._go_to(max(self.step, ceil(self._next_begin) if self.ends else 0))
+        if self._lacks(together[0], output, count, pages):
+            while self._lacks(together[1], output, count, pages):
+                self._go_to(self.ends[0][0])
+        self._next_begin = max(self._next_begin, self.step - 1) + self._interval * count
+        self.compute()
+        self.add(output, count, pages)
+
+    def compute(self) -> None:
+        """Compute the backlog: what does not fit into this step is computed in the next ones with their decode rows."""
+        if not self._room:
+            self._room = self.budget - self._running
+        while self.backlog > self._room:
+            self.backlog -= self._room
+            self._go_to(self.step + 1)
+            self._room = self.budget - self._running
+        self._room -= self.backlog
+        self.backlog = 0
+
+    def add(self, output: int, count: int, pages: float) -> None:
+        """Let `count` samples run for `output` steps from this one on."""
+        heapq.heappush(self.ends, (self.step + output, count))
+        self._running += count
+        if self.pages is not None:
+            self.pages.add(self.step, output, count, pages)
+
+    def _lacks(self, slots: int, output: int, count: int, pages: float) -> bool:
+        if not self.ends:
+            return False
+        if self._running + slots > self.slots:
+            return True
+        return self.pages is not None and not self.pages.fit(self.step, output, count, pages)
+
+    def _go_to(self, step: int) -> None:
+        """Go on to a step, in which what has ended by then frees its slots."""
+        if step > self.step:
+            self.step, self._room = step, 0
+        while self.ends and self.ends[0][0] <= self.step:
+            self._running -= heapq.heappop(self.ends)[1]
+            if self.pages is not None:
+                self.pages.release(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """Samples in begin order."""
+
+    prompts: Int64s
+    """[samples] prompt tokens that each computes."""
+    outputs: Int64s
+    """[samples] tokens that each generates."""
+    unbegun: Int64s
+    """[samples] samples of its request that have not begun when it does, itself included."""
+
+
+def _batches(
+    queue: _Queue, slots: int, config: SchedulerConfig
+) -> Iterator[tuple[int, int, int, float, tuple[int, int]]]:
+    """Arguments of `_Slots.begin` for all samples: in groups of neighbours, but the last ones one by one."""
+    total = len(queue.outputs)
+    head = max(0, total - _EXACT)
+    most = max(1, min(head // _GROUPS, slots // _GROUPS_AT_ONCE))
+    size = next(size for size in range(most, 0, -1) if slots % size == 0)  # groups fill all slots
+    starts = np.concatenate([np.arange(0, head, size), np.arange(head, total)])
+    if not len(starts):
+        return
+    counts = np.diff(starts, append=total)
+    tokens, outputs = np.add.reduceat(queue.prompts, starts), np.add.reduceat(queue.outputs, starts)
+    pages = tokens / config.page_size + counts / 2
+    means = np.maximum(1, np.rint(outputs / counts)).astype(np.int64)
+    # A request begins with several of its samples, and with as many as possible.
+    wait = np.maximum(counts, np.minimum(queue.unbegun[starts], min(config.start_together, slots)))
+    first = np.diff(queue.unbegun, prepend=0)[starts] != -1
+    begin = np.where(first, wait, counts)
+    for i in range(len(starts)):
+        yield int(tokens[i]), int(means[i]), int(counts[i]), float(pages[i]), (int(begin[i]), int(wait[i]))
+
+
 def _in_order(
-    order: BeginOrder, samples: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.integer[Any]]
-) -> tuple[Int64s, Int64s]:
-    """[samples] prompt tokens that each sample computes; [samples] tokens that it generates; both in begin order."""
+    order: BeginOrder,
+    samples: npt.NDArray[np.integer[Any]],
+    lengths: npt.NDArray[np.integer[Any]],
+    complete: npt.NDArray[np.bool_] | None,
+) -> _Queue:
     tree = order.tree
     live = np.flatnonzero(samples[tree.order] > 0)
     if not len(live):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        return _Queue(*np.zeros((3, 0), np.int64))
     first = np.searchsorted(live, tree.first_row)
-    reached = np.flatnonzero(first < np.searchsorted(live, tree.last_row, side="right"))
+    needed = first < np.searchsorted(live, tree.last_row, side="right")
+    reached = np.flatnonzero(needed if complete is None else needed & ~complete)
     # The first sample below a node computes it.
     computed = np.zeros(len(live), np.int64)
     np.add.at(computed, first[reached], (tree.end - tree.start)[reached])
@@ -84,8 +248,9 @@ def _in_order(
     if order.rank is not None:
         turn = np.argsort(order.rank[tree.node_of_request[requests]], kind="stable")
         requests, computed = requests[turn], computed[turn]
-    count = samples[requests]
-    starts = np.cumsum(count) - count
-    prompts = np.zeros(int(count.sum()), np.int64)
-    prompts[starts] = computed
-    return prompts, np.repeat(lengths[requests].astype(np.int64), count)
+    count = samples[requests].astype(np.int64)
+    ends = np.cumsum(count)
+    prompts = np.zeros(int(ends[-1]), np.int64)
+    prompts[ends - count] = computed
+    unbegun = np.repeat(ends, count) - np.arange(len(prompts))
+    return _Queue(prompts, np.repeat(lengths[requests].astype(np.int64), count), unbegun)

@@ -33,7 +33,33 @@ def short_table() -> str:
 
 def full_tables() -> str:
     """A table for each results file, with spreads and shares of the roofline floors."""
-    return "\n".join(_table(path) for path in sorted(RESULTS.glob("*.jsonl")))
+    return "\n".join(
+        _table(path) if read_figures(path).figures else _eta_table(path) for path in sorted(RESULTS.glob("*.jsonl"))
+    )
+
+
+def _eta_table(path: Path) -> str:
+    """How well the time left was estimated."""
+    lines = read_figures(path).others
+    first = lines[0]
+    table = [
+        f"### {path.stem}",
+        "",
+        f"`batchgen bench eta`: one thread of an {first['cpu']}, processor seconds, {first['repeat']} run of each job. "
+        "Errors of the estimated time left, relative to the time that was left. Other programs ran on the machine: the "
+        "command had the given share of one processor.",
+        "",
+        "| job | seconds | at 5% | 10% | 25% | 50% | 75% | 90% | within 10% | worst by rows | share |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        errors = " | ".join("" if error is None else f"{error:+.0f}%" for error in line["errors"].values())
+        by_rows = "" if line["by_rows_worst_error"] is None else f"{line['by_rows_worst_error']:,.0f}%"
+        table.append(
+            f"| {line['description']} | {line['seconds']:.0f} | {errors} | {line['within_10_percent']:.0f}% of lines | "
+            f"{by_rows} | {line['processor_share']:.0%} |"
+        )
+    return "\n".join(table) + "\n"
 
 
 def _table(path: Path) -> str:

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from batchgen.job.progress import BarProgress, PlainProgress, ProgressState, SilentProgress, make_progress
+from batchgen.job.progress import (
+    DONE,
+    BarProgress,
+    PlainProgress,
+    ProgressState,
+    SilentProgress,
+    TimeLeft,
+    make_progress,
+)
 
 
 class Clock:
@@ -29,6 +37,10 @@ class Stream(io.StringIO):
 
 def state(done: int = 0, tokens: int = 0, **more: object) -> ProgressState:
     return replace(ProgressState("generating", rows_done=done, rows_total=1000, completion_tokens=tokens), **more)
+
+
+def left(seconds: float, share: float = 0.25, within: float = 0.0) -> TimeLeft:
+    return TimeLeft(seconds, seconds * (1 - within), seconds * (1 + within), share)
 
 
 @pytest.mark.parametrize(
@@ -59,17 +71,38 @@ def test_plain_lines() -> None:
         for second in range(100):
             clock.now += 1
             for _ in range(9):  # updates are cheap: a line is written every 30 seconds
-                progress.update(state(done=second, tokens=50 * second, rows_error=second // 50))
-        progress.update(state(done=1000, tokens=5000, rows_error=2))
+                time_left = left(1000 - second, second / 400, within=0.3 if second < 60 else 0.09) if second else None
+                progress.update(state(done=second, tokens=50 * second, rows_error=second // 50, left=time_left))
+        progress.update(state(done=1000, tokens=5000, rows_error=2, left=DONE))
         clock.now += 1
     assert stream.getvalue().splitlines() == [
         "the demonstration model runs",
-        "generating: 0/1,000 (0%) rows, - tokens/s, ETA -, errors 0",
-        "generating: 30/1,000 (3%) rows, 50 tokens/s, ETA 0:16:10, errors 0",
-        "generating: 60/1,000 (6%) rows, 50 tokens/s, ETA 0:15:40, errors 1",
-        "generating: 90/1,000 (9%) rows, 50 tokens/s, ETA 0:15:10, errors 1",
-        "generating: 1,000/1,000 (100%) rows, 50 tokens/s, ETA 0:00:00, errors 2",
+        "generating: 0% 0/1,000 rows, - tokens/s, ETA -, errors 0",
+        "generating: 7% 30/1,000 rows, 50 tokens/s, ETA 0:11:19 to 0:21:01, errors 0",
+        "generating: 15% 60/1,000 rows, 50 tokens/s, ETA 0:15:40, errors 1",
+        "generating: 22% 90/1,000 rows, 50 tokens/s, ETA 0:15:10, errors 1",
+        "generating: 100% 1,000/1,000 rows, 50 tokens/s, ETA 0:00:00, errors 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("estimate", "text"),
+    [
+        (None, "ETA -"),
+        (left(200), "ETA 0:03:20"),
+        (left(200, within=0.09), "ETA 0:03:20"),
+        (left(200, within=0.2), "ETA 0:02:40 to 0:04:00"),
+        (left(5, within=0.4), "ETA 0:00:05"),  # two seconds more or less
+        (left(9000, within=0.5), "ETA 1:15:00 to 3:45:00"),
+        (TimeLeft(100, 95, 300, 0.5), "ETA 0:01:35 to 0:05:00"),
+        (DONE, "ETA 0:00:00"),
+    ],
+)
+def test_a_time_that_is_not_known_is_a_range(estimate: TimeLeft | None, text: str) -> None:
+    stream = Stream()
+    with PlainProgress(stream, Clock()) as progress:
+        progress.update(state(left=estimate))
+    assert f" {text}, " in stream.getvalue()
 
 
 def test_plain_writes_lines_in_a_long_phase_before_generating() -> None:
@@ -91,7 +124,7 @@ def test_the_rate_is_that_of_the_last_ten_seconds_without_resumed_rows() -> None
     progress.update(state(done=900, tokens=90_000))
     clock.now += 30
     progress.update(state(done=930, tokens=93_000))
-    assert stream.getvalue().splitlines()[1].endswith("930/1,000 (93%) rows, 100 tokens/s, ETA 0:01:10, errors 0")
+    assert "930/1,000 rows, 100 tokens/s" in stream.getvalue().splitlines()[1]
     for second in range(60):
         clock.now += 1
         progress.update(state(done=930, tokens=93_000 + 500 * second))
@@ -105,7 +138,8 @@ def test_json_lines() -> None:
         progress.update(ProgressState("reading", rows_done=3))
         for _ in range(25):
             clock.now += 0.1
-            progress.update(state(done=500, tokens=100, running=8, waiting=2, kv_use=0.25))
+            time_left = TimeLeft(20.04, 15.0, 30.0, 0.61803)
+            progress.update(state(done=500, tokens=100, running=8, waiting=2, kv_use=0.25, left=time_left))
         progress.update(state(done=1000, tokens=700))
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert lines[0] == {"note": "hello"}
@@ -118,13 +152,18 @@ def test_json_lines() -> None:
         "rows_error": 0,
         "completion_tokens": 100,
         "output_tokens_per_second": None,
-        "eta_seconds": None,
+        "work_done": 0.618,
+        "eta_seconds": 20.04,
+        "eta_seconds_min": 15.0,
+        "eta_seconds_max": 30.0,
         "running": 8,
         "waiting": 2,
         "kv_use": 0.25,
         "seconds": 0.1,
     }
     assert lines[-1]["rows_done"] == 1000
+    unknown = ("work_done", "eta_seconds", "eta_seconds_min", "eta_seconds_max")
+    assert [lines[1][name] for name in unknown] == [lines[-1][name] for name in unknown] == [None] * 4
 
 
 def test_silent_progress_prints_notes_only() -> None:
@@ -165,16 +204,22 @@ def drawn(width: int, now: ProgressState, encoding: str = "utf-8", colour: bool 
 
 
 def test_bar_leaves_out_what_does_not_fit() -> None:
-    now = state(done=250, tokens=12_345, running=64, waiting=686, kv_use=0.456, rows_error=3)
+    now = state(done=100, tokens=12_345, running=64, waiting=686, kv_use=0.456, rows_error=3, left=left(30, 0.256))
     assert drawn(80, now) == [
-        "generating " + "━" * 10 + "─" * 30 + " 250/1,000 (25%) ETA 0:00:30",
+        "generating " + "━" * 10 + "─" * 32 + " 25% 100/1,000 ETA 0:00:30",
         "1,234 tokens/s  errors 3  running 64  waiting 686  KV 46%",
     ]
-    assert drawn(40, now) == ["generating 250/1,000 (25%) ETA 0:00:30", "1,234 tokens/s  errors 3  running 64"]
+    assert drawn(40, now) == ["generating 25% 100/1,000 ETA 0:00:30", "1,234 tokens/s  errors 3  running 64"]
 
 
 def test_bar_in_ascii() -> None:
-    assert drawn(60, state(done=500), "ascii")[0] == "generating ##########---------- 500/1,000 (50%) ETA 0:00:10"
+    now = state(done=500, left=left(10, 0.5))
+    assert drawn(60, now, "ascii")[0] == "generating ###########----------- 50% 500/1,000 ETA 0:00:10"
+
+
+def test_before_anything_is_generated_the_bar_fills_by_rows() -> None:
+    line = drawn(60, ProgressState("reading", rows_done=500, rows_total=1000))[0]
+    assert abs(line.count("━") - line.count("─")) <= 1
 
 
 @pytest.mark.parametrize("width", [1, 20, 200])
@@ -186,6 +231,7 @@ def test_bar_in_ascii() -> None:
         state(),
         state(done=10**9, tokens=10**12, rows_total=10**9, running=512, waiting=10**6, kv_use=1.0, rows_error=10**6),
         state(rows_total=0),
+        state(rows_total=10**9, left=left(10**6, 0.9, within=0.9)),
     ],
 )
 def test_bar_never_wraps(width: int, now: ProgressState) -> None:

@@ -69,3 +69,12 @@ def test_samples_share_the_computation_of_their_prompt() -> None:
 def test_no_rows_need_no_steps() -> None:
     found = simulated([[1]], [3], [0], SchedulerConfig(9, 4, 2, 8))
     assert (found.steps, found.occupancy, found.tail_efficiency) == (0, 1.0, 1.0)
+
+
+def test_steps_of_many_samples_are_close() -> None:
+    prompts, limits = random_job([(9000, (4, 8))], (4, 40), 2)
+    config = SchedulerConfig(99_999, 16, 64, 512)
+    found = simulated(prompts, limits.tolist(), [1] * len(prompts), config)
+    stats = counted(prompts, limits, config).stats
+    assert found.steps == pytest.approx(stats.steps, rel=0.01)
+    assert found.sampled_tokens == stats.sampled_tokens

@@ -1,0 +1,345 @@
+"""`batchgen bench eta`: the estimated time left of whole jobs, against the time that was left.
+
+Each job runs as a command with `--progress json`. Its lines are compared with the end of its generating phase. The
+command computes with one thread, and all its clocks are that of its processor time: other programs of the machine
+disturb the time of day more than anything that is judged here.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+
+from batchgen.bench.machine import commit_name, cpu_name, processors
+from batchgen.bench.rows_cost import run_half
+from batchgen.bench.shapes import resolve_bench_model
+from batchgen.bench.subprocess_timing import CommandFailed, batchgen_process
+
+Row = Mapping[str, Any]
+MakeRows = Callable[[np.random.Generator], Iterable[Row]]
+_VOCABULARY: Final = 2048
+_FIRST_ID: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class EtaJob:
+    """A job, and what differs from a plain run."""
+
+    name: str
+    description: str
+    rows: MakeRows
+    model: str = "random:5m"
+    options: tuple[str, ...] = ()
+    """Further options of the command."""
+    resumed: bool = False
+    """Whether the job is killed after half of its rows are committed, and its second run is judged."""
+
+
+def _ids(rng: np.random.Generator, least: int, most: int | None = None) -> list[int]:
+    """A random prompt of a random length."""
+    size = int(rng.integers(least, (least if most is None else most) + 1))
+    found: list[int] = rng.integers(_FIRST_ID, _VOCABULARY, size=size).tolist()
+    return found
+
+
+def _row(ids: list[int], tokens: int, **more: object) -> Row:
+    return {"input_ids": ids, "max_new_tokens": int(tokens), "ignore_eos": True, "temperature": 0, **more}
+
+
+def _plain(count: int, prompt: tuple[int, int], output: tuple[int, int]) -> MakeRows:
+    """Rows of random lengths, uniformly distributed."""
+
+    def rows(rng: np.random.Generator) -> Iterator[Row]:
+        for _ in range(count):
+            yield _row(_ids(rng, *prompt), int(rng.integers(output[0], output[1] + 1)))
+
+    return rows
+
+
+def _sorted(count: int, prompt: tuple[int, int], output: tuple[int, int]) -> MakeRows:
+    """The same, the shortest outputs first."""
+
+    def rows(rng: np.random.Generator) -> Iterator[Row]:
+        for tokens in np.sort(rng.integers(output[0], output[1] + 1, size=count)).tolist():
+            yield _row(_ids(rng, *prompt), tokens)
+
+    return rows
+
+
+def _tree(levels: tuple[tuple[int, int], ...], output: int, **more: object) -> MakeRows:
+    """Rows at the leaves of a tree; `levels` is (children, tokens) per level."""
+
+    def rows(rng: np.random.Generator) -> Iterator[Row]:
+        prompts: list[list[int]] = [[]]
+        for children, tokens in levels:
+            prompts = [prompt + _ids(rng, tokens) for prompt in prompts for _ in range(children)]
+        for i in rng.permutation(len(prompts)).tolist():
+            yield _row(prompts[i], output, **more)
+
+    return rows
+
+
+def _long_tail(rng: np.random.Generator) -> Iterator[Row]:
+    for number in range(48):
+        yield _row(_ids(rng, 32, 256), 6000 if number % 16 == 3 else 64)
+
+
+def _scored(rng: np.random.Generator) -> Iterator[Row]:
+    for _ in range(700):
+        yield {"input_ids": _ids(rng, 200, 600), "completions": [_ids(rng, 40) for _ in range(3)]}
+
+
+def _repeated(rng: np.random.Generator) -> Iterator[Row]:
+    """Every third row copies another one, and every seventh is invalid."""
+    rows = list(_plain(800, (32, 256), (50, 300))(rng))
+    for number in range(1600):
+        yield {"text": 5} if number % 7 == 0 else rows[number // 2]
+
+
+_MIXED: Final = _plain(500, (32, 256), (8, 512))
+_MIXED_TEXT: Final = "500 prompts of 32-256 tokens, 8-512 out"
+
+ETA_JOBS: Final = (
+    EtaJob("short-in-long-out", "500 prompts of 8-16 tokens, 512 out", _plain(500, (8, 16), (512, 512))),
+    EtaJob("long-in-short-out", "250 prompts of 1,000-1,900 tokens, 8 out", _plain(250, (1000, 1900), (8, 8))),
+    EtaJob(
+        "shared-prefix",
+        "1,000 prompts of 32 tokens after one prefix of 1,024, 128 out",
+        _tree(((1, 1024), (1000, 32)), 128),
+    ),
+    EtaJob(
+        "tree",
+        "a root of 300, 10 groups of 500, 10 of 120 in each, 10 prompts of 30 in each, 96 out",
+        _tree(((1, 300), (10, 500), (10, 120), (10, 30)), 96),
+    ),
+    EtaJob("mixed", _MIXED_TEXT, _MIXED),
+    EtaJob("mixed-sorted", f"{_MIXED_TEXT}, the shortest outputs first", _sorted(500, (32, 256), (8, 512))),
+    EtaJob(
+        "n-samples",
+        "170 prompts of 200 tokens, 8 samples of 128 each",
+        _tree(((170, 200),), 128, n=8, temperature=1.0),
+    ),
+    EtaJob("long-tail", "48 prompts of 32-256 tokens, 64 out, but three of 6,000 out", _long_tail),
+    EtaJob("scoring", "700 prompts of 200-600 tokens, three texts of 40 tokens each to score", _scored, model="demo"),
+    EtaJob("copies", "1,600 rows, of which half copy another one and a seventh is invalid", _repeated, model="demo"),
+    EtaJob("few-pages", f"{_MIXED_TEXT}, in a small KV cache", _MIXED, options=("--kv-memory", "64MiB")),
+    EtaJob(
+        "resumed",
+        "1,200 prompts of 32-256 tokens, 8-512 out, half of them committed before",
+        _plain(1200, (32, 256), (8, 512)),
+        resumed=True,
+    ),
+)
+"""Jobs in order."""
+
+FROM_SHARE: Final = 0.05
+"""Share of the generating phase after which estimates are judged."""
+TO_SHARE: Final = 0.95
+"""Share up to which they are: later ones are within fractions of a second."""
+_START: Final = """
+import queue, sys, threading, time  # before the clocks change: these wait by the time of day
+time.monotonic = time.perf_counter = time.process_time
+from batchgen.__main__ import main
+sys.exit(main())
+"""
+_OPTIONS: Final = ("--device", "cpu", "--cpu-threads", "1", "--progress", "json", "--max-errors", "100%")
+_PARTS: Final = 16
+"""Parts in which the rows of a job are committed."""
+_CHECKPOINTS: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class EtaLine:
+    """A progress line of the generating phase."""
+
+    seconds: float
+    """Since generating began."""
+    eta: float | None
+    by_rows: float | None
+    """What the average rate of rows would predict."""
+    least: float | None
+    most: float | None
+    """Ends of the range."""
+
+
+@dataclass(frozen=True, slots=True)
+class EtaFigure:
+    """How well the time left of one job was estimated. Errors are (estimated - true) / true time left, in per cent."""
+
+    workload: str
+    job: str
+    model: str
+    description: str
+    rows: int
+    seconds: float
+    """Length of the generating phase, the median of the repeats."""
+    worst_error: float
+    """The largest error in size from 5 % to 95 % of the phase, the median of the repeats."""
+    worst_of_all: float
+    """The same, the largest of the repeats."""
+    lines: int
+    """Progress lines that were judged, in all repeats."""
+    within_10_percent: float
+    """Share of these lines within 10 %, in per cent."""
+    by_rows_worst_error: float | None
+    """The largest error of the average rate of rows; None if it never predicts anything."""
+    errors: Mapping[str, float | None]
+    """Share of the phase in per cent -> error of the first line from then on, the median of the repeats."""
+    in_range: float
+    """Share of all lines with an estimate whose range holds the true time, in per cent."""
+    repeat: int
+    processor_share: float
+    """Processor time of the command relative to the time of day that it took; other programs lower it."""
+    processors: int
+    cpu: str
+    commit: str | None
+
+    def to_json(self) -> str:
+        """One JSON line."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+
+def run_eta_bench(repeat: int, emit: Callable[[str], None], jobs: Sequence[EtaJob] = ETA_JOBS) -> list[EtaFigure]:
+    """Run every job `repeat` times and pass one JSON line for each to `emit`.
+
+    Raises:
+        CommandFailed: a command failed, or a job to resume ended before it was killed.
+    """
+    figures = []
+    with tempfile.TemporaryDirectory(prefix="batchgen-eta-") as scratch:
+        folder = Path(scratch)
+        for number, job in enumerate(jobs):
+            rows = list(job.rows(np.random.default_rng(number)))
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{job.name}.jsonl").write_text(text, encoding="utf-8")
+            runs = [_run(folder, job, len(rows), str(at)) for at in range(repeat)]
+            figures.append(_figure(job, len(rows), runs))
+            emit(figures[-1].to_json())
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    lines: list[EtaLine]
+    seconds: float
+    processor_share: float
+
+
+def _run(folder: Path, job: EtaJob, rows: int, at: str) -> _Run:
+    """Run a job and read its progress lines."""
+    command = _command(job, rows, at)
+    if job.resumed:
+        run_half(folder, command, f"{job.name}-{at}.parquet", rows)
+    log = folder / "progress.jsonl"
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with batchgen_process(command, folder, stderr=log, start=("-c", _START)) as process:
+        process.communicate()
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    lines, seconds = read_lines(log.read_text(encoding="utf-8").splitlines())
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return _Run(lines, seconds, cpu / wall)
+
+
+def _command(job: EtaJob, rows: int, at: str) -> list[str]:
+    files = [f"{job.name}.jsonl", "-o", f"{job.name}-{at}.parquet", "--commit-every", str(max(1, rows // _PARTS))]
+    return ["run", *files, "--model", resolve_bench_model(job.model), *_OPTIONS, *job.options]
+
+
+def read_lines(log: Iterable[str]) -> tuple[list[EtaLine], float]:
+    """The progress lines of the generating phase, and its length in seconds.
+
+    Raises:
+        CommandFailed: the phase did not begin or did not end.
+    """
+    values = [line for line in _objects(log) if "phase" in line]
+    generating = [line for line in values if line["phase"] == "generating"]
+    ended = [line["seconds"] for line in values if line["phase"] == "writing"]
+    if not generating or not ended:
+        raise CommandFailed("batchgen run showed no progress of its generating phase")
+    began, rows_then = generating[0]["seconds"], generating[0]["rows_done"]
+    lines = []
+    for line in generating:
+        seconds, done = line["seconds"] - began, line["rows_done"] - rows_then
+        by_rows = seconds / done * (line["rows"] - line["rows_done"]) if done else None
+        ends = line["eta_seconds_min"], line["eta_seconds_max"]
+        lines.append(EtaLine(seconds, line["eta_seconds"], by_rows, *ends))
+    return lines, ended[0] - began
+
+
+def _objects(log: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a log, which may hold other lines, such as warnings of libraries."""
+    for line in log:
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+def errors_of(lines: Sequence[EtaLine], seconds: float) -> dict[float, float | None]:
+    """Share of the phase -> error of its estimate in per cent, for the lines that are judged; None without estimate."""
+    found: dict[float, float | None] = {}
+    for line in lines:
+        if FROM_SHARE <= (share := line.seconds / seconds) <= TO_SHARE:
+            found[share] = None if line.eta is None else _error(line.eta, seconds - line.seconds)
+    return found
+
+
+def _error(estimated: float, left: float) -> float:
+    return 100.0 * (estimated - left) / left
+
+
+def _worst(errors: Sequence[float | None]) -> float:
+    """The largest error in size; no estimate is as wrong as one of 0."""
+    return max((100.0 if error is None else abs(error) for error in errors), default=0.0)
+
+
+def _figure(job: EtaJob, rows: int, runs: Sequence[_Run]) -> EtaFigure:
+    judged = [errors_of(run.lines, run.seconds) for run in runs]
+    worst = [_worst(list(errors.values())) for errors in judged]
+    every = [error for errors in judged for error in errors.values()]
+    by_rows = [
+        _error(line.by_rows, run.seconds - line.seconds)
+        for run in runs
+        for line in run.lines
+        if line.by_rows is not None and FROM_SHARE <= line.seconds / run.seconds <= TO_SHARE
+    ]
+    held = [
+        line.least <= run.seconds - line.seconds <= line.most
+        for run in runs
+        for line in run.lines
+        if line.least is not None and line.most is not None
+    ]
+    return EtaFigure(
+        workload="eta",
+        job=job.name,
+        model=job.model,
+        description=job.description,
+        rows=rows,
+        seconds=round(median(run.seconds for run in runs), 1),
+        worst_error=round(median(worst), 1),
+        worst_of_all=round(max(worst), 1),
+        lines=len(every),
+        within_10_percent=round(100 * sum(_worst([error]) <= 10 for error in every) / max(1, len(every)), 1),
+        by_rows_worst_error=round(_worst(by_rows), 1) if by_rows else None,
+        errors={f"{100 * share:g}": _at(judged, share) for share in _CHECKPOINTS},
+        in_range=round(100 * sum(held) / max(1, len(held)), 1),
+        repeat=len(runs),
+        processor_share=round(median(run.processor_share for run in runs), 3),
+        processors=processors(),
+        cpu=cpu_name(),
+        commit=commit_name(),
+    )
+
+
+def _at(judged: Sequence[Mapping[float, float | None]], share: float) -> float | None:
+    """Median error of each run's first judged line from `share` on."""
+    first = [next((error for at, error in errors.items() if at >= share), None) for errors in judged]
+    known = [error for error in first if error is not None]
+    return round(median(known), 1) if known else None

@@ -1,0 +1,253 @@
+"""Work of a job: what its steps have computed, and what is left of it.
+
+Tokens and positions that are left are counted; steps are simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.plan.block_manager import BlockManager
+from batchgen.plan.config import SchedulerConfig, SchedulerStats
+from batchgen.plan.length_predictor import LengthPredictor
+from batchgen.plan.order import BeginOrder
+from batchgen.plan.sequences import Phase, SequenceScheduler
+from batchgen.plan.simulate import Begun, simulate
+from batchgen.plan.tree import PrefixTree
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Work(NamedTuple):
+    """Quantities on which the time of steps depends."""
+
+    steps: float = 0.0
+    prompt_tokens: float = 0.0
+    """Positions computed by prefill chunks."""
+    prompt_reads: float = 0.0
+    """Positions that these attend to."""
+    decode_tokens: float = 0.0
+    """Positions computed by decode rows."""
+    decode_reads: float = 0.0
+    """Positions that these attend to. What a prefix group reads once counts once."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLeft:
+    """Work that is left: expected, and if samples end as early or as late as may reasonably be."""
+
+    expected: Work
+    least: Work
+    most: Work
+
+
+def work_done(stats: SchedulerStats) -> Work:
+    """The work of all steps planned so far."""
+    return Work(
+        stats.steps,
+        stats.prompt_tokens + stats.recomputed_tokens + stats.recomputed_last_tokens,
+        stats.chunk_reads,
+        stats.decode_tokens,
+        stats.decode_kv_reads,
+    )
+
+
+class WorkForecast:
+    """Forecast of a job's work from the state of its scheduler.
+
+    Args:
+        order: prefix tree and begin order of the job.
+        samples: [N] samples per request.
+        block_manager: the tree's nodes.
+        sequences: the samples that have begun.
+        predictor: the lengths of samples.
+    """
+
+    def __init__(
+        self,
+        order: BeginOrder,
+        samples: npt.NDArray[np.integer[Any]],
+        block_manager: BlockManager,
+        sequences: SequenceScheduler,
+        predictor: LengthPredictor,
+    ) -> None:
+        self._order = order
+        self._samples = samples
+        self._block_manager = block_manager
+        self._sequences = sequences
+        self._predictor = predictor
+        self._stats = block_manager.stats
+        self._shared: Int64s | None = None
+        """[N] positions of each request that other samples share; None before they are needed."""
+        self._decoded_shared = 0.0
+        """The same, summed over the tokens decoded so far."""
+        self._seen = (0, 0.0)
+        """Tokens decoded until the last forecast, and the mean of `_shared` over the samples that ran then."""
+
+    def of(self, samples: npt.NDArray[np.integer[Any]], config: SchedulerConfig) -> Work:
+        """The work of requests alone, with the lengths expected before any sample ended and all slots in use.
+
+        Args:
+            samples: [N] samples per request; 0 leaves a request out.
+            config: limits.
+        """
+        tree, lengths = self._order.tree, self._predictor.expected.astype(np.int64)
+        tokens, reads = _prompt_work(tree, samples, None)
+        decoded, attended = _decode_work(tree, samples, lengths)
+        slots = min(config.max_num_seqs, max(1, int(samples.sum())))
+        return Work(max(decoded / slots, tokens / config.max_tokens_per_step), tokens, reads, decoded, attended)
+
+    def left(self, config: SchedulerConfig) -> WorkLeft:
+        """The work that is left, between two steps."""
+        tree, manager, predictor = self._order.tree, self._block_manager, self._predictor
+        pending = _pending(tree, self._samples, np.frombuffer(manager.unstarted, np.int32))
+        running = _Running.of(tree, self._sequences, predictor, manager.step)
+        lengths = np.ones(len(pending), np.int64)
+        waiting = np.flatnonzero(pending)
+        # Each sample to come has its own quantile, too.
+        ids, none = self._sequences.next_id + waiting, np.zeros(len(waiting), np.int64)
+        lengths[waiting] = predictor.remaining_of(ids, waiting, none, manager.step)
+        complete = np.frombuffer(manager.refs, np.int32) == 0
+        complete[list(manager.active)] = True
+        tokens, reads = _prompt_work(tree, pending, complete)
+        partial, partial_reads = _partial_work(manager)
+        backlog = running.backlog + partial
+        begun = Begun(running.remaining, backlog, manager.allocator.used_count, complete)
+        decoded, attended = _decode_work(tree, pending, lengths)
+        fed = decoded + int(running.remaining.sum())
+        expected = Work(
+            simulate(self._order, pending, lengths, config, begun).steps,
+            tokens + backlog,
+            reads + partial_reads,
+            fed,
+            attended + running.reads - self._saved(pending * (lengths - 1), running),
+        )
+        low, high = self._length_factors(pending, lengths, running, fed)
+        return WorkLeft(expected, _scaled(expected, low), _scaled(expected, high))
+
+    def _length_factors(self, pending: Int64s, lengths: Int64s, running: _Running, fed: int) -> tuple[float, float]:
+        """Factors between which the tokens to come lie, relative to the `fed` expected ones; 1 if all are known."""
+        predictor = self._predictor
+        waiting = np.flatnonzero((pending > 0) & predictor.uncertain)
+        begun = predictor.uncertain[running.requests]
+        count = int(pending[waiting].sum()) + int(begun.sum())
+        tokens = int((pending * (lengths - 1))[waiting].sum() + running.remaining[begun].sum())
+        if not count or not tokens:
+            return 1.0, 1.0
+        most = int((pending * (predictor.limits - 1))[waiting].sum() + running.limits[begun].sum())
+        low, high = predictor.error_factors(count)
+        share = tokens / fed
+        return 1.0 - share + share * low, 1.0 - share + share * min(high, max(1.0, most / tokens))
+
+    def _saved(self, fed: Int64s, running: _Running) -> float:
+        """Reads that prefix groups will save, if they go on saving the same fraction of what is shared.
+
+        Args:
+            fed: [N] tokens that samples which have not begun will feed back.
+            running: the samples that have begun.
+        """
+        if self._shared is None:
+            self._shared = _shared_positions(self._order.tree, self._samples)
+        shared, stats = self._shared, self._stats
+        tokens, before = self._seen
+        mean = float(shared[running.requests].mean()) if len(running.requests) else before
+        self._decoded_shared += (stats.decode_tokens - tokens) * (mean + before if before else 2 * mean) / 2
+        self._seen = (stats.decode_tokens, mean)
+        saved = stats.decode_kv_positions - stats.decode_kv_reads
+        fraction = min(1.0, saved / self._decoded_shared) if self._decoded_shared else 1.0
+        return fraction * float((fed * shared).sum() + (running.remaining * shared[running.requests]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The samples that have begun."""
+
+    requests: Int64s
+    """[R] request of each."""
+    remaining: Int64s
+    """[R] expected tokens to come."""
+    limits: Int64s
+    """[R] most tokens to come."""
+    reads: int
+    """Positions that these attend to."""
+    backlog: int
+    """Positions to recompute of preempted samples."""
+
+    @staticmethod
+    def of(tree: PrefixTree, sequences: SequenceScheduler, predictor: LengthPredictor, step: int) -> _Running:
+        decoding = sequences.running
+        others = [s for s in sequences.by_id.values() if s.phase in (Phase.WAITING, Phase.RESUMING)]
+        ids = np.concatenate([decoding.sequence_ids, np.array([s.id for s in others], np.int64)])
+        requests = np.concatenate([decoding.requests, np.array([s.request for s in others], np.int64)])
+        positions = np.concatenate([decoding.positions, np.array([s.position for s in others], np.int64)])
+        generated = positions - tree.end[tree.node_of_request[requests]] + 1
+        remaining = predictor.remaining_of(ids, requests, generated, step)
+        return _Running(
+            requests,
+            remaining,
+            predictor.limits[requests] - generated,
+            int((remaining * (2 * positions + remaining + 1)).sum()) // 2,
+            sum(s.position - (s.next_position if s.phase is Phase.RESUMING else s.prompt_len) for s in others),
+        )
+
+
+def _pending(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], unstarted: npt.NDArray[np.int32]) -> Int64s:
+    """[N] samples of each request that have not begun, given [M] those of each node: its last ones."""
+    by_row = samples[tree.order].astype(np.int64)
+    node = tree.node_of_request[tree.order]
+    total = np.bincount(node, weights=by_row, minlength=len(tree)).astype(np.int64)
+    sums = np.cumsum(by_row)
+    opening = np.zeros(len(tree), np.int64)
+    # The rows of a node follow each other, the first ones of its subtree.
+    opening[node[::-1]] = (sums - by_row)[::-1]
+    begun = (total - unstarted)[node]
+    pending = np.empty(len(samples), np.int64)
+    pending[tree.order] = np.minimum(by_row, np.maximum(0, sums - opening[node] - begun))
+    return pending
+
+
+def _shared_positions(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]]) -> Int64s:
+    """[N] prompt positions that each request shares with a neighbour in the tree's order; all, if it has more samples
+    than one.
+    """
+    before = tree.shared_len[tree.order].astype(np.int64)
+    shared = np.empty(len(before), np.int64)
+    shared[tree.order] = np.maximum(before, np.append(before[1:], 0))
+    return np.where(samples > 1, tree.end[tree.node_of_request], shared)
+
+
+def _partial_work(block_manager: BlockManager) -> tuple[int, int]:
+    """Tokens that begun nodes have yet to compute, and the positions that they attend to."""
+    ends = [(node.next_position, node.end) for node in block_manager.active.values() if node.next_position < node.end]
+    return sum(end - at for at, end in ends), sum(end * (end + 1) - at * (at + 1) for at, end in ends) // 2
+
+
+def _prompt_work(
+    tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], complete: npt.NDArray[np.bool_] | None
+) -> tuple[int, int]:
+    """Tokens of the nodes above requests with samples, and the positions that they attend to."""
+    before = np.concatenate([[0], np.cumsum(samples[tree.order] > 0)])
+    needed = before[tree.last_row + 1] > before[tree.first_row]
+    if complete is not None:
+        needed &= ~complete
+    start, end = tree.start[needed].astype(np.int64), tree.end[needed].astype(np.int64)
+    return int((end - start).sum()), int((end * (end + 1) - start * (start + 1)).sum()) // 2
+
+
+def _decode_work(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], lengths: Int64s) -> tuple[int, int]:
+    """Tokens that samples feed back, and the positions that these attend to without prefix groups."""
+    some = np.flatnonzero(samples)
+    count, fed = samples[some].astype(np.int64), lengths[some].astype(np.int64) - 1
+    prompt = tree.end[tree.node_of_request[some]].astype(np.int64)
+    return int((count * fed).sum()), int((count * fed * (2 * prompt + fed + 1)).sum()) // 2
+
+
+def _scaled(work: Work, factor: float) -> Work:
+    """The work if samples generate `factor` times as many tokens."""
+    return work._replace(
+        steps=work.steps * factor, decode_tokens=work.decode_tokens * factor, decode_reads=work.decode_reads * factor
+    )
