@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
+from batchgen.library_settings import short_openmp_spins
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.chat import ChatRenderer
@@ -96,14 +97,17 @@ class Tokenizer:
         """
         folder = _find_folder(path, revision)
         _check_vocabulary(folder, path)
-        # Imported here: transformers is slow to import, and commands that need no model start without it.
-        from transformers import AutoTokenizer
-
         try:
-            known = {} if (config := plain_config(folder)) is None else {"config": config}
-            hf = _load_pair(folder) if _is_undescribed(folder) else None
-            if hf is None:
-                hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **known)
+            # Imported here: transformers is slow to import, and commands that need no model start without it. It imports
+            # sentencepiece, if that is installed, which brings another OpenMP runtime.
+            with short_openmp_spins():
+                from transformers import AutoTokenizer
+
+                known = {} if (config := plain_config(folder)) is None else {"config": config}
+                hf = _load_pair(folder) if _is_undescribed(folder) else None
+                if hf is None:
+                    options = {"local_files_only": True, "trust_remote_code": False, **known}
+                    hf = AutoTokenizer.from_pretrained(str(folder), **options)
         except Exception as error:  # a damaged file may raise anything
             raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
         if not getattr(hf, "is_fast", False):

@@ -16,7 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "request"},
     "kernels": set(),
     "plan": {"request"},
-    "text": {"errors", "request"},
+    "text": {"errors", "library_settings", "request"},
     "media": {"errors", "request"},
     "tables": {"errors", "request"},
     "data": {"errors", "request", "config", "tables"},
