@@ -98,8 +98,8 @@ class Tokenizer:
         folder = _find_folder(path, revision)
         _check_vocabulary(folder, path)
         try:
-            # Imported here: transformers is slow to import, and commands that need no model start without it. It imports
-            # sentencepiece, if that is installed, which brings another OpenMP runtime.
+            # Imported here: transformers is slow to import, and commands that need no model start without it.
+            # It imports sentencepiece, if that is installed, which brings another OpenMP runtime.
             with short_openmp_spins():
                 from transformers import AutoTokenizer
 

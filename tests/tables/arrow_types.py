@@ -7,6 +7,7 @@ import decimal
 import uuid
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 D = decimal.Decimal
@@ -32,7 +33,8 @@ CASES: dict[str, tuple[pa.Array, list[Any]]] = {
     **{str(kind): plain(kind, [1, None, 100]) for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64())},
     **{str(kind): plain(kind, [1, None, 200]) for kind in (pa.uint8(), pa.uint16(), pa.uint32())},
     "uint64": plain(pa.uint64(), [2**64 - 1, None]),
-    **{str(kind): plain(kind, [0.5, None, -2.0]) for kind in (pa.float16(), pa.float32(), pa.float64())},
+    **{str(kind): plain(kind, [0.5, None, -2.0]) for kind in (pa.float32(), pa.float64())},
+    "halffloat": plain(pa.float16(), [np.float16(0.5), None, np.float16(-2.0)], [0.5, None, -2.0]),
     **{str(kind): plain(kind, TEXT) for kind in (pa.string(), pa.large_string(), pa.string_view())},
     **{
         str(kind): plain(kind, ["ü".encode(), None, b"\xff\x00"], ["ü", None, "/wA="])

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
     "logprobs": {"return_logprob": True, "top_logprobs_num": 20},
     "states": {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
-    "stop strings": {"stop": ["\x00\x00never"]},
+    "stop strings": {"stop": ["x" * 40]},
 }
 WARM_UP_STEPS = 8
 """Number of first steps, which may wait: kernels are compiled, graphs captured and tables filled."""
