@@ -175,6 +175,8 @@ def _summary_text(summary: RunSummary, *, folded: bool, width: int) -> Table | T
 def _answer(summary: RunSummary, width: int) -> Text:
     """The first answer that has text, on one line."""
     line = Text()
+    if is_lines(Path(summary.output)):
+        return line
     with suppress(BatchgenError, OSError):
         line = Text(printable((first_answer(Path(summary.output)) or "").strip().replace("\n", " ")))
         line.truncate(width, overflow="ellipsis")

@@ -67,6 +67,7 @@ class ModelNames:
         own = " or ".join(sorted(self.names)) or ANY
         name = shlex.quote(model) if len(model) <= _MAX_SHOWN and model.isprintable() else "NAME"
         remedy = f"accept this name with --served-model-name {name}, or every name with --any-model"
+        remedy += " (and --retry-errors, if its rows were refused before)"
         return invalid(field, f"{what} {show(model)}, but this run's model is {own}; correct it, or {remedy}")
 
 

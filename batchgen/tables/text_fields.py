@@ -25,6 +25,7 @@ _EQUAL = frozenset({"json_schema", "structural_tag"})
 _PARAMS, _BODY = "sampling_params", "body"
 """Columns that contain fields."""
 _LINE = ("custom_id", "method", "url")
+_PROMPTS = ("text", "prompt")
 _WORDS = {"True": True, "False": False}
 """Booleans as Python writes them to CSV."""
 
@@ -43,11 +44,11 @@ class TextFields:
         """Args:
         names: the table's columns.
         scalars: whether numbers and booleans are text as well, as in CSV.
-        named: columns of prompts and ids that the user names, whose text is left as it is.
+        named: columns of prompts and ids that the user names, and those in whose place they stand: their text is left
+            as it is.
         place: the place of the columns.
         """
         self._fields = {name: LOOKUP[place][name] for name in names if name in LOOKUP[place] and name not in named}
-        self._prompts = () if named else ("text", "prompt")
         self._containers = [name for name in (_PARAMS, _BODY) if name in names and place == "row"]
         self._scalars = scalars
 
@@ -71,7 +72,7 @@ class TextFields:
     def _value(self, name: str, field: Field, text: str) -> Any:
         structured = text.lstrip(_BLANK)[:1] in ("[", "{")
         if field.name in _PROSE:
-            if structured and field.name in self._prompts and conversation(text) is not None:
+            if structured and field.name in _PROMPTS and conversation(text) is not None:
                 remedy = f"name it with --prompt-column {name} to run it as messages"
                 raise invalid(name, f"holds a conversation as JSON text; {remedy}")
             return text

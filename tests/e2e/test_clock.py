@@ -146,6 +146,11 @@ def test_another_clock_is_another_job(folder: Path, clocked: Path, model: Path) 
     assert "must be a date or a time" in job(folder, model, "-o", "third.parquet", "--clock", "noon", expect=2)
 
 
+def test_a_file_of_another_program_is_refused(folder: Path, clocked: Path) -> None:
+    (folder / "out.parquet").write_bytes(b"something else")
+    assert "is not this job's output" in job(folder, clocked, "-o", "out.parquet", expect=2)
+
+
 def test_an_engine_has_one_clock(clocked: Path) -> None:
     row = {"messages": [{"role": "user", "content": "Hello"}], **GREEDY}
     for clock in (None, "2026-03-04 05:06:07", datetime(2026, 3, 4, 5, 6, 7)):

@@ -96,6 +96,12 @@ def test_how_answers_ended_and_what_comes_next(tmp_path: Path) -> None:
     assert log.splitlines()[-1].split() == ["next", "batchgen", "show", str(out)]
 
 
+def test_an_output_of_json_lines_has_no_first_answer(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    out.write_text('{"text": "Forty-two"}\n')
+    assert "first answer" not in printed(replace(SUMMARY, output=str(out)), terminal=True)
+
+
 def test_other_lines() -> None:
     assert "prompt 3 (computed 10, shared 0)" in printed(replace(SUMMARY, prompt_tokens=3, computed_prompt_tokens=10))
     text = printed(replace(SUMMARY, engine={**SUMMARY.engine, "tail_steps": 0}))

@@ -82,7 +82,8 @@ class InputSet:
         if stop == 0:
             return
         named = frozenset(column for column in (prompt_column, id_column) if column is not None)
-        for index, row in enumerate(self._items(keep, named)):
+        displaced = _PROMPT_FIELDS if prompt_column is not None else ()
+        for index, row in enumerate(self._items(keep, named.union(displaced))):
             if row is not None:
                 yield _rename(row, prompt_column, id_column) if named else row
             if stop is not None and index + 1 >= stop:

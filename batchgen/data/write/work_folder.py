@@ -397,7 +397,7 @@ def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Pol
 
 def read_state(work: Path) -> dict[str, Any] | None:
     """The content of run.json; None if it is missing or damaged (each part records its job as well)."""
-    with suppress(FileNotFoundError, ValueError):
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError):
         state = json.loads((work / "run.json").read_bytes())
         if isinstance(state, dict) and {"fingerprint", "info", "overwrite"} <= state.keys():
             return {"emptied_by": None, "replaces": None} | state

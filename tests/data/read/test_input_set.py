@@ -383,6 +383,18 @@ class TestNamedColumns:
             assert values(name, prompt_column="messages") == expected
         assert values("a.parquet", prompt_column="prompt")[0] == {"messages": chat}
 
+    def test_a_conversation_in_text_is_refused_whichever_id_column_is_named(self) -> None:
+        chat = json.dumps([{"role": "user", "content": "a"}])
+        parquet("c.parquet", uid=["1"], text=[chat], q=["why"])
+        Path("c.csv").write_text("uid,text,q\n1," + '"' + chat.replace('"', '""') + '",why\n')
+        for name in ("c.parquet", "c.csv"):
+            for id_column in (None, "uid"):
+                (row,) = open_inputs([name]).rows(id_column=id_column)
+                assert row.error is not None
+                assert "--prompt-column text" in row.error.message
+            (row,) = open_inputs([name]).rows("q", "uid")
+            assert (row.value, row.displaced) == ({"text": "why", "id": "1"}, {"text": chat})
+
     def test_a_named_id_column_becomes_the_id(self) -> None:
         Path("a.jsonl").write_bytes(lines({"k": 7, "id": "old", "text": "t"}, {"k": "b", "text": "t"}, {"k": True}))
         rows = [*open_inputs(["a.jsonl"]).rows(id_column="k")]
