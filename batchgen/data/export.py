@@ -11,10 +11,10 @@ from typing import Any, BinaryIO, Final
 
 import orjson
 
-from batchgen.data.openai_bodies import PieceLookup, batch_line
+from batchgen.data.openai_bodies import PieceLookup, batch_line, finish_reason
 from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.data.view import Results, Totals, open_results
-from batchgen.data.write.lines import errors_path
+from batchgen.data.write.lines import JOB_KEY, job_mark, line_files
 from batchgen.errors import ErrorCode, InputError
 
 _UNREADABLE: Final = frozenset({ErrorCode.INVALID_JSON, ErrorCode.TRUNCATED_INPUT, ErrorCode.INVALID_UNICODE})
@@ -61,6 +61,8 @@ def write_openai(results: Results, output: BinaryIO, errors: BinaryIO, piece: Pi
 def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, piece: PieceLookup) -> ExportCounts:
     """Answer each row in its own format: batch lines as `write_openai`, other rows as `write_jsonl`.
 
+    Lines also name their job under `JOB_KEY`. Batch lines, whose ids name it, do so only if there are hidden states.
+
     Args:
         results: the results of a job.
         output: receives the lines, in input order.
@@ -70,6 +72,8 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
     run = results.footer
     assert run is not None
     counts = ExportCounts()
+    mark = {JOB_KEY: job_mark(run)}
+    line_mark = mark if run.get("states") else {}
     shapes = iter(row_shapes(results))
     for _, rows in groupby(results.rows(), itemgetter("row_index")):
         found, shape = list(rows), next(shapes, RowShape(False, False))
@@ -77,9 +81,9 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
         # What cannot be read may have been either, and is answered as the job's other rows.
         if errors is not None and (shape.line or _is_unreadable(found[0])):
             _, line = batch_line(found, shape, run, piece)
-            (output if good else errors).write(orjson.dumps(line) + b"\n")
+            (output if good else errors).write(orjson.dumps(line | line_mark) + b"\n")
         else:
-            output.writelines(map(_jsonl_line, found))
+            output.writelines(_jsonl_line(row | mark) for row in found)
         counts.lines += 1
         counts.errors += not good
     return counts
@@ -126,10 +130,9 @@ def read_line_totals(path: Path) -> Totals:
         InputError: a line is not one of batchgen's.
     """
     totals = Totals()
-    files = [path, *([errors_path(path)] if errors_path(path).exists() else [])]
     failed: set[int] = set()
     rows: set[int] = set()
-    for file in files:
+    for file in line_files(path):
         try:
             with file.open("rb") as stream:
                 for line in stream:
@@ -143,14 +146,7 @@ def read_line_totals(path: Path) -> Totals:
 
 def _count_line(line: Mapping[str, Any], totals: Totals, rows: set[int], failed: set[int]) -> None:
     if "custom_id" in line and "response" in line:
-        body = line["response"]["body"]
-        totals.rows += 1
-        if "error" in body:
-            totals.rows_error += 1
-            totals.errors[body["error"]["code"]] += 1
-        else:
-            totals.completion_tokens += body["usage"]["completion_tokens"]
-            totals.cached_tokens += body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        _count_batch_line(line["response"]["body"], totals)
         return
     rows.add(line["row_index"])
     if line["status"] == "error":
@@ -158,3 +154,29 @@ def _count_line(line: Mapping[str, Any], totals: Totals, rows: set[int], failed:
         totals.errors[line["error"]["code"]] += 1
     for name in ("completion_tokens", "cached_tokens", "dropped_tokens"):
         setattr(totals, name, getattr(totals, name) + (line.get(name) or 0))
+    if "dedup_of" in line:
+        totals.copied_tokens += line.get("completion_tokens") or 0
+    if "finish_reason" in line:
+        _count_answer(totals, line["finish_reason"], line.get("text"), line.get("constraint_ok"))
+
+
+def _count_batch_line(body: Mapping[str, Any], totals: Totals) -> None:
+    totals.rows += 1
+    if "error" in body:
+        totals.rows_error += 1
+        totals.errors[body["error"]["code"]] += 1
+        return
+    totals.completion_tokens += body["usage"]["completion_tokens"]
+    totals.cached_tokens += body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    for choice in body["choices"]:
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        scored = "scores" in choice
+        _count_answer(totals, finish_reason(choice), None if scored else text, choice.get("constraint_ok"))
+
+
+def _count_answer(totals: Totals, reason: str, text: str | None, constraint_ok: bool | None) -> None:
+    totals.answers += 1
+    totals.finish_reasons[reason] += 1
+    totals.empty_texts += text == ""
+    if constraint_ok is not None:
+        totals.constraints["met" if constraint_ok else "failed"] += 1

@@ -94,6 +94,7 @@ def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: P
                 **choice(row, shape, piece),
                 "finish_reason": _finish_reason(row),
                 "stop_reason": _stop_reason(row),
+                **({} if row["constraint_ok"] is None else {"constraint_ok": row["constraint_ok"]}),
                 **({} if row["scores"] is None else {"scores": row["scores"], "score_logprobs": _score_logprobs(row)}),
             }
             for index, row in enumerate(rows)
@@ -112,6 +113,12 @@ def _model_name(run: Mapping[str, Any]) -> str:
 def _finish_reason(row: Row) -> Literal["stop", "length"]:
     """`repetition` and `abort` become "length"; `stop_reason` tells them apart."""
     return "stop" if row["finish_reason"] == "stop" else "length"
+
+
+def finish_reason(choice: Mapping[str, Any]) -> str:
+    """The finish reason of a results row, from its choice."""
+    reason, stop = str(choice["finish_reason"]), choice["stop_reason"]
+    return str(stop) if reason == "length" and stop is not None else reason
 
 
 def _score_logprobs(row: Row) -> list[float]:

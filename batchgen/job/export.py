@@ -14,6 +14,7 @@ from batchgen.data.export import ExportCounts, finished_results, write_jsonl, wr
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.write.durable_files import refuse_existing, write_durably
+from batchgen.data.write.lines import errors_path
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, UsageError
 from batchgen.request.raw_row import STDIN
@@ -44,7 +45,7 @@ def export_results(
     run = results.footer
     assert run is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
-    files = [path] if shape == "jsonl" else [path, path.with_name(f"{path.stem}.errors{path.suffix}")]
+    files = [path] if shape == "jsonl" else [path, errors_path(path)]
 
     def write(streams: Sequence[BinaryIO]) -> ExportCounts:
         if shape == "jsonl":

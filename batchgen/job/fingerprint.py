@@ -14,8 +14,10 @@ from batchgen.data.read.input_files import AUTO_FORMAT
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.job_changes import INPUT_FILES
+from batchgen.data.write.lines import JOB_KEY, is_lines
 from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
+from batchgen.errors import UsageError
 from batchgen.job.setup import Setup
 
 _ENGINE_FIELDS = (
@@ -58,7 +60,11 @@ class JobIdentity:
 
 
 def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
-    """Compute the fingerprint of a job from its options, its model and its opened input files; needs no weights."""
+    """Compute the fingerprint of a job from its options, its model and its opened input files; needs no weights.
+
+    Raises:
+        UsageError: a name given by `--carry` cannot be a column of the output.
+    """
     config, model, sampling = setup.config, setup.identity, setup.sampling
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
@@ -102,5 +108,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     }
     carry = effective_carry(config.carry, include_source=config.include_source)
     names = () if isinstance(carry, str) else carry
+    if is_lines(config.output) and JOB_KEY in names:
+        raise UsageError(f"`--carry` {JOB_KEY}: each line of {config.output} names its job so; rename the field")
     carried = carried_fields(names, inputs.files, config.prompt_column, config.id_column)
     return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)

@@ -17,7 +17,7 @@ from batchgen.data.export import read_line_totals
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
-from batchgen.data.write.lines import is_lines, written_by
+from batchgen.data.write.lines import is_lines
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.reuse import ReuseFile, find_moves, part_file
 from batchgen.data.write.work_folder import (
@@ -35,7 +35,6 @@ from batchgen.data.write.work_parts import earlier_parts, has_results, part_file
 from batchgen.errors import BatchgenError, FingerprintError, UsageError
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import Ingested, ingest
-from batchgen.job.lines_output import holds_rows
 from batchgen.job.request_hashes import environment
 from batchgen.job.reuse import RequestHashes, files_of
 from batchgen.job.setup import Setup
@@ -62,8 +61,8 @@ class OpenedJob:
                 differs, how many rows could be reused, and with which option.
             OutputError: as `open_work`.
         """
-        if is_lines(self.paths.result) and self._lines_are_complete():
-            return None
+        if self._config.retry_errors and is_lines(self.paths.result):
+            self._refuse_retry_of_lines()
         open_output = open_for_retry if self._config.retry_errors else open_work
         policy, clock = self._policy(), self._clock()
         if policy == "resume-anyway":
@@ -93,37 +92,20 @@ class OpenedJob:
                 tokenizer.clock = datetime.fromisoformat(found)
         return tokenizer.clock.isoformat()
 
-    def _lines_are_complete(self) -> bool:
-        """Whether the output holds JSON lines of this job.
-
-        OpenAI lines name their job. Native lines are compared with the rows of the input, which are read for it.
+    def _refuse_retry_of_lines(self) -> None:
+        """Refuse to retry the errors of a finished output of JSON lines.
 
         Raises:
-            UsageError: they hold errors that were to be retried.
+            UsageError: it has errors.
         """
-        path, config = self.paths.result, self._config
-        if config.existing == "overwrite" or not path.exists():
-            return False
-        mine = written_by(path, self.identity.run.fingerprint)
-        if mine is None:
-            with read_rows(self.setup, self.inputs) as rows:
-                mine = holds_rows(path, rows, RequestHashes(self.setup, rows))
-        if mine and config.retry_errors and read_line_totals(path).rows_error:
+        path = self.paths.result
+        if self._config.existing == "overwrite" or not is_complete(self.paths, self.identity.run):
+            return
+        if read_line_totals(path).rows_error:
             raise UsageError(
                 f"{path} holds JSON lines, whose errors cannot be retried alone. Compute all rows with --overwrite; "
                 "for retries run with -o OUT.parquet, and write the lines with batchgen export."
             )
-        if mine:
-            self._remove_finished_work()
-        return mine
-
-    def _remove_finished_work(self) -> None:
-        """Remove work that a run left which was killed just after it wrote its output."""
-        key, state = self.identity.run.key, read_state(self.paths.work)
-        if state is not None and state["fingerprint"] == key and not state["overwrite"]:
-            work = open_work(self.paths, self.identity.run, self.identity.info, "overwrite")
-            assert work is not None
-            work.remove()
 
     def _policy(self) -> Policy:
         named, existing = self._config.reuse, self._config.existing

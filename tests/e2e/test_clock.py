@@ -90,6 +90,13 @@ def test_a_resumed_run_sees_the_time_at_which_the_job_began(folder: Path, clocke
     assert (read_footer(folder / "out.parquet") or {})["clock"] != began, "another job"
 
 
+def test_finished_lines_are_complete_at_another_time(folder: Path, clocked: Path) -> None:
+    job(folder, clocked, "-o", "out.jsonl")
+    before = (folder / "out.jsonl").read_bytes()
+    assert "nothing to do" in job(folder, clocked, "-o", "out.jsonl")
+    assert (folder / "out.jsonl").read_bytes() == before
+
+
 def test_retried_rows_see_the_time_of_the_others(folder: Path, clocked: Path) -> None:
     lines = [json.loads(line) for line in (folder / "in.jsonl").read_text().splitlines()]
     lines[2] |= {"custom_logit_processor": "fails"}

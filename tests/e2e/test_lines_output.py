@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from batchgen.data.write.durable_files import read_footer
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import interrupt, run
 
@@ -73,7 +74,10 @@ def test_native_rows_are_answered_as_export_does(command: list[Any], tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "x.jsonl"]
     run([*command, "-o", "y.parquet"], tmp_path)
     run(["export", "y.parquet", "--format", "jsonl"], tmp_path)
-    assert (tmp_path / "x.jsonl").read_bytes() == (tmp_path / "y.jsonl").read_bytes()
+    found = loaded(tmp_path / "x.jsonl")
+    (job,) = {line.pop("batchgen")["job"] for line in found}
+    assert found == loaded(tmp_path / "y.jsonl")
+    assert (read_footer(tmp_path / "y.parquet") or {})["fingerprint"].startswith(job)
     before = (tmp_path / "x.jsonl").stat().st_mtime_ns
     report = run([*command, "--report", "-"], tmp_path).report
     assert (report["already_done"], report["rows"], report["rows_error"]) == (True, 9, 1)
@@ -132,3 +136,112 @@ def test_commands_that_read_parquet_say_so(command: list[Any], tmp_path: Path) -
     (tmp_path / "y.errors.jsonl").write_text('{"text": "mine"}\n')
     other = run([*command, "-o", "y.jsonl"], tmp_path, expect=2).stderr
     assert "y.errors.jsonl exists and is not this job's output" in other
+
+
+def test_a_mended_row_is_another_job(command: list[Any], tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", native(2))
+    run(command, tmp_path)
+    write_lines(tmp_path / "in.jsonl", [*native(2)[:-1], {"id": "bad", "text": "Say", "top_p": 0.7}])
+    assert "x.jsonl exists and is not this job's output" in run(command, tmp_path, expect=2).stderr
+    assert run([*command, "--overwrite", "--report", "-"], tmp_path).report["rows_error"] == 0
+    assert loaded(tmp_path / "x.jsonl")[-1]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--carry", "k"],
+        ["--carry", "none", "--include-source"],
+        ["--include-prompt", "--n", "2"],
+        ["--on-bad-row", "skip"],
+        ["--limit", "0"],
+    ],
+    ids=" ".join,
+)
+def test_a_finished_job_is_complete_with_every_option(command: list[Any], tmp_path: Path, options: list[str]) -> None:
+    write_lines(tmp_path / "in.jsonl", native(2))
+    run([*command, *options], tmp_path)
+    before = (tmp_path / "x.jsonl").read_bytes()
+    report = run([*command, *options, "--report", "-"], tmp_path).report
+    assert report["already_done"] is (before != b""), "a job without rows is run again"
+    assert (tmp_path / "x.jsonl").read_bytes() == before
+
+
+def test_a_carried_field_cannot_replace_the_name_of_the_job(command: list[Any], tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"text": "Say", "max_new_tokens": 1, "batchgen": 1}])
+    assert "rename the field" in run([*command, "--carry", "batchgen"], tmp_path, expect=2).stderr
+    run(command, tmp_path)
+    (line,) = loaded(tmp_path / "x.jsonl")
+    assert (line["extra"], list(line["batchgen"])) == ({"batchgen": 1}, ["job"])
+
+
+@pytest.mark.parametrize("whose", ["batchgen", "stranger"])
+def test_overwriting_removes_only_batchgens_errors(command: list[Any], tmp_path: Path, whose: str) -> None:
+    errors = tmp_path / "x.errors.jsonl"
+    write_lines(tmp_path / "in.jsonl", batch(6))
+    run(command, tmp_path)
+    if whose == "stranger":
+        with errors.open("ab") as stream:
+            stream.write(b'{"text": "mine"}\n')
+    before = errors.read_bytes()
+    write_lines(tmp_path / "in.jsonl", native(1))
+    run([*command, "--overwrite"], tmp_path)
+    assert (errors.read_bytes() if errors.exists() else None) == (before if whose == "stranger" else None)
+    assert run([*command, "--report", "-"], tmp_path).report["rows"] == 2, "the other file is not counted"
+
+
+def constrained() -> Lines:
+    """Rows of both formats with constraints, one cut short; empty answers; equal rows; a loop; scored texts."""
+    fields: list[dict[str, Any]] = [
+        {"max_tokens": 8, "regex": "[0-9]{2}"},
+        {"max_tokens": 1, "regex": "[0-9]{9}"},
+        {"max_tokens": 4, "stop_regex": "[^~]"},
+        {"max_tokens": 60, "regex": "~{40}"},
+        {"completions": [" a", " b"]},
+    ]
+    lines: Lines = [
+        {
+            "custom_id": str(i),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "*", "prompt": "Say", **own},
+        }
+        for i, own in enumerate(fields)
+    ]
+    equal = {"text": "Equal", "temperature": 0, "max_new_tokens": 3}
+    return [*lines, *({"text": "Say", **own} for own in fields), equal, equal]
+
+
+@pytest.mark.parametrize("rows", [constrained(), native()], ids=["constrained", "native"])
+def test_a_finished_job_reports_what_its_run_reported(command: list[Any], tmp_path: Path, rows: Lines) -> None:
+    write_lines(tmp_path / "in.jsonl", rows)
+    command = [*command, "--stop-on-repeat", "4", "--report", "-"]
+    first, second = (run(command, tmp_path).report for _ in range(2))
+    assert second["already_done"]
+    names = ("rows", "rows_ok", "rows_error", "errors", "finish_reasons", "constraints", "empty_texts")
+    assert {name: second[name] for name in names} == {name: first[name] for name in names}
+    assert first["finish_reasons"]
+    tokens = ("completion_tokens", "cached_tokens", "copied_tokens")
+    assert {name: second[name] for name in tokens} == {name: first[name] for name in tokens}
+    if rows != native():
+        assert len(first["constraints"]) == 2
+        assert first["empty_texts"] >= 2
+        assert len(first["finish_reasons"]) == 3
+
+
+@pytest.mark.parametrize("kind", ["native", "batch"])
+def test_missing_hidden_states_are_noticed(command: list[Any], tmp_path: Path, kind: str) -> None:
+    row: dict[str, Any] = {"max_tokens": 2, "return_hidden_states": True}
+    if kind == "native":
+        rows: Lines = [{"text": "Say", **row}]
+    else:
+        body = {"model": "*", "prompt": "Say", **row}
+        rows = [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}]
+    write_lines(tmp_path / "in.jsonl", rows)
+    run(command, tmp_path)
+    assert run([*command, "--report", "-"], tmp_path).report["already_done"]
+    (tmp_path / "x.jsonl.hidden.parquet").unlink()
+    missing = run(command, tmp_path, expect=5).stderr
+    assert "its hidden states x.jsonl.hidden.parquet are missing" in missing
+    run([*command, "--overwrite"], tmp_path)
+    assert (tmp_path / "x.jsonl.hidden.parquet").exists()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Final
 
 import orjson
 
 SUFFIX = ".jsonl"
+JOB_KEY: Final = "batchgen"
+"""Key of a line that names its job, see `job_mark`."""
 _JOB_DIGITS = 12
 
 
@@ -26,22 +30,57 @@ def line_digest(fingerprint: str, row_index: int) -> str:
     return f"{fingerprint[:_JOB_DIGITS]}{row_index:012x}"
 
 
-def written_by(path: Path, fingerprint: str) -> bool | None:
-    """Whether an output of OpenAI lines is of the job; None if it has no such line, so that no line names its job."""
+def job_mark(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of `JOB_KEY`: 12 digits of the job's fingerprint and, if there are any, the number of hidden states.
+
+    Args:
+        run: the run record of the results' footer.
+    """
+    states = run.get("states")
+    return {"job": run["fingerprint"][:_JOB_DIGITS], **({"states": states} if states else {})}
+
+
+def lines_of_job(path: Path, fingerprint: str) -> Mapping[str, Any] | None:
+    """The mark of an output of JSON lines that the job wrote; None if it is not the job's, or holds no line."""
+    mark = _first_mark(path) if path.exists() else None
+    return mark if mark is not None and mark["job"] == fingerprint[:_JOB_DIGITS] else None
+
+
+def written_by(path: Path, fingerprint: str) -> bool:
+    """Whether the job wrote a file of JSON lines, by the first line."""
+    return lines_of_job(path, fingerprint) is not None
+
+
+def line_files(path: Path) -> list[Path]:
+    """The files of an output of JSON lines: its own, and that of its errors if batchgen wrote one."""
+    errors = errors_path(path)
+    return [path, errors] if errors.exists() and has_only_marks(errors) else [path]
+
+
+def has_only_marks(file: Path) -> bool:
+    """Whether each line of a file is batchgen's, so that nothing of the user's is lost with it."""
+    with file.open("rb") as stream:
+        return all(_mark_of(line) is not None for line in stream)
+
+
+def _first_mark(path: Path) -> Mapping[str, Any] | None:
+    """The mark of the first line. If all lines of a job are errors, it is in their file."""
     for file in (path, errors_path(path)):
         with suppress(OSError), file.open("rb") as stream:
-            for line in stream:
-                job = _job_of(line)
-                if job is not None:
-                    return job == fingerprint[:_JOB_DIGITS]
+            if line := stream.readline():
+                return _mark_of(line)
     return None
 
 
-def _job_of(line: bytes) -> str | None:
-    """The job that an OpenAI line names; None for other lines."""
+def _mark_of(line: bytes) -> Mapping[str, Any] | None:
+    """The mark of a line; that of an OpenAI line follows from its id. None for other lines."""
     with suppress(ValueError):
         value = orjson.loads(line)
-        found = value.get("id") if isinstance(value, dict) and "custom_id" in value else None
-        if isinstance(found, str) and found.startswith("batch_req_"):
-            return found.removeprefix("batch_req_")[:_JOB_DIGITS]
+        if not isinstance(value, dict):
+            return None
+        mark, found = value.get(JOB_KEY), value.get("id")
+        if isinstance(mark, dict) and isinstance(mark.get("job"), str):
+            return mark
+        if "custom_id" in value and isinstance(found, str) and found.startswith("batch_req_"):
+            return {"job": found.removeprefix("batch_req_")[:_JOB_DIGITS]}
     return None

@@ -32,7 +32,7 @@ from batchgen.data.write.durable_files import (
     write_durably,
 )
 from batchgen.data.write.job_changes import changes
-from batchgen.data.write.lines import errors_path, is_lines, written_by
+from batchgen.data.write.lines import errors_path, is_lines, lines_of_job, written_by
 from batchgen.data.write.lock import LOCK_NAME, RunLock
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files, part_owners
@@ -88,15 +88,13 @@ def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
         OutputError: the results are, but their hidden states are missing.
     """
     if is_lines(paths.result):
-        return paths.result.exists() and bool(written_by(paths.result, identity.fingerprint))
-    footer = read_footer(paths.result)
-    if not belongs_to(footer, identity):
+        record = lines_of_job(paths.result, identity.fingerprint)
+    else:
+        footer = read_footer(paths.result)
+        record = footer if belongs_to(footer, identity) else None
+    if record is None:
         return False
-    if (
-        footer is not None
-        and footer.get("states")
-        and not belongs_to(read_footer(paths.states, STATES_CONTENTS), identity)
-    ):
+    if record.get("states") and not belongs_to(read_footer(paths.states, STATES_CONTENTS), identity):
         raise OutputError(
             f"{paths.result} is complete, but its hidden states {paths.states} are missing. Put the file back, or "
             "compute both again with --overwrite."
@@ -342,9 +340,11 @@ def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
     Raises:
         OtherJobError: it exists.
     """
+    files: list[tuple[Path, str | None]] = [(paths.result, None), (paths.states, STATES_CONTENTS)]
     if is_lines(paths.result):
         _refuse_other_lines(paths.result, identity)
-    for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
+        files = files[1:]
+    for path, contents in files:
         # States of this job may exist already: they are renamed just before the results.
         if path.exists() and not (contents and belongs_to(read_footer(path, contents), identity)):
             raise OtherJobError(
@@ -356,12 +356,13 @@ def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
 def _refuse_other_lines(result: Path, identity: RunIdentity) -> None:
     """Refuse to replace JSON lines that are not this job's. Errors without results are left by a run that was killed.
 
+    Empty files, which a job without rows leaves, are replaced: they name no job, and nothing is lost.
+
     Raises:
         OtherJobError: they exist.
     """
-    errors = errors_path(result)
-    found = result if result.exists() else errors
-    if found.exists() and (found is result or not written_by(result, identity.fingerprint)):
+    found = next((file for file in (result, errors_path(result)) if file.exists() and file.stat().st_size), None)
+    if found is not None and (found == result or not written_by(found, identity.fingerprint)):
         raise OtherJobError(
             f"{found} exists and is not this job's output. Replace it with --overwrite, or name another with -o. JSON "
             "lines do not say what was asked for, so none of its rows can be reused.",
