@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = {
         "a",
         {"k": 1},
     ),
-    "a source of its own": (
+    "a field of the name of a source": (
         "a.jsonl",
         b'{"id":"a","text":"x","source_line":9}',
         SOURCE,

@@ -123,7 +123,7 @@ def _file_items(
 
 
 def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_source: bool) -> RawRow:
-    """The row with the values of its file's folders, and its source, as carried fields where it has none of its own."""
+    """The row with the values of its file's folders, and its source, as carried fields unless it has them."""
     source = dict(zip(SOURCE_COLUMNS, (row.source, row.line), strict=True)) if include_source else {}
     own = row.found if row.value is None else row.value
     problem = _conflict(own, partitions, source) if row.error is None else None
@@ -134,7 +134,7 @@ def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_sour
 
 
 def _conflict(own: Mapping[str, Any], partitions: Mapping[str, str | None], source: Mapping[str, Any]) -> str | None:
-    """Why fields of a row cannot be told from those of its folders or its source; None if they can."""
+    """Why fields of a row clash with those of its folders or its source; None if they do not."""
     for name, value in partitions.items():
         if own.get(name) is not None and str(own[name]) != value:
             return f"the row has {name!r}, and its folder {name}={value} another value; rename one of them"
