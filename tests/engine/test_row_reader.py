@@ -88,10 +88,10 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "a field of the name of a source": (
         "a.jsonl",
-        b'{"id":"a","text":"x","source_line":9}',
+        b'{"id":"a","text":"x","k":1,"source_line":"9"}',
         SOURCE,
         "a",
-        {"source_file": "a.jsonl", "source_line": 9},
+        {"source_file": "a.jsonl", "source_line": 1, "k": 1},
     ),
     "a line, and a named id": ("a.jsonl", b'{"id":"a","score":NaN}', {"id_column": "key"}, "row-0", {}),
     "a field of a wrong type": ("a.jsonl", b'{"id":"a","text":5,"k":1}', {}, "a", {"k": 1}),

@@ -128,6 +128,7 @@ def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_sour
     own = row.found if row.value is None else row.value
     problem = _conflict(own, partitions, source) if row.error is None else None
     if problem is not None:
+        own = {name: value for name, value in own.items() if name not in source}  # those have types that a row may lack
         row = RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem).with_found(own)
     origin: dict[str, Any] = {name: value for name, value in partitions.items() if value is not None} | source
     return row._replace(displaced={name: value for name, value in origin.items() if name not in own})
