@@ -69,8 +69,9 @@ def carried_fields(
         for name in names:
             if name not in folders and name not in _SOURCE_TYPES and not any(name in schema.names for schema in known):
                 raise UsageError(f"`--carry` {name}: the input has no such column; it has {', '.join(known[0].names)}")
+    as_text = folders if typed else set(names)
     return tuple(
-        pa.field(name, _SOURCE_TYPES.get(name) or (_common_type(name, known) if typed else pa.string()))
+        pa.field(name, _SOURCE_TYPES.get(name) or (pa.string() if name in as_text else _common_type(name, known)))
         for name in names
     )
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.merge_jobs import check_same_options, merge_jobs
+from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs
+from batchgen.data.merged_records import grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.view import Results
 from batchgen.data.write.committed import Committed, read_keys
@@ -104,7 +105,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
 
     Raises:
         UsageError: a shard is missing or named twice, or a file is not a shard; rows of different files have the same
-            id; `out` is one of the files.
+            id; a column of whole jobs has several types; `out` is one of the files.
         FingerprintError: two shards are of different jobs, or two whole jobs have different options.
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
@@ -162,6 +163,7 @@ def _check_whole_jobs(
 ) -> None:
     """Check that the outputs of whole jobs fit together, and that the merged file replaces none of them."""
     check_same_options(files, footers)
+    check_same_columns(files)
     for number, file in enumerate(files):
         if any(file.samefile(other) for other in files[:number]):
             raise UsageError(f"{file} is named twice. Leave one out.")
@@ -197,8 +199,8 @@ def _checked_keys(
 def _merged_footer(files: Sequence[Path], footers: Sequence[dict[str, Any]], rows: int) -> dict[str, Any]:
     return (
         footers[0]
-        | _summed_counts(footers)
-        | _grammar_backends(footers)
+        | summed_counts(footers)
+        | grammar_backends(footers)
         | {
             "shard": None,
             "rows": rows,
@@ -209,23 +211,10 @@ def _merged_footer(files: Sequence[Path], footers: Sequence[dict[str, Any]], row
     )
 
 
-def _grammar_backends(footers: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """The grammar compilers of all shards, if the shards record them."""
-    recorded = [footer["grammar_backends"] for footer in footers if "grammar_backends" in footer]
-    return {"grammar_backends": sorted({name for names in recorded for name in names})} if recorded else {}
-
-
 def _allows_duplicates(footer: dict[str, Any]) -> bool:
     """Whether the job, and so each of its shards, ran with `--on-duplicate-id allow`."""
     options = footer.get("configuration", {}).get("options", {})
     return bool(options.get("on_duplicate_id", {}).get("value") == "allow")
-
-
-def _summed_counts(footers: Sequence[dict[str, Any]]) -> dict[str, int | None]:
-    """Row counts of the whole job: the sums over the shards, or None if a shard does not record one."""
-    names = ("input_rows", "rows_skipped")
-    counts: dict[str, list[Any]] = {name: [footer.get(name) for footer in footers] for name in names}
-    return {name: None if None in found else sum(found) for name, found in counts.items()}
 
 
 def _row_shapes(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> str:

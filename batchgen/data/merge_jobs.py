@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.merged_records import common_clock, grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.committed import first_of_prompt, read_keys
 from batchgen.data.write.durable_files import output_errors, read_footer
@@ -24,9 +25,11 @@ from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import states_part
 from batchgen.data.write.work_folder import RunIdentity, WorkFolder, belongs_to, output_paths
-from batchgen.errors import FingerprintError, InputError
+from batchgen.errors import FingerprintError, InputError, UsageError
 
-_MAY_DIFFER = frozenset({INPUT_FILES, "--limit", "--offset", "--sample", "--on-duplicate-id", "--on-bad-row"})
+_MERGED = "merged outputs"
+"""Name of the number of outputs in a merged one among the values of its job, so that no other job equals it."""
+_MAY_DIFFER = frozenset({INPUT_FILES, _MERGED, "--limit", "--offset", "--sample", "--on-duplicate-id", "--on-bad-row"})
 """Values of a job that say which rows it has, not what becomes of them."""
 
 Rows = npt.NDArray[np.int64]
@@ -57,6 +60,33 @@ def check_same_options(files: Sequence[Path], footers: Sequence[Mapping[str, Any
             )
 
 
+def check_same_columns(files: Sequence[Path]) -> None:
+    """Refuse outputs with a column of other types: a carried column has the type that it has in its job's input.
+
+    Raises:
+        UsageError: two files differ in a column.
+        InputError: a file cannot be read.
+    """
+    first = _schema(files[0])
+    for file in files[1:]:
+        own = _schema(file)
+        for name in dict.fromkeys([*first.names, *own.names]):
+            types = [str(schema.field(name).type) if name in schema.names else "missing" for schema in (first, own)]
+            if types[0] != types[1]:
+                raise UsageError(
+                    f"Column {name!r} is {types[0]} in {files[0]} and {types[1]} in {file}. Give it one type in the "
+                    "inputs and run one of the jobs again with --reuse, or run both with --carry all."
+                )
+
+
+def _schema(file: Path) -> pa.Schema:
+    try:
+        with file.open("rb") as stream:  # Arrow accepts file names in UTF-8 only
+            return pq.read_schema(stream).remove_metadata()
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{file} cannot be read ({error}). Compute it again.") from error
+
+
 def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Path) -> int:
     """Write the rows of finished outputs to `out`, one file after the other. Returns the number of output rows.
 
@@ -72,7 +102,7 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
         OutputError: `out` cannot be written.
     """
     paths = output_paths(out)
-    fingerprint = hashlib.sha256("".join(footer["fingerprint"] for footer in footers).encode()).hexdigest()
+    fingerprint = hashlib.sha256("".join(_jobs(footers)).encode()).hexdigest()
     work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, out))
     try:
         with output_errors(work.scratch):
@@ -85,11 +115,9 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
             _renumbered_copy(ReuseFile(file, _states_of(file, footer)), part, its_rows, int(start))
         keys = read_keys(parts)
         states = [path for path in map(states_part, parts) if path.exists()]
-        with files[0].open("rb") as stream:
-            schema = pq.read_schema(stream).remove_metadata()
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
         footer = _footer(footers, numbered, len(keys)) | {"fingerprint": fingerprint}
-        write_output(paths, CommittedRows(parts, keys, states), footer, schema, work.scratch)
+        write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work.scratch)
         return len(keys)
     finally:
         work.remove()
@@ -102,8 +130,7 @@ def _renumbered_copy(file: ReuseFile, part: Path, rows: Rows, start: int) -> Non
     row, prompt = keys.row_index[first], keys.prompt_index[first]
     unused = np.zeros(len(row), np.int64)
     moved = Prompts(np.searchsorted(rows, row) + start, prompt, unused)
-    with file.path.open("rb") as stream:
-        schema = pq.read_schema(stream).remove_metadata()
+    schema = _schema(file.path)
     fill = partial(_renumber_leaders, rows=rows, start=start)
     copy_rows(Moves(file, Prompts(row, prompt, unused), moved), part, lambda states: schema, fill)
 
@@ -131,19 +158,29 @@ def _states_of(file: Path, footer: Mapping[str, Any]) -> Path | None:
     return states
 
 
+def _jobs(footers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Fingerprints of all jobs; an output that was merged before counts as those that it was merged from."""
+    return [job for footer in footers for job in footer.get("merged_jobs") or [footer["fingerprint"]]]
+
+
 def _footer(footers: Sequence[dict[str, Any]], rows: Sequence[Rows], count: int) -> dict[str, Any]:
     """The run record of the merged file: that of the first job, with the inputs and counts of all."""
-    names = ("input_rows", "rows_skipped")
-    counts: dict[str, list[Any]] = {name: [footer.get(name) for footer in footers] for name in names}
     inputs = [file for footer in footers for file in footer["inputs"]]
-    job = footers[0]["job"] | {INPUT_FILES: [[file["size"], file["sha256"]] for file in inputs]}
-    return footers[0] | {
-        **{name: None if None in found else sum(found) for name, found in counts.items()},
-        "job": job | {"merged outputs": len(footers)},
-        "merged_jobs": [footer["fingerprint"] for footer in footers],
-        "inputs": inputs,
-        "shard": None,
-        "rows": count,
-        "created": max(footer["created"] for footer in footers),
-        "row_shapes": RowShapes.merged([footer["row_shapes"] for footer in footers], rows),
-    }
+    jobs = _jobs(footers)
+    job = footers[0]["job"] | {INPUT_FILES: [[file["size"], file["sha256"]] for file in inputs], _MERGED: len(jobs)}
+    first = {name: value for name, value in footers[0].items() if name != "merged_shards"}
+    return (
+        first
+        | summed_counts(footers)
+        | grammar_backends(footers)
+        | common_clock(footers)
+        | {
+            "job": job,
+            "merged_jobs": jobs,
+            "inputs": inputs,
+            "shard": None,
+            "rows": count,
+            "created": max(footer["created"] for footer in footers),
+            "row_shapes": RowShapes.merged([footer["row_shapes"] for footer in footers], rows),
+        }
+    )

@@ -20,9 +20,9 @@ from batchgen.media.root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.checks import invalid, show
 from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.parser import parse_row, row_extra
+from batchgen.request.parser import is_openai_line, parse_row, row_extra
 from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
-from batchgen.request.raw_row import RawRow
+from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.request.row_ids import row_id
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow, RequestTable
@@ -76,8 +76,8 @@ def python_rows(rows: Any) -> Iterator[RawRow]:
 
 def _raw_rows(items: Iterable[Any], kind: str, *, is_table: bool) -> Iterator[RawRow]:
     for index, item in enumerate(items):
-        if isinstance(item, RowError):
-            yield RawRow(index, error=item.info)
+        if isinstance(item, UnreadableRow):
+            yield RawRow(index, error=item.info).with_found(item.found)
         elif not isinstance(item, str):
             yield RawRow(index, value=item)
         elif is_table:
@@ -218,7 +218,9 @@ class RowReader:
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:
-            return ProcessedRow(raw, f"row-{raw.index}" if raw.id is None else raw.id, {}, error=raw.error)
+            name = f"row-{raw.index}" if raw.id is None else raw.id
+            bare = raw._replace(found={})
+            return ProcessedRow(bare, name, row_extra(raw.found), error=raw.error, is_line=is_openai_line(raw.found))
         value = raw.value
         try:
             row = self._with_unique_id(parse_row(value, raw.index, self._defaults, raw.displaced))
@@ -228,7 +230,7 @@ class RowReader:
             return ProcessedRow(raw, row.id, row.extra, row, is_line=row.dialect != "native")
         except RowError as error:
             found = row_id(value, raw.index), row_extra(value)
-            line = isinstance(value, Mapping) and isinstance(value.get("body"), Mapping)
+            line = isinstance(value, Mapping) and is_openai_line(value)
             return ProcessedRow(raw._replace(value=None), *found, error=error.info, is_line=line)
 
     def _with_unique_id(self, row: ParsedRow) -> ParsedRow:

@@ -50,7 +50,7 @@ def row_extra(value: Any) -> dict[str, Any]:
     """Fields to carry to the output, also for an invalid input row: the same as for a valid one."""
     if not isinstance(value, Mapping):
         return {}
-    row, line = RowValues(), _is_openai_line(value)
+    row, line = RowValues(), is_openai_line(value)
     layout = new_layout("line" if line else "row", tuple(value))
     row.carry(layout, value)
     body = value.get("body")
@@ -75,7 +75,7 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     if type(value) is not dict and not isinstance(value, Mapping):
         raise RowError(ErrorCode.INVALID_JSON, f"a row must be a JSON object, got {json_type(value)}")
     layout = defaults.layout("row", value)
-    if layout.may_be_line and _is_openai_line(value):
+    if layout.may_be_line and is_openai_line(value):
         return _parse_openai_line(value, row_index, defaults)
     nested: Any = value[_NESTED] if layout.containers else None
     inner = defaults.layout("params", nested) if type(nested) is dict else None
@@ -162,7 +162,7 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: M
     return tuple(map(TokenPrompt, values))
 
 
-def _is_openai_line(value: Mapping[str, Any]) -> bool:
+def is_openai_line(value: Mapping[str, Any]) -> bool:
     """Whether a row is an OpenAI batch line and not a native row that happens to have such columns.
 
     A batch line has a `body` object and a `method` or `url`, or any of the three and no native prompt.

@@ -7,12 +7,22 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request.row_ids import given_id
 
 STDIN = "-"
 """Input name of standard input."""
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+class UnreadableRow(RowError):
+    """A row that cannot be read as a whole."""
+
+    def __init__(self, error: RowError, found: Mapping[str, Any]) -> None:
+        """`found`: the fields that can be read."""
+        super().__init__(error.info.code, error.info.message, error.info.param)
+        self.found = found
 
 
 class RawRow(NamedTuple):
@@ -30,11 +40,17 @@ class RawRow(NamedTuple):
     """Fields replaced by a named prompt or id column; they are carried as data and not parsed."""
     id: str | None = None
     """The id of a row that cannot be read, if that can be."""
+    found: Mapping[str, Any] = _EMPTY
+    """The fields of a row that cannot be read which could be: its id is taken from them, and carried fields."""
 
     @classmethod
     def failed(cls, index: int, source: str, line: int, code: ErrorCode, problem: str) -> RawRow:
         """A row that cannot be read; the message names its file and line."""
         return cls(index, source, line, None, ErrorInfo(code, f"{source}, line {line}: {problem}"))
+
+    def with_found(self, found: Mapping[str, Any]) -> RawRow:
+        """The failed row with what could be read of it."""
+        return self._replace(found=found, id=given_id(found))
 
     def locate(self, error: ErrorInfo) -> ErrorInfo:
         """The error with the row's file and line in front of its message, unless the reader has named them."""

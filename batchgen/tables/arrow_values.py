@@ -20,6 +20,7 @@ import pyarrow.types as pat
 from batchgen.errors import ErrorCode, InputError, RowError, UsageError
 from batchgen.request.fields import ID_NAMES, LOOKUP
 from batchgen.request.json_text import parse_json
+from batchgen.request.raw_row import UnreadableRow
 from batchgen.tables.temporal import temporal_to_text
 from batchgen.tables.text_fields import TextFields
 
@@ -44,7 +45,7 @@ class _Place(NamedTuple):
 
 
 _Values = list[Any]
-Value = dict[str, Any] | RowError
+Value = dict[str, Any] | UnreadableRow
 """A row, or why it cannot be read."""
 
 
@@ -66,14 +67,23 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset
         return [fields.read(row) for row in _dicts(batch, text_columns)]
     except RowError as error:
         if batch.num_rows == 1:
-            return [error]
+            return [UnreadableRow(error, _readable(batch, text_columns))]
     return [read_rows(batch.slice(i, 1), fields, text_columns)[0] for i in range(batch.num_rows)]
+
+
+def _readable(row: pa.RecordBatch, text_columns: frozenset[str]) -> dict[str, Any]:
+    """The values of a row's columns that can be read."""
+    found: dict[str, Any] = {}
+    for place in range(row.num_columns):
+        with suppress(RowError):
+            found |= _dicts(row.select([place]), text_columns)[0]
+    return found
 
 
 def table_items(table: Any) -> Iterator[Any]:
     """The rows of an object that exports itself as an Arrow stream or array: those of a Parquet file of the same table.
 
-    A row is a dict or a `RowError`. An object with a single column gives its values, as a list of them would.
+    A row is a dict or an `UnreadableRow`. An object with a single column gives its values, as a list of them would.
 
     Raises:
         UsageError: it cannot be exported, such as a data frame with a column of values of several types.

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchgen.data import merge as merge_module
@@ -178,7 +180,14 @@ def test_random_ids_against_a_counter(tmp_path: Path) -> None:
     assert min(seen[True], seen[False]) > 2
 
 
-def job(out: Path, ids: list[str], bad: frozenset[int] = frozenset(), states: bool = False, **options: Any) -> Path:
+def job(
+    out: Path,
+    ids: list[str],
+    bad: frozenset[int] = frozenset(),
+    states: bool = False,
+    record: dict[str, Any] | None = None,
+    **options: Any,
+) -> Path:
     """A finished output of a whole job: two prompts a row, the last row a duplicate of the first."""
     with begin(out, RunIdentity(out.stem)) as work:
         groups = []
@@ -195,8 +204,8 @@ def job(out: Path, ids: list[str], bad: frozenset[int] = frozenset(), states: bo
             shapes.add(row, chat=row % 2 == 1)
         keys = [(row, prompt, 2) for row in range(len(ids)) for prompt in range(1 if row in bad else 2)]
         made_of = {"--seed": 0, "input files": [[len(ids), "ab"]]} | options
-        record: dict[str, Any] = {"job": made_of, "inputs": [{"size": 1, "sha256": "ab"}]}
-        finish(work, expect(keys), record | {"created": 5, "row_shapes": shapes.encode(), "input_rows": len(ids)})
+        about: dict[str, Any] = {"job": made_of, "inputs": [{"size": 1, "sha256": "ab"}]} | (record or {})
+        finish(work, expect(keys), about | {"created": 5, "row_shapes": shapes.encode(), "input_rows": len(ids)})
         return work.paths.result
 
 
@@ -246,3 +255,55 @@ def test_whole_jobs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not merged.exists()
     assert merge([a, limited], merged) == 12
     assert merge([a, overlap], merged, overwrite=True, allow_duplicate_ids=True) == 13
+
+
+def test_a_merged_record_says_of_all_jobs_only_what_is_true_of_all(tmp_path: Path) -> None:
+    def recorded(*made: dict[str, Any]) -> dict[str, Any]:
+        files = [job(tmp_path / f"{i}.parquet", [f"{i}"], record=each) for i, each in enumerate(made)]
+        merge(files, tmp_path / "m.parquet", overwrite=True)
+        for file in files:
+            file.unlink()
+        return read_footer(tmp_path / "m.parquet") or {}
+
+    noon: dict[str, Any] = {"clock": "2026-01-01T12:00", "clock_text": {"%d": "01"}}
+    later = {"clock": "2026-01-01T13:00", "clock_text": {"%d": "01"}}
+    asked = {"rows_skipped": 1, "grammar_backends": ["xgrammar"], **noon}
+    footer = recorded(asked, {"rows_skipped": 2, "grammar_backends": ["llguidance"], **noon})
+    assert footer["grammar_backends"] == ["llguidance", "xgrammar"]
+    assert (footer["rows_skipped"], footer["clock"], footer["clock_text"]) == (3, *noon.values())
+    footer = recorded(asked, {"grammar_backends": [], **later})
+    assert footer["grammar_backends"] == ["xgrammar"]
+    assert (footer["rows_skipped"], footer["clock"], footer["clock_text"]) == (None, None, {"%d": "01"})
+    assert recorded({}, noon)["clock"] is None
+    assert "clock" not in recorded({}, {})
+    assert "merged_shards" not in recorded({"merged_shards": 2}, {})
+
+
+def test_a_merged_output_is_merged_again_as_its_jobs_would_be(tmp_path: Path) -> None:
+    files = [job(tmp_path / f"{name}.parquet", [f"{name}0", f"{name}1"], states=True) for name in "abc"]
+    merge(files[:2], tmp_path / "ab.parquet")
+    merge([tmp_path / "ab.parquet", files[2]], tmp_path / "again.parquet")
+    merge(files, tmp_path / "all.parquet")
+    assert (read_footer(tmp_path / "again.parquet") or {})["merged_jobs"] == ["a", "b", "c"]
+    for name in ("{}.parquet", "{}.hidden.parquet"):
+        assert stored(tmp_path / name.format("again")) == stored(tmp_path / name.format("all"))
+        assert read_footer(tmp_path / name.format("again")) == read_footer(tmp_path / name.format("all"))
+
+
+@pytest.mark.parametrize("other", [pa.array(["x"] * 4), pa.array([1] * 4, pa.int32()), None])
+def test_a_carried_column_of_two_types_is_refused_by_name(tmp_path: Path, other: pa.Array | None) -> None:
+    def with_column(file: Path, values: pa.Array | None) -> Path:
+        table = pq.read_table(file)
+        pq.write_table(table if values is None else table.append_column("k", values), file)
+        return file
+
+    a = with_column(job(tmp_path / "a.parquet", ["a0", "a1"]), pa.array([1] * 8))
+    b = with_column(job(tmp_path / "b.parquet", ["b0"]), other)
+    kind = "missing" if other is None else other.type
+    with pytest.raises(UsageError, match=f"Column 'k' is int64 in {a} and {kind} in {b}") as caught:
+        merge([a, b], tmp_path / "m.parquet")
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "m.parquet").exists()
+    same = with_column(job(tmp_path / "c.parquet", ["c0"]), pa.array([2] * 4))
+    merge([a, same], tmp_path / "m.parquet")
+    assert [row["k"] for row in stored(tmp_path / "m.parquet")] == [1] * 8 + [2] * 4

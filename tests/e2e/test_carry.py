@@ -109,6 +109,23 @@ def test_fields_of_lines_are_strings(model: Path, tmp_path: Path) -> None:
     assert table["absent"].null_count == len(table)
 
 
+def test_refused_rows_carry_what_can_be_read_as_the_type_of_the_column(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "k=2"
+    folder.mkdir(parents=True)
+    columns = {"id": ["a", "b", "c", "d"], "text": ["x"] * 4, "k": [None, 1, 2, 2], "score": [5, 6, 7, None]}
+    pq.write_table(pa.table({**columns, "source_line": [None, None, None, "mine"]}), folder / "in.parquet")
+    run(
+        ["run", "data", "--model", model, "--carry", "k,score", "--include-source", *F32, "-o", "out.parquet"], tmp_path
+    )
+    names = ["id", "status", "k", "score", "source_line"]
+    assert [tuple(row.values()) for row in read(tmp_path / "out.parquet").select(names).to_pylist()] == [
+        ("a", "ok", "2", 5, 1),
+        ("b", "error", "1", 6, 2),
+        ("c", "ok", "2", 7, 3),
+        ("d", "error", "2", None, 4),
+    ]
+
+
 def test_an_empty_input_has_the_columns(model: Path, source: Path, tmp_path: Path) -> None:
     command = ["run", source, "--model", model, "-o", "out.parquet", "--limit", "0", "--carry", "moment,vector"]
     run(command, tmp_path)

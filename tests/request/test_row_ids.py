@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from batchgen.data.read.json_elements import json_rows
 from batchgen.data.read.jsonl import json_line_rows
 
 LINES: list[tuple[bytes, str | None]] = [
@@ -40,3 +41,12 @@ def test_ids(line: bytes, expected: str | None) -> None:
         assert row is not None
         assert row.error is not None
         assert row.id == expected
+
+
+@pytest.mark.parametrize("form", [b"[%s]", b"[\n  %s\n, {}]", b"%s {}"])
+@pytest.mark.parametrize("element", [b'{"id": "a",\n "score": NaN}', b'{"score": 1, "custom_id": "a", "score": 2}'])
+def test_elements_of_documents_keep_their_ids_too(form: bytes, element: bytes) -> None:
+    row = next(json_rows(io.BytesIO(form % element), "in.json"))
+    assert row is not None
+    assert row.error is not None
+    assert row.id == "a"

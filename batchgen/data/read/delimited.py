@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from itertools import chain
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 
@@ -20,7 +20,7 @@ from batchgen.data.read.parquet import named_twice
 from batchgen.data.read.pieces import MAX_LINE_BYTES, RowFilter
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, InputError, RowError
-from batchgen.request.raw_row import RawRow
+from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.tables.text_fields import TextFields
 
 TAB = "\t"
@@ -162,7 +162,7 @@ def _raw_rows(
             if found is None:
                 return
             if wanted:
-                yield RawRow(index, source, cells.line, fields.read(_row(names, found, cells.ended)))
+                yield RawRow(index, source, cells.line, _value(names, found, cells.ended, fields))
         except DamagedStream as damage:
             problem = f"{damage}; rows from here on are missing"
             yield RawRow.failed(index, source, cells.line, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
@@ -170,8 +170,8 @@ def _raw_rows(
         except csv.Error as error:
             if wanted:
                 yield RawRow.failed(index, source, cells.line, *_described(error))
-        except RowError as error:
-            yield RawRow.failed(index, source, cells.line, error.info.code, error.info.message)
+        except UnreadableRow as row:
+            yield RawRow.failed(index, source, cells.line, row.info.code, row.info.message).with_found(row.found)
         if not wanted:
             yield None
         index += 1
@@ -181,6 +181,26 @@ def _described(error: csv.Error) -> tuple[ErrorCode, str]:
     if str(error) == _CUT:
         return ErrorCode.TRUNCATED_INPUT, "the file ends inside a quoted cell of this row; a quotation mark is missing"
     return ErrorCode.INVALID_JSON, f"the row is not CSV ({error}); quote cells as RFC 4180 says"
+
+
+def _value(names: list[str], cells: list[str], ended: bool, fields: TextFields) -> dict[str, Any]:
+    """The fields of a row.
+
+    Raises:
+        UnreadableRow: a cell cannot be read, or there are too many or too few.
+    """
+    try:
+        return fields.read(_row(names, cells, ended))
+    except RowError as error:
+        raise UnreadableRow(error, _sure(names, cells, ended)) from None
+
+
+def _sure(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:
+    """The cells of a row that are those of their columns, whatever is wrong with the others."""
+    sure = cells
+    if len(cells) != len(names):  # a cell may be missing, or too many, from the second on; a cut row lacks its end
+        sure = cells[:1] if ended or len(cells) > len(names) else cells[:-1]
+    return {name: cell for name, cell in zip(names, sure, strict=False) if cell and not _undecoded(cell)}
 
 
 def _row(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:

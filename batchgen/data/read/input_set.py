@@ -14,6 +14,7 @@ from batchgen.request.fields import ID_NAMES
 from batchgen.request.other_rows import fields_there
 from batchgen.request.printable import encodable
 from batchgen.request.raw_row import STDIN, RawRow
+from batchgen.request.row_ids import given_id
 from batchgen.tables.text_fields import conversation
 
 SOURCE_COLUMNS = ("source_file", "source_line")
@@ -123,29 +124,28 @@ def _file_items(
 
 
 def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_source: bool) -> RawRow:
-    """The row with the values of its file's folders, and its source, as carried fields."""
-    origin: dict[str, Any] = {name: value for name, value in partitions.items() if value is not None}
-    own = row.value or {}
-    for name in partitions.keys() & own.keys():
-        if own[name] is not None and str(own[name]) != origin.get(name):
-            problem = (
-                f"the row has {name!r}, and its folder {name}={partitions[name]} another value; rename one of them"
-            )
-            return RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem)
-        origin.pop(name, None)
-    if include_source:
-        twice = next((name for name in SOURCE_COLUMNS if name in own), None)
-        if twice is not None:
-            problem = f"the row has a field {twice!r}, which --include-source adds; rename it"
-            return RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem)
-        origin |= dict(zip(SOURCE_COLUMNS, (row.source, row.line), strict=True))
-    return row._replace(displaced=origin)
+    """The row with the values of its file's folders, and its source, as carried fields unless it has them."""
+    source = dict(zip(SOURCE_COLUMNS, (row.source, row.line), strict=True)) if include_source else {}
+    own = row.found if row.value is None else row.value
+    problem = _conflict(own, partitions, source) if row.error is None else None
+    if problem is not None:
+        own = {name: value for name, value in own.items() if name not in source}  # those have types that a row may lack
+        row = RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem).with_found(own)
+    origin: dict[str, Any] = {name: value for name, value in partitions.items() if value is not None} | source
+    return row._replace(displaced={name: value for name, value in origin.items() if name not in own})
+
+
+def _conflict(own: Mapping[str, Any], partitions: Mapping[str, str | None], source: Mapping[str, Any]) -> str | None:
+    """Why fields of a row clash with those of its folders or its source; None if they do not."""
+    for name, value in partitions.items():
+        if own.get(name) is not None and str(own[name]) != value:
+            return f"the row has {name!r}, and its folder {name}={value} another value; rename one of them"
+    twice = next((name for name in source if name in own), None)
+    return None if twice is None else f"the row has a field {twice!r}, which --include-source adds; rename it"
 
 
 def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:
-    if row.value is None:
-        return row if id_column is None else row._replace(id=None)
-    value, displaced = dict(row.value), dict(row.displaced)
+    value, displaced = dict(row.found if row.value is None else row.value), dict(row.displaced)
     given = {name: value.pop(name) for name in (prompt_column, id_column) if name is not None and name in value}
     if prompt_column is not None:
         displaced |= {name: value.pop(name) for name in _PROMPT_FIELDS if name in value}
@@ -159,4 +159,8 @@ def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> Ra
         displaced |= {name: value.pop(name) for name in ID_NAMES if name in value}
         if id_column in given:
             value["id"] = given[id_column]
-    return row._replace(value=value, displaced=displaced)
+    if row.error is None:
+        return row._replace(value=value, displaced=displaced)
+    # The id of a text that cannot be parsed was read from a field that may not be the named one.
+    name = given_id(value) if value else row.id if id_column is None else None
+    return row._replace(found=value, displaced=displaced, id=name)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.data.read.pieces import RowFilter
-from batchgen.errors import ErrorCode, InputError, RowError
-from batchgen.request.raw_row import RawRow
+from batchgen.errors import ErrorCode, InputError
+from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.tables.arrow_values import JSON_EXTENSION, Value, columns_of_text, read_rows
 from batchgen.tables.text_fields import TextFields
 
@@ -116,8 +116,8 @@ def parquet_rows(
                 row += 1
                 if value is None:
                     yield None
-                elif isinstance(value, RowError):
-                    yield RawRow.failed(index, source, row, value.info.code, value.info.message)
+                elif isinstance(value, UnreadableRow):
+                    yield RawRow.failed(index, source, row, value.info.code, value.info.message).with_found(value.found)
                 else:
                     yield RawRow(index, source, row, value)
 
