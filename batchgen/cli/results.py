@@ -10,8 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from batchgen.cli.flags import GroupedCommand, gather
-from batchgen.config.units import check_local
-from batchgen.request.raw_row import STDIN
+from batchgen.config.units import STDIN, check_local
 
 EXIT_DIFFERENT = 8
 """Exit code of `verify` if a row differs."""

@@ -16,11 +16,10 @@ from typing import Any, Final
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.option_types import NAME_PATH, PATH, Option, coerce
 from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shard
-from batchgen.config.units import check_local
+from batchgen.config.units import STDIN, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
-from batchgen.request.raw_row import STDIN
 
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})

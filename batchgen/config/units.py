@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+STDIN = "-"
+"""Name of a standard stream in place of a file: input for inputs, output for reports and events."""
+
 _SIZE_UNITS = {
     "": 1,
     "B": 1,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from batchgen.config.run_config import RunConfig
+from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import open_inputs
 from batchgen.engine.engine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups
@@ -35,7 +36,6 @@ from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable, format_size, printable
-from batchgen.request.raw_row import STDIN
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20

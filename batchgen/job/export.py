@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from batchgen.config.units import STDIN
 from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
@@ -17,7 +18,6 @@ from batchgen.data.write.durable_files import refuse_existing, write_durably
 from batchgen.data.write.lines import errors_path
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, UsageError
-from batchgen.request.raw_row import STDIN
 
 ExportFormat = Literal["openai-batch", "jsonl"]
 DEMO = "demonstration model"

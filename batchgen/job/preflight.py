@@ -15,13 +15,13 @@ from pathlib import Path
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import RunConfig
+from batchgen.config.units import STDIN
 from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.check import CheckedModel, check_model
 from batchgen.request.processors import LoadedProcessor, load_processors
-from batchgen.request.raw_row import STDIN
 
 
 @dataclass(frozen=True, slots=True)

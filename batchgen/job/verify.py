@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.run_config import RunConfig
+from batchgen.config.units import STDIN
 from batchgen.data.compare import Difference, choose_rows, compare
 from batchgen.data.export import finished_results
 from batchgen.data.merge_jobs import is_merged
@@ -23,7 +24,7 @@ from batchgen.job.setup import Setup, prepare
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.fields import ID_NAMES
 from batchgen.request.processors import LoadedProcessor, load_processors
-from batchgen.request.raw_row import STDIN, RawRow
+from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
 
 _NAME_INPUTS = "Name the original files: batchgen verify OUT INPUT..."

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.row_ids import given_id
 
-STDIN = "-"
-"""Input name of standard input."""
-
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 

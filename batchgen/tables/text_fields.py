@@ -44,8 +44,7 @@ class TextFields:
         """Args:
         names: the table's columns.
         scalars: whether numbers and booleans are text as well, as in CSV.
-        named: columns of prompts and ids that the user names, and those in whose place they stand: their text is left
-            as it is.
+        named: columns of prompts and ids that the user names, and those that they replace: their text is left as it is.
         place: the place of the columns.
         """
         self._fields = {name: LOOKUP[place][name] for name in names if name in LOOKUP[place] and name not in named}

@@ -19,11 +19,11 @@ from typing import BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
 
+from batchgen.config.units import STDIN
 from batchgen.data.read.formats import BY_KEY, FORMATS, JSON_LINES, InputFormat, format_of
 from batchgen.data.read.input_paths import expand
 from batchgen.data.read.streams import COMPRESSIONS, Compression, PositionedFile, decompressed, sniff_compression
 from batchgen.errors import InputError
-from batchgen.request.raw_row import STDIN
 
 AUTO_FORMAT = "auto"
 """Value of `--input-format` that leaves the format of a file to its suffix."""

@@ -8,12 +8,11 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path, PurePath
 from urllib.parse import unquote
 
-from batchgen.config.units import check_local
+from batchgen.config.units import STDIN, check_local
 from batchgen.data.read.formats import SUFFIXES, InputFormat
 from batchgen.data.read.streams import COMPRESSIONS
 from batchgen.errors import InputError, UsageError
 from batchgen.request.printable import encodable
-from batchgen.request.raw_row import STDIN
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 """Value of a `key=value` folder that means null."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from batchgen.config.units import STDIN
 from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.pieces import RowFilter
@@ -13,7 +14,7 @@ from batchgen.errors import ErrorCode, InputError, UsageError
 from batchgen.request.fields import ID_NAMES
 from batchgen.request.other_rows import fields_there
 from batchgen.request.printable import encodable
-from batchgen.request.raw_row import STDIN, RawRow
+from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import given_id
 from batchgen.tables.text_fields import conversation
 
