@@ -14,8 +14,15 @@ def test_counts_and_peak() -> None:
     assert (pages.free_count, pages.used_count, pages.peak) == (1, 3, 3)
     pages.free(first[:2])
     assert (pages.free_count, pages.used_count, pages.peak) == (3, 1, 3)
-    assert 0 not in pages.alloc(3)
+    pages.alloc(3)
     assert pages.peak == 4
+
+
+def test_the_first_free_pages_are_allocated_first() -> None:
+    pages = PageAllocator(7, 16)
+    first = pages.alloc(5)
+    pages.free([first[3], first[0], first[2]])
+    assert pages.alloc(4) == [1, 3, 4, 6]
 
 
 def test_shared_page_is_freed_with_its_last_reference() -> None:
