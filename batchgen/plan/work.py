@@ -211,12 +211,17 @@ def _pending(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], unstarted:
 
 
 def _shared_positions(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]]) -> Int64s:
-    """[N] prompt positions that each request shares with a neighbour in the tree's order; all, if it has more samples
-    than one.
+    """[N] prompt positions that each request shares with another one that has samples, its neighbour in the tree's
+    order; all, if it has more samples than one.
     """
-    before = tree.shared_len[tree.order].astype(np.int64)
-    shared = np.empty(len(before), np.int64)
-    shared[tree.order] = np.maximum(before, np.append(before[1:], 0))
+    live = np.flatnonzero(samples[tree.order] > 0)
+    shared = np.zeros(len(samples), np.int64)
+    if len(live):
+        # Two requests share what all between them share.
+        lengths = tree.shared_len.astype(np.int64)[tree.order[: live[-1] + 1]]
+        before = np.minimum.reduceat(lengths, np.append(0, live[:-1] + 1))
+        before[0] = 0
+        shared[tree.order[live]] = np.maximum(before, np.append(before[1:], 0))
     return np.where(samples > 1, tree.end[tree.node_of_request], shared)
 
 

@@ -94,6 +94,14 @@ def test_prefix_groups_go_on_saving_what_they_saved(levels: list[tuple[int, tupl
         assert left.expected.decode_reads == pytest.approx(true.decode_reads, rel=0.3)
 
 
+def test_a_prompt_shares_nothing_with_copies_that_take_no_work() -> None:
+    prompts, limits = random_job([(60, (100, 200))], (40, 80), 3)
+    samples = np.tile([0, 1, 0], 60)
+    run = Run([prompt for prompt in prompts for _ in range(3)], np.repeat(limits, 3), ROOMY, samples=samples)
+    for left, true in run.pairs():
+        assert left.expected.decode_reads == pytest.approx(true.decode_reads, rel=1e-3)
+
+
 @pytest.mark.parametrize("output", [(8, 256), (128, 128)])
 def test_steps_with_few_pages(output: tuple[int, int]) -> None:
     prompts, limits = random_job([(120, (100, 300))], output, 0)
