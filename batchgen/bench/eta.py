@@ -89,53 +89,53 @@ def _tree(levels: tuple[tuple[int, int], ...], output: int, **more: object) -> M
 
 
 def _long_tail(rng: np.random.Generator) -> Iterator[Row]:
-    for number in range(48):
-        yield _row(_ids(rng, 32, 256), 6000 if number % 16 == 3 else 64)
+    for number in range(150):
+        yield _row(_ids(rng, 32, 256), 10000 if number % 16 == 3 else 64)
 
 
 def _scored(rng: np.random.Generator) -> Iterator[Row]:
-    for _ in range(700):
+    for _ in range(2800):
         yield {"input_ids": _ids(rng, 200, 600), "completions": [_ids(rng, 40) for _ in range(3)]}
 
 
 def _repeated(rng: np.random.Generator) -> Iterator[Row]:
     """Every third row copies another one, and every seventh is invalid."""
-    rows = list(_plain(800, (32, 256), (50, 300))(rng))
-    for number in range(1600):
+    rows = list(_plain(3200, (32, 256), (50, 300))(rng))
+    for number in range(6400):
         yield {"text": 5} if number % 7 == 0 else rows[number // 2]
 
 
-_MIXED: Final = _plain(500, (32, 256), (8, 512))
-_MIXED_TEXT: Final = "500 prompts of 32-256 tokens, 8-512 out"
+_MIXED: Final = _plain(1500, (32, 256), (8, 512))
+_MIXED_TEXT: Final = "1,500 prompts of 32-256 tokens, 8-512 out"
 
 ETA_JOBS: Final = (
-    EtaJob("short-in-long-out", "500 prompts of 8-16 tokens, 512 out", _plain(500, (8, 16), (512, 512))),
-    EtaJob("long-in-short-out", "250 prompts of 1,000-1,900 tokens, 8 out", _plain(250, (1000, 1900), (8, 8))),
+    EtaJob("short-in-long-out", "1,000 prompts of 8-16 tokens, 512 out", _plain(1000, (8, 16), (512, 512))),
+    EtaJob("long-in-short-out", "700 prompts of 1,000-1,900 tokens, 8 out", _plain(700, (1000, 1900), (8, 8))),
     EtaJob(
         "shared-prefix",
-        "1,000 prompts of 32 tokens after one prefix of 1,024, 128 out",
-        _tree(((1, 1024), (1000, 32)), 128),
+        "3,500 prompts of 32 tokens after one prefix of 1,024, 128 out",
+        _tree(((1, 1024), (3500, 32)), 128),
     ),
     EtaJob(
         "tree",
-        "a root of 300, 10 groups of 500, 10 of 120 in each, 10 prompts of 30 in each, 96 out",
-        _tree(((1, 300), (10, 500), (10, 120), (10, 30)), 96),
+        "a root of 300, 20 groups of 500, 10 of 120 in each, 20 prompts of 30 in each, 96 out",
+        _tree(((1, 300), (20, 500), (10, 120), (20, 30)), 96),
     ),
     EtaJob("mixed", _MIXED_TEXT, _MIXED),
-    EtaJob("mixed-sorted", f"{_MIXED_TEXT}, the shortest outputs first", _sorted(500, (32, 256), (8, 512))),
+    EtaJob("mixed-sorted", f"{_MIXED_TEXT}, the shortest outputs first", _sorted(1500, (32, 256), (8, 512))),
     EtaJob(
         "n-samples",
-        "170 prompts of 200 tokens, 8 samples of 128 each",
-        _tree(((170, 200),), 128, n=8, temperature=1.0),
+        "600 prompts of 200 tokens, 8 samples of 128 each",
+        _tree(((600, 200),), 128, n=8, temperature=1.0),
     ),
-    EtaJob("long-tail", "48 prompts of 32-256 tokens, 64 out, but three of 6,000 out", _long_tail),
-    EtaJob("scoring", "700 prompts of 200-600 tokens, three texts of 40 tokens each to score", _scored, model="demo"),
-    EtaJob("copies", "1,600 rows, of which half copy another one and a seventh is invalid", _repeated, model="demo"),
+    EtaJob("long-tail", "150 prompts of 32-256 tokens, 64 out, but ten of 10,000 out", _long_tail),
+    EtaJob("scoring", "2,800 prompts of 200-600 tokens, three texts of 40 tokens each to score", _scored, model="demo"),
+    EtaJob("copies", "6,400 rows, of which half copy another one and a seventh is invalid", _repeated, model="demo"),
     EtaJob("few-pages", f"{_MIXED_TEXT}, in a small KV cache", _MIXED, options=("--kv-memory", "64MiB")),
     EtaJob(
         "resumed",
-        "1,200 prompts of 32-256 tokens, 8-512 out, half of them committed before",
-        _plain(1200, (32, 256), (8, 512)),
+        "3,600 prompts of 32-256 tokens, 8-512 out, half of them committed before",
+        _plain(3600, (32, 256), (8, 512)),
         resumed=True,
     ),
 )
