@@ -144,6 +144,8 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
         rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_bad=errors.add)
         rows.close()
+        for note in rows.notes:
+            _print_note(note)
         table = rows.table
         setup.note_unused_options(table.params, _print_note)
         read = time.monotonic()

@@ -263,8 +263,9 @@ class _Job:
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)
         report_bad_rows(rows, on_error)
-        for note in carried_notes(rows.carried_options, self.config.carry)[:MAX_NOTES]:
-            self.progress.note(note_line(note))
+        carried = carried_notes(rows.carried_options, self.config.carry)[:MAX_NOTES]
+        for line in (*rows.notes, *map(note_line, carried)):
+            self.progress.note(line)
         self.errors_before = len(self.failed)
         self._report(rows_done=0, rows_total=rows.rows, rows_error=self._errors(rows))
         self._check_max_errors(rows)

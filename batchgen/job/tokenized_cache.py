@@ -85,6 +85,7 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
         "errors": {str(code): count for code, count in rows.errors.items()},
         "grammar_backends": rows.grammar_backends,
         "carried_options": rows.carried_options,
+        "notes": rows.notes,
     }
     columns = {
         f"{name}.{column}": values for name, part in _parts(rows).items() for column, values in part.columns().items()
@@ -123,6 +124,7 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
             part.restore_columns(_columns_of(name, columns))
         rows.grammar_backends = metadata["grammar_backends"]
         rows.carried_options.update(metadata["carried_options"])
+        rows.notes = metadata["notes"]
         rows.errors.update({ErrorCode(code): count for code, count in metadata["errors"].items()})
         table.restore_params([SamplingParams(**given) for given in metadata["params"]])
         opened.pop_all()
