@@ -17,6 +17,7 @@ import torch
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import open_inputs
+from batchgen.data.write.work_folder import output_paths
 from batchgen.engine.engine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.workload import JobWorkload, plan_workload
@@ -24,6 +25,7 @@ from batchgen.job.advice import input_advice
 from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
+from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
@@ -139,6 +141,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     setup = prepare(job, _print_note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
     identity = identify_job(setup, inputs)
+    set_clock(setup, identity, output_paths(config.output, identity.run.shard))
     started = time.monotonic()
     errors = _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
