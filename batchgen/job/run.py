@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -32,7 +33,7 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
-from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.ingest import Ingested, ingest, selection_of
 from batchgen.job.lines_output import LinesOutput
 from batchgen.job.opening import OpenedJob, clock_record, refuse_named
 from batchgen.job.preflight import CheckedJob
@@ -118,7 +119,9 @@ class _Job:
             refuse_named(setup, identity)
             work = OpenedJob(setup, inputs, identity, paths).open()
         if work is None:
-            return finished_summary(paths.result, identity.run.fingerprint)
+            skips = self.config.on_bad_row == "skip"
+            count = partial(inputs.count_selected, selection_of(self.config))
+            return finished_summary(paths.result, identity.run.fingerprint, count, skips=skips)
         self.collector.freeze_all()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             # Weights are loaded while the rows are tokenised.

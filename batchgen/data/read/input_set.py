@@ -81,6 +81,12 @@ class InputSet:
         """Number of rows in all files, counted without parsing them."""
         return sum(1 for _ in self._items(lambda _: False))
 
+    def count_selected(self, selection: Selection) -> int:
+        """Number of rows that a selection has, counted without parsing them."""
+        total = self.count()
+        keep = selection.row_filter(lambda: total)
+        return total if keep is None else sum(map(keep, range(total)))
+
     def rows(
         self,
         prompt_column: str | None = None,
