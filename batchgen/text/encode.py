@@ -11,8 +11,9 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request import checks
+from batchgen.request.constraint import Constraint
 from batchgen.request.hidden_states import CaptureSupport
-from batchgen.request.params import SAMPLING_FIELDS, Constraint, SamplingParams
+from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
 from batchgen.request.parser import derive_seed
 from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.request.table import ParsedRow
