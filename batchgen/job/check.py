@@ -18,7 +18,7 @@ from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import open_inputs
 from batchgen.data.write.work_folder import output_paths
-from batchgen.engine.engine import step_limits
+from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.advice import input_advice
