@@ -16,7 +16,8 @@ from batchgen.request.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
-from batchgen.text.encode import Encoder, Truncate
+from batchgen.text.encode import Encoder
+from batchgen.text.fit import Truncate
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
