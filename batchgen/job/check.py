@@ -153,12 +153,10 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         setup.note_unused_options(table.params, _print_note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
-        page = config.engine.page_size
         counts, steps = _plan(config, setup, workload)
         tokens = int((workload.samples.astype(np.int64) * table.max_new_tokens).sum())
         output = estimate_output(rows, config, setup.spec)
         planned = time.monotonic()
-    spec = setup.spec
     report = CheckReport(
         rows=rows.rows,
         rows_ok=rows.rows - rows.errors.total() - rows.skipped,
@@ -176,7 +174,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         deduplicated_rows=len(workload.followers),
         grammar_backends=rows.grammar_backends,
         max_completion_tokens=tokens,
-        kv_peak_bytes=cache_bytes(cache_groups(spec, page), counts.kv_peak_pages),
+        kv_peak_bytes=cache_bytes(cache_groups(setup.spec, config.engine.page_size), counts.kv_peak_pages),
         page_waste=round(counts.page_waste, 4),
         estimated_steps=steps.steps,
         estimated_occupancy=round(steps.occupancy, 4),
@@ -193,7 +191,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
             "reading": round(read - started, 3),
             "planning": round(planned - read, 3),
         },
-        model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
+        model={**setup.identity, "parameters": setup.spec.parameters, "context_length": setup.spec.context_length},
         configuration=config.describe(),
     )
     return report, output

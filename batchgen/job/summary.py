@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +22,10 @@ from batchgen.data.write.lines import errors_path, is_lines, lines_of_job
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.request.printable import encodable, format_size, printable
 from batchgen.request.unknown_keys import carried_summary
+
+if TYPE_CHECKING:
+    from batchgen.engine.engine import Running
+    from batchgen.job.ingest import Ingested
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,36 @@ class RunSummary:
     def to_json(self) -> str:
         """The summary as an indented JSON object."""
         return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
+
+
+def run_summary(
+    result: Path, fingerprint: str, rows: Ingested, totals: Totals, running: Running, seconds: Mapping[str, float]
+) -> RunSummary:
+    """The summary of a run that has finished its job, with what its rows, its output and its engine counted.
+
+    Args:
+        result: path of the output.
+        fingerprint: the job's.
+        rows: the rows of the input.
+        totals: the totals of the output.
+        running: the job in the engine, after its last step.
+        seconds: phase name -> seconds.
+    """
+    stats, generating = running.scheduler.stats, seconds["generating"]
+    return RunSummary(
+        output=str(result),
+        rows=rows.rows,
+        **counted(totals),
+        fingerprint=fingerprint,
+        rows_skipped=rows.skipped,
+        prompt_tokens=running.workload.tree.prompt_tokens,
+        distinct_prompt_tokens=running.workload.tree.distinct_tokens,
+        computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
+        kv_peak_bytes=stats.peak_pages * running.page_bytes,
+        seconds={phase: round(spent, 3) for phase, spent in seconds.items()},
+        output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
+        engine={**stats.as_dict(), **running.loop.counts()},
+    )
 
 
 def finished_summary(result: Path, fingerprint: str, count_rows: Callable[[], int], *, skips: bool) -> RunSummary:

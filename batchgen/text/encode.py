@@ -74,8 +74,8 @@ class Encoder:
     """Tokenizer of rows for one model.
 
     Prompts are fitted into the context as by `PromptFitter`. If a row has a `suffix` and the tokenizer's family
-    supports fill-in-the-middle, prompt and suffix are laid out as the family expects; `left` then drops the beginning of
-    the prompt first, `right` the end of the suffix.
+    supports fill-in-the-middle, prompt and suffix are laid out as the family expects; `left` then drops the beginning
+    of the prompt first, `right` the end of the suffix.
 
     Args:
         tokenizer: the model's tokenizer.
