@@ -62,7 +62,7 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
     """Answer each row in its own format: batch lines as `write_openai`, other rows as `write_jsonl`.
 
     Lines also name their job under `JOB_KEY`. Batch lines, whose ids name it, do so only if there are hidden states.
-    If the first row is no batch line, its lines name the kernels too.
+    The lines of the first row name the kernels too, unless it is a batch line.
 
     Args:
         results: the results of a job.

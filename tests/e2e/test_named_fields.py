@@ -42,8 +42,8 @@ def test_a_field_that_no_row_has_is_named(model: Path, tmp_path: Path, option: s
     has_columns = form.endswith((".csv", ".parquet"))
     code = 2 if option == "--id-column" or has_columns else 0
     for command in (["check", *words], ["run", "-o", "out.parquet", *words]):
-        told = run([*command, "tiket"], tmp_path, expect=code).stderr.splitlines()
-        (line,) = [line for line in told if "tiket" in line]
+        lines = run([*command, "tiket"], tmp_path, expect=code).stderr.splitlines()
+        (line,) = [line for line in lines if "tiket" in line]
         assert option in line
         assert all(name in line for name in FIELDS[0])
     assert (tmp_path / "out.parquet").exists() == (code == 0)
@@ -54,8 +54,8 @@ def test_a_field_that_no_row_has_is_named(model: Path, tmp_path: Path, option: s
 def test_a_text_file_has_only_text(model: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Hi\n")
     for option, code in (("--id-column", 2), ("--prompt-column", 2), ("--carry", 0)):
-        told = run(["check", "in.txt", "--model", model, *F32, option, "ticket"], tmp_path, expect=code).stderr
-        assert option in told
+        lines = run(["check", "in.txt", "--model", model, *F32, option, "ticket"], tmp_path, expect=code).stderr
+        assert option in lines
 
 
 FOUND = {

@@ -104,7 +104,7 @@ class InputSet:
             prompt_column: the field that holds the prompt.
             id_column: the field that holds the id.
             selection: the rows that are read; None for all.
-            wanted: learns of the columns of the files and the fields of the rows, until all of its own are found.
+            wanted: learns of the columns of the files and the fields of the rows, until all that it wants are found.
 
         Raises:
             UsageError: a named column does not exist in a Parquet or CSV file, or an input is a `.txt` file.

@@ -321,7 +321,7 @@ def test_an_element_over_the_limit_is_cut_and_the_next_line_is_read() -> None:
 
 
 BROKEN_FIRST_LINES = (b'["x', b'["x"]', b"[1, 2]", b'["a", {"b": 1}', b'[{"a": "x', b'[{"a": 1}', b"[x", b'[["a"]]')
-"""First lines that begin with `[` and are no arrays of objects."""
+"""First lines that begin with `[` and are not arrays of objects."""
 CUT_OBJECTS = (b'{"a": "x', b'{"a": 1', b'{"a": [1, 2', b'{"a": nul', b"words")
 
 
