@@ -52,8 +52,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Undo changes of the thread count by earlier tests, including the count that the engine saved.
     if (torch := sys.modules.get("torch")) and (threads := item.config.stash.get(_THREADS, None)):
         torch.set_num_threads(threads)
-        if engine := sys.modules.get("batchgen.engine.engine"):
-            engine._THREADS_BEFORE.clear()
+        if machine := sys.modules.get("batchgen.engine.machine"):
+            machine._THREADS_BEFORE.clear()
     # Only if Triton is already imported: most tests do not need it, and importing it is slow.
     if "triton.runtime.interpreter" in sys.modules:
         from tests.gpu.interpreted import speed_up_interpreter

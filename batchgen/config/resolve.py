@@ -19,7 +19,8 @@ from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shar
 from batchgen.config.units import STDIN, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
-from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
+from batchgen.request.constraint import CONSTRAINT_KINDS
+from batchgen.request.params import SamplingParams
 
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})

@@ -62,6 +62,7 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
     """Answer each row in its own format: batch lines as `write_openai`, other rows as `write_jsonl`.
 
     Lines also name their job under `JOB_KEY`. Batch lines, whose ids name it, do so only if there are hidden states.
+    The lines of the first row name the kernels too, unless it is a batch line.
 
     Args:
         results: the results of a job.
@@ -74,6 +75,7 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
     counts = ExportCounts()
     mark = {JOB_KEY: job_mark(run)}
     line_mark = mark if run.get("states") else {}
+    first_mark = {JOB_KEY: job_mark(run, first=True)}
     shapes = iter(row_shapes(results))
     for _, rows in groupby(results.rows(), itemgetter("row_index")):
         found, shape = list(rows), next(shapes, RowShape(False, False))
@@ -83,7 +85,8 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
             _, line = batch_line(found, shape, run, piece)
             (output if good else errors).write(orjson.dumps(line | line_mark) + b"\n")
         else:
-            output.writelines(_jsonl_line(row | mark) for row in found)
+            for row in found:
+                output.write(_jsonl_line(row | (mark if counts.lines else first_mark)))
         counts.lines += 1
         counts.errors += not good
     return counts
@@ -166,8 +169,13 @@ def _count_batch_line(body: Mapping[str, Any], totals: Totals) -> None:
         totals.rows_error += 1
         totals.errors[body["error"]["code"]] += 1
         return
-    totals.completion_tokens += body["usage"]["completion_tokens"]
-    totals.cached_tokens += body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    usage = body["usage"]
+    details = usage.get("completion_tokens_details", {})
+    dropped = details.get("dropped_tokens", 0)
+    totals.completion_tokens += usage["completion_tokens"] - dropped
+    totals.dropped_tokens += dropped
+    totals.copied_tokens += details.get("copied_tokens", 0)
+    totals.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
     for choice in body["choices"]:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         scored = "scores" in choice

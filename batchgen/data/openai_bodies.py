@@ -137,12 +137,16 @@ def _usage(rows: Sequence[Row]) -> dict[str, Any]:
     """Token usage: each prompt counts once for all its samples; samples discarded by `best_of` count as generated."""
     prompts = [row for row in rows if row["sample_index"] == 0]
     prompt_tokens = sum(row["prompt_tokens"] for row in prompts)
-    completion_tokens = sum(row["completion_tokens"] + (row["dropped_tokens"] or 0) for row in rows)
+    dropped = sum(row["dropped_tokens"] or 0 for row in rows)
+    copied = sum(row["completion_tokens"] for row in rows if row["dedup_of"] is not None)
+    completion_tokens = sum(row["completion_tokens"] for row in rows) + dropped
+    details = {name: count for name, count in (("copied_tokens", copied), ("dropped_tokens", dropped)) if count}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(row["cached_tokens"] or 0 for row in prompts)},
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +14,9 @@ import torch
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
-from batchgen.engine.front_end import FrontEnd
-from batchgen.engine.loop import Loop
+from batchgen.engine.front_end import FrontEnd, default_fields
+from batchgen.engine.loop import Loop, completion_keys, in_order
+from batchgen.engine.machine import prepare_device, step_limits
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -34,7 +34,7 @@ from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.chips import chip_tuning
-from batchgen.kernels.device import Device, cpu_quota, device_for
+from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.linear import describe_products
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model
@@ -55,9 +55,6 @@ from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import carried_notes, note_line
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
-
-_THREADS_BEFORE: dict[int, int] = {}
-"""Number of threads set by an engine -> number of threads before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +196,7 @@ class Engine:
         on_event: Callable[[StreamEvent], None] | None,
     ) -> Iterator[Completion]:
         table = RequestTable(EmbedsStore(self.model.spec.embeds_size))
-        defaults = self._front_end.defaults(_default_fields(params), events=on_event is not None)
+        defaults = self._front_end.defaults(default_fields(params), events=on_event is not None)
         ids: dict[int, str] = {}
         failed: list[Completion] = []
         for row in self._front_end.row_reader(table, defaults).read(raw):
@@ -217,7 +214,7 @@ class Engine:
 
         groups = self._groups(table, failed, emit if on_event is not None else None)
         if ordered:
-            groups = _in_order(groups, [(int(r), int(p)) for r, p in _completion_keys(table, failed)])
+            groups = in_order(groups, [(int(r), int(p)) for r, p in completion_keys(table, failed)])
         for group in groups:
             for completion in group:
                 yield completion.set_id(ids[completion.row_index])
@@ -349,16 +346,6 @@ class Engine:
         return Loop(workload, scheduler, pool, resources, settings, emit)
 
 
-def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """(max_num_seqs, max_tokens_per_step): the options, or defaults of the device that fit the given one."""
-    cuda = device.type == "cuda"
-    seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
-    if seqs is None:
-        seqs = min(256, tokens or 256)  # many rows per step spread the cost of a step in Python
-    # On a CPU, a step's activations should fit into the last-level cache.
-    return seqs, tokens or max(8192 if cuda else 1024, seqs)
-
-
 def group_min_saving(device: torch.device, backend: Backend | None = None) -> int:
     """Least number of cached tokens whose reads a prefix group must save per step.
 
@@ -367,44 +354,3 @@ def group_min_saving(device: torch.device, backend: Backend | None = None) -> in
     if device.type == "cuda":
         return chip_tuning(device).prefix_pass_tokens
     return GROUP_MIN_SAVING if backend is None or backend.group_saving is None else backend.group_saving.measure()
-
-
-def prepare_device(config: EngineConfig) -> None:
-    """Set the number of CPU threads; oversubscribed cores are very slow.
-
-    An engine without `cpu_threads` restores the number that the process had before an earlier engine changed it.
-    """
-    now = torch.get_num_threads()
-    free = _THREADS_BEFORE.get(now, now)
-    threads = config.cpu_threads or min(free, cpu_quota() or free)
-    if threads != now:
-        torch.set_num_threads(threads)
-    _THREADS_BEFORE.clear()  # a later change by the caller is kept
-    _THREADS_BEFORE[threads] = free
-
-
-def _default_fields(params: SamplingParams | None) -> dict[str, Any]:
-    """The fields of `params` as defaults for every row, without `seed` if it is None."""
-    if params is None:
-        return {}
-    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-    return values if params.seed is not None else {name: v for name, v in values.items() if name != "seed"}
-
-
-def _completion_keys(table: RequestTable, failed: list[Completion]) -> list[tuple[int, int]]:
-    """(row index, prompt index) of all completions that will be yielded, in input order."""
-    keys = {(r.row_index, r.prompt_index) for r in table}
-    return sorted(keys | {(c.row_index, 0) for c in failed})
-
-
-def _in_order(groups: Iterator[list[Completion]], keys: list[tuple[int, int]]) -> Iterator[list[Completion]]:
-    """Yield groups of completions in the order of `keys`, holding back early ones."""
-    waiting: list[tuple[tuple[int, int], int, list[Completion]]] = []
-    expected = iter(keys)
-    head = next(expected, None)
-    for number, group in enumerate(groups):
-        heapq.heappush(waiting, ((group[0].row_index, group[0].prompt_index), number, group))
-        while waiting and waiting[0][0] == head:
-            yield heapq.heappop(waiting)[2]
-            head = next(expected, None)
-    assert not waiting, "a group of completions has no key"

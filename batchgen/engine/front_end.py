@@ -12,10 +12,12 @@ from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
 from batchgen.models.base import ModelSpec
 from batchgen.request.model_names import ModelNames
+from batchgen.request.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
-from batchgen.text.encode import Encoder, Truncate
+from batchgen.text.encode import Encoder
+from batchgen.text.fit import Truncate
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
@@ -107,3 +109,11 @@ class FrontEnd:
     def row_reader(self, table: RequestTable, defaults: RowDefaults, on_duplicate: OnDuplicate = "error") -> RowReader:
         """A reader of rows into `table`."""
         return RowReader(table, self.encoder, defaults, on_duplicate, self.media_root)
+
+
+def default_fields(params: SamplingParams | None) -> dict[str, Any]:
+    """The fields of `params` as defaults for every row, without `seed` if it is None."""
+    if params is None:
+        return {}
+    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    return values if params.seed is not None else {name: v for name, v in values.items() if name != "seed"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from batchgen.kernels.types import KVPool
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
+from batchgen.request.table import RequestTable
 
 
 @dataclass(slots=True)
@@ -281,3 +283,22 @@ class Loop:
             self._logprobs.finish(self._batch.slot(number), sequence)
         self._batch.remove(number)
         return sequence
+
+
+def completion_keys(table: RequestTable, failed: list[Completion]) -> list[tuple[int, int]]:
+    """(row index, prompt index) of all completions that will be yielded, in input order."""
+    keys = {(r.row_index, r.prompt_index) for r in table}
+    return sorted(keys | {(c.row_index, 0) for c in failed})
+
+
+def in_order(groups: Iterator[list[Completion]], keys: list[tuple[int, int]]) -> Iterator[list[Completion]]:
+    """Yield groups of completions in the order of `keys`, holding back early ones."""
+    waiting: list[tuple[tuple[int, int], int, list[Completion]]] = []
+    expected = iter(keys)
+    head = next(expected, None)
+    for number, group in enumerate(groups):
+        heapq.heappush(waiting, ((group[0].row_index, group[0].prompt_index), number, group))
+        while waiting and waiting[0][0] == head:
+            yield heapq.heappop(waiting)[2]
+            head = next(expected, None)
+    assert not waiting, "a group of completions has no key"

@@ -17,13 +17,15 @@ import torch
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import open_inputs
-from batchgen.engine.engine import step_limits
+from batchgen.data.write.work_folder import output_paths
+from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.advice import input_advice
 from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
+from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
@@ -139,21 +141,22 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     setup = prepare(job, _print_note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
     identity = identify_job(setup, inputs)
+    set_clock(setup, identity, output_paths(config.output, identity.run.shard))
     started = time.monotonic()
     errors = _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
         rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_bad=errors.add)
         rows.close()
+        for note in rows.notes:
+            _print_note(note)
         table = rows.table
         setup.note_unused_options(table.params, _print_note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
-        page = config.engine.page_size
         counts, steps = _plan(config, setup, workload)
         tokens = int((workload.samples.astype(np.int64) * table.max_new_tokens).sum())
         output = estimate_output(rows, config, setup.spec)
         planned = time.monotonic()
-    spec = setup.spec
     report = CheckReport(
         rows=rows.rows,
         rows_ok=rows.rows - rows.errors.total() - rows.skipped,
@@ -171,7 +174,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         deduplicated_rows=len(workload.followers),
         grammar_backends=rows.grammar_backends,
         max_completion_tokens=tokens,
-        kv_peak_bytes=cache_bytes(cache_groups(spec, page), counts.kv_peak_pages),
+        kv_peak_bytes=cache_bytes(cache_groups(setup.spec, config.engine.page_size), counts.kv_peak_pages),
         page_waste=round(counts.page_waste, 4),
         estimated_steps=steps.steps,
         estimated_occupancy=round(steps.occupancy, 4),
@@ -188,7 +191,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
             "reading": round(read - started, 3),
             "planning": round(planned - read, 3),
         },
-        model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
+        model={**setup.identity, "parameters": setup.spec.parameters, "context_length": setup.spec.context_length},
         configuration=config.describe(),
     )
     return report, output

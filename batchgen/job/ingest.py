@@ -14,14 +14,14 @@ import orjson
 
 from batchgen.config.run_config import RunConfig
 from batchgen.data.carry import Carry, effective_carry
-from batchgen.data.read.input_set import InputSet
+from batchgen.data.read.input_set import InputSet, NamedFields
 from batchgen.data.read.selection import Selection
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.schema import extra_json
 from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.engine.row_reader import ProcessedRow
-from batchgen.errors import InputError
+from batchgen.errors import InputError, UsageError
 from batchgen.job.setup import Setup
 from batchgen.request.columns import Columns
 from batchgen.request.completion import Completion
@@ -89,6 +89,8 @@ class Ingested:
     """Number of prompts that were truncated."""
     grammar_backends: dict[str, int] = field(default_factory=dict)
     """Grammar compiler (`xgrammar`, `llguidance`) -> number of distinct constraints that it compiled."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of options that had no effect."""
 
     def close(self, *, keep: bool = False) -> None:
         """Close the files of token ids, texts and bad rows; remove them unless `keep`.
@@ -130,6 +132,8 @@ def ingest(
 
     Raises:
         InputError: a row is bad, with `--on-bad-row fail`.
+        UsageError: no row has the field that `--id-column` names. If only some rows are selected, others may have it,
+            and a note says so; likewise for `--carry`, whose fields may be absent.
     """
     config = setup.config
     tokens = TokenSpool(folder / TOKENS)
@@ -137,8 +141,11 @@ def ingest(
     result = Ingested(table, tokens, RowTexts(BlobSpool(folder / TEXTS)), BlobSpool(folder / BAD))
     reader = setup.front_end.row_reader(table, setup.defaults, config.on_duplicate_id)
     carry = effective_carry(config.carry, include_source=config.include_source)
+    selection = selection_of(config)
+    carried_names = () if isinstance(config.carry, str) else config.carry
+    wanted = NamedFields({**dict.fromkeys(carried_names, "--carry"), config.id_column: "--id-column"})
     try:
-        for row in reader.read(inputs.rows(config.prompt_column, config.id_column, selection_of(config))):
+        for row in reader.read(inputs.rows(config.prompt_column, config.id_column, selection, wanted)):
             result.rows += 1
             on_row(result.rows)
             carried = {**row.raw.displaced, **row.extra} if row.raw.displaced else row.extra
@@ -147,6 +154,10 @@ def ingest(
                 _add_bad(result, row, extra, config, on_bad)
             else:
                 _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
+        for option, problem in wanted.problems("the input" if selection.selects_all else "the selection of rows"):
+            if option == "--id-column" and selection.selects_all:
+                raise UsageError(problem)
+            result.notes.append(problem)
         result.truncated = setup.front_end.encoder.truncated
         result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
         result.carried_options = dict(setup.defaults.carried_options.rows)

@@ -64,7 +64,7 @@ class OpenedJob:
         if self._config.retry_errors and is_lines(self.paths.result):
             self._refuse_retry_of_lines()
         open_output = open_for_retry if self._config.retry_errors else open_work
-        policy, clock = self._policy(), self._clock()
+        policy, clock = self._policy(), set_clock(self.setup, self.identity, self.paths)
         if policy == "resume-anyway":
             self._refuse_other_environments()
         try:
@@ -73,24 +73,6 @@ class OpenedJob:
             if self._config.retry_errors and other.job and changes(other.job, self.identity.info) == [INPUT_FILES]:
                 return open_output(self.paths, self.identity.run, self.identity.info, "resume-anyway", clock)
             raise self._refusal(other) from None
-
-    def _clock(self) -> str | None:
-        """The time that the job's conversations see; None if the model's chat template does not read it.
-
-        It is the one given, the one with which the job began, that of the job whose rows are reused, or the time now.
-        """
-        config, tokenizer = self._config, self.setup.front_end.tokenizer
-        if tokenizer.clock_text is None:
-            return None
-        if config.engine.clock is None:
-            found = recorded_clock(self.paths, self.identity.run, config.existing)
-            if found is None and config.existing != "overwrite":
-                found = _clock_of(self.paths.result)
-            if found is None and config.reuse is not None:
-                found = _clock_of(Path(config.reuse))
-            if found is not None:
-                tokenizer.clock = datetime.fromisoformat(found)
-        return tokenizer.clock.isoformat()
 
     def _refuse_retry_of_lines(self) -> None:
         """Refuse to retry the errors of a finished output of JSON lines.
@@ -199,6 +181,25 @@ def clock_record(setup: Setup) -> dict[str, Any]:
     tokenizer = setup.front_end.tokenizer
     shown = tokenizer.clock_text
     return {"clock": None if shown is None else tokenizer.clock.isoformat(), "clock_text": shown}
+
+
+def set_clock(setup: Setup, identity: JobIdentity, paths: OutputPaths) -> str | None:
+    """Set the time that the job's conversations see and return it; None if the model's chat template does not read it.
+
+    It is the one given, the one with which the job began, that of the job whose rows are reused, or the time now.
+    """
+    config, tokenizer = setup.config, setup.front_end.tokenizer
+    if tokenizer.clock_text is None:
+        return None
+    if config.engine.clock is None:
+        found = recorded_clock(paths, identity.run, config.existing)
+        if found is None and config.existing != "overwrite":
+            found = _clock_of(paths.result)
+        if found is None and config.reuse is not None:
+            found = _clock_of(Path(config.reuse))
+        if found is not None:
+            tokenizer.clock = datetime.fromisoformat(found)
+    return tokenizer.clock.isoformat()
 
 
 def _clock_of(out: Path) -> str | None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.read.input_set import InputSet, open_inputs
-from batchgen.data.view import Totals, read_totals
 from batchgen.data.write.committed import Committed, first_of_prompt
-from batchgen.data.write.finish import finish
-from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
@@ -32,19 +29,19 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
-from batchgen.job.ingest import Ingested, ingest
-from batchgen.job.lines_output import LinesOutput
-from batchgen.job.opening import OpenedJob, clock_record, refuse_named
+from batchgen.job.ingest import Ingested, ingest, selection_of
+from batchgen.job.opening import OpenedJob, refuse_named
+from batchgen.job.output import write_output
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
 from batchgen.job.reasons import Reasons
 from batchgen.job.reuse import RequestHashes, Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
-from batchgen.job.summary import RunSummary, counted, finished_summary
+from batchgen.job.summary import RunSummary, finished_summary, run_summary
 from batchgen.job.tokenized_cache import (
     discard_tokenized,
-    load_tokenized,
+    load_rows,
     report_bad_rows,
     save_tokenized,
     tokenized_key,
@@ -118,7 +115,9 @@ class _Job:
             refuse_named(setup, identity)
             work = OpenedJob(setup, inputs, identity, paths).open()
         if work is None:
-            return finished_summary(paths.result, identity.run.fingerprint)
+            skips = self.config.on_bad_row == "skip"
+            count = partial(inputs.count_selected, selection_of(self.config))
+            return finished_summary(paths.result, identity.run.fingerprint, count, skips=skips)
         self.collector.freeze_all()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             # Weights are loaded while the rows are tokenised.
@@ -180,34 +179,19 @@ class _Job:
         self._check_max_errors(rows)
         self.opened.close()
         with self._phase("writing"):
-            totals = self._write(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
+            totals = write_output(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
         resumed = len(np.unique(committed.row_index)) + reuse.rows
-        summary = self._summary(identity, rows, totals, resumed, running)
-        advice = [*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)]
+        summary = run_summary(self.result, identity.run.fingerprint, rows, totals, running, self.seconds)
+        counts = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
-            summary, kernels=engine.kernels, advice=advice, engine={**summary.engine, **asdict(writer.stats)}
+            summary,
+            rows_resumed=resumed,
+            carried_options=carried_notes(rows.carried_options, config.carry),
+            commonest_error=self.reasons.commonest(),
+            kernels=engine.kernels,
+            advice=[*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)],
+            engine={**summary.engine, **counts},
         )
-
-    def _write(self, work: WorkFolder, rows: Ingested, record: Mapping[str, Any], setup: Setup) -> Totals:
-        """Merge all committed rows into the output; returns its totals."""
-        made = {
-            **record,
-            "input_rows": rows.rows,
-            "rows_skipped": rows.skipped,
-            "row_shapes": rows.shapes.encode(),
-            "grammar_backends": sorted(rows.grammar_backends),
-            "created": int(time.time()),
-            **clock_record(setup),
-            "layer_ids": [*setup.spec.moe_layers] or None,
-            "experts_per_token": setup.spec.experts_per_token or None,
-        }
-        most = self.config.max_output_bytes
-        if not is_lines(self.result):
-            finish(work, rows.expected, made, max_bytes=most)
-            return read_totals(self.result)
-        lines = LinesOutput(setup, self.result)
-        finish(work, rows.expected, made, max_bytes=most, publish=lines.publish)
-        return lines.totals
 
     def _find_reuse(
         self, files: Sequence[ReuseFile], rows: Ingested, hashes: RequestHashes, committed: Committed
@@ -253,7 +237,7 @@ class _Job:
         # Rows that fail in parsing are found again: `on_error` removes them.
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
         key = tokenized_key(identity, setup)
-        rows = _load_rows(work, key, committed, setup)
+        rows = load_rows(work, key, committed, setup)
         if rows is None:
             discard_tokenized(work.tokenized)
             rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row)
@@ -263,8 +247,9 @@ class _Job:
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)
         report_bad_rows(rows, on_error)
-        for note in carried_notes(rows.carried_options, self.config.carry)[:MAX_NOTES]:
-            self.progress.note(note_line(note))
+        carried = carried_notes(rows.carried_options, self.config.carry)[:MAX_NOTES]
+        for line in (*rows.notes, *map(note_line, carried)):
+            self.progress.note(line)
         self.errors_before = len(self.failed)
         self._report(rows_done=0, rows_total=rows.rows, rows_error=self._errors(rows))
         self._check_max_errors(rows)
@@ -372,47 +357,3 @@ class _Job:
         self.seconds[outer] = self.seconds.get(outer, 0.0) - self.seconds["compiling"]
         self.state = replace(self.state, phase=outer)
         self.progress.update(self.state)
-
-    def _summary(
-        self,
-        identity: JobIdentity,
-        rows: Ingested,
-        totals: Totals,
-        resumed: int,
-        running: Running,
-    ) -> RunSummary:
-        stats = running.scheduler.stats
-        generating = self.seconds["generating"]
-        return RunSummary(
-            output=str(self.result),
-            rows=rows.rows,
-            **counted(totals),
-            fingerprint=identity.run.fingerprint,
-            rows_skipped=rows.skipped,
-            carried_options=carried_notes(rows.carried_options, self.config.carry),
-            commonest_error=self.reasons.commonest(),
-            rows_resumed=resumed,
-            prompt_tokens=running.workload.tree.prompt_tokens,
-            distinct_prompt_tokens=running.workload.tree.distinct_tokens,
-            computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
-            kv_peak_bytes=stats.peak_pages * running.page_bytes,
-            seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
-            output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
-            engine={
-                **stats.as_dict(),
-                "output_ms": round(1e3 * self.output_seconds),
-                **running.loop.counts(),
-            },
-        )
-
-
-def _load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
-    """The rows tokenised by an earlier run; None if there is no valid cache or a constraint cannot be compiled now."""
-    rows = load_tokenized(work.tokenized, key)
-    if rows is None:
-        return None
-    done = committed.contains(rows.table.row_index, rows.table.prompt_index)
-    if setup.front_end.encoder.can_compile(rows.table.constraints(done)):
-        return rows
-    rows.close()
-    return None

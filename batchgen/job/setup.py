@@ -13,8 +13,9 @@ from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere
-from batchgen.engine.engine import Engine, prepare_device
+from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
+from batchgen.engine.machine import prepare_device
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.job.preflight import CheckedJob
 from batchgen.kernels.backend import GPU_BACKENDS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -18,10 +18,14 @@ from rich.text import Text
 from batchgen.data.export import read_line_totals
 from batchgen.data.view import Totals, first_answer, read_totals
 from batchgen.data.write.durable_files import read_footer
-from batchgen.data.write.lines import errors_path, is_lines
+from batchgen.data.write.lines import errors_path, is_lines, lines_of_job
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.request.printable import encodable, format_size, printable
 from batchgen.request.unknown_keys import carried_summary
+
+if TYPE_CHECKING:
+    from batchgen.engine.engine import Running
+    from batchgen.job.ingest import Ingested
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +89,79 @@ class RunSummary:
         return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
 
 
-def finished_summary(result: Path, fingerprint: str) -> RunSummary:
-    """The summary of an output that was already complete."""
-    totals = read_line_totals(result) if is_lines(result) else read_totals(result)
-    footer = read_footer(result) or {}
+def run_summary(
+    result: Path, fingerprint: str, rows: Ingested, totals: Totals, running: Running, seconds: Mapping[str, float]
+) -> RunSummary:
+    """The summary of a run that has finished its job, with what its rows, its output and its engine counted.
+
+    Args:
+        result: path of the output.
+        fingerprint: the job's.
+        rows: the rows of the input.
+        totals: the totals of the output.
+        running: the job in the engine, after its last step.
+        seconds: phase name -> seconds.
+    """
+    stats, generating = running.scheduler.stats, seconds["generating"]
     return RunSummary(
         output=str(result),
-        rows=int(footer.get("input_rows") or totals.rows),
+        rows=rows.rows,
         **counted(totals),
         fingerprint=fingerprint,
-        rows_skipped=int(footer.get("rows_skipped") or 0),
-        kernels=str(footer.get("kernels") or ""),
+        rows_skipped=rows.skipped,
+        prompt_tokens=running.workload.tree.prompt_tokens,
+        distinct_prompt_tokens=running.workload.tree.distinct_tokens,
+        computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
+        kv_peak_bytes=stats.peak_pages * running.page_bytes,
+        seconds={phase: round(spent, 3) for phase, spent in seconds.items()},
+        output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
+        engine={**stats.as_dict(), **running.loop.counts()},
+    )
+
+
+def finished_summary(result: Path, fingerprint: str, count_rows: Callable[[], int], *, skips: bool) -> RunSummary:
+    """The summary of an output that was already complete.
+
+    Args:
+        result: path of the output.
+        fingerprint: the job's.
+        count_rows: gives the number of input rows, which JSON lines do not record.
+        skips: whether the job leaves bad rows out.
+
+    Raises:
+        OutputError: lines of an output of JSON lines are missing.
+    """
+    if is_lines(result):
+        totals, record = _line_counts(result, fingerprint, count_rows(), skips)
+    else:
+        totals, record = read_totals(result), read_footer(result) or {}
+    return RunSummary(
+        output=str(result),
+        rows=int(record.get("input_rows") or totals.rows),
+        **counted(totals),
+        fingerprint=fingerprint,
+        rows_skipped=int(record.get("rows_skipped") or 0),
+        kernels=str(record.get("kernels") or ""),
         already_done=True,
     )
+
+
+def _line_counts(result: Path, fingerprint: str, rows: int, skips: bool) -> tuple[Totals, Mapping[str, Any]]:
+    """Totals of JSON lines, and what a footer would record. Rows without a line are the skipped ones, if there may be.
+
+    Raises:
+        OutputError: rows have no line, and none may be skipped.
+    """
+    totals = read_line_totals(result)
+    without = max(0, rows - totals.rows)
+    if without and not skips:
+        raise OutputError(
+            f"{result} is complete, but {without:,} of the job's {rows:,} rows have no line: lines were removed, or "
+            f"{errors_path(result)}, which has those that failed. Put the file back, or compute all rows again with "
+            "--overwrite."
+        )
+    mark = lines_of_job(result, fingerprint) or {}
+    return totals, {**mark, "input_rows": rows, "rows_skipped": without}
 
 
 def counted(totals: Totals) -> dict[str, Any]:

@@ -27,8 +27,10 @@ import numpy.typing as npt
 import orjson
 
 from batchgen import __version__
+from batchgen.data.write.committed import Committed
 from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.spool import BlobSpool, TokenSpool
+from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import ErrorCode, ErrorInfo, OutputError, RowError
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import BAD, TEXTS, TOKENS, Ingested, RowTexts
@@ -85,6 +87,7 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
         "errors": {str(code): count for code, count in rows.errors.items()},
         "grammar_backends": rows.grammar_backends,
         "carried_options": rows.carried_options,
+        "notes": rows.notes,
     }
     columns = {
         f"{name}.{column}": values for name, part in _parts(rows).items() for column, values in part.columns().items()
@@ -94,6 +97,18 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     metadata["checksums"] = _checksums(folder)
     columns[_METADATA] = np.frombuffer(json.dumps(metadata).encode(), np.uint8)
     write_durably(folder / _COLUMNS, lambda stream: np.savez(stream, **columns))  # type: ignore[arg-type]
+
+
+def load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
+    """The rows tokenised by an earlier run; None if there is no valid cache or a constraint cannot be compiled now."""
+    rows = load_tokenized(work.tokenized, key)
+    if rows is None:
+        return None
+    done = committed.contains(rows.table.row_index, rows.table.prompt_index)
+    if setup.front_end.encoder.can_compile(rows.table.constraints(done)):
+        return rows
+    rows.close()
+    return None
 
 
 def load_tokenized(folder: Path, key: str) -> Ingested | None:
@@ -123,6 +138,7 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
             part.restore_columns(_columns_of(name, columns))
         rows.grammar_backends = metadata["grammar_backends"]
         rows.carried_options.update(metadata["carried_options"])
+        rows.notes = metadata["notes"]
         rows.errors.update({ErrorCode(code): count for code, count in metadata["errors"].items()})
         table.restore_params([SamplingParams(**given) for given in metadata["params"]])
         opened.pop_all()

@@ -76,6 +76,32 @@ _WAIT_FRACTION: Final = 4
 a few samples, waiting for more would leave pages unused."""
 
 
+class SampleSlots:
+    """The slots for samples: taken by begun samples, or reserved for those whose prompts are being computed."""
+
+    def __init__(self, sequences: SequenceScheduler, config: SchedulerConfig) -> None:
+        self._sequences = sequences
+        self._config = config
+        self.reserved = 0
+        """Number of reserved slots."""
+
+    def free(self) -> int:
+        """Number of free slots."""
+        begun = len(self._sequences.by_id) - self._sequences.awaiting_commit  # a finished sequence needs no slot
+        return self._config.max_num_seqs - begun - self.reserved
+
+    def has_room(self, samples: int) -> bool:
+        """Whether samples of one node can begin, all of them or as many as begin together at least."""
+        config = self._config
+        return self.free() >= min(max(1, samples), config.start_together, config.max_num_seqs)
+
+    def reserve(self, most: int) -> int:
+        """Reserve up to `most` slots, as many as are free; returns their number."""
+        count = max(0, min(most, self.free()))
+        self.reserved += count
+        return count
+
+
 class Admission:
     """Admission by forecast page use.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.admission import Admission, PendingSubtrees
+from batchgen.plan.admission import Admission, PendingSubtrees, SampleSlots
 from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerConfig
@@ -23,6 +23,7 @@ from batchgen.plan.order import BeginOrder
 from batchgen.plan.page_forecast import Candidate
 from batchgen.plan.sequences import SequenceScheduler
 from batchgen.plan.step_plan import SequenceStart
+from batchgen.plan.unbegun import UnbegunSamples
 
 NO_FREE_PAGES = -1
 """Result of `_blocked_until` if the pages for a missing path cannot be allocated."""
@@ -53,15 +54,14 @@ class PrefillScheduler:
     def __init__(
         self,
         order: BeginOrder,
-        samples: Int32s,
+        unbegun: UnbegunSamples,
         max_new: Int32s,
         block_manager: BlockManager,
         sequences: SequenceScheduler,
         predictor: LengthPredictor,
         config: SchedulerConfig,
     ) -> None:
-        self._order = order.tree.order.data
-        self._samples = samples.data
+        self._unbegun = unbegun
         self._max_new = max_new.data
         self._block_manager = block_manager
         self._sequences = sequences
@@ -71,12 +71,9 @@ class PrefillScheduler:
         self._deferred: list[tuple[int, int]] = []
         """Node id ranges that go back to `_pending` in the next step."""
         self._runs: list[_Run] = []
-        self._reserved = 0
-        self._next_sample: dict[int, tuple[int, int]] = {}
-        """Node with some samples begun -> index in the tree's order and sample index of the next sample."""
+        self._slots = SampleSlots(sequences, config)
         self._backlog: dict[int, None] = {}
         """Computed nodes with samples at their ends that have yet to begin, in order."""
-        self._cancelled: set[int] = set()
         self._admission = Admission(block_manager, sequences, predictor, self._max_new, config, order.interval)
 
     def advance(self, builder: StepBuilder) -> None:
@@ -87,14 +84,14 @@ class PrefillScheduler:
             if run.node.alive:
                 self._advance(run, builder)
             else:
-                self._reserved -= run.reserved
+                self._slots.reserved -= run.reserved
                 self._pending.push(run.node.id, run.pending[1])
 
     def begin(self, builder: StepBuilder) -> None:
         """Begin samples at computed nodes, then new nodes, while slots, pages and budget suffice."""
         if builder.step < self._admission.blocked_until or not self._begin_backlog(builder):
             return
-        while builder.budget and self._free_slots() and (taken := self._pending.pop()):
+        while builder.budget and self._slots.free() and (taken := self._pending.pop()):
             low, high = taken
             until = self._blocked_until(low, builder)
             if until == NO_FREE_PAGES:
@@ -132,26 +129,9 @@ class PrefillScheduler:
         if run is not None:
             self._runs.append(run)
 
-    def cancel(self, request: int, row: int, node_id: int) -> int:
-        """Cancel the samples of `request`, at index `row` of the order, that have not begun; returns their number."""
-        if request in self._cancelled or not self._block_manager.unstarted[node_id]:
-            return 0
-        self._cancelled.add(request)
-        next_row, next_sample = self._next_sample.get(node_id, (self._block_manager.first_row[node_id], 0))
-        begun = 0 if row > next_row else next_sample if row == next_row else self._samples[request]
-        count = self._samples[request] - begun
-        if count:
-            self._block_manager.unstarted[node_id] -= count
-            self._block_manager.release(node_id, count)
-        return count
-
     def on_finished(self, sequences: Collection[int]) -> None:
         """Record that running samples have ended."""
         self._admission.end(sequences)
-
-    def is_cancelled(self, request: int) -> bool:
-        """Whether samples of `request` were cancelled before they began."""
-        return request in self._cancelled
 
     def _requeue_deferred(self) -> None:
         """Put the deferred ranges back into `_pending`."""
@@ -159,22 +139,14 @@ class PrefillScheduler:
             self._pending.push(low, high)
         self._deferred.clear()
 
-    def _free_slots(self) -> int:
-        begun = len(self._sequences.by_id) - self._sequences.awaiting_commit  # a finished sequence needs no slot
-        return self._config.max_num_seqs - begun - self._reserved
-
-    def _has_free_slots(self, node_id: int) -> bool:
-        config = self._config
-        wanted = max(1, self._block_manager.unstarted[node_id])
-        return self._free_slots() >= min(wanted, config.start_together, config.max_num_seqs)
-
     def _nothing_in_flight(self) -> bool:
         """Whether no sample or run is in flight, so that waiting would free nothing."""
-        return not self._sequences.by_id and not self._reserved and not self._runs
+        return not self._sequences.by_id and not self._slots.reserved and not self._runs
 
     def _admit(self, node_id: int, builder: StepBuilder) -> Candidate | None:
         """The candidate that begins with a node whose parent is complete, if slots and pages suffice; else None."""
-        if not self._has_free_slots(node_id) or not self._make_room(node_id, force=False):
+        has_slots = self._slots.has_room(self._block_manager.unstarted[node_id])
+        if not has_slots or not self._make_room(node_id, force=False):
             return None
         return self._admission.admit(
             self._candidate(node_id, builder), self._waiting, nothing_running=self._nothing_in_flight()
@@ -182,17 +154,12 @@ class PrefillScheduler:
 
     def _candidate(self, node_id: int, builder: StepBuilder) -> Candidate:
         """The path down to the first samples at or below a node, with as many of these as there are free slots."""
-        block_manager, path = self._block_manager, [node_id]
-        while not block_manager.unstarted[path[-1]]:
-            child = path[-1] + 1
-            while not block_manager.refs[child]:
-                child = block_manager.subtree_end[child]
-            path.append(child)
-        count = max(1, min(block_manager.unstarted[path[-1]], self._free_slots()))
+        block_manager, path = self._block_manager, self._unbegun.path_below(node_id)
+        count = max(1, min(block_manager.unstarted[path[-1]], self._slots.free()))
         later = block_manager.end[path[-1]] - block_manager.start[node_id] - builder.budget
         room = self._config.max_tokens_per_step - len(self._sequences.running)
         delay = max(0, -(-later // max(1, room)))
-        return Candidate(tuple(path), path[-1], self._next_requests(path[-1], count), delay)
+        return Candidate(tuple(path), path[-1], self._unbegun.requests(path[-1], count), delay)
 
     def _waiting(self) -> list[Candidate]:
         """Candidates of the runs in progress: the samples whose prompts are being computed."""
@@ -202,7 +169,7 @@ class PrefillScheduler:
                 path = tuple(n for n in run.candidate.path if n > run.node.id)
                 candidates.append(replace(run.candidate, path=path))
             elif count := min(run.reserved, self._block_manager.unstarted[run.node.id]):
-                candidates.append(Candidate((), run.node.id, self._next_requests(run.node.id, count), 0))
+                candidates.append(Candidate((), run.node.id, self._unbegun.requests(run.node.id, count), 0))
         return candidates
 
     def _make_room(self, node_id: int, force: bool) -> bool:
@@ -212,7 +179,7 @@ class PrefillScheduler:
         """
         block_manager = self._block_manager
         if not force:
-            spare = len(self._sequences.by_id) + self._reserved
+            spare = len(self._sequences.by_id) + self._slots.reserved
             if self._admission.uses_forecast:
                 spare = 0
             return block_manager.pages_to_admit(node_id) + spare <= block_manager.allocator.free_count
@@ -266,9 +233,7 @@ class PrefillScheduler:
 
     def _reserve(self, node_id: int, candidate: Candidate | None) -> int:
         most = len(candidate.requests) if candidate is not None else self._block_manager.unstarted[node_id]
-        count = max(0, min(self._block_manager.unstarted[node_id], self._free_slots(), most))
-        self._reserved += count
-        return count
+        return self._slots.reserve(min(self._block_manager.unstarted[node_id], most))
 
     def _advance(self, run: _Run, builder: StepBuilder) -> None:
         """Add one chunk of a run, as long as the budget allows."""
@@ -286,7 +251,7 @@ class PrefillScheduler:
             position = node.next_position
             if position == node.end:
                 node.completed_step = builder.step
-                self._reserved -= run.reserved
+                self._slots.reserved -= run.reserved
                 if block_manager.unstarted[node.id]:
                     self._begin_samples(node.id, builder, builder.flat + position - 1 - begin, run.reserved)
                     run.candidate = None
@@ -316,7 +281,7 @@ class PrefillScheduler:
                 run.candidate = self._admit(low, builder)
                 if run.candidate is None:
                     return False
-            elif not self._has_free_slots(low) or not self._make_room(low, forced_step):
+            elif not self._slots.has_room(block_manager.unstarted[low]) or not self._make_room(low, forced_step):
                 return False
             child = low
             run.pending = (low + 1, high)
@@ -337,7 +302,7 @@ class PrefillScheduler:
             Whether new nodes may begin. False while a node of the backlog waits for pages.
         """
         for node_id in list(self._backlog):
-            if not builder.budget or not self._has_free_slots(node_id):
+            if not builder.budget or not self._slots.has_room(self._block_manager.unstarted[node_id]):
                 return True
             if not self._block_manager.unstarted[node_id]:
                 del self._backlog[node_id]
@@ -351,8 +316,8 @@ class PrefillScheduler:
                     return False
                 self._advance(run, builder)
                 continue
-            count = min(self._block_manager.unstarted[node_id], self._free_slots())
-            candidate = Candidate((), node_id, self._next_requests(node_id, count), 0)
+            count = min(self._block_manager.unstarted[node_id], self._slots.free())
+            candidate = Candidate((), node_id, self._unbegun.requests(node_id, count), 0)
             admitted = self._admission.admit(candidate, self._waiting, nothing_running=self._nothing_in_flight())
             if admitted is None:
                 return False
@@ -371,31 +336,15 @@ class PrefillScheduler:
         self._stats.recomputed_last_tokens += 1
         self._begin_samples(node.id, builder, flat, count)
 
-    def _next_requests(self, node_id: int, count: int) -> list[int]:
-        """Requests of the next `count` samples at a node's end; at least `count` have not begun."""
-        row, sample = self._next_sample.get(node_id, (self._block_manager.first_row[node_id], 0))
-        requests: list[int] = []
-        while len(requests) < count:
-            request = self._order[row]
-            if request not in self._cancelled:
-                requests += [request] * min(self._samples[request] - sample, count - len(requests))
-            row, sample = row + 1, 0
-        return requests
-
     def _begin_samples(self, node_id: int, builder: StepBuilder, flat: int | None, count: int) -> None:
         """Begin `count` samples at the node's end, or as many as there are free slots, sampling from flat token `flat`.
 
         If `flat` is None only one sample begins, and computes its logits itself.
         """
-        block_manager = self._block_manager
-        left = block_manager.unstarted[node_id]
-        prompt_len = block_manager.end[node_id]
-        row, sample = self._next_sample.get(node_id, (block_manager.first_row[node_id], 0))
-        for _ in range(min(left, self._free_slots(), count if flat is not None else 1)):
-            request = self._order[row]
-            while sample == self._samples[request] or request in self._cancelled:
-                row, sample = row + 1, 0
-                request = self._order[row]
+        unstarted = self._block_manager.unstarted
+        prompt_len = self._block_manager.end[node_id]
+        count = min(unstarted[node_id], self._slots.free(), count if flat is not None else 1)
+        for request, row, sample in self._unbegun.take(node_id, count):
             sequence = self._sequences.begin(
                 request, row, node_id, prompt_len, self._max_new[request], sampled=flat is not None
             )
@@ -403,12 +352,7 @@ class PrefillScheduler:
             builder.plan.starts.append(SequenceStart(sequence, request, sample))
             if flat is not None:
                 builder.sample(sequence, flat)
-            sample += 1
-            left -= 1
-        block_manager.unstarted[node_id] = left
-        if left:
-            self._next_sample[node_id] = (row, sample)
+        if unstarted[node_id]:
             self._backlog[node_id] = None
         else:
-            self._next_sample.pop(node_id, None)
             self._backlog.pop(node_id, None)

@@ -18,6 +18,7 @@ from batchgen.plan.prefix_group_selection import PrefixGroups
 from batchgen.plan.sequences import Phase, SequenceScheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
+from batchgen.plan.unbegun import UnbegunSamples
 from batchgen.plan.work import Work, WorkForecast, WorkLeft, work_done
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -67,8 +68,9 @@ class Scheduler:
             self._block_manager.first_row, config.page_size, config.group_costs, int(tree.end.max(initial=0))
         )
         self._sequences = SequenceScheduler(self._block_manager, self._groups.add_row, self._groups.remove_row)
+        self._unbegun_samples = UnbegunSamples(order, self._samples, self._block_manager)
         self._prefill = PrefillScheduler(
-            order, self._samples, self._max_new, self._block_manager, self._sequences, predictor, config
+            order, self._unbegun_samples, self._max_new, self._block_manager, self._sequences, predictor, config
         )
         self._forecast = WorkForecast(order, self._samples, self._block_manager, self._sequences, predictor)
         self._rows: npt.NDArray[np.int32] | None = None
@@ -169,7 +171,7 @@ class Scheduler:
             self._rows[self._tree.order] = np.arange(len(self._tree.order), dtype=np.int32)
         begun = [s.id for s in self._sequences.by_id.values() if s.request == request]
         node_id = int(self._tree.node_of_request[request])
-        never = self._prefill.cancel(request, int(self._rows[request]), node_id)
+        never = self._unbegun_samples.cancel(request, int(self._rows[request]), node_id)
         self._unbegun -= never
         self._unended -= len(begun) + never
         self._sequences.finish(begun)
@@ -181,7 +183,7 @@ class Scheduler:
         needed = -(-(lengths + self._max_new - 1) // self.config.page_size)
         live = (self._samples > 0) & (needed > self._allocator.capacity)
         for request in np.flatnonzero(live).tolist():
-            if not self._prefill.is_cancelled(request):
+            if not self._unbegun_samples.is_cancelled(request):
                 have = self._allocator.capacity
                 raise ValueError(f"request {request} needs {needed[request]} pages, the pool has {have}; cancel it")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from batchgen.request.checks import Check
+from batchgen.request.checks import Check, invalid, plain
+from batchgen.request.padding import schema_without_nulls, without_nulls
 
 Place = Literal["row", "params", "completions", "chat"]
 """Where a field is allowed: on a native row, in its `sampling_params`, or in the body of an OpenAI batch line."""
@@ -20,6 +22,8 @@ NoOpTest = Callable[[Any, Mapping[str, Any]], bool]
 _T = TypeVar("_T")
 _KEY = "fields"
 """Key of the declared fields in the metadata of an attribute of `SamplingParams`."""
+_JSON = frozenset({"json_schema", "structural_tag", "custom_params"})
+"""Parameters that are stored as JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +84,26 @@ def sampling(
 def declared_fields(params: type[Any]) -> tuple[Field, ...]:
     """The fields that the attributes of `SamplingParams` declare; one whose values differ by place is listed twice."""
     return tuple(replace(field, name=item.name) for item in dataclasses.fields(params) for field in item.metadata[_KEY])
+
+
+def stored_value(name: str, check: Check, value: Any) -> Any:
+    """The form in which `SamplingParams` stores the value of a parameter; a value in that form stays as it is.
+
+    Raises:
+        RowError: `invalid_field`, by `check`, or because JSON cannot hold the value.
+    """
+    if name == "custom_params" and type(value) is str:
+        return None if value == "{}" else value
+    if name == "logit_bias" and type(value) is list:
+        value = tuple(value)  # the stored pairs, read from JSON
+    checked = check(name, plain(value))
+    if name in _JSON and type(checked) is dict:
+        checked = without_nulls(name, checked) if name == "custom_params" else schema_without_nulls(name, checked)
+        try:
+            text = json.dumps(checked, ensure_ascii=False, separators=(",", ":"))
+        except (TypeError, ValueError) as problem:
+            raise invalid(name, f"must be JSON: {problem}") from None
+        return None if name == "custom_params" and not checked else text
+    if (name, checked) == ("top_k", 0):
+        return -1
+    return None if (name, checked) == ("suffix", "") else checked

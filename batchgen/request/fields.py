@@ -20,8 +20,9 @@ from batchgen.request.checks import (
     strings,
     token_id_lists,
 )
+from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
-from batchgen.request.params import CONSTRAINT_KINDS, SAMPLING_FIELDS
+from batchgen.request.params import SAMPLING_FIELDS
 from batchgen.request.prompts import embeddings
 
 __all__ = ["CONSTRAINTS", "FIELDS", "ID_NAMES", "LOOKUP", "SOURCES", "Field", "Place"]

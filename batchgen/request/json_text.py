@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import json_type
+from batchgen.request.checks import Check, json_type
 from batchgen.request.printable import printable
 
 MAX_DEPTH = 200
@@ -108,6 +108,26 @@ def parse_json(text: bytes) -> Any:
     """
     value = _parse_quickly(text)
     return _parse_strictly(text) if value is None else value
+
+
+def text_remedy(error: RowError, check: Check, name: str, value: Any, other: str = "") -> RowError:
+    """The error of a field's value, with the remedy if the value is the JSON text of one that the field accepts.
+
+    Args:
+        error: what `check` said.
+        check: the check of the field.
+        name: the field as the row spells it.
+        value: the refused value.
+        other: what else helps.
+    """
+    if type(value) is not str or value.lstrip()[:1] not in ("[", "{"):
+        return error
+    try:
+        check(name, found := parse_json(value.encode()))
+    except (RowError, UnicodeEncodeError):
+        return error
+    remedy = f"which is JSON text: write the {'list' if type(found) is list else 'object'} itself{other}"
+    return RowError(error.info.code, f"{error.info.message}, {remedy}", error.info.param)
 
 
 def is_cut(line: bytes) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
 
 from batchgen.request import field_checks
 from batchgen.request.checks import (
-    Check,
     Integer,
     Number,
     boolean,
@@ -17,40 +14,19 @@ from batchgen.request.checks import (
     mapping,
     nonempty_ids,
     nonempty_string,
-    plain,
-    show,
     string,
     string_or_mapping,
     strings,
 )
-from batchgen.request.field import declared_fields, sampling
+from batchgen.request.constraint import Constraint, check_one, constraint_of
+from batchgen.request.field import declared_fields, sampling, stored_value
 from batchgen.request.hidden_states import HiddenStates, hidden_states
-from batchgen.request.padding import schema_without_nulls, without_nulls
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy."""
 
 MAX_STOPS = 32
 """Most stop strings, and most stop patterns, of a row."""
-
-ConstraintKind = Literal[
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "choice",
-]
-CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
-"""Kinds of constraints, which are also the names of the fields that give them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """Constraint on the output text. Equal constraints are compiled once."""
-
-    kind: ConstraintKind
-    text: str
-    """JSON of a schema, a structural tag or the list of choices; otherwise the pattern or grammar itself."""
 
 
 class _HashedOnce:
@@ -279,17 +255,16 @@ class SamplingParams(_HashedOnce):
             if value is None and not optional:
                 raise invalid(name, "must not be null; leave it out for its default")
             if value is not None:
-                object.__setattr__(self, name, _stored(name, check, value))
+                object.__setattr__(self, name, stored_value(name, check, value))
         self._check_lengths()
         self._check_stops()
-        self._check_constraint()
+        check_one(self)
         self._check_returned()
 
     def _check_lengths(self) -> None:
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise invalid(
-                "min_new_tokens", f"must not exceed max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
-            )
+            problem = f"must not exceed max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
+            raise invalid("min_new_tokens", problem)
         if self.best_of is not None and self.best_of < self.n:
             raise invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
 
@@ -297,20 +272,10 @@ class SamplingParams(_HashedOnce):
         for name, given, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
             if len(given) > MAX_STOPS:
                 raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(given)}")
-        if not self.stop_regex:
-            return
-        from batchgen.request.stop_patterns import compile_pattern  # imports regex, which is slow to start
+        if self.stop_regex:
+            from batchgen.request.stop_patterns import check_patterns  # imports regex, which is slow to start
 
-        for pattern in self.stop_regex:
-            try:
-                compile_pattern(pattern)
-            except ValueError as problem:
-                raise invalid("stop_regex", f"{show(pattern)} {problem}") from None
-
-    def _check_constraint(self) -> None:
-        given = [kind for kind in CONSTRAINT_KINDS if getattr(self, kind) is not None]
-        if len(given) > 1:
-            raise invalid(given[1], f"cannot be combined with `{given[0]}`: a row has one constraint")
+            check_patterns("stop_regex", self.stop_regex)
 
     def _check_returned(self) -> None:
         states = self.return_hidden_states
@@ -364,12 +329,7 @@ class SamplingParams(_HashedOnce):
     @property
     def constraint(self) -> Constraint | None:
         """The row's constraint, if it has one."""
-        for kind in CONSTRAINT_KINDS:
-            value = getattr(self, kind)
-            if value is not None:
-                text = json.dumps(value, ensure_ascii=False) if kind == "choice" else value
-                return Constraint(kind, text)
-        return None
+        return constraint_of(self)
 
     @property
     def modifies_logits(self) -> bool:
@@ -397,23 +357,3 @@ _CHECKS = tuple(
     if field.name == item.name and "params" in field.places
 )
 """(name, check, default, whether null is allowed) of each parameter."""
-_JSON = frozenset({"json_schema", "structural_tag", "custom_params"})
-
-
-def _stored(name: str, check: Check, value: Any) -> Any:
-    """The form in which a checked value is stored; a value in that form stays as it is."""
-    if name == "custom_params" and type(value) is str:
-        return None if value == "{}" else value
-    if name == "logit_bias" and type(value) is list:
-        value = tuple(value)  # the stored pairs, read from JSON
-    checked = check(name, plain(value))
-    if name in _JSON and type(checked) is dict:
-        checked = without_nulls(name, checked) if name == "custom_params" else schema_without_nulls(name, checked)
-        try:
-            text = json.dumps(checked, ensure_ascii=False, separators=(",", ":"))
-        except (TypeError, ValueError) as problem:
-            raise invalid(name, f"must be JSON: {problem}") from None
-        return None if name == "custom_params" and not checked else text
-    if (name, checked) == ("top_k", 0):
-        return -1
-    return None if (name, checked) == ("suffix", "") else checked

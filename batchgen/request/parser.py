@@ -19,6 +19,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, mapping
 from batchgen.request.endpoints import CHAT, COMPLETIONS, endpoint_of
 from batchgen.request.fields import SOURCES
+from batchgen.request.json_text import text_remedy
 from batchgen.request.layout import Layout, new_layout, params_key
 from batchgen.request.other_rows import missing_prompt
 from batchgen.request.params import SamplingParams
@@ -86,7 +87,7 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     if inner is not None:
         row.collect(inner, nested, params is not None)
     elif nested is not None:
-        mapping(_NESTED, nested)
+        _object(_NESTED, nested)
     new = row.params(defaults, {}) if params is None else None
     prompts = _prompts(row, layout, defaults, displaced)
     if new is not None:
@@ -162,6 +163,18 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: M
     return tuple(map(TokenPrompt, values))
 
 
+def _object(name: str, value: Any) -> dict[str, Any]:
+    """A container of fields, which must be an object.
+
+    Raises:
+        RowError: `invalid_field`.
+    """
+    try:
+        return mapping(name, value)
+    except RowError as error:
+        raise text_remedy(error, mapping, name, value) from None
+
+
 def is_openai_line(value: Mapping[str, Any]) -> bool:
     """Whether a row is an OpenAI batch line and not a native row that happens to have such columns.
 
@@ -190,7 +203,7 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
     row.collect(envelope, value)
     if len(row.spelled) > ("id" in row.spelled) or row.extra.get(_NESTED) is not None:
         _refuse_outside_body(row)
-    body = mapping("body", value.get("body"))
+    body = _object("body", value.get("body"))
     layout = defaults.layout(endpoint.place, body)
     key = params_key(layout, body)
     params = defaults.cached_params(key)

@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, nonempty_string
+from batchgen.request.params import SamplingParams
 
 
 class TextPrompt(NamedTuple):
@@ -112,3 +114,19 @@ def _float32_array(name: str, value: npt.NDArray[Any]) -> npt.NDArray[np.float32
     if not np.isfinite(values).all():
         raise invalid(name, "must contain finite float32 numbers")
     return values
+
+
+def refuse_with_embeds(params: SamplingParams) -> None:
+    """Reject parameters that need a prompt of text or ids.
+
+    Raises:
+        RowError: `unsupported_field`: such a parameter is set.
+    """
+    asked = {
+        "echo": params.echo,
+        "suffix": params.suffix is not None,
+        "logprob_start_len": params.return_logprob and params.logprob_start_len >= 0,
+    }
+    for name in (name for name, value in asked.items() if value):
+        message = f"`{name}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
+        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)

@@ -11,6 +11,7 @@ from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import check_unicode, invalid, show
 from batchgen.request.field_checks import DTYPE_PATTERNS
 from batchgen.request.fields import CONSTRAINTS, Place
+from batchgen.request.json_text import text_remedy
 from batchgen.request.layout import CHAT_FIELDS, Kind, Layout, new_layout
 from batchgen.request.model_names import ModelNames
 from batchgen.request.params import SamplingParams
@@ -26,6 +27,8 @@ _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
 _PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
 _MAX_CACHED_PARAMS = 256
 """Most parameter sets in the cache of `RowDefaults`; most jobs use a few."""
+_CONVERSATION = ("row", "messages")
+"""The field that `--prompt-column` also reads from its text."""
 _MAX_LAYOUTS = 256
 _MAX_NAME_CHARS = 512
 """Most characters of field names in a cached layout."""
@@ -147,7 +150,13 @@ class RowValues:
                 if name in spelled:
                     raise self._given_twice(name, key)
                 spelled[name] = key
-                values[name] = known.check(key, value)
+                try:
+                    values[name] = known.check(key, value)
+                except RowError as error:
+                    column = (
+                        f", or run with --prompt-column {key}" if key == "messages" and layout.place == "row" else ""
+                    )
+                    raise text_remedy(error, known.check, key, value, column) from None
 
     def carry(self, layout: Layout, source: Mapping[str, Any]) -> None:
         """Add only the valid carried fields of `source`."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import regex
+
+from batchgen.request.checks import invalid, show
 
 MAX_PATTERN = 10_000
 """Most characters in a pattern."""
@@ -47,6 +50,19 @@ def compile_pattern(pattern: str) -> Any:
     if _matches_empty_text(compiled):
         raise ValueError("matches the empty text, so every row would end at once; make it match at least one character")
     return compiled
+
+
+def check_patterns(name: str, patterns: Iterable[str]) -> None:
+    """Check the stop patterns of the field `name`.
+
+    Raises:
+        RowError: `invalid_field`, naming the first pattern that `compile_pattern` refuses.
+    """
+    for pattern in patterns:
+        try:
+            compile_pattern(pattern)
+        except ValueError as problem:
+            raise invalid(name, f"{show(pattern)} {problem}") from None
 
 
 def _matches_empty_text(compiled: Any) -> bool:

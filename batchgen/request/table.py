@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from batchgen.request.columns import Columns
 from batchgen.request.completion import Dialect
+from batchgen.request.constraint import Constraint
 from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.params import Constraint, SamplingParams
+from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import Prompt, StoredPrompt
 
 

@@ -295,6 +295,7 @@ _IS_LIST = (pat.is_list, pat.is_large_list, pat.is_fixed_size_list, pat.is_list_
 _CONVERSIONS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.Array, _Place], _Values]], ...] = (
     (lambda kind: isinstance(kind, pa.BaseExtensionType), _extension),
     (lambda kind: pat.is_string(kind) or pat.is_large_string(kind) or pat.is_string_view(kind), _text),
+    (pat.is_float16, lambda array, place: _each(array.to_pylist(), float)),  # pyarrow 18 gives numbers of numpy
     (lambda kind: pat.is_integer(kind) or pat.is_floating(kind) or pat.is_boolean(kind), _plain),
     (pat.is_null, _nulls),
     (pat.is_struct, _structs),

@@ -1,4 +1,4 @@
-"""Tokenization of parsed rows in batches: vocabulary and length checks, truncation, fill-in-the-middle."""
+"""Tokenization of parsed rows in batches: checks against the vocabulary, fill-in-the-middle."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from threading import Event
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request import checks
+from batchgen.request.constraint import Constraint
 from batchgen.request.hidden_states import CaptureSupport
-from batchgen.request.params import SAMPLING_FIELDS, Constraint, SamplingParams
+from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
 from batchgen.request.parser import derive_seed
-from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
+from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt, refuse_with_embeds
 from batchgen.request.table import ParsedRow
 from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
+from batchgen.text.fit import PromptFitter, Truncate
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.hidden_stops import check_stops
 from batchgen.text.scoring import join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
-Truncate = Literal["none", "left", "right"]
 _TokenizerInput = str | list[int] | ErrorInfo
 """A prompt before tokenization: text, ids given by the row, or the error of a conversation that cannot be rendered."""
 
 _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that the encodings of two batches stay small
 _ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
-_DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 _MAX_CHECKED = 256  # values that are remembered as checked
 _NO_STATES = CaptureSupport()
 
@@ -73,12 +73,9 @@ class _Batch(NamedTuple, Generic[_Tag]):
 class Encoder:
     """Tokenizer of rows for one model.
 
-    A prompt is truncated only if it leaves no room for a token. It is then cut to leave room for `max_new_tokens` (128
-    if the row sets no limit), but for at most half the context. `left` drops the beginning, `right` the end; a BOS in
-    front of text or a conversation is kept.
-
-    If a row has a `suffix` and the tokenizer's family supports fill-in-the-middle, prompt and suffix are laid out as
-    the family expects; `left` then drops the beginning of the prompt first, `right` the end of the suffix.
+    Prompts are fitted into the context as by `PromptFitter`. If a row has a `suffix` and the tokenizer's family
+    supports fill-in-the-middle, prompt and suffix are laid out as the family expects; `left` then drops the beginning
+    of the prompt first, `right` the end of the suffix.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -111,8 +108,12 @@ class Encoder:
         self._check_params_once = lru_cache(_MAX_CHECKED)(self._check_params)  # an error is not remembered
         self._check_bad_words_once = lru_cache(_MAX_CHECKED)(self._check_bad_words)
         self._limits = limits
-        self.truncated = 0
+        self._fitter = PromptFitter(tokenizer, context_length, truncate)
+
+    @property
+    def truncated(self) -> int:
         """Number of prompts that were truncated."""
+        return self._fitter.truncated
 
     def encode_rows(
         self, rows: Iterable[tuple[_Tag, ParsedRow | None]]
@@ -202,7 +203,7 @@ class Encoder:
                     param = _field_of(row, prompt)
                     message = f"`{param}` has no token before the text to score; begin it with more text"
                     raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
-                fitted = self._fit_scored(prompt, whole, start)
+                fitted = self._fitter.fit_scored(prompt, whole, start)
                 embeds = self._embeds(prompt, len(fitted))
                 both = fitted + whole[start:]
                 encoded.append(EncodedPrompt(index, both, 0, 0, row.params, embeds, len(fitted), number))
@@ -219,12 +220,15 @@ class Encoder:
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
             if isinstance(prompt, StoredPrompt):
-                _refuse_with_embeds(params)
+                refuse_with_embeds(params)
             if params.suffix is not None and self._fim is not None and not isinstance(prompt, ChatPrompt):
                 fitted = self._fit_fim(self._fim, row, prompt, ids, params.suffix)
                 chosen = self._fim.params(params)
             else:
-                fitted, chosen = self._fit(prompt, self._add_bos(row, prompt, ids), params.max_new_tokens), params
+                fitted, chosen = (
+                    self._fitter.fit(prompt, self._add_bos(row, prompt, ids), params.max_new_tokens),
+                    params,
+                )
             if params.logprob_start_len > len(fitted):
                 problem = f"must not exceed the prompt's {len(fitted)} tokens, got {params.logprob_start_len}"
                 raise RowError(ErrorCode.INVALID_FIELD, f"`logprob_start_len` {problem}", "logprob_start_len")
@@ -293,78 +297,24 @@ class Encoder:
         message = f"`{param}` holds token {token}; the model's vocabulary ends at {self._vocab_size - 1}"
         return RowError(ErrorCode.TOKEN_OUT_OF_RANGE, message, param)
 
-    def _fit(self, prompt: Prompt, ids: list[int], max_new_tokens: int | None) -> list[int]:
-        """`ids`, truncated if they fill the context and truncation is allowed.
-
-        Raises:
-            RowError: `context_length_exceeded`, with both numbers.
-        """
-        keep = self._kept_length(len(ids), max_new_tokens)
-        if keep >= len(ids):
-            return ids
-        return self._cut(prompt, ids, keep)
-
-    def _fit_scored(self, prompt: Prompt, ids: list[int], start: int) -> list[int]:
-        """The prompt's part of `ids`, truncated if prompt and text exceed the context and truncation is allowed.
-
-        Raises:
-            RowError: `context_length_exceeded`, with all numbers.
-        """
-        keep = self._context - (len(ids) - start)
-        if start <= keep:
-            return ids[:start]
-        if self._truncate == "none" or keep < 1:
-            message = (
-                f"the prompt has {start} tokens, the text to score {len(ids) - start}, and the context is "
-                f"{self._context}; shorten them, or allow --truncate left or right"
-            )
-            raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
-        return self._cut(prompt, ids[:start], keep)
-
-    def _cut(self, prompt: Prompt, ids: list[int], keep: int) -> list[int]:
-        """`ids` cut to `keep` tokens on the side that `truncate` names."""
-        self.truncated += 1
-        if self._truncate == "right":
-            return ids[:keep]
-        bos = self._tokenizer.prefix_ids
-        given = isinstance(prompt, TokenPrompt | StoredPrompt)
-        kept = bos if not given and ids[: len(bos)] == bos and len(bos) < keep else []
-        return kept + ids[len(ids) - (keep - len(kept)) :]
-
     def _fit_fim(self, fim: FillInTheMiddle, row: ParsedRow, prompt: Prompt, ids: list[int], suffix: str) -> list[int]:
-        """Fill-in-the-middle prompt of `ids` and `suffix`, truncated as by `_fit`.
+        """Fill-in-the-middle prompt of `ids` and `suffix`, truncated as by `PromptFitter.fit`.
 
         Raises:
-            RowError: see `_add_bos` and `_fit`; also if the layout alone exceeds the length of a truncated prompt.
+            RowError: see `_add_bos` and `PromptFitter.fit`; also if the layout alone exceeds the length of a truncated
+                prompt.
         """
         after = fim.suffix_ids(suffix)
         whole = self._add_bos(row, prompt, fim.prompt(ids, after, 0, "none"))
-        keep = self._kept_length(len(whole), row.params.max_new_tokens)
+        keep = self._fitter.kept_length(len(whole), row.params.max_new_tokens)
         if keep >= len(whole):
             return whole
         bos = len(whole) - len(fim.prompt(ids, after, 0, "none"))
         fitted = self._add_bos(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate))
         if len(fitted) > keep:
-            raise self._too_long(len(whole), "shorten it")
-        self.truncated += 1
+            raise self._fitter.too_long(len(whole), "shorten it")
+        self._fitter.truncated += 1
         return fitted
-
-    def _kept_length(self, count: int, max_new_tokens: int | None) -> int:
-        """Number of a prompt's `count` tokens that truncation keeps.
-
-        Raises:
-            RowError: `context_length_exceeded`, with both numbers.
-        """
-        if count < self._context:
-            return count
-        if self._truncate == "none" or self._context < 2:
-            raise self._too_long(count, "shorten it, or allow --truncate left or right")
-        wanted = _DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-        return self._context - max(1, min(wanted, self._context // 2))
-
-    def _too_long(self, count: int, remedy: str) -> RowError:
-        message = f"the prompt has {count} tokens and the context is {self._context}, which leaves no room"
-        return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
 
 
 def _tokenizer_input(prompt: Prompt) -> str | list[int]:
@@ -386,22 +336,6 @@ def _field_of(row: ParsedRow, prompt: Prompt) -> str:
     if isinstance(prompt, StoredPrompt):
         return "input_embeds"
     return "text" if isinstance(prompt, TextPrompt) else "input_ids"
-
-
-def _refuse_with_embeds(params: SamplingParams) -> None:
-    """Reject parameters that need a prompt of text or ids.
-
-    Raises:
-        RowError: `unsupported_field`: such a parameter is set.
-    """
-    asked = {
-        "echo": params.echo,
-        "suffix": params.suffix is not None,
-        "logprob_start_len": params.return_logprob and params.logprob_start_len >= 0,
-    }
-    for name in (name for name, value in asked.items() if value):
-        message = f"`{name}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
 
 
 def _next_batch(source: Iterator[_Item[_Tag]]) -> list[_Item[_Tag]]:

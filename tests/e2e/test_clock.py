@@ -90,6 +90,26 @@ def test_a_resumed_run_sees_the_time_at_which_the_job_began(folder: Path, clocke
     assert (read_footer(folder / "out.parquet") or {})["clock"] != began, "another job"
 
 
+@pytest.mark.parametrize("state", ["begun", "finished", "of another shard"])
+def test_a_check_shows_the_time_of_the_job(folder: Path, clocked: Path, state: str) -> None:
+    out, shard = ("out", ["--shard", "0/2"]) if state == "of another shard" else ("out.parquet", [])
+    if state == "begun":
+        job(folder, clocked, "-o", out, "--max-time", "0", expect=75)
+        record = json.loads((folder / "out.parquet.work/run.json").read_text())
+    else:
+        job(folder, clocked, "-o", out, *shard)
+        record = read_footer(folder / out / "part-00000-of-00002.parquet" if shard else folder / out) or {}
+    began = datetime.fromisoformat(record["clock"]).strftime(MOMENT)
+    fixed = ["--model", clocked, "--include-prompt", "--dtype", "float32", "--attention", "torch", "-o", out]
+
+    def first_prompt(*more: str) -> str:
+        return str(json.loads(run(["check", "in.jsonl", *fixed, "--json", *more], folder).stdout)["first_prompt"])
+
+    assert f"[{began}]" in first_prompt(*(["--shard", "1/2"] if shard else []))
+    assert f"[{began}]" not in first_prompt("--clock", "2026-03-04")
+    assert f"[{began}]" not in first_prompt("--overwrite")
+
+
 def test_finished_lines_are_complete_at_another_time(folder: Path, clocked: Path) -> None:
     job(folder, clocked, "-o", "out.jsonl")
     before = (folder / "out.jsonl").read_bytes()

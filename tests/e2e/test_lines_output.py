@@ -172,7 +172,7 @@ def test_a_carried_field_cannot_replace_the_name_of_the_job(command: list[Any], 
     assert "rename the field" in run([*command, "--carry", "batchgen"], tmp_path, expect=2).stderr
     run(command, tmp_path)
     (line,) = loaded(tmp_path / "x.jsonl")
-    assert (line["extra"], list(line["batchgen"])) == ({"batchgen": 1}, ["job"])
+    assert (line["extra"], list(line["batchgen"])) == ({"batchgen": 1}, ["job", "kernels"])
 
 
 @pytest.mark.parametrize("whose", ["batchgen", "stranger"])
@@ -212,21 +212,66 @@ def constrained() -> Lines:
     return [*lines, *({"text": "Say", **own} for own in fields), equal, equal]
 
 
-@pytest.mark.parametrize("rows", [constrained(), native()], ids=["constrained", "native"])
-def test_a_finished_job_reports_what_its_run_reported(command: list[Any], tmp_path: Path, rows: Lines) -> None:
+def copies() -> Lines:
+    """OpenAI lines of equal greedy rows, of several greedy samples, and of samples that `best_of` drops."""
+    body = {"model": "*", "prompt": "Equal", "temperature": 0, "max_tokens": 3}
+    bodies = [body, body, body | {"n": 2}, {"model": "*", "prompt": "Say", "best_of": 3, "max_tokens": 2}]
+    line = {"method": "POST", "url": "/v1/completions"}
+    return [{"custom_id": str(i), **line, "body": own} for i, own in enumerate([*bodies, {"model": "*"}])]
+
+
+REPORTED: dict[str, tuple[Lines, list[str]]] = {
+    "constrained": (constrained(), []),
+    "native": (native(), []),
+    "batch": (batch(), []),
+    "copies": (copies(), []),
+    "native without bad rows": (native(), ["--on-bad-row", "skip"]),
+    "batch without bad rows": (batch(), ["--on-bad-row", "skip"]),
+    "some of batch": (batch(), ["--offset", "2", "--limit", "5"]),
+}
+
+
+@pytest.mark.parametrize(("rows", "options"), REPORTED.values(), ids=REPORTED)
+def test_a_finished_job_reports_what_its_run_reported(
+    command: list[Any], tmp_path: Path, rows: Lines, options: list[str]
+) -> None:
     write_lines(tmp_path / "in.jsonl", rows)
-    command = [*command, "--stop-on-repeat", "4", "--report", "-"]
+    command = [*command, "--stop-on-repeat", "4", "--report", "-", *options]
     first, second = (run(command, tmp_path).report for _ in range(2))
     assert second["already_done"]
-    names = ("rows", "rows_ok", "rows_error", "errors", "finish_reasons", "constraints", "empty_texts")
+    names = ("rows", "rows_ok", "rows_error", "rows_skipped", "errors", "finish_reasons", "constraints", "empty_texts")
     assert {name: second[name] for name in names} == {name: first[name] for name in names}
     assert first["finish_reasons"]
-    tokens = ("completion_tokens", "cached_tokens", "copied_tokens")
+    tokens = ["completion_tokens", "copied_tokens", "dropped_tokens"]
+    tokens += ["cached_tokens"] if rows in (constrained(), native()) else []  # the usage of `n` counts a prompt once
     assert {name: second[name] for name in tokens} == {name: first[name] for name in tokens}
-    if rows != native():
+    assert second["kernels"] == (first["kernels"] if rows == native() else ""), "lines of OpenAI do not name them"
+    if rows == copies():
+        assert first["copied_tokens"] > 0
+        assert first["dropped_tokens"] > 0
+    if rows == constrained():
         assert len(first["constraints"]) == 2
         assert first["empty_texts"] >= 2
         assert len(first["finish_reasons"]) == 3
+
+
+@pytest.mark.parametrize("lost", ["x.errors.jsonl", "an error", "an answer", "native"])
+def test_missing_lines_are_noticed(command: list[Any], tmp_path: Path, lost: str) -> None:
+    write_lines(tmp_path / "in.jsonl", native() if lost == "native" else batch())
+    run(command, tmp_path)
+    file = tmp_path / ("x.jsonl" if lost in ("an answer", "native") else "x.errors.jsonl")
+    kept = file.read_bytes()
+    if lost == "x.errors.jsonl":
+        file.unlink()
+    else:
+        file.write_bytes(b"".join(kept.splitlines(keepends=True)[:-1]))
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("x*")}
+    missing = run(command, tmp_path, expect=5).stderr
+    assert "rows have no line" in missing
+    assert "x.errors.jsonl" in missing
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("x*")} == before
+    file.write_bytes(kept)
+    assert run([*command, "--report", "-"], tmp_path).report["already_done"]
 
 
 @pytest.mark.parametrize("kind", ["native", "batch"])

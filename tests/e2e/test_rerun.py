@@ -143,7 +143,7 @@ def test_a_usage_error_keeps_committed_parts(base: list[Any], tmp_path: Path, mo
     assert "--max-output-bytes" in run([*base, "--max-output-bytes", "1000"], tmp_path, expect=2).stderr
     assert {part.name: part.read_bytes() for part in parts.iterdir()} == before
     with monkeypatch.context() as broken:
-        broken.setattr("batchgen.job.run.finish", _fail)
+        broken.setattr("batchgen.job.output.finish", _fail)
         assert "made up" in run(base, tmp_path, expect=2).stderr
     assert len({row["row_index"] for part in parts.glob("*.parquet") for row in rows_of(part)}) == 80
 

@@ -15,7 +15,7 @@ import pytest
 import batchgen.job.run as job
 from batchgen.cli.app import run_command
 from batchgen.errors import OutputError
-from batchgen.job import tokenized_cache
+from batchgen.job import output, tokenized_cache
 from batchgen.job.tokenized_cache import load_tokenized
 from batchgen.text.encode import Encoder
 from batchgen.text.grammar.compiler import GrammarCompiler
@@ -194,7 +194,7 @@ def test_too_many_parameter_sets_are_not_cached(
 ) -> None:
     monkeypatch.setattr(tokenized_cache, "_MAX_PARAMS", 1)
     shutil.rmtree(folder / "out.parquet.work" / "tokenized")
-    monkeypatch.setattr(job, "finish", _no_space)
+    monkeypatch.setattr(output, "finish", _no_space)
     assert resume(folder, model) == 5
     assert len(reads) == 1
     assert not (folder / "out.parquet.work" / "tokenized" / "columns.npz").exists()
@@ -205,7 +205,7 @@ def test_a_run_that_failed_at_the_merge_resumes_with_the_merge(
 ) -> None:
     """All rows are committed: the next run reads and computes none, and compiles no grammar."""
     with monkeypatch.context() as broken:
-        broken.setattr(job, "finish", _no_space)
+        broken.setattr(output, "finish", _no_space)
         assert resume(folder, model) == 5
     compiled: list[Any] = []
     monkeypatch.setattr(GrammarCompiler, "compile", lambda _, new: iter(compiled.extend(new) or ()))  # type: ignore[func-returns-value]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine import engine
+from batchgen.engine import machine
 from batchgen.kernels.device import cpu_quota
 
 
@@ -53,12 +53,12 @@ def test_no_control_groups(tmp_path: Path) -> None:
 def test_threads_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's number applies, to one engine; else PyTorch's number, never raised, and at most the quota."""
     torch.set_num_threads(2)
-    monkeypatch.setattr(engine, "_THREADS_BEFORE", {})
+    monkeypatch.setattr(machine, "_THREADS_BEFORE", {})
     taken = []
     for asked, quota in [(1, None), (1, 64), (None, 64), (3, 1), (None, 1), (None, None), (3, None)]:
-        monkeypatch.setattr(engine, "cpu_quota", lambda quota=quota: quota)
-        engine.prepare_device(EngineConfig("model", cpu_threads=asked))
+        monkeypatch.setattr(machine, "cpu_quota", lambda quota=quota: quota)
+        machine.prepare_device(EngineConfig("model", cpu_threads=asked))
         taken.append(torch.get_num_threads())
     torch.set_num_threads(1)  # by the caller between two engines
-    engine.prepare_device(EngineConfig("model"))
+    machine.prepare_device(EngineConfig("model"))
     assert [*taken, torch.get_num_threads()] == [1, 1, 2, 3, 1, 2, 3, 1]

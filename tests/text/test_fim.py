@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.request.params import SamplingParams
-from batchgen.text.encode import Encoder, Truncate
+from batchgen.text.encode import Encoder
 from batchgen.text.fim import find_fim
+from batchgen.text.fit import Truncate
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import encode, save_tokenizer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -30,6 +31,10 @@ _CUT = "unexpected end of data"
 """What the `csv` module says of a quoted cell that the file ends in."""
 
 
+_CELL = r'(?:"([^"]*+(?:""[^"]*+)*+)"|((?!")[^{0}\r\n]*+)){0}'
+"""A whole cell, quoted or plain, with the separator after it."""
+
+
 class _Reader(Protocol):
     """A reader of the `csv` module."""
 
@@ -50,6 +55,8 @@ class _Cells:
         self._text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
         self._delimiter = delimiter
         self._reader: _Reader | None = None
+        self._read: list[str] = []
+        """Lines of the last row, as far as they have been read."""
         self.ended = True
         """Whether the last row ends in a line end."""
         self.line = 1
@@ -58,6 +65,7 @@ class _Cells:
     def _lines(self) -> Iterator[str]:
         for line in iter(partial(self._text.readline, MAX_LINE_BYTES), ""):
             self.ended = line.endswith(("\n", "\r"))
+            self._read.append(line)
             yield line
 
     def close(self) -> None:
@@ -74,13 +82,24 @@ class _Cells:
         if self._reader is None:
             lines = self._lines()
             first = next(lines, "")
-            delimiter = self._delimiter or _separator(first)
-            self._reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+            self._delimiter = self._delimiter or _separator(first)
+            self._reader = csv.reader(chain([first], lines), delimiter=self._delimiter, strict=True)
         while True:
             self.line = self._reader.line_num + 1
+            self._read.clear()
             cells = next(self._reader, None)
             if cells is None or cells:
                 return cells
+
+    def before_break(self) -> list[str]:
+        """The cells of a malformed row before the one that it breaks in."""
+        cell = re.compile(_CELL.format(re.escape(self._delimiter or ",")))
+        text, at, found = "".join(self._read), 0, list[str]()
+        while match := cell.match(text, at):
+            quoted, plain = match.groups()
+            found.append(plain if quoted is None else quoted.replace('""', '"'))
+            at = match.end()
+        return found
 
 
 def _separator(header: str) -> str:
@@ -158,20 +177,21 @@ def _raw_rows(
             if fields is None:
                 names = _header(cells, source)
                 fields = TextFields(names, scalars=True, named=text_columns)
-            found = cells.next()
-            if found is None:
+            row = cells.next()
+            if row is None:
                 return
             if wanted:
-                yield RawRow(index, source, cells.line, _value(names, found, cells.ended, fields))
+                yield RawRow(index, source, cells.line, _value(names, row, cells.ended, fields))
         except DamagedStream as damage:
             problem = f"{damage}; rows from here on are missing"
             yield RawRow.failed(index, source, cells.line, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
             return
         except csv.Error as error:
             if wanted:
-                yield RawRow.failed(index, source, cells.line, *_described(error))
-        except UnreadableRow as row:
-            yield RawRow.failed(index, source, cells.line, row.info.code, row.info.message).with_found(row.found)
+                found = _readable(names, cells.before_break())
+                yield RawRow.failed(index, source, cells.line, *_described(error)).with_found(found)
+        except UnreadableRow as error:
+            yield RawRow.failed(index, source, cells.line, error.info.code, error.info.message).with_found(error.found)
         if not wanted:
             yield None
         index += 1
@@ -200,7 +220,12 @@ def _sure(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:
     sure = cells
     if len(cells) != len(names):  # a cell may be missing, or too many, from the second on; a cut row lacks its end
         sure = cells[:1] if ended or len(cells) > len(names) else cells[:-1]
-    return {name: cell for name, cell in zip(names, sure, strict=False) if cell and not _undecoded(cell)}
+    return _readable(names, sure)
+
+
+def _readable(names: list[str], cells: list[str]) -> dict[str, str]:
+    """The values of the first columns."""
+    return {name: cell for name, cell in zip(names, cells, strict=False) if cell and not _undecoded(cell)}
 
 
 def _row(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:

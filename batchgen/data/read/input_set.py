@@ -13,7 +13,7 @@ from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError, UsageError
 from batchgen.request.fields import ID_NAMES
 from batchgen.request.other_rows import fields_there
-from batchgen.request.printable import encodable
+from batchgen.request.printable import encodable, printable
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import given_id
 from batchgen.tables.text_fields import conversation
@@ -21,6 +21,40 @@ from batchgen.tables.text_fields import conversation
 SOURCE_COLUMNS = ("source_file", "source_line")
 """Carried fields of `--include-source`: the file as the user names it, and the line, or row, in it."""
 _PROMPT_FIELDS = ("text", "prompt")
+_SHOWN_FIELDS = 256
+"""Most fields of the rows that are remembered for a message."""
+
+
+class NamedFields:
+    """The fields that options name, until a column or a row has them."""
+
+    def __init__(self, options: Mapping[str | None, str]) -> None:
+        """`options`: name of a field -> the option that names it; a name that is None is not given."""
+        self._missing = {name: option for name, option in options.items() if name is not None}
+        self._there: dict[str, None] = {}
+        """Fields that the input has, in the order in which they were found."""
+
+    def __bool__(self) -> bool:
+        """Whether a field has not been found yet."""
+        return bool(self._missing)
+
+    def found(self, names: Collection[str]) -> None:
+        """Add the names of columns, or of the fields of a row."""
+        for name in [name for name in self._missing if name in names]:
+            del self._missing[name]
+        if len(self._there) < _SHOWN_FIELDS:
+            self._there.update(dict.fromkeys(names))
+
+    def problems(self, whose: str) -> list[tuple[str, str]]:
+        """(option, message) of each field that is missing, unless no row could be read. `whose`: what was read."""
+        return [
+            (
+                option,
+                f"{whose} has no field `{printable(name)}`, which {option} names; {fields_there([*self._there], name)}",
+            )
+            for name, option in self._missing.items()
+            if self._there
+        ]
 
 
 def open_inputs(found: Iterable[FoundInput], *, include_source: bool = False) -> InputSet:
@@ -47,11 +81,18 @@ class InputSet:
         """Number of rows in all files, counted without parsing them."""
         return sum(1 for _ in self._items(lambda _: False))
 
+    def count_selected(self, selection: Selection) -> int:
+        """Number of rows that a selection has, counted without parsing them."""
+        total = self.count()
+        keep = selection.row_filter(lambda: total)
+        return total if keep is None else sum(map(keep, range(total)))
+
     def rows(
         self,
         prompt_column: str | None = None,
         id_column: str | None = None,
         selection: Selection | None = None,
+        wanted: NamedFields | None = None,
     ) -> Iterator[RawRow]:
         """Stream the rows in bounded memory.
 
@@ -59,27 +100,42 @@ class InputSet:
         column becomes `id` (integers become strings); fields that had these names move to `RawRow.displaced`. So do the
         folders named `key=value` of a row's file, and its source.
 
+        Args:
+            prompt_column: the field that holds the prompt.
+            id_column: the field that holds the id.
+            selection: the rows that are read; None for all.
+            wanted: learns of the columns of the files and the fields of the rows, until all that it wants are found.
+
         Raises:
             UsageError: a named column does not exist in a Parquet or CSV file, or an input is a `.txt` file.
             InputError: the disk fails or a file changes during reading.
         """
-        named = {column for column in (prompt_column, id_column) if column is not None}
-        self._check_columns(named)
+        self._check_columns(prompt_column, id_column)
         selection = selection or Selection()
         keep = selection.row_filter(self.count)
         stop = selection.stop
-        return self._selected(keep, stop, prompt_column, id_column)
+        if wanted is not None:
+            for file in self.files:
+                wanted.found(dict(partitions_of(file.path)))
+                schema = file.schema() if wanted else None
+                wanted.found(() if schema is None else schema.names)
+        return self._selected(keep, stop, prompt_column, id_column, wanted)
 
     def rows_at(
         self, indexes: Collection[int], prompt_column: str | None = None, id_column: str | None = None
     ) -> Iterator[RawRow]:
         """Rows with these indexes, in order; columns are named as for `rows`."""
         wanted = frozenset(indexes)
-        self._check_columns({column for column in (prompt_column, id_column) if column is not None})
+        self._check_columns(prompt_column, id_column)
         return self._selected(wanted.__contains__, max(wanted, default=-1) + 1, prompt_column, id_column)
 
     def _selected(
-        self, keep: RowFilter | None, stop: int | None, prompt_column: str | None, id_column: str | None
+        self,
+        keep: RowFilter | None,
+        stop: int | None,
+        prompt_column: str | None,
+        id_column: str | None,
+        wanted: NamedFields | None = None,
     ) -> Iterator[RawRow]:
         if stop == 0:
             return
@@ -87,6 +143,9 @@ class InputSet:
         displaced = _PROMPT_FIELDS if prompt_column is not None else ()
         for index, row in enumerate(self._items(keep, named.union(displaced))):
             if row is not None:
+                if wanted:
+                    wanted.found(row.found if row.value is None else row.value)
+                    wanted.found(row.displaced)
                 yield _rename(row, prompt_column, id_column) if named else row
             if stop is not None and index + 1 >= stop:
                 return
@@ -105,15 +164,19 @@ class InputSet:
             except OSError as error:
                 raise InputError(f"{file.path} cannot be read ({error.strerror or error}). Check the disk.") from None
 
-    def _check_columns(self, named: set[str]) -> None:
-        for file in self.files if named else ():
+    def _check_columns(self, prompt_column: str | None, id_column: str | None) -> None:
+        named = {prompt_column: "--prompt-column", id_column: "--id-column"}
+        names = {name for name in named if name is not None}
+        for file in self.files if names else ():
             schema = file.schema()
             if schema is None:
                 continue
             if not schema.names:
                 raise UsageError(f"{file.path} has no columns to name; leave out --prompt-column and --id-column.")
-            for name in sorted(named.difference(schema.names)):
-                raise UsageError(f"{file.path} has no column {name!r}; {fields_there(schema.names, name)}")
+            for name in sorted(names.difference(schema.names)):
+                there = fields_there(schema.names, name)
+                end = "" if there.endswith("?") else "."
+                raise UsageError(f"{file.path} has no column {name!r}; {there}{end} Correct {named[name]}.")
 
 
 def _file_items(

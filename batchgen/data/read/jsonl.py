@@ -5,6 +5,8 @@ Lines end at b"\n" only: U+2028 and similar are ordinary characters inside a JSO
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -16,6 +18,12 @@ from batchgen.request.json_text import decode_utf8, is_cut, parse_json_object
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
 
+_ARRAY_OF_OBJECTS = re.compile(rb"\[[ \t\r\n]*[{\]]")
+_BEFORE_VALUES = (b"[", b"{", b",", b":")
+"""What a line of a JSON document ends with if the next one begins with a value."""
+_LOOK = 1 << 20
+"""Bytes that a file's form is known by."""
+
 
 def json_line_rows(
     stream: BinaryIO,
@@ -24,7 +32,10 @@ def json_line_rows(
     keep: RowFilter | None = None,
     text_columns: frozenset[str] = frozenset(),
 ) -> Iterator[RawRow | None]:
-    """Rows of JSON lines, one per line that is not blank; a stream that begins with `[` is read as a document."""
+    """Rows of JSON lines, one per line that is not blank; a stream that is an array of objects is read as a document.
+
+    It is one if `[` and `{` are its first signs, unless its first line breaks off, as in `json_document_rows`.
+    """
     return piece_rows(
         _json_pieces(stream, document=False), source, first_index, keep, parse_json_object, is_cut, readable_id
     )
@@ -39,7 +50,8 @@ def json_document_rows(
 ) -> Iterator[RawRow | None]:
     """Rows of a JSON document, as `json_rows`.
 
-    If its first line is an object, every line is read by itself: a bad line then spoils no other row.
+    If its first line is an object, every line is read by itself: a bad line then spoils no other row. So it is if the
+    first line breaks off, and the second one begins with an object where a document has none.
     """
     return piece_rows(
         _json_pieces(stream, document=True), source, first_index, keep, parse_json_object, is_cut, readable_id
@@ -71,18 +83,30 @@ def prompt_line_rows(
 def _json_pieces(stream: BinaryIO, *, document: bool) -> Iterator[tuple[int, bytes, bool]]:
     """The texts of JSON rows: lines, or elements of a document."""
     peeked = Peeked(stream)
-    if peeked.first == b"[":
+    is_array = peeked.first == b"["
+    head = peeked.peek(_LOOK) if is_array or document else b""
+    is_broken = _is_broken_line(head)
+    if is_array and not is_broken and (document or _ARRAY_OF_OBJECTS.match(head)):
         yield from ElementScanner(peeked.read, b"", 1, MAX_LINE_BYTES).pieces()
         return
     lines = lines_of(peeked.lines())
     first = next(lines, None)
     if first is None:
         return
-    if document and len(first[1]) < MAX_LINE_BYTES and not _is_object(first[1]):
+    if document and not is_broken and len(first[1]) < MAX_LINE_BYTES and not _is_object(first[1]):
         yield from ElementScanner(peeked.read, first[1], first[0], MAX_LINE_BYTES).pieces()
         return
     yield first
     yield from lines
+
+
+def _is_broken_line(head: bytes) -> bool:
+    """Whether text is lines of which the first breaks off: the next begins with an object where a document has none."""
+    first, _, rest = head.partition(b"\n")
+    if not rest.lstrip(BLANK).startswith(b"{") or first.rstrip(BLANK).endswith(_BEFORE_VALUES):
+        return False
+    elements = ElementScanner(io.BytesIO(first).read, b"", 1, MAX_LINE_BYTES).pieces()
+    return not all(element.ended and _is_object(element.text) for element in elements)
 
 
 def _is_object(text: bytes) -> bool:

@@ -67,18 +67,44 @@ class Peeked:
         while not head.removeprefix(_BOM).strip(BLANK) and (more := self._read_some(_HEAD)):
             head += more
         self._head = io.BytesIO(head.removeprefix(_BOM))
+        self._damage: DamagedStream | None = None
+        """What ends the stream after the head."""
         self.first = head.removeprefix(_BOM).lstrip(BLANK)[:1]
         """First byte that is not blank; empty for a blank stream."""
+
+    def peek(self, size: int) -> bytes:
+        """The beginning of the text, without blanks before it: about `size` bytes, or less where the stream ends."""
+        head = bytearray(self._head.getvalue())
+        try:
+            while len(head) < size and (more := self._read_some(size - len(head))):
+                head += more
+        except DamagedStream as damage:
+            self._damage = damage
+        self._head = io.BytesIO(head)
+        return bytes(head).lstrip(BLANK)
 
     def lines(self) -> Iterator[bytes]:
         """Lines with their ends; a longer one is cut into pieces of `MAX_LINE_BYTES`."""
         for line in iter(partial(self._head.readline, MAX_LINE_BYTES), b""):
-            yield line if line.endswith(b"\n") else line + self._stream.readline(MAX_LINE_BYTES - len(line))
-        yield from raw_lines(self._stream)
+            yield line if line.endswith(b"\n") else line + self._rest().readline(MAX_LINE_BYTES - len(line))
+        yield from raw_lines(self._rest())
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; empty at the end only."""
-        return self._head.read(size) or self._read_some(size)
+        if found := self._head.read(size):
+            return found
+        self._rest()
+        return self._read_some(size)
+
+    def _rest(self) -> BinaryIO:
+        """The stream after the head.
+
+        Raises:
+            DamagedStream: the damage was found while the head was read.
+        """
+        if self._damage is not None:
+            raise self._damage
+        return self._stream
 
 
 def raw_lines(stream: BinaryIO) -> Iterator[bytes]:

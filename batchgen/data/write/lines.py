@@ -30,14 +30,15 @@ def line_digest(fingerprint: str, row_index: int) -> str:
     return f"{fingerprint[:_JOB_DIGITS]}{row_index:012x}"
 
 
-def job_mark(run: Mapping[str, Any]) -> dict[str, Any]:
+def job_mark(run: Mapping[str, Any], *, first: bool = False) -> dict[str, Any]:
     """The value of `JOB_KEY`: 12 digits of the job's fingerprint and, if there are any, the number of hidden states.
 
     Args:
         run: the run record of the results' footer.
+        first: whether the line is of the first row, which also names the kernels.
     """
-    states = run.get("states")
-    return {"job": run["fingerprint"][:_JOB_DIGITS], **({"states": states} if states else {})}
+    more = {name: run[name] for name in ("states", "kernels") if run.get(name) and (first or name == "states")}
+    return {"job": run["fingerprint"][:_JOB_DIGITS], **more}
 
 
 def lines_of_job(path: Path, fingerprint: str) -> Mapping[str, Any] | None:

@@ -90,15 +90,9 @@ class PartWriter:
         self._closing = False
         self._writing = False
         self._error: BaseException | None = None
-        self._committed = 0
         self.stats = WriterStats()
         self._thread = threading.Thread(target=self._run, name="batchgen-parts", daemon=True)
         self._thread.start()
-
-    @property
-    def rows_committed(self) -> int:
-        """Number of output rows that this writer has committed."""
-        return self._committed
 
     def add(self, group: Sequence[OutputRow]) -> None:
         """Add all samples of one (row_index, prompt_index) to the buffer.
@@ -199,7 +193,6 @@ class PartWriter:
             while rows := self._wait_for_rows():
                 self._commit(rows)
                 with self._changed:
-                    self._committed += len(rows)
                     rows.clear()  # frees the memory before the next part fills up
                     self._writing_bytes = 0
                     self._writing = False

@@ -28,8 +28,9 @@ from batchgen.plan.step_plan import (
     SequenceStart,
     StepPlan,
 )
+from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.hidden_states import HiddenStates
-from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
+from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
 

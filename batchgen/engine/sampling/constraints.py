@@ -20,7 +20,8 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.bitmask import bitmask_width
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
-from batchgen.request.params import Constraint, SamplingParams
+from batchgen.request.constraint import Constraint
+from batchgen.request.params import SamplingParams
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.stops import all_stop_token_ids
 

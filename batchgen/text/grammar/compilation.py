@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
-from batchgen.request.params import Constraint
+from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.guidance import GuidanceMatcher, byte_tokenizer, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Source
 from batchgen.text.grammar.rules import can_end, left_recursive_rule, with_prefix

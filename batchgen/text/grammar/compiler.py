@@ -14,7 +14,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 
 from batchgen.errors import BatchgenError, ErrorInfo
-from batchgen.request.params import Constraint
+from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary

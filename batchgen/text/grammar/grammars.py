@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
 from batchgen.errors import ErrorInfo, OutputError, RowError
-from batchgen.request.params import Constraint
+from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.compilation import LLGUIDANCE
 from batchgen.text.grammar.compiler import GrammarCompiler, stop_compiler
 from batchgen.text.grammar.guidance import GuidanceMatcher, guidance_matcher, guidance_tokenizer

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.params import ConstraintKind
+from batchgen.request.constraint import ConstraintKind
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 
 _TAG_WHITESPACE = 16

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.request.params import Constraint
+from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.compilation import compile_constraint, invalid_grammar
 
 _STUBBED_MODULES = ("torch", "transformers")

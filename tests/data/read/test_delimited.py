@@ -106,6 +106,36 @@ def test_malformed_rows_are_error_rows(name: str) -> None:
     assert error.message.startswith("in.csv, line ")
 
 
+BROKEN: dict[str, tuple[str, dict[str, str]]] = {
+    "in the first cell": ('id,text\n"7"x,a\n', {}),
+    "in the second cell": ('id,text,n\n7,"a"b,3\n', {"id": "7"}),
+    "after a quoted cell": ('id,text,n\n"7","a"b,3\n', {"id": "7"}),
+    "after quotation marks": ('note,id,text\n"a ""b"", c",7,"a"b\n', {"note": 'a "b", c', "id": "7"}),
+    "after line ends": ('note,id,text\n"a\n\nb\r\n",7,"a"b\n', {"note": "a\n\nb\r\n", "id": "7"}),
+    "after a mark in a plain cell": ('note,id,text\na "b",7,"a"b\n', {"note": 'a "b"', "id": "7"}),
+    "after an empty cell": ('note,other,id,text\n,"",7,"a"b\n', {"id": "7"}),
+    "between semicolons": ('id;text\n"7";"a"b\n', {"id": "7"}),
+    "before the id": ('text,id\n"a"b,7\n', {}),
+    "by the end of the file": ('note,id,text\nx,7,"a\nb', {"note": "x", "id": "7"}),
+    "in the next row": ('id,text\n7,"a\n8,"b"\n', {"id": "7"}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_row_with_a_broken_quote_keeps_the_cells_before_it(name: str) -> None:
+    data, found = BROKEN[name]
+    (row,) = read(data)
+    assert row.error is not None
+    assert (row.found, row.id) == (found, found.get("id"))
+
+
+def test_a_row_with_a_broken_quote_keeps_its_named_id(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text('uid,id,text\n7,1,"a"b\n8,2,c\n')
+    first, second = open_inputs(find_inputs([str(tmp_path / "in.csv")])).rows(id_column="uid")
+    assert first.error is not None
+    assert [first.id, second.value] == ["7", {"id": "8", "text": "c"}]
+
+
 def test_columns() -> None:
     assert delimited_schema(io.BytesIO(b"a,b\n"), "in.csv").names == ["a", "b"]
     assert delimited_schema(io.BytesIO(b""), "in.csv").names == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -16,6 +17,7 @@ from batchgen.data.read import pieces
 from batchgen.data.read.json_elements import ElementScanner, json_rows
 from batchgen.data.read.jsonl import json_document_rows, json_line_rows, prompt_line_rows, text_rows
 from batchgen.data.read.pieces import RowsOfStream
+from batchgen.data.read.streams import decompressed
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request import json_text
 from batchgen.request.json_text import MAX_DEPTH, parse_json, parse_json_object
@@ -277,6 +279,12 @@ DOCUMENTS = {
     "JSON lines": json.dumps(A) + "\n" + json.dumps(B) + "\n",
     "two arrays": json.dumps([A]) + "\n" + json.dumps([B]) + "\n",
     "a byte order mark": "\ufeff" + json.dumps([A, B]),
+    "an array, then an object": json.dumps([A]) + "\n" + json.dumps(B),
+    "an empty array, then objects": "[]\n" + json.dumps(A) + json.dumps(B),
+    "an array, an object a line": f"[{json.dumps(A)},\n{json.dumps(B)}]",
+    "an array with commas in front": f"[{json.dumps(A)}\n,{json.dumps(B)}]",
+    "run together in lines": json.dumps(A) + "\n" + json.dumps(B) + "\n",
+    "two objects, then one": json.dumps(A) + json.dumps(B) + "\n\n",
 }
 
 
@@ -287,7 +295,7 @@ def test_documents_are_rows_whatever_their_form(name: str) -> None:
     for read_rows in readers:
         assert [row and row.value for row in read_rows(io.BytesIO(data), "in")] == [A, B]
     if data.removeprefix(b"\xef\xbb\xbf").startswith(b"["):
-        assert values(data) == [A, B], "an array is known by its first byte"
+        assert values(data) == [A, B], "an array is known by its beginning"
 
 
 @given(
@@ -310,6 +318,36 @@ def test_an_element_over_the_limit_is_cut_and_the_next_line_is_read() -> None:
     assert [piece.line for piece in pieces] == [1, 2, 3]
     assert [piece.text for piece in pieces[::2]] == [b'{"a":1}', b'{"b":2}']
     assert len(pieces[1].text) == 1000
+
+
+BROKEN_FIRST_LINES = (b'["x', b'["x"]', b"[1, 2]", b'["a", {"b": 1}', b'[{"a": "x', b'[{"a": 1}', b"[x", b'[["a"]]')
+"""First lines that begin with `[` and are not arrays of objects."""
+CUT_OBJECTS = (b'{"a": "x', b'{"a": 1', b'{"a": [1, 2', b'{"a": nul', b"words")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\n\n"], ids=repr)
+@pytest.mark.parametrize("first", BROKEN_FIRST_LINES)
+def test_a_broken_first_line_spoils_no_other_line(first: bytes, end: bytes) -> None:
+    data = end.join([first, json.dumps(A).encode(), json.dumps(B).encode(), b""])
+    for begin in (b"", b"\xef\xbb\xbf", b"\n \n"):
+        assert values(begin + data) == [None, A, B]
+
+
+@pytest.mark.parametrize("first", [*BROKEN_FIRST_LINES[4:6], *CUT_OBJECTS])
+def test_a_first_line_that_breaks_off_spoils_no_other_line_of_json(first: bytes) -> None:
+    data = b"\n".join([first, json.dumps(A).encode(), json.dumps(B).encode()])
+    rows = [*json_document_rows(io.BytesIO(data), "in.json")]
+    assert [row and row.value for row in rows] == [None, A, B]
+
+
+def test_a_broken_first_line_of_a_cut_file() -> None:
+    data = gzip.compress(b'["x\n' + b"".join(b'{"a":%d}\n' % i for i in range(50_000)))
+    rows = [*json_line_rows(decompressed(io.BytesIO(data[: len(data) // 2]), "gzip"), "in.jsonl.gz")]
+    codes = [row and row.error and row.error.code for row in rows]
+    assert codes[0] == BAD_JSON
+    assert codes[-1] == ErrorCode.TRUNCATED_INPUT
+    assert codes[1:-1] == [None] * (len(codes) - 2)
+    assert len(codes) > 10_000
 
 
 BROKEN: dict[str, tuple[RowsOfStream, bytes, list[Any]]] = {

@@ -74,7 +74,10 @@ def test_nulls_are_absent_fields_inside_structs_too() -> None:
         (pa.timestamp("ns"), [1], ["1970-01-01 00:00:00.000000001"]),
         (pa.list_(pa.struct([("t", pa.date32())])), [[{"t": dt.date(2020, 1, 2)}]], [[{"t": "2020-01-02"}]]),
         (pa.map_(pa.string(), pa.date32()), [[("a", dt.date(2020, 1, 2))]], [{"a": "2020-01-02"}]),
-        (pa.list_(pa.date32(), 2), [[dt.date(2020, 1, 2), None], None], [["2020-01-02", None], "absent"]),
+        pytest.param(
+            *(pa.list_(pa.date32(), 2), [[dt.date(2020, 1, 2), None], None], [["2020-01-02", None], "absent"]),
+            marks=pytest.mark.skipif(pa.__version__ < "19", reason="pyarrow 18 reads no null among such lists"),
+        ),
         (pa.list_(pa.list_(pa.timestamp("us"), 1), 1), [[[1]]], [[["1970-01-01 00:00:00.000001"]]]),
         (pa.list_(pa.struct([("t", pa.time32("ms"))]), 1), [[{"t": dt.time(1, 2, 3)}]], [[{"t": "01:02:03.000"}]]),
         (pa.map_(pa.binary(), pa.int32()), [[("é".encode(), 1), (b"\xff\x00", 2)]], [{"é": 1, "/wA=": 2}]),

@@ -60,7 +60,7 @@ def test_flush_commits_everything_added(tmp_path: Path) -> None:
     with begin(tmp_path / "r") as work, PartWriter(work, commit_every=1000) as writer:
         writer.add(group(1))
         writer.flush()
-        assert writer.rows_committed == 1
+        assert [part.name for part in work.part_files()] == ["part-000000.parquet"]
         assert len(Committed.read(work)) == 1
         writer.flush()
         assert len(work.part_files()) == 1
@@ -73,7 +73,7 @@ def test_rows_are_committed_after_commit_seconds(tmp_path: Path) -> None:
         while not work.part_files() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(work.part_files()) == 1
-        assert writer.rows_committed <= 1
+        assert len(Committed.read(work)) == 1
 
 
 def test_a_part_is_committed_at_its_byte_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import torch
 
 import batchgen
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.engine import Engine, step_limits
+from batchgen.engine.engine import Engine
+from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import DeviceMemory, allowed_pages, pool_pages
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError

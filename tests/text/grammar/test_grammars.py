@@ -18,7 +18,7 @@ import torch
 
 from batchgen.errors import BatchgenError, ErrorInfo, OutputError
 from batchgen.kernels.bitmask import bitmask_width
-from batchgen.request.params import Constraint, ConstraintKind
+from batchgen.request.constraint import Constraint, ConstraintKind
 from batchgen.text.grammar import compiler as grammar_compiler
 from batchgen.text.grammar.compiler import stop_compiler
 from batchgen.text.grammar.grammars import Grammars
@@ -203,7 +203,7 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
     program = (
         "import os, sys\n"
         "from batchgen.text.grammar import compiler as grammar_compiler\n"
-        "from batchgen.request.params import Constraint\n"
+        "from batchgen.request.constraint import Constraint\n"
         "compiler = grammar_compiler.GrammarCompiler({'text': [bytes([i]) for i in range(256)]})\n"
         "list(compiler.compile([Constraint('regex', 'a')]))\n"
         "print(grammar_compiler._process.pid, flush=True); os.kill(os.getpid(), 9)"
@@ -225,7 +225,7 @@ LIBRARY = """
 import sys
 from batchgen.text.grammar import worker as library
 from batchgen.text.grammar.compilation import compile_constraint
-from batchgen.request.params import Constraint
+from batchgen.request.constraint import Constraint
 if sys.argv[1]:
     library._StubModule.__getattr__ = None
 xgrammar = library.import_compiler()

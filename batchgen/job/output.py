@@ -1,8 +1,9 @@
-"""`-o x.jsonl`: a job's results as JSON lines, written when all rows are committed."""
+"""A job's output, written when all rows are committed: one Parquet file, or JSON lines (`-o x.jsonl`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,14 +12,51 @@ from batchgen.data.export import ExportCounts, row_shapes, write_as_given
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.view import Results, Totals, read_totals
 from batchgen.data.write.durable_files import read_footer
-from batchgen.data.write.lines import errors_path, has_only_marks
+from batchgen.data.write.finish import finish
+from batchgen.data.write.lines import errors_path, has_only_marks, is_lines
 from batchgen.data.write.output_budget import OutputBudget
+from batchgen.data.write.work_folder import WorkFolder
 from batchgen.job.export import write_files
+from batchgen.job.ingest import Ingested
+from batchgen.job.opening import clock_record
 from batchgen.job.setup import Setup
 from batchgen.text.token_bytes import TokenBytes
 
 
-class LinesOutput:
+def write_output(work: WorkFolder, rows: Ingested, record: Mapping[str, Any], setup: Setup) -> Totals:
+    """Merge all committed rows into the output; returns its totals.
+
+    Args:
+        work: the work folder of the job, with all its rows.
+        rows: the rows of the input.
+        record: the entries of the footer that are known when the job begins, and its kernels.
+        setup: the job's setup.
+
+    Raises:
+        OutputError: the disk is full, or the output exceeds `--max-output-bytes`.
+    """
+    result = work.paths.result
+    made = {
+        **record,
+        "input_rows": rows.rows,
+        "rows_skipped": rows.skipped,
+        "row_shapes": rows.shapes.encode(),
+        "grammar_backends": sorted(rows.grammar_backends),
+        "created": int(time.time()),
+        **clock_record(setup),
+        "layer_ids": [*setup.spec.moe_layers] or None,
+        "experts_per_token": setup.spec.experts_per_token or None,
+    }
+    most = setup.config.max_output_bytes
+    if not is_lines(result):
+        finish(work, rows.expected, made, max_bytes=most)
+        return read_totals(result)
+    lines = _LinesOutput(setup, result)
+    finish(work, rows.expected, made, max_bytes=most, publish=lines.publish)
+    return lines.totals
+
+
+class _LinesOutput:
     """Writer of the lines of one job."""
 
     def __init__(self, setup: Setup, path: Path) -> None:

@@ -1,0 +1,48 @@
+"""`Constraint`: what the output text of a row must satisfy, and the kinds that there are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from batchgen.request.checks import invalid
+
+ConstraintKind = Literal[
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "choice",
+]
+CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+"""Kinds of constraints, which are also the names of the fields that give them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Constraint on the output text. Equal constraints are compiled once."""
+
+    kind: ConstraintKind
+    text: str
+    """JSON of a schema, a structural tag or the list of choices; otherwise the pattern or grammar itself."""
+
+
+def check_one(values: Any) -> None:
+    """Check that a parameter set gives at most one constraint.
+
+    Raises:
+        RowError: `invalid_field`, naming the second one.
+    """
+    given = [kind for kind in CONSTRAINT_KINDS if getattr(values, kind) is not None]
+    if len(given) > 1:
+        raise invalid(given[1], f"cannot be combined with `{given[0]}`: a row has one constraint")
+
+
+def constraint_of(values: Any) -> Constraint | None:
+    """The constraint that a parameter set gives in the attribute of its kind, if it has one."""
+    for kind in CONSTRAINT_KINDS:
+        value = getattr(values, kind)
+        if value is not None:
+            return Constraint(kind, json.dumps(value, ensure_ascii=False) if kind == "choice" else value)
+    return None
