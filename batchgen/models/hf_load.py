@@ -127,7 +127,6 @@ def _silence_library() -> Iterator[None]:
 
 def transformers_spec(
     config: Any,
-    folder: ModelFolder,
     dtype: torch.dtype,
     device: torch.device,
     context: int,
@@ -154,11 +153,10 @@ def transformers_spec(
         dtype=dtype,
         device=device,
         parameters=sum(p.numel() for p in model.parameters()),
-        digest=folder.digest,
         state_layers=len(hooks.blocks) or None,
         moe_layers=hooks.layers,
         experts_per_token=hooks.experts_per_token,
-        adapters={adapter.name: adapter.digest for adapter in adapters},
+        adapters=tuple(adapter.name for adapter in adapters),
         num_heads=uses[0].num_heads if uses else 1,
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
     )
@@ -318,6 +316,11 @@ def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if (folder.path / "adapter_config.json").exists():
+        raise ModelError(
+            f"{folder.path} holds an adapter (adapter_config.json) beside the model, which transformers would apply to "
+            "every row. Move the adapter to a folder of its own, and name it with --lora."
+        )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder.path,
