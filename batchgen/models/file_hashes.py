@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -163,7 +164,7 @@ def _load(stamp: FileStamp) -> str | None:
     if stamp.size < _CACHED_BYTES or not hasattr(os, "getuid"):
         return None
     try:
-        with _entry(stamp).open("rb", opener=_open_entry) as stream:
+        with FileIO(_entry(stamp), opener=_open_entry) as stream:
             content, owner = stream.read(1024), os.fstat(stream.fileno()).st_uid
     except (OSError, RuntimeError):  # the latter: the user has no home folder
         return None
@@ -173,7 +174,7 @@ def _load(stamp: FileStamp) -> str | None:
 
 
 def _open_entry(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe under the name is not waited for
 
 
 def _save(stamp: FileStamp, digest: str) -> None:

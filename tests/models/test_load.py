@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
-from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.probe import ProbeAttention
 from batchgen.models.safetensors_header import read_header
@@ -125,20 +124,6 @@ def test_context_may_be_shortened_only(implementation: Any, tmp_path: Path) -> N
 def test_missing_cuda_device_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no CUDA device"):
         load_model(save_tiny("llama", tmp_path), device="cuda")
-
-
-def test_digest_depends_on_configuration_files_and_values(tmp_path: Path) -> None:
-    first = save_tiny("llama", tmp_path / "a")
-    assert check_model(first).folder.digest == check_model(save_tiny("llama", tmp_path / "b")).folder.digest
-    others = [
-        save_tiny("llama", tmp_path / "c", rms_norm_eps=1e-5),
-        save_tiny("llama", tmp_path / "d", dtype=torch.bfloat16),
-        save_tiny("llama", tmp_path / "e", max_shard_size="60KB"),
-        save_tiny("llama", tmp_path / "f", seed=1),
-    ]
-    digests = {check_model(folder).folder.digest for folder in (first, *others)}
-    assert len(digests) == 5
-    assert all(len(digest) == 64 for digest in digests)
 
 
 @pytest.mark.parametrize(
