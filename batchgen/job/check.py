@@ -138,7 +138,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     began = time.monotonic()
     setup = prepare(job, _print_note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
-    wait_for_hashes(setup, _print_note)
+    wait_for_hashes(job.hashes, _print_note)
     identity = identify_job(setup, inputs)
     started = time.monotonic()
     errors = _Errors()

@@ -112,7 +112,7 @@ class _Job:
         with self._phase("starting"):  # the cost of a job of any size
             setup = prepare(self.job, self.progress.note, compiling=self._compiling)
             inputs = open_inputs(self.job.inputs, include_source=self.config.include_source)
-            wait_for_hashes(setup, self.progress.note, self.stop)
+            wait_for_hashes(self.job.hashes, self.progress.note, self.stop)
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result

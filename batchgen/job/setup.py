@@ -164,13 +164,13 @@ def prepare(
     return Setup(config, job.model, spec, front_end, defaults, job.hashes)
 
 
-def wait_for_hashes(setup: Setup, note: Callable[[str], None], stop: StopRequest | None = None) -> None:
-    """Wait until all weights are hashed, and say so if that takes long.
+def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:
+    """Wait until all weights are hashed; `note` is called with a line if that takes long.
 
     Raises:
         Interrupted: `stop` requests a stop.
     """
-    hashes, began, noted = setup.hashes, time.monotonic(), False
+    began, noted = time.monotonic(), False
     while not wait([hashes.done], timeout=0.1).done:
         if stop is not None and stop.requested:
             raise stop.error_at_start()

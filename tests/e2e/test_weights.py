@@ -81,6 +81,19 @@ def test_outputs_of_other_weights_are_not_merged(own: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("merged*")) + list(tmp_path.glob("ab*"))
 
 
+def test_an_output_that_does_not_record_all_weights(own: Path, tmp_path: Path) -> None:
+    """As written by versions that hashed samples of them: nothing is said of the weights that is not known."""
+    run(COMMAND, tmp_path)
+    table = pq.read_table(tmp_path / "out.parquet")
+    record = json.loads(table.schema.metadata[b"batchgen.run"])
+    del record["weights"], record["job"]["model weights"]
+    record |= {"fingerprint": "0" * 64, "model_digest": "1" * 64}
+    metadata = {**table.schema.metadata, b"batchgen.run": json.dumps(record).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "out.parquet")
+    assert "the weights may differ (a version that did not hash" in run(COMMAND, tmp_path, expect=2).stderr
+    assert "did not hash all weights" in run(["verify", "out.parquet"], tmp_path, expect=2).stderr
+
+
 def test_lines_of_other_weights_are_not_replaced(own: Path, tmp_path: Path) -> None:
     command = [*COMMAND, "-o", "out.jsonl"]
     run(command, tmp_path)
