@@ -1,8 +1,8 @@
-"""SHA-256 of whole files, computed in threads from the start of a command, beside the work that needs no weights.
+"""SHA-256 of whole files, computed in threads from the start of a command, while it does what needs no weights.
 
 Digests of large files are kept in the user's cache folder, by device, inode, size and times of modification and of
-change, so that a file is read again only when it may differ. Nobody can set the time of change (ctime): a file whose
-size and modification time were kept is hashed again. An entry that is damaged or of another user is not used.
+change, so that a file is read again only when it may differ. No program can set the time of change (ctime): a file
+whose size and modification time were kept is hashed again. An entry that is damaged or of another user is not used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FileStamp(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def has_content_of(self, other: FileStamp) -> bool:
-        """Whether the content is the same. Some network file systems number a file anew each time it is opened."""
+        """Whether the content is the same. Some network file systems give a file another number each time it is opened."""
         return self[2:] == other[2:]
 
 
@@ -58,8 +58,8 @@ class FileHashes:
     """Digests of files, computed by threads that end with the process.
 
     Attributes:
-        done: file -> SHA-256 in hex of each file; its exception is a `ModelError` if a file cannot be read, or is no
-            longer the one that the stamp is of.
+        done: file -> SHA-256 in hex of each file; its exception is a `ModelError` if a file cannot be read, or has
+            changed since it was stamped.
         size: bytes of all files that are hashed.
     """
 
@@ -86,7 +86,7 @@ class FileHashes:
                 return
             try:
                 digest = hash_file(file, self._stamps[file])
-            except BaseException as error:  # whoever waits for the digests raises it
+            except BaseException as error:  # raised where the digests are waited for
                 with self._lock:
                     self._left.clear()
                     if not self.done.done():

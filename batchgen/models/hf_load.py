@@ -318,8 +318,8 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
 
     if (folder.path / "adapter_config.json").exists():
         raise ModelError(
-            f"{folder.path} holds an adapter (adapter_config.json) beside the model, which transformers would apply to "
-            "every row. Move the adapter to a folder of its own, and name it with --lora."
+            f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
+            "row. Move the adapter to a separate folder, and name it with --lora."
         )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(

@@ -156,7 +156,7 @@ FILES: dict[str, Callable[[Path], None]] = {
 
 
 def test_every_file_that_results_depend_on_counts(own: Path, model: Path, tmp_path: Path) -> None:
-    """Each file of a model folder changes the fingerprint; one beside them does not."""
+    """Each file of a model folder changes the fingerprint; another file does not."""
     write_lines(tmp_path / "in.jsonl", [{"text": "The quick", "max_new_tokens": 4}])
 
     def fingerprint() -> str:

@@ -16,7 +16,7 @@ from batchgen.models.file_hashes import FileHashes, FileStamp
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[FileHashes]:
-    """Digests of a file that cannot be read yet, as on a slow disk: a pipe that nobody writes to."""
+    """Digests of a file that cannot be read yet, as on a slow disk: a pipe without a writer."""
     os.mkfifo(tmp_path / "weights")
     hashes = FileHashes({tmp_path / "weights": FileStamp(0, 0, 3 << 30, 0, 0)}, [tmp_path / "weights"])
     yield hashes

@@ -24,6 +24,7 @@ from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
+from batchgen.models.file_hashes import FileStamp
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.lora_config import Adapter, by_pattern
 from tests.models.adapters import KINDS, adapted_logits, edit_config, edit_weights, save_adapter
@@ -270,7 +271,7 @@ TARGETS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("config", TARGETS, ids=json.dumps)
 def test_targets_equal_peft(config: dict[str, Any]) -> None:
     theirs = LoraConfig(**config)
-    ours = Adapter("a", Path(), {}, "", config)
+    ours = Adapter("a", Path(), {}, config, "", FileStamp(0, 0, 0, 0, 0))
     for name in NAMES:
         found = check_target_module_exists(theirs, name)
         # peft returns a truthy object for an excluded module.

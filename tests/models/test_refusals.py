@@ -90,10 +90,10 @@ def test_missing_weights_of_a_library_model_are_rejected(tmp_path: Path) -> None
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def test_an_adapter_beside_a_library_model_is_rejected(tmp_path: Path) -> None:
+def test_an_adapter_in_the_folder_of_a_library_model_is_rejected(tmp_path: Path) -> None:
     """The library would apply it to every row, if peft is installed. The native decoder does not read it."""
     save_adapter(save_tiny("llama", tmp_path), tmp_path, **KINDS["two"])
-    with pytest.raises(ModelError, match=r"holds an adapter \(adapter_config.json\) beside the model"):
+    with pytest.raises(ModelError, match=r"also holds an adapter \(adapter_config.json\)"):
         load_model(tmp_path, implementation="transformers", dtype="float32", device="cpu")
     assert load_model(tmp_path, implementation="native", dtype="float32", device="cpu").spec.adapters == ()
 
