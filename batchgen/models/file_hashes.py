@@ -50,7 +50,7 @@ class FileStamp(NamedTuple):
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def has_content_of(self, other: FileStamp) -> bool:
-        """Whether the content is the same. Some network file systems give a file another number each time it is opened."""
+        """Whether the content is the same. Some network file systems number a file again each time it is opened."""
         return self[2:] == other[2:]
 
 
