@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -342,7 +343,19 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
+    if spec.device.type == "cpu":
+        _copy_from_files(model)
     return model.eval().to(spec.device)
+
+
+def _copy_from_files(model: Any) -> None:
+    """Move the weights to memory of the process.
+
+    The library maps the files where their dtype is that of the model. A later change of a file would change the model
+    in the middle of a job, and a shorter file would end the process.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:
