@@ -18,7 +18,6 @@ from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
 from batchgen.models.safetensors_header import TensorInfo, read_header
 
-_CONFIG: Final = "config.json"
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -52,10 +51,11 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
         ModelError: the message names what is missing or damaged, and the remedy.
     """
     folder = resolve_model(path, revision)
-    raw, config, stamp = _read_config(folder)
+    # Before the file is read, so that a change while it is read shows.
+    stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
+    raw, config = _read_config(folder)
     _check_unquantised(folder, config)
     index, files = _weight_files(folder)
-    stamps = {folder / _CONFIG: stamp}
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         held, stamps[file] = read_header(file)
@@ -68,13 +68,12 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
 
 
-def _read_config(folder: Path) -> tuple[bytes, dict[str, Any], FileStamp]:
-    file = folder / _CONFIG
+def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"{folder} has no config.json. Name a Hugging Face model folder, or copy it again.")
     try:
-        with file.open("rb") as stream:
-            stamp, raw = FileStamp.of(os.fstat(stream.fileno())), stream.read()
+        raw = file.read_bytes()
         config = json.loads(raw)
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror or error}. Check its permissions.") from None
@@ -84,7 +83,7 @@ def _read_config(folder: Path) -> tuple[bytes, dict[str, Any], FileStamp]:
         raise ModelError(
             f"{file} names no model_type, so the architecture is not known. Use a Hugging Face checkpoint."
         )
-    return raw, config, stamp
+    return raw, config
 
 
 def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
