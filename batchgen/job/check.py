@@ -28,7 +28,7 @@ from batchgen.job.ingest import ingest
 from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.reasons import Reasons
-from batchgen.job.setup import Setup, prepare
+from batchgen.job.setup import Setup, prepare, wait_for_hashes
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import cache_bytes
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
@@ -140,6 +140,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     began = time.monotonic()
     setup = prepare(job, _print_note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
+    wait_for_hashes(job.hashes, _print_note)
     identity = identify_job(setup, inputs)
     set_clock(setup, identity, output_paths(config.output, identity.run.shard))
     started = time.monotonic()

@@ -24,7 +24,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
-_MODEL_FACTS: Final = ("model_digest", "tokenizer_digest", "eos_ids", "dtype", "implementation")
+_MODEL_FACTS: Final = ("config_digest", "weights", "tokenizer_digest", "eos_ids", "dtype", "implementation")
 _OPTIONS: Final = (
     "deterministic",
     "quantization",
@@ -66,8 +66,8 @@ def request_hashes(setup: Setup, table: RequestTable) -> tuple[Int64s, npt.NDArr
 
     Takes about a microsecond per prompt.
     """
-    facts = environment(setup)
-    begun = [_hash_of_params(setup, facts, params) for params in table.params]
+    facts, adapters = environment(setup), setup.identity.get("adapters", {})
+    begun = [_hash_of_params(setup, facts, adapters, params) for params in table.params]
     fields = np.empty(len(table), [("seed", "<i8"), ("limit", "<i4"), ("score_start", "<i4")])
     fields["seed"], fields["limit"], fields["score_start"] = table.seed, table.max_new_tokens, table.score_start
     small, tokens = memoryview(fields.tobytes()), np.ascontiguousarray(table.tokens).view(np.uint8).data
@@ -83,7 +83,7 @@ def request_hashes(setup: Setup, table: RequestTable) -> tuple[Int64s, npt.NDArr
     return _of_prompts(table, digests)
 
 
-def _hash_of_params(setup: Setup, facts: Mapping[str, Any], params: SamplingParams) -> Any:
+def _hash_of_params(setup: Setup, facts: Mapping[str, Any], adapters: Mapping[str, str], params: SamplingParams) -> Any:
     """A hash of the environment and a parameter set, to be continued; fields at their defaults do not count."""
     named = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
     for name in _JSON & named.keys():
@@ -91,7 +91,7 @@ def _hash_of_params(setup: Setup, facts: Mapping[str, Any], params: SamplingPara
             named[name] = json.loads(named[name])  # its spaces do not count
     parts: dict[str, Any] = {"environment": facts, "params": named}
     if params.lora_path is not None:
-        parts["adapter"] = dict(setup.spec.adapters)[params.lora_path]
+        parts["adapter"] = adapters[params.lora_path]
     if params.custom_logit_processor is not None:
         processor = setup.front_end.processors[params.custom_logit_processor]
         parts["processor"] = [processor.source, processor.digest]

@@ -74,6 +74,12 @@ class StopRequest:
             status,
         )
 
+    def error_at_start(self) -> Interrupted:
+        """The error that the job raises before it looks for committed rows."""
+        assert self._request is not None
+        reason, status = self._request
+        return Interrupted(f"stopped by {reason} at the start. Run the same command again to continue.", status)
+
 
 @contextmanager
 def handle_signals(
