@@ -114,6 +114,7 @@ class RunConfig:
         "Continue although the input or an option has changed: reuse the rows that stay the same. "
         "Example: --resume-anyway",
         choice_flags=True,
+        reach="files",
     )
     reuse: str | None = JOB.option(
         None,
@@ -187,7 +188,7 @@ class RunConfig:
             UsageError: this version does not know an option, or a value is wrong.
         """
         described = description["options"].items()
-        code = {option.name for option in OPTIONS if option.runs_code}
+        code = {option.name for option in OPTIONS if option.reach_of() == "code"}
         values: dict[str, Any] = {name: item["value"] for name, item in described if name not in code}
         values |= {name: value for name, value in changes.items() if value is not None and name != "inputs"}
         unknown = sorted(values.keys() - BY_NAME.keys())
