@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from batchgen.cli.flags import GroupedCommand, gather
 from batchgen.config.units import STDIN, check_local
+from batchgen.request.printable import printable
 
 EXIT_DIFFERENT = 8
 """Exit code of `verify` if a row differs."""
@@ -166,7 +168,7 @@ def merge(
     from batchgen.data.merge import merge as merge_shards  # imports pyarrow, which is slow
 
     rows = merge_shards(parts, output, overwrite, allow_duplicate_ids=allow_duplicate_ids)
-    typer.echo(f"{output}: {rows:,} rows", err=True)
+    print(printable(f"{output}: {rows:,} rows"), file=sys.stderr)
 
 
 def export(

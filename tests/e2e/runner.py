@@ -249,6 +249,7 @@ def _child(words: list[str], folder: str, streams: str, env: dict[str, str], fil
 
     os.chdir(folder)
     os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
         descriptor = os.open(f"{streams}/{name}", flags)
         os.dup2(descriptor, number)
