@@ -150,7 +150,7 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
 def _summary_text(summary: RunSummary, *, folded: bool, width: int) -> Table | Text:
     if summary.already_done:
         return Text(printable(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do"))
-    lines = _lines(summary)
+    lines = [(label, Text(printable(value.plain), style=value.style)) for label, value in _lines(summary)]
     label_width = max(len(label) for label, _ in lines)
     if not folded:
         return Text("\n").join(Text(f"{label:{label_width}}  ") + value for label, value in lines)
@@ -177,7 +177,7 @@ def _answer(summary: RunSummary, width: int) -> Text:
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
-    lines = [("output", Text(printable(summary.output))), ("rows", Text(_rows(summary)))]
+    lines = [("output", Text(summary.output)), ("rows", Text(_rows(summary)))]
     if summary.errors:
         lines.append(("errors", Text(_by_count(summary.errors), style="red")))
         if summary.commonest_error is not None:
