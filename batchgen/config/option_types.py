@@ -10,6 +10,7 @@ from datetime import date
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from batchgen.config.units import (
+    check_file_to_write,
     check_local,
     parse_bool,
     parse_clock,
@@ -159,12 +160,17 @@ def _path(text: str) -> str:
     return check_local(_nonempty(text))
 
 
+def _file_to_write(text: str) -> str:
+    return check_file_to_write(_nonempty(text))
+
+
 def _carry(text: str) -> str | tuple[str, ...]:
     return text if text in ("all", "none") else parse_columns(text)
 
 
 TEXT = ValueType("TEXT", str)
 NAME = ValueType("NAME", _nonempty)
+FILE = ValueType("PATH", _file_to_write, (str, os.PathLike), reach="files")
 PATH = ValueType("PATH", _path, (str, os.PathLike), reach="files")
 BOOL = ValueType("", parse_bool, (str, bool))
 NUMBER = ValueType("X", parse_float, (str, int, float))

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.config.option_types import NAME_PATH, PATH, Option, Reach, coerce
+from batchgen.config.option_types import NAME_PATH, Option, Reach, coerce
 from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shard
-from batchgen.config.units import STDIN, check_local
+from batchgen.config.units import STDIN, check_file_to_write, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
@@ -73,8 +73,10 @@ def _check_unicode(values: Mapping[str, Any]) -> None:
     with _as_usage_error():
         for name, value in values.items():
             value_type = BY_NAME[name].value_type
-            if value_type is not PATH:
-                check_unicode([key for key, _ in value] if value_type is NAME_PATH else value, name)
+            if value_type is NAME_PATH:
+                check_unicode([key for key, _ in value], name)
+            elif value_type.reach != "files":
+                check_unicode(value, name)
 
 
 def _check_sampling(sampling: Mapping[str, Any]) -> None:
@@ -124,6 +126,13 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path, sharded
             raise UsageError(f"input {problem}") from None
     if output is None:
         return _default_output(inputs, cwd)
+    _check_output_name(output, sharded)
+    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
+        raise UsageError(f"`--output` {output} is an input file; give another name")
+    return Path(output)
+
+
+def _check_output_name(output: str, sharded: bool) -> None:
     if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
         raise UsageError(
             f"`--output` must be a Parquet file such as results.parquet, or .jsonl for JSON lines, got {output!r}"
@@ -133,9 +142,10 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path, sharded
             f"`--output` {output} with --shard: shards are Parquet. Name a folder such as results, then run "
             "batchgen merge and batchgen export"
         )
-    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
-        raise UsageError(f"`--output` {output} is an input file; give another name")
-    return Path(output)
+    try:
+        check_file_to_write(output.rstrip("/") if sharded else output)  # shards are in a folder
+    except ValueError as problem:
+        raise UsageError(f"`--output` {problem}") from None
 
 
 def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
@@ -148,11 +158,17 @@ def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
     path = Path(name)
     if not path.name:
         raise UsageError(f"{path} is a folder without a name: name the result file with -o results.parquet")
-    if (cwd / path).is_dir():
-        return path.with_name(path.name + ".out.parquet")
-    if path.suffix.lower() in _COMPRESSED:
-        path = path.with_suffix("")
-    return path.with_name(path.stem + ".out.parquet")
+    stem = path.name
+    if not (cwd / path).is_dir():
+        stem = (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).stem
+    made = path.with_name(f"{stem}.out.parquet")
+    try:
+        check_file_to_write(str(made))
+    except ValueError:
+        raise UsageError(
+            "the input's name is too long for that of an output: name one with -o results.parquet"
+        ) from None
+    return made
 
 
 def _given_options(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> dict[str, tuple[Any, str]]:

@@ -14,6 +14,7 @@ from batchgen.config.engine_config import ENGINE, ENGINE_OPTIONS, INPUT, JOB, MO
 from batchgen.config.option_types import (
     COLUMNS,
     DURATION,
+    FILE,
     NAME,
     PATH,
     POSITIVE_DURATION,
@@ -99,7 +100,7 @@ class RunConfig:
         False, "Write the token ids of each prompt to the output. Example: --include-prompt-ids"
     )
     report: str | None = OUTPUT.option(
-        None, "Write counts and timings of the run as JSON to this file; - is stdout. Example: --report run.json", PATH
+        None, "Write counts and timings of the run as JSON to this file; - is stdout. Example: --report run.json", FILE
     )
     max_output_bytes: int | None = OUTPUT.option(
         None,
@@ -146,7 +147,7 @@ class RunConfig:
         None,
         "Write events of rows with `stream` to this file, one JSON line per token; - is stdout. "
         "Example: --events events.jsonl",
-        PATH,
+        FILE,
     )
     dry_run: bool = JOB.option(
         False, "Only check the input and print the plan, like `batchgen check`. Example: --dry-run"

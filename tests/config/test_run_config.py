@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.config.option_types import NAME_PATH, PATH, Option
+from batchgen.config.option_types import NAME_PATH, Option
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, RunConfig
 from batchgen.config.units import Shard, Threshold
@@ -441,7 +441,7 @@ def test_default_output_of_a_folder(tmp_path: Path) -> None:
         assert resolve(tmp_path, {"inputs": (name,)}).output == Path("data.v1.out.parquet")
 
 
-PATH_OPTIONS = [option for option in OPTIONS if option.value_type in (PATH, NAME_PATH)]
+PATH_OPTIONS = [option for option in OPTIONS if option.value_type.reach == "files"]
 
 
 @pytest.mark.parametrize("option", PATH_OPTIONS, ids=lambda option: option.name)
