@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from batchgen import __version__
 from batchgen.cli import bench, help, jobs, results
-from batchgen.errors import BatchgenError, Interrupted, OutputError
+from batchgen.errors import BatchgenError, Interrupted, OutputError, UsageError
 from batchgen.request.printable import EscapedText, printable
 
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
@@ -120,7 +120,13 @@ def _discard(stream: TextIO) -> None:
 
 
 def _report_os_error(error: OSError) -> int:
-    """Report a failed write to stdout, recognised by its errno and missing file name; other errors are internal."""
+    """Report a failed write to stdout, recognised by its errno and missing file name, and a name that is too long.
+
+    Other errors are internal.
+    """
+    if error.errno == errno.ENAMETOOLONG:  # of a path that is put together
+        _print_error(f"{str(error.filename)[:80]}...: the name is too long; shorten it")
+        return UsageError.exit_code
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
         return _report_internal_error(error)
     _discard(sys.stdout)
