@@ -22,7 +22,9 @@ _GROUPS: Final = {
         "fields", "sampling", "stops", "chat", "constraints", "logprobs", "scoring", "hidden-states", "streaming",
         "processors", "lora", "other-systems",
     ),
-    "Jobs and results": ("configuration", "sharding", "export", "verify", "deterministic", "python", "reference"),
+    "Jobs and results": (
+        "configuration", "sharding", "export", "verify", "deterministic", "python", "reference", "security",
+    ),
     "How it works": ("models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary"),
     "Working on batchgen": ("contributing", "gpu-check", "conformance"),
 }  # fmt: skip
