@@ -26,7 +26,7 @@ from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})
 _DEFAULT_FILE: Final = "batchgen.toml"
-"""File in the current folder that is read by default. Nobody named it, so its options may reach nothing."""
+"""File in the current folder that is read by default. The command does not name it, so its options reach nothing."""
 _DEFAULT_FILE_BYTES: Final = 1 << 20
 """Largest size of that file."""
 _WOULD: Final[Mapping[Reach, str]] = {"code": "run code", "files": "read or write files"}

@@ -235,7 +235,7 @@ def parse_name_path(text: str) -> tuple[str, str]:
 def check_local(path: str) -> str:
     """Return the path of a local file, with `~/` replaced by the user's home as a shell does.
 
-    Refused are paths that no file can have, and those with a scheme (`s3://`), which is no name of a folder.
+    Refused are paths that no file can have, and those with a scheme (`s3://`), which would name a folder.
     """
     if "\0" in path:
         raise ValueError(f"{path!r} contains a NUL character, which no file name has")
@@ -253,7 +253,7 @@ def check_local(path: str) -> str:
 
 
 def check_file_to_write(path: str) -> str:
-    """Return a path, as `check_local`, of a file whose name leaves room for those of temporary files beside it."""
+    """Return a path, as `check_local`, of a file whose name leaves room for those of temporary files."""
     local = check_local(path)
     if local.endswith("/"):
         raise ValueError(f"{path!r} is the name of a folder; name a file in it, such as {path}results.parquet")

@@ -14,7 +14,7 @@ from batchgen.request.printable import printable, unescaped
 class SafeConsole(Console):
     """A console without highlighting, whose text is escaped by `printable` when it is drawn.
 
-    Text whose width matters, as in a table, is better escaped before: an escape is wider than what it stands for.
+    Text whose width matters, as in a table, is better escaped before: an escape is wider than its character.
     """
 
     def __init__(self, *, file: IO[str] | None = None, stderr: bool = False) -> None:

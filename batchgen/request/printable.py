@@ -57,7 +57,7 @@ def _json_escape(character: str) -> str:
 
 
 class EscapedText:
-    """A text stream whose text is escaped as it is written, whoever writes it.
+    """A text stream whose text is escaped as it is written, also by libraries.
 
     Bytes written to its `buffer` are not escaped. What progress bars of libraries write to move the cursor passes on a
     terminal.

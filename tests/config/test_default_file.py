@@ -1,4 +1,4 @@
-"""`./batchgen.toml` that nobody named may be anybody's: its options reach no file and no code, whatever they are."""
+"""`./batchgen.toml` that is not named may be of any user: its options reach no file and no code, whatever they are."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_each_option_is_known_to_reach_files_or_code_or_nothing() -> None:
 
 
 @pytest.mark.parametrize("option", [o for o in OPTIONS if o.target != "meta" and o.supported], ids=lambda o: o.name)
-def test_every_option_in_a_file_that_nobody_named(option: Option, tmp_path: Path) -> None:
+def test_every_option_in_a_file_that_is_not_named(option: Option, tmp_path: Path) -> None:
     """What reaches files or code is refused by its name; what does not is taken; --config allows both."""
     words = json.dumps(given(option))
     needed = {"custom_logit_processor": {"logit_processor": "x=m:f"}, "lora_path": {"lora": "x=a"}}.get(option.name, {})

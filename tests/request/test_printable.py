@@ -56,7 +56,7 @@ class Stream(io.StringIO):
         return super().write(text)
 
 
-def test_a_stream_escapes_whoever_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_escapes_what_anything_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As libraries do, with `print`, loggers and their own calls."""
     below = Stream()
     stream = EscapedText(below, lasting=True)
