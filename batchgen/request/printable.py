@@ -75,8 +75,12 @@ class EscapedText:
         """Write text, escaped but for newlines and tabs."""
         cursor = _CURSOR.match(text) if self.isatty() else None
         kept = "" if cursor is None else cursor[0]
+        shown = kept + printable(text[len(kept) :], keep="\n\t")
         with self._dropping():
-            self.rich_proxied_file.write(kept + printable(text[len(kept) :], keep="\n\t"))
+            try:
+                self.rich_proxied_file.write(shown)
+            except UnicodeEncodeError:  # the stream is not UTF-8; these escapes are JSON's, too
+                self.rich_proxied_file.write("".join(c if c.isascii() else _json_escape(c) for c in shown))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -67,6 +67,13 @@ def test_a_stream_escapes_what_anything_writes(monkeypatch: pytest.MonkeyPatch) 
     assert below.getvalue() == "\\x1b[2Ja\nb\\x9b\nc\td\\u202e\ne\\x07f\n"
 
 
+def test_a_stream_that_is_not_utf_8_gets_escapes_that_json_reads() -> None:
+    below = io.BytesIO()
+    stream = EscapedText(io.TextIOWrapper(below, "ascii", write_through=True), lasting=False)
+    print(json.dumps({"a": "é東😀"}, ensure_ascii=False), file=stream)
+    assert json.loads(below.getvalue()) == {"a": "é東😀"}
+
+
 def test_progress_bars_of_libraries_move_the_cursor_of_a_terminal() -> None:
     for terminal, bar in ((True, "\r 50%\x1b[2J"), (False, "\\r 50%\x1b[2J")):
         below = Stream(terminal)
