@@ -23,6 +23,7 @@ from batchgen.job.preflight import CheckedJob, check_engine_model, reserved_path
 from batchgen.job.setup import Setup, prepare
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.fields import ID_NAMES
+from batchgen.request.printable import printable
 from batchgen.request.processors import LoadedProcessor, load_processors
 from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
@@ -94,7 +95,7 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     same = 0
     for replay in _replays(inputs, setup, results, chosen):
         same += replay.difference is None and replay.refused is None
-        print(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}")
+        print(printable(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}"))
     print(f"{same:,} of {len(chosen):,} rows are the same")
     if same < len(chosen):
         print(ELSEWHERE if run["deterministic"] else ROUNDING)
