@@ -22,7 +22,7 @@ from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.step_times import StepTimes
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.engine.workload import JobWorkload
-from batchgen.errors import DeviceError, ErrorInfo
+from batchgen.errors import DeviceError, ErrorInfo, row_error
 from batchgen.kernels.types import KVPool
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
@@ -219,7 +219,7 @@ class Loop:
             prompt_only = not request.max_new_tokens
             if prompt_only:
                 self._prompt_only.add(start.sequence)
-            self._batch.add(start.sequence, sequence, plain=not prompt_only)
+            self._batch.add(start.sequence, sequence, plain=not prompt_only and not sequence.ended)
 
     def _consume(self, in_flight: InFlightStep | None, ended: _StepResult) -> None:
         """Append a step's tokens to its sequences, once per step."""
@@ -260,6 +260,8 @@ class Loop:
             sequence = self._sequences[number]
             if row in sampled.errors:
                 sequence.fail(sampled.errors[row])
+            elif sequence.error is not None:
+                pass  # it could not be started
             elif self._prompt_only and number in self._prompt_only:
                 sequence.finish_reason = "length"
             elif row in sampled.exhausted:
@@ -268,16 +270,21 @@ class Loop:
             elif not sequence.append(int(sampled.tokens[row])):
                 continue
             finished.append(number)
+        for number, error in self._streams.step(numbers).items() if self._streams else ():
+            if not self._sequences[number].ended:
+                finished.append(number)
+            self._sequences[number].fail(error)
         for number in finished[before:]:
             self._batch.mark_ended(number)
-        if self._streams:
-            self._streams.step(numbers)
         return dropped
 
     def _remove(self, number: int) -> Sequence:
         """Remove an ended sequence from the batch."""
         sequence = self._sequences.pop(number)
         if sequence.request.params.needs_logprobs:
-            self._logprobs.finish(self._batch.slot(number), sequence)
+            try:
+                self._logprobs.finish(self._batch.slot(number), sequence)
+            except Exception as error:
+                sequence.fail(row_error(error, "collecting the logprobs"))
         self._batch.remove(number)
         return sequence

@@ -7,7 +7,7 @@ or in a file that the row names.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError, row_error
 from batchgen.media.root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.checks import invalid, show
@@ -182,6 +182,8 @@ class ProcessedRow:
     error: ErrorInfo | None = None
     is_line: bool = False
     """Whether the row is an OpenAI batch line, as far as it could be read."""
+    prepared: Any = None
+    """What the caller of `RowReader.read` has prepared of it."""
 
 
 class RowReader:
@@ -205,22 +207,43 @@ class RowReader:
         """Hash of a duplicate id -> least number that may be free as its suffix."""
         self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
 
-    def read(self, rows: Iterable[RawRow]) -> Iterator[ProcessedRow]:
-        """Process rows, or the errors of those that cannot be read, and yield the results in order."""
+    def read(
+        self, rows: Iterable[RawRow], prepare: Callable[[ProcessedRow], object] | None = None
+    ) -> Iterator[ProcessedRow]:
+        """Process rows, or the errors of those that cannot be read, and yield the results in order.
+
+        Whatever a row raises becomes its error; what cannot be a row's is raised (see `errors.row_error`).
+
+        Args:
+            rows: the rows, or why they cannot be read.
+            prepare: called with each row before it is in the table; gives its `prepared`, None if it raises.
+        """
         # Values are freed one by one: embeddings are on disk once their row is parsed.
         items = ((item, item.row) for item in map(self._parse, rows))
         for item, prompts in self._encoder.encode_rows(items):
             if isinstance(prompts, ErrorInfo):
                 item.error = prompts
             elif prompts is not None:
-                self._add_to_table(item, prompts)
+                item.prompts = prompts
+            if prepare is not None:
+                self._prepare(item, prepare)
+            if item.error is None:
+                self._add_to_table(item)
             yield item
+
+    @staticmethod
+    def _prepare(item: ProcessedRow, prepare: Callable[[ProcessedRow], object]) -> None:
+        try:
+            item.prepared = prepare(item)
+        except Exception as error:
+            info = row_error(error, "preparing the row's output")
+            item.error, item.prompts = item.error or info, ()
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:
+            (_, extra), line = _known_of(raw.found, raw.index)
             name = f"row-{raw.index}" if raw.id is None else raw.id
-            bare = raw._replace(found={})
-            return ProcessedRow(bare, name, row_extra(raw.found), error=raw.error, is_line=is_openai_line(raw.found))
+            return ProcessedRow(raw._replace(found={}), name, extra, error=raw.error, is_line=line)
         value = raw.value
         try:
             row = self._with_unique_id(parse_row(value, raw.index, self._defaults, raw.displaced))
@@ -228,10 +251,10 @@ class RowReader:
                 assert self._embeds is not None
                 raw, row = raw._replace(value=None), self._embeds.store(row)
             return ProcessedRow(raw, row.id, row.extra, row, is_line=row.dialect != "native")
-        except RowError as error:
-            found = row_id(value, raw.index), row_extra(value)
-            line = isinstance(value, Mapping) and is_openai_line(value)
-            return ProcessedRow(raw._replace(value=None), *found, error=error.info, is_line=line)
+        except Exception as error:
+            info = row_error(error, "checking the fields of the row")
+            found, line = _known_of(value, raw.index)
+            return ProcessedRow(raw._replace(value=None), *found, error=info, is_line=line)
 
     def _with_unique_id(self, row: ParsedRow) -> ParsedRow:
         if self._on_duplicate == "allow" or self._register(row.id):
@@ -256,9 +279,8 @@ class RowReader:
         self._seen.add(key)
         return True
 
-    def _add_to_table(self, item: ProcessedRow, prompts: Sequence[EncodedPrompt]) -> None:
-        item.prompts = prompts
-        for prompt in prompts:
+    def _add_to_table(self, item: ProcessedRow) -> None:
+        for prompt in item.prompts:
             self._table.append(
                 item.raw.index,
                 prompt.prompt_index,
@@ -270,6 +292,16 @@ class RowReader:
             )
             if prompt.score_start >= 0:
                 self._table.set_score_start(prompt.score_start)
+
+
+def _known_of(value: Any, row_index: int) -> tuple[tuple[str, Mapping[str, Any]], bool]:
+    """(id, carried fields) of a row with an error, and whether it is an OpenAI batch line; what raises is left out."""
+    try:
+        line = isinstance(value, Mapping) and is_openai_line(value)
+        return (row_id(value, row_index), row_extra(value)), line
+    except Exception as error:
+        row_error(error, "reading the id")  # raises what is not the row's
+        return (f"row-{row_index}", {}), False
 
 
 def _hash(row_id: str) -> int:

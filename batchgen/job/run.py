@@ -292,12 +292,13 @@ class _Job:
         for group in running.loop.run(lambda: self._tick(running)):
             began = time.perf_counter()
             self.generated = True
-            writer.add([self._output(c, rows, hashes) for c in group])
+            written = hashes.output_rows(group)
+            writer.add(written)
             self.output_seconds += time.perf_counter() - began
-            first = group[0]
+            first = written[0].completion
             if first.error is not None and first.row_index not in self.failed:
                 self.failed.add(first.row_index)
-                self.reasons.add(first, rows.texts[first.row_index][0])
+                self.reasons.add(first, written[0].id)
                 rows.errors[first.error.code] += 1
                 self._report(rows_error=self._errors(rows))
                 self._check_max_errors(rows)
@@ -319,12 +320,6 @@ class _Job:
             left=None if self.eta is None else self.eta.tick(state.in_flight),
         )
         return self.stop.requested
-
-    def _output(self, completion: Completion, rows: Ingested, hashes: RequestHashes) -> OutputRow:
-        row_id, extra, prompts = rows.texts[completion.row_index]
-        prompt = prompts[completion.prompt_index] if prompts else None
-        found = hashes.of(completion.row_index, completion.prompt_index) if completion.error is None else None
-        return OutputRow(completion, row_id, extra, prompt, found)
 
     def _errors(self, rows: Ingested) -> int:
         """Number of rows that failed so far."""
