@@ -16,6 +16,7 @@ from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.data.view import Results, Totals, open_results
 from batchgen.data.write.lines import JOB_KEY, job_mark, line_files
 from batchgen.errors import ErrorCode, InputError
+from batchgen.request.foreign_text import read_json, typed
 
 _UNREADABLE: Final = frozenset({ErrorCode.INVALID_JSON, ErrorCode.TRUNCATED_INPUT, ErrorCode.INVALID_UNICODE})
 """Errors of rows of which nothing is known."""
@@ -136,7 +137,7 @@ def read_line_totals(path: Path) -> Totals:
         try:
             with file.open("rb") as stream:
                 for line in stream:
-                    _count_line(orjson.loads(line), totals, rows, failed)
+                    _count_line(typed(read_json(line), {}), totals, rows, failed)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} cannot be read ({error}). Compute it again with --overwrite.") from error
     totals.rows += len(rows)

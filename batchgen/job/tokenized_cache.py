@@ -13,7 +13,6 @@ A cache that is incomplete or of another job is ignored.
 from __future__ import annotations
 
 import json
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -29,12 +28,13 @@ import orjson
 from batchgen import __version__
 from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.spool import BlobSpool, TokenSpool
-from batchgen.errors import ErrorCode, ErrorInfo, OutputError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import BAD, TEXTS, TOKENS, Ingested, RowTexts
 from batchgen.job.setup import Setup
 from batchgen.request.columns import Columns
 from batchgen.request.completion import Completion
+from batchgen.request.foreign_text import read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
@@ -100,12 +100,12 @@ def load_tokenized(folder: Path, key: str) -> Ingested | None:
     """The rows cached by an earlier run with the same key; None if there is no valid cache. Reports no bad rows."""
     try:
         with (folder / _COLUMNS).open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            metadata = json.loads(archive[_METADATA].tobytes())
+            metadata = read_json(archive[_METADATA].tobytes())
             if metadata["key"] != key or metadata["checksums"] != _checksums(folder):
                 return None
             columns = {name: archive[name] for name in archive.files}
         return _restore(folder, metadata, columns)
-    except (OSError, EOFError, OutputError, RowError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
+    except Exception:  # whatever a cache raises, it is read again
         return None
 
 

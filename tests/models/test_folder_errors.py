@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "not safetensors": (raw(b"PK\x03\x04" + b"\xff" * 100), "does not begin with a safetensors header"),
     "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"), "does not begin"),
     "header not JSON": (raw(struct.pack("<Q", 4) + b"@@@@"), "its header is not JSON"),
-    "header a list": (raw(struct.pack("<Q", 2) + b"[]"), "not a JSON object"),
+    "header a list": (raw(struct.pack("<Q", 2) + b"[]"), "its header must hold an object, and holds a list"),
     "entry wrong": (header({"a": {"dtype": "F32"}}), "header entry of a"),
     "offsets wrong": (
         header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"\0" * 4),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from batchgen.data.write.lines import errors_path, is_lines
 from batchgen.data.write.work_folder import output_paths
+from batchgen.request.foreign_text import read_json
 
 _EVENT_STARTS = (b'{"event":"token"', b'{"event":"finish"')
 _REPORT_KEYS = {"rows", "rows_ok", "rows_error", "fingerprint"}
@@ -54,6 +54,6 @@ def _is_run_output(path: Path) -> bool:
                 head = stream.read(_REPORT_BYTES)
             if not head or head.startswith(_EVENT_STARTS):
                 return True
-            report = json.loads(head)
+            report = read_json(head)
             return isinstance(report, dict) and report.keys() >= _REPORT_KEYS
     return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -15,8 +15,17 @@ import pyarrow.parquet as pq
 
 from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import OutputError
+from batchgen.request.foreign_text import Kinds, read_json, typed
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_RECORD: Kinds = {
+    "fingerprint": (str, NoneType),
+    "shard": (list, NoneType),
+    "clock": (str, NoneType),
+    "job": (dict, NoneType),
+    "row_shapes": (str, NoneType),
+}
+"""Types in the run record of a footer."""
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -211,7 +220,7 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
             metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
         if metadata.get(VERSION_KEY) not in READABLE_VERSIONS:
             return None
-        footer = json.loads(metadata[RUN_KEY])
+        footer = typed(read_json(metadata[RUN_KEY]), _RECORD)
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
-    return footer if isinstance(footer, dict) and footer.get("contents") == contents else None
+    return footer if footer.get("contents") == contents else None

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
+from batchgen.request.foreign_text import ForeignTextError, read_json
 
 SUFFIX = ".jsonl"
 JOB_KEY: Final = "batchgen"
@@ -74,8 +74,8 @@ def _first_mark(path: Path) -> Mapping[str, Any] | None:
 
 def _mark_of(line: bytes) -> Mapping[str, Any] | None:
     """The mark of a line; that of an OpenAI line follows from its id. None for other lines."""
-    with suppress(ValueError):
-        value = orjson.loads(line)
+    with suppress(ForeignTextError):
+        value = read_json(line)
         if not isinstance(value, dict):
             return None
         mark, found = value.get(JOB_KEY), value.get("id")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from batchgen.data.write.durable_files import output_errors
 from batchgen.errors import OutputError
+from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 LOCK_NAME = "lock"
 _HELD = {errno.EAGAIN, errno.EACCES}
@@ -81,7 +82,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 def _holder(descriptor: int) -> str:
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-        return f"pid {int(holder['pid'])} on {holder['host']}"
-    except (ValueError, KeyError, TypeError):
+        holder = typed(read_json(os.pread(descriptor, 4096, 0)), {"pid": int, "host": str})
+        return f"pid {holder['pid']} on {holder['host']}"
+    except ForeignTextError:
         return "which has just started"

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import NoneType
+from typing import Any, Final, Literal, Self
 
 import pyarrow as pa
 
@@ -37,8 +38,19 @@ from batchgen.data.write.lock import LOCK_NAME, RunLock
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files, part_owners
 from batchgen.errors import FingerprintError, OutputError
+from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json_file, typed
 
 Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
+
+_STATE: Final[Kinds] = {
+    "fingerprint": str,
+    "info": dict,
+    "overwrite": bool,
+    "emptied_by": (str, NoneType),
+    "replaces": (int, NoneType),
+    "clock": (str, NoneType),
+}
+"""Types in run.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,10 +410,8 @@ def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Pol
 
 def read_state(work: Path) -> dict[str, Any] | None:
     """The content of run.json; None if it is missing or damaged (each part records its job as well)."""
-    with suppress(FileNotFoundError, NotADirectoryError, ValueError):
-        state = json.loads((work / "run.json").read_bytes())
-        if isinstance(state, dict) and {"fingerprint", "info", "overwrite"} <= state.keys():
-            return {"emptied_by": None, "replaces": None} | state
+    with suppress(FileNotFoundError, NotADirectoryError, ForeignTextError):
+        return {"emptied_by": None, "replaces": None} | typed(read_json_file(work / "run.json"), _STATE)
     return None
 
 
