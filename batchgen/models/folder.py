@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.hub import read_weight_map, resolve_model
 from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
-from batchgen.request.foreign_text import ForeignTextError, read_json
+from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -67,18 +68,28 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     return ModelFolder(folder, config, tuple(files), tensors, digest.hexdigest())
 
 
+_CONFIG: Final[Kinds] = {
+    "model_type": (str, NoneType),
+    "architectures": (list, NoneType),
+    "layer_types": (list, NoneType),
+    "text_config": (dict, NoneType),
+    "auto_map": (dict, NoneType),
+}
+"""Types in config.json, of the keys that every model is looked at by."""
+
+
 def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"{folder} has no config.json. Name a Hugging Face model folder, or copy it again.")
     try:
         raw = file.read_bytes()
-        config = read_json(raw)
+        config = typed(read_json(raw), _CONFIG)
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror or error}. Check its permissions.") from None
     except ForeignTextError as error:
         raise ModelError(f"{file} {error}. Copy the file again.") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not config.get("model_type"):
         raise ModelError(
             f"{file} names no model_type, so the architecture is not known. Use a Hugging Face checkpoint."
         )

@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config cut": (lambda f: (f / "config.json").write_text('{"model_ty'), "is not JSON"),
     "config not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not JSON"),
-    "config a list": (lambda f: (f / "config.json").write_text("[]"), "names no model_type"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), "must hold an object, and holds a list"),
     "no model_type": (configure(model_type=...), "names no model_type"),
     "unknown type": (configure(model_type="quokka"), "architecture quokka is not supported"),
     "needs code": (
