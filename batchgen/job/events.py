@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from batchgen.data.files import is_file, open_to_append, open_to_replace, system
 from batchgen.errors import OutputError
 from batchgen.request.completion import StreamEvent
 
@@ -79,11 +80,11 @@ def open_events(target: str, *, append: bool) -> EventWriter:
         return EventWriter(sys.stdout.buffer, "stdout", close=False)
     path = Path(target)
     try:
-        stream = path.open("r+b" if append and path.is_file() else "wb")
+        stream = open_to_append(path) if append and is_file(path) else open_to_replace(path)
     except OSError as problem:
         raise _write_error(target, problem) from None
     try:
-        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        if stat.S_ISREG(system.fstat(stream.fileno()).st_mode):
             _truncate_partial_line(stream)
     except OSError as problem:
         stream.close()

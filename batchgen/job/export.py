@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Literal
 
 from batchgen.config.units import STDIN
 from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
+from batchgen.data.files import is_file, open_named, same_file, size_of
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.write.durable_files import refuse_existing, write_durably
@@ -96,11 +97,11 @@ def _refuse_overwriting_sources(targets: Sequence[Path], out: Path, run: Mapping
 def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
     """Whether `target` is the recorded file: by its name or, since files may have moved, by its content."""
     with suppress(OSError):
-        if target.samefile(recorded["path"]):
+        if same_file(target, Path(recorded["path"])):
             return True
-    if not target.is_file() or target.stat().st_size != recorded["size"]:
+    if not is_file(target) or size_of(target) != recorded["size"]:
         return False
-    with target.open("rb") as stream:
+    with open_named(target) as stream:
         return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded["sha256"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.data.export import ExportCounts, row_shapes, write_as_given
+from batchgen.data.files import is_file, remove_file
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.view import Results, Totals, read_totals
 from batchgen.data.write.durable_files import read_footer
@@ -45,8 +46,8 @@ class LinesOutput:
 
         write_files(files, write, overwrite=True)
         errors = errors_path(self._path)
-        if not lines and errors.is_file() and has_only_marks(errors):
-            errors.unlink()  # of the output that was replaced
+        if not lines and is_file(errors) and has_only_marks(errors):
+            remove_file(errors)  # of the output that was replaced
         self.totals = read_totals(whole)
 
     def _pieces(self) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.data.files import exists
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.view import Totals, read_totals
 from batchgen.data.write.committed import Committed, first_of_prompt
@@ -336,7 +337,7 @@ class _Job:
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
             if self.errors_before:
                 codes = ", ".join(filter(None, (codes, f"in earlier runs {self.errors_before:,}")))
-            self.nothing_valid = not len(rows.table) and not self.result.exists()
+            self.nothing_valid = not len(rows.table) and not exists(self.result)
             shown = f"batchgen show {quote(str(self.result))} --errors"
             if self.nothing_valid:
                 shown = f"batchgen check {' '.join(map(quote, self.config.inputs))}, with this command's options"

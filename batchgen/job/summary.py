@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.data.export import read_line_totals
+from batchgen.data.files import exists, open_to_replace
 from batchgen.data.view import Totals, first_answer, read_totals
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.lines import errors_path, is_lines
@@ -129,7 +130,8 @@ def write_report(text: str, target: str, stdout: TextIO | None = None) -> None:
         stream.flush()
         return
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        with open_to_replace(Path(target)) as stream_file:
+            stream_file.write(text.encode())
     except OSError as problem:
         raise OutputError(f"cannot write the report {target}: {problem.strerror}") from None
 
@@ -227,7 +229,7 @@ def _where_errors_are(output: str) -> str:
     path = Path(output)
     if not is_lines(path):
         return f"batchgen show {shlex.quote(output)} --errors"
-    return str(errors_path(path) if errors_path(path).exists() else path)
+    return str(errors_path(path) if exists(errors_path(path)) else path)
 
 
 def _steps(engine: Mapping[str, Any]) -> str:

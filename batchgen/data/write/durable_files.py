@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,17 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.files import (
+    exists,
+    is_file,
+    is_folder,
+    open_named,
+    open_new,
+    remove_file,
+    rename,
+    sync_folder,
+    sync_stream,
+)
 from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import OutputError
 
@@ -70,25 +80,6 @@ def damaged_part(part: Path, error: BaseException) -> OutputError:
     )
 
 
-def sync_folder(folder: Path) -> None:
-    """Call fsync on a folder, which makes renames in it durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Call fsync on a file.
-
-    Raises:
-        OutputError: the disk is full or failing.
-    """
-    with output_errors(path), path.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
 def write_durably(
     path: Path,
     write: Callable[[BinaryIO], None],
@@ -109,16 +100,15 @@ def write_durably(
     temporary = temporary or path.with_name(path.name + ".tmp")
     with output_errors(path):
         try:
-            with temporary.open("wb") as stream:
+            with open_new(temporary) as stream:
                 write(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
+                sync_stream(stream)
             if before_rename is not None:
                 before_rename()
-            temporary.replace(path)
+            rename(temporary, path)
         except BaseException:
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                remove_file(temporary)
             raise
         sync_folder(path.parent)
 
@@ -129,9 +119,9 @@ def refuse_special(path: Path) -> None:
     Raises:
         OutputError: it is a folder, a device, a pipe or a socket.
     """
-    if path.is_dir():
+    if is_folder(path):
         raise OutputError(f"{path} is a folder. Name a file with -o.")
-    if path.exists() and not path.is_file():
+    if exists(path) and not is_file(path):
         raise OutputError(f"{path} is not a regular file. Name a file with -o.")
 
 
@@ -142,7 +132,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
         OutputError: it exists.
     """
     refuse_special(path)
-    if path.exists() and not overwrite:
+    if exists(path) and not overwrite:
         raise OutputError(f"{path} exists. Replace it with --overwrite, or name another with -o.")
 
 
@@ -195,7 +185,7 @@ def _closing(writer: pq.ParquetWriter) -> Iterator[None]:
 @contextmanager
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file by stream: Arrow accepts file names in UTF-8 only."""
-    with path.open("rb") as stream, pq.ParquetFile(stream) as file:
+    with open_named(path) as stream, pq.ParquetFile(stream) as file:
         yield file
 
 
@@ -204,10 +194,10 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
 
     With `contents`, the record of another file of a run, such as the hidden states.
     """
-    if not path.is_file():
-        return None  # opening a pipe would block
     try:
-        with path.open("rb") as stream:
+        if not is_file(path):
+            return None  # opening a pipe would block
+        with open_named(path) as stream:
             metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
         if metadata.get(VERSION_KEY) not in READABLE_VERSIONS:
             return None

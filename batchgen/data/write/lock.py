@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import json
 import os
 import socket
 from contextlib import suppress
 from pathlib import Path
 
+from batchgen.data.files import make_durably, remove_file, status_of, system
 from batchgen.data.write.durable_files import output_errors
 from batchgen.errors import OutputError
 
@@ -27,23 +29,23 @@ class RunLock:
 
     def __init__(self, folder: Path, out: Path) -> None:
         self.path = folder / LOCK_NAME
-        self._descriptor = -1
+        self._file: io.FileIO | None = None
         with output_errors(folder):
-            while self._descriptor < 0:
-                self._descriptor = self._try_lock(folder, out)
+            while self._file is None:
+                self._file = self._try_lock(folder, out)
 
-    def _try_lock(self, folder: Path, out: Path) -> int:
-        """The descriptor of the locked file; -1 if a run that just finished removed the file meanwhile."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def _try_lock(self, folder: Path, out: Path) -> io.FileIO | None:
+        """The locked file; None if a run that just finished removed it meanwhile."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            make_durably(folder)
+            file = system.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except FileNotFoundError:
-            return -1
+            return None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(descriptor)
-            os.close(descriptor)
+            holder = _holder(file)
+            file.close()
             if error.errno in _HELD:
                 raise OutputError(
                     f"another run ({holder}) is writing {out}. Wait for it, or name another output with -o."
@@ -54,34 +56,36 @@ class RunLock:
                     "Name an output on another file system with -o."
                 ) from None
             raise
-        if not _same_file(descriptor, self.path):
-            os.close(descriptor)
-            return -1
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        return descriptor
+        try:
+            if not _is_open_file(self.path, file):
+                file.close()
+                return None
+            file.truncate(0)
+            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def release(self, remove: bool = False) -> None:
         """Release the lock; with `remove`, delete its file first. Further calls do nothing."""
-        if self._descriptor < 0:
+        if self._file is None:
             return
         if remove:
             with suppress(OSError):
-                self.path.unlink()
-        os.close(self._descriptor)
-        self._descriptor = -1
+                remove_file(self.path)
+        self._file.close()
+        self._file = None
 
 
-def _same_file(descriptor: int, path: Path) -> bool:
+def _is_open_file(path: Path, file: io.FileIO) -> bool:
+    status = status_of(path)
+    return status is not None and os.path.samestat(system.fstat(file.fileno()), status)
+
+
+def _holder(file: io.FileIO) -> str:
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(descriptor: int) -> str:
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
+        holder = json.loads(file.read(4096))
         return f"pid {int(holder['pid'])} on {holder['host']}"
     except (ValueError, KeyError, TypeError):
         return "which has just started"

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.types as pat
 
 from batchgen.data.carry import carried_columns
+from batchgen.data.files import exists, size_of
 from batchgen.data.write.durable_files import parquet_writer, write_durably
 from batchgen.data.write.output_budget import OutputBudget
 from batchgen.data.write.schema import (
@@ -134,7 +135,7 @@ class PartWriter:
             OutputError: they exceed `max_bytes`.
         """
         states = states_part(part)
-        size = part.stat().st_size + (states.stat().st_size if states.exists() else 0)
+        size = size_of(part) + (size_of(states) if exists(states) else 0)
         self._budget.check(size)
         self._budget.add(size)
 
@@ -239,7 +240,7 @@ class PartWriter:
             self._budget.check(states_bytes + stream.tell())
 
         write_durably(path, write)
-        self._budget.add(states_bytes + path.stat().st_size)
+        self._budget.add(states_bytes + size_of(path))
 
 
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
