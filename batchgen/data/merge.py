@@ -12,7 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.files import exists, files_in, is_file, is_folder, make_durably, open_named, remove_tree, same_file
+from batchgen.data.files import (
+    exists,
+    files_in,
+    followed,
+    is_file,
+    is_folder,
+    make_durably,
+    open_named,
+    remove_tree,
+    same_file,
+)
 from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs
 from batchgen.data.merged_records import grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
@@ -110,6 +120,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
     """
+    out = followed(out)
     files = _shard_files(parts)
     if is_lines(out):
         raise UsageError(f"{out}: merge writes Parquet. Name OUT.parquet, and write JSON lines with batchgen export.")
@@ -127,7 +138,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     paths = output_paths(out)
     _refuse_unfinished(paths, overwrite)
     identity = RunIdentity(footers[0]["fingerprint"])
-    work = WorkFolder(paths, identity, RunLock(paths.work, out))
+    work = WorkFolder(paths, identity, RunLock(paths.work, paths.result))
     try:
         with output_errors(work.scratch):
             remove_tree(work.scratch)

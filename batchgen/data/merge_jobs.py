@@ -103,7 +103,7 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
     """
     paths = output_paths(out)
     fingerprint = hashlib.sha256("".join(_jobs(footers)).encode()).hexdigest()
-    work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, out))
+    work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, paths.result))
     try:
         with output_errors(work.scratch):
             remove_tree(work.scratch)

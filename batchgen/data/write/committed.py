@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.files import files_in, open_named, open_own, remove_file
+from batchgen.data.files import files_in, is_set_aside, open_named, open_own, remove_file
 from batchgen.data.write.durable_files import output_errors, parquet_writer, part_errors, write_durably
 from batchgen.data.write.parts import STATES_KEY
 from batchgen.data.write.schema import FINGERPRINT_KEY, KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
@@ -207,7 +207,7 @@ def _remove_damaged(work: WorkFolder) -> dict[Path, _Keys]:
                 )
         kept = set(map(states_part, keys))
         for entry in files_in(work.states):
-            if entry not in kept:
+            if entry not in kept and not is_set_aside(entry):
                 remove_file(entry)
     return keys
 

@@ -123,6 +123,8 @@ def write_output(
         budget.check(states_bytes + size_of(result))
         if rows.states:
             make_durably(paths.states.parent)
+            if paths.states.parent != paths.result.parent:
+                sync_folder(paths.states.parent.parent)  # a killed run may have made the folder
             rename(states, paths.states)
             sync_folder(paths.states.parent)
         else:

@@ -19,17 +19,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 
 from batchgen.data.files import (
     exists,
     files_in,
+    followed,
     is_folder,
     make_durably,
     open_own,
-    remove_file,
     remove_tree,
     rename,
     size_of,
@@ -75,11 +75,12 @@ class OutputPaths:
 
 
 def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths:
-    """`OUT` and `OUT.work`; for a shard `OUT/part-00007-of-00016.parquet` and `OUT.work/part-00007-of-00016`.
+    """`OUT`, or where the link `OUT` leads to, and `OUT.work`; of a shard, files in the folders `OUT` and `OUT.work`.
 
     Hidden states are in `OUT` with `.hidden` before its suffix, also a folder if `OUT` is one. A folder of shards
     contains nothing else, because readers treat every file in it as data.
     """
+    out = followed(out)
     work = out.with_name(out.name + ".work")
     states = out.with_name(f"{out.name.removesuffix('.parquet')}.hidden.parquet")
     if shard is None:
@@ -144,6 +145,11 @@ class WorkFolder:
     def states(self) -> Path:
         """The folder of committed hidden states; exists only if rows return them."""
         return self.paths.work / "states"
+
+    @property
+    def foreign(self) -> list[Path]:
+        """New names of what was found in the folder and is not ours."""
+        return self._lock.foreign
 
     def part_files(self) -> list[Path]:
         """Committed parts, in order."""
@@ -246,13 +252,14 @@ def open_work(
             if has_other_work(paths, identity) or _is_replacement(paths):
                 lock.release()
             else:
+                sync_folder(paths.result.parent)  # a killed run may have renamed the output without that
                 WorkFolder(paths, identity, lock).remove()
             return None
         with output_errors(paths.work):
             state = {**_state(paths, identity, info, policy), "clock": clock}
             return _prepare(paths, identity, lock, state)
     except BaseException:
-        _release_refused(paths.work, lock)
+        lock.release_unused()
         raise
 
 
@@ -279,28 +286,17 @@ def _inode(path: Path) -> int | None:
     return None if status is None else status.st_ino
 
 
-def _release_refused(work: Path, lock: RunLock) -> None:
-    """Release the lock of a refused job, and remove the folder if it contains nothing else."""
-    empty = [entry.name for entry in files_in(work)] == [LOCK_NAME]
-    lock.release(remove=empty)
-    if empty:
-        with suppress(OSError):
-            system.rmdir(work)
-
-
 def _prepare(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:
     work = WorkFolder(paths, identity, lock)
     remove_tree(work.scratch)
     for folder in (work.parts, work.tokenized, work.scratch, paths.result.parent):
         make_durably(folder)
     content = json.dumps(state, ensure_ascii=False, indent=1, sort_keys=True).encode()
-    write_durably(paths.work / "run.json", lambda stream: _write(stream, content))
-    sync_folder(paths.work.parent)
+    write_durably(paths.work / "run.json", lambda stream: stream.write(content))
+    # Also what a killed run may have made.
+    for folder in (paths.work, paths.work.parent, *([] if identity.shard is None else [paths.work.parent.parent])):
+        sync_folder(folder)
     return work
-
-
-def _write(stream: BinaryIO, content: bytes) -> None:
-    stream.write(content)
 
 
 def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
@@ -417,4 +413,4 @@ def _empty(work: Path) -> None:
     """Remove everything but the lock, run.json last, so that a half-removed folder still records its job."""
     for entry in sorted(files_in(work), key=lambda path: (path.name == "run.json", path.name)):
         if entry.name != LOCK_NAME:
-            remove_tree(entry) if is_folder(entry) else remove_file(entry)
+            remove_tree(entry)
