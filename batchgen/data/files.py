@@ -217,7 +217,7 @@ def remove_tree(path: Path) -> None:
     """Remove a file, or a folder with its content. What is not ours, or cannot be removed, stays."""
     with suppress(OSError):
         status = status_of(path, follow=False)
-        if status is None or is_foreign(path, status):
+        if status is None or is_set_aside(path) or is_foreign(path, status):
             return
         if not stat.S_ISDIR(status.st_mode):
             remove_file(path)
