@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.data.carry import carried_columns
+from batchgen.data.files import exists, resolved
 from batchgen.data.view import open_results
 from batchgen.data.write.committed import Committed, find_prompts
 from batchgen.data.write.durable_files import read_footer
@@ -69,7 +70,7 @@ def files_of(out: Path) -> list[ReuseFile]:
         InputError: there are no results, or a file is not batchgen's.
         UsageError: the results cannot be reused.
     """
-    if is_lines(out) and out.exists():
+    if is_lines(out) and exists(out):
         raise UsageError(
             f"{out} holds JSON lines, which do not say what was asked for. Rows are reused from Parquet: write -o "
             "OUT.parquet, and `batchgen export` the lines."
@@ -91,7 +92,7 @@ def _finished(file: Path) -> ReuseFile:
         return ReuseFile(file)
     states = output_paths(file).states
     folder = output_paths(file.absolute().parent).states / file.name  # of a shard
-    return ReuseFile(file, states if states.exists() or not folder.exists() else folder)
+    return ReuseFile(file, states if exists(states) or not exists(folder) else folder)
 
 
 def reusable_files(work: WorkFolder, named: Path | None) -> list[ReuseFile]:
@@ -106,7 +107,7 @@ def reusable_files(work: WorkFolder, named: Path | None) -> list[ReuseFile]:
     replaced = state.get("overwrite") and state.get("emptied_by") != work.identity.key
     if replaced and not is_lines(result) and read_footer(result) is not None and has_hashes(result):
         found.append(_finished(result))
-    if named is not None and named.resolve() not in {result.resolve(), work.paths.work.resolve()}:
+    if named is not None and resolved(named) not in {resolved(result), resolved(work.paths.work)}:
         found += files_of(named)
     return found
 

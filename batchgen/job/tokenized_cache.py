@@ -26,6 +26,7 @@ import numpy.typing as npt
 import orjson
 
 from batchgen import __version__
+from batchgen.data.files import open_own, remove_file
 from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.errors import ErrorCode, ErrorInfo
@@ -62,7 +63,7 @@ def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
 
 def discard_tokenized(folder: Path) -> None:
     """Invalidate the cache, before rows are read into the folder."""
-    (folder / _COLUMNS).unlink(missing_ok=True)
+    remove_file(folder / _COLUMNS)
 
 
 def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
@@ -99,7 +100,7 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
 def load_tokenized(folder: Path, key: str) -> Ingested | None:
     """The rows cached by an earlier run with the same key; None if there is no valid cache. Reports no bad rows."""
     try:
-        with (folder / _COLUMNS).open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+        with open_own(folder / _COLUMNS) as stream, np.load(stream, allow_pickle=False) as archive:
             metadata = read_json(archive[_METADATA].tobytes())
             if metadata["key"] != key or metadata["checksums"] != _checksums(folder):
                 return None
@@ -146,7 +147,7 @@ def _checksums(folder: Path) -> dict[str, int]:
     checksums = {}
     for name in (TOKENS, TEXTS, BAD):
         checksums[name] = 0
-        with (folder / name).open("rb") as stream:
+        with open_own(folder / name) as stream:
             while chunk := stream.read(1 << 20):
                 checksums[name] = zlib.crc32(chunk, checksums[name])
     return checksums

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import orjson
 
@@ -182,7 +182,13 @@ def read_json_file(path: Path, most: int = MAX_FILE_BYTES) -> Any:
         OSError: it cannot be read.
         ForeignTextError: as `read_json`, or it is larger.
     """
-    return read_json(_content(path, most))
+    with path.open("rb") as stream:
+        return read_json_stream(stream, most)
+
+
+def read_json_stream(stream: BinaryIO, most: int = MAX_FILE_BYTES) -> Any:
+    """The value in the rest of a JSON file, as by `read_json_file`."""
+    return read_json(_content(stream, most))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -192,7 +198,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ForeignTextError: it is not TOML, or past a limit as in `read_json`.
     """
-    data = _content(path, MAX_FILE_BYTES)
+    with path.open("rb") as stream:
+        data = _content(stream, MAX_FILE_BYTES)
     try:
         text = data.decode()
         table = tomllib.loads(text)
@@ -208,9 +215,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     return table
 
 
-def _content(path: Path, most: int) -> bytes:
-    with path.open("rb") as stream:
-        data = stream.read(most + 1)
+def _content(stream: BinaryIO, most: int) -> bytes:
+    data = stream.read(most + 1)
     if len(data) > most:
         raise ForeignTextError(f"is larger than {most >> 20} MiB", is_limit=True)
     return data

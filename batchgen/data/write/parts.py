@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.types as pat
 
 from batchgen.data.carry import carried_columns
+from batchgen.data.files import exists, size_of
 from batchgen.data.write.durable_files import parquet_writer, write_durably
 from batchgen.data.write.output_budget import OutputBudget
 from batchgen.data.write.schema import (
@@ -83,6 +84,8 @@ class PartWriter:
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
         self._clock = clock
+        self.before_part: Callable[[], None] | None = None
+        """Called before each part is written, to make durable what has to be there before it."""
         self._number = _next_number(work.part_files())
         self._changed = threading.Condition()
         self._buffer: list[OutputRow] = []
@@ -137,7 +140,7 @@ class PartWriter:
             OutputError: they exceed `max_bytes`.
         """
         states = states_part(part)
-        size = part.stat().st_size + (states.stat().st_size if states.exists() else 0)
+        size = size_of(part) + (size_of(states) if exists(states) else 0)
         self._budget.check(size)
         self._budget.add(size)
 
@@ -228,6 +231,8 @@ class PartWriter:
             return rows
 
     def _commit(self, rows: list[OutputRow]) -> None:
+        if self.before_part is not None:
+            self.before_part()
         path = self.next_part()
         rows, table = _writable(rows, self._work.identity.carried)
         count = sum(len(row.completion.states or ()) for row in rows)
@@ -242,7 +247,7 @@ class PartWriter:
             self._budget.check(states_bytes + stream.tell())
 
         write_durably(path, write)
-        self._budget.add(states_bytes + path.stat().st_size)
+        self._budget.add(states_bytes + size_of(path))
 
 
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
