@@ -88,6 +88,10 @@ class FileSystem:
         """Map an open file, which is not empty, for reading."""
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
 
+    def mmap_shared(self, descriptor: int) -> mmap.mmap:
+        """Map an open file, which is not empty, for writing: what is stored outlives the process, not the machine."""
+        return mmap.mmap(descriptor, 0)
+
 
 system = FileSystem()
 """The operations in use."""

@@ -18,7 +18,7 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.streaming import Streams
 from batchgen.engine.workload import JobWorkload
-from batchgen.errors import ErrorCode, ErrorInfo, row_error
+from batchgen.errors import ErrorInfo, row_error
 from batchgen.kernels.ops import Ops
 from batchgen.request.completion import CachedTokens, Completion, Score
 from batchgen.request.params import SamplingParams
@@ -369,33 +369,16 @@ class OpenPrompts:
         # A numpy array is used like a sequence of ints.
         return replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
 
-    def without_steps(self, num_pages: int, page_size: int) -> Iterator[list[Completion]]:
-        """Completions of requests that no step computes: idle ones, and those that cannot run.
-
-        `num_pages`: pages of the pool, of `page_size` tokens each.
-        """
-        workload = self._workload
-        for index in workload.idle.tolist():
-            request = workload.table[index]
+    def without_steps(self) -> Iterator[list[Completion]]:
+        """Completions of requests that no step computes: idle ones, and those that cannot run."""
+        for index in self._workload.idle.tolist():
+            request = self._workload.table[index]
             samples = self._joined(request, partial(self._empty, request))
             for sample in samples:
                 self._streams.finish_unstarted(request, sample)
             yield samples
-        for index, pages in workload.too_large.items():
-            request = workload.table[index]
-            error = ErrorInfo(
-                ErrorCode.OOM,
-                f"the prompt ({len(request.prompt_ids)} tokens) and up to {request.max_new_tokens} new tokens need "
-                f"{pages} KV pages of {page_size} tokens, but the pool has {num_pages}; "
-                "raise --kv-memory or lower max_new_tokens",
-            )
+        for index, error in self._workload.failed.items():
             yield from self._failed_completions(index, error)
-        for index in workload.refused:
-            name = self._model.spec.name
-            message = (
-                f"`input_embeds` cannot be given to a {name} model, which looks the ids up again; give `input_ids`"
-            )
-            yield from self._failed_completions(index, ErrorInfo(ErrorCode.UNSUPPORTED_FIELD, message, "input_embeds"))
 
     def _failed_completions(self, index: int, error: ErrorInfo) -> Iterator[list[Completion]]:
         """Error completions of a request that cannot run, and of its duplicates."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -38,6 +39,40 @@ _TABLE_ATTRIBUTES = ("keys", "columns", "column_names")
 """What tables have, and lists of prompts have not."""
 
 Floats = npt.NDArray[np.float32]
+
+
+class ReadRecord(Protocol):
+    """Is told which rows are being read, and knows which of them ended earlier runs. Rows are given by their index."""
+
+    @property
+    def refused(self) -> Mapping[int, ErrorInfo]:
+        """Row -> its error, for rows that are not read any more."""
+        ...
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether any row is read by itself."""
+        ...
+
+    def is_suspect(self, row: int) -> bool:
+        """Whether a row is read by itself."""
+        ...
+
+    def parsing(self, row: int) -> None:
+        """A row is being parsed; it is in work until `parsed` names it or a later one."""
+        ...
+
+    def parsing_alone(self, row: int) -> None:
+        """A row is about to be parsed, all before it are read, and no other is until it is."""
+        ...
+
+    def parsed(self, row: int) -> None:
+        """A row and all before it are read."""
+        ...
+
+    def end_reading(self) -> None:
+        """No row is being read."""
+        ...
 
 
 class ArrowTable(Protocol):
@@ -208,7 +243,10 @@ class RowReader:
         self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
 
     def read(
-        self, rows: Iterable[RawRow], prepare: Callable[[ProcessedRow], object] | None = None
+        self,
+        rows: Iterable[RawRow],
+        prepare: Callable[[ProcessedRow], object] | None = None,
+        record: ReadRecord | None = None,
     ) -> Iterator[ProcessedRow]:
         """Process rows, or the errors of those that cannot be read, and yield the results in order.
 
@@ -217,9 +255,31 @@ class RowReader:
         Args:
             rows: the rows, or why they cannot be read.
             prepare: called with each row before it is in the table; gives its `prepared`, None if it raises.
+            record: is told which rows are being read; rows that it suspects are read one by one.
         """
+        if record is None:
+            yield from self._read(rows, prepare, _parsing_nothing)
+            return
+        refused = record.refused
+        if refused:
+            rows = (_refused(raw, refused[raw.index]) if raw.index in refused else raw for raw in rows)
+        groups: Iterable[tuple[int | None, Iterable[RawRow]]] = [(None, rows)]
+        if record.has_suspects:
+            groups = groupby(rows, key=lambda raw: raw.index if record.is_suspect(raw.index) else None)
+        for suspect, group in groups:
+            for item in self._read(group, prepare, record.parsing if suspect is None else record.parsing_alone):
+                yield item
+                record.parsed(item.raw.index)
+        record.end_reading()
+
+    def _read(
+        self,
+        rows: Iterable[RawRow],
+        prepare: Callable[[ProcessedRow], object] | None,
+        parsing: Callable[[int], None],
+    ) -> Iterator[ProcessedRow]:
         # Values are freed one by one: embeddings are on disk once their row is parsed.
-        items = ((item, item.row) for item in map(self._parse, rows))
+        items = ((item, item.row) for item in (self._parse(raw) for raw in rows if parsing(raw.index) is None))
         for item, prompts in self._encoder.encode_rows(items):
             if isinstance(prompts, ErrorInfo):
                 item.error = prompts
@@ -292,6 +352,16 @@ class RowReader:
             )
             if prompt.score_start >= 0:
                 self._table.set_score_start(prompt.score_start)
+
+
+def _parsing_nothing(row: int) -> None:
+    """For rows of which no record is kept."""
+
+
+def _refused(raw: RawRow, error: ErrorInfo) -> RawRow:
+    """A row that is not parsed, with the id and fields that it gives."""
+    found = raw.found if raw.value is None else raw.value
+    return raw._replace(value=None, error=error).with_found(found)
 
 
 def _known_of(value: Any, row_index: int) -> tuple[tuple[str, Mapping[str, Any]], bool]:

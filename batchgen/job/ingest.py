@@ -20,7 +20,7 @@ from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.schema import extra_json
 from batchgen.data.write.spool import BlobSpool, TokenSpool
-from batchgen.engine.row_reader import ProcessedRow
+from batchgen.engine.row_reader import ProcessedRow, ReadRecord
 from batchgen.errors import InputError
 from batchgen.job.setup import Setup
 from batchgen.request.columns import Columns
@@ -116,6 +116,7 @@ def ingest(
     folder: Path,
     scratch: Path,
     on_row: Callable[[int], None] = lambda rows: None,
+    record: ReadRecord | None = None,
     on_bad: OnBadRow = lambda completion, row_id, extra: None,
 ) -> Ingested:
     """Read, parse and tokenise every row.
@@ -126,6 +127,7 @@ def ingest(
         folder: receives the files `tokens`, `texts` and `bad`, which the caller removes.
         scratch: receives the embeddings given in rows, in a file that has no name.
         on_row: called with the number of rows read so far.
+        record: is told which rows are being read.
         on_bad: called for each bad row, also for those that are skipped.
 
     Raises:
@@ -140,7 +142,7 @@ def ingest(
     decode = setup.decode_prompt if config.include_prompt else None
     rows = inputs.rows(config.prompt_column, config.id_column, selection_of(config))
     try:
-        for row in reader.read(rows, lambda row: _prepared(row, carry, decode)):
+        for row in reader.read(rows, lambda row: _prepared(row, carry, decode), record):
             result.rows += 1
             on_row(result.rows)
             if row.error is not None:

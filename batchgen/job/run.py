@@ -33,6 +33,7 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
 from batchgen.job.events import open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
+from batchgen.job.in_work import InWork
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.lines_output import LinesOutput
 from batchgen.job.opening import OpenedJob, clock_record, refuse_named
@@ -121,7 +122,9 @@ class _Job:
         if work is None:
             return finished_summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()
-        with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
+        self.in_work = InWork(work, retry_errors=self.config.retry_errors)
+        self.stop.abandon = self.in_work.close
+        with work, self.in_work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
             for path in work.foreign:
@@ -173,12 +176,16 @@ class _Job:
                 engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
-                running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
+                ids = self.config.include_prompt_ids
+                running = engine.start(rows.table, done, prompt_ids=ids, emit=emit, record=self.in_work)
                 reuse.commit(rows, running.workload, work, writer)
             if self.progress.shows_time_left:
                 self.eta = EtaTracker.of_job(running, setup.spec)
             with self._phase("generating"):
                 self._generate(running, rows, hashes, writer)
+                for row in running.workload.held:
+                    self.in_work.run_alone(row)
+                    self._generate(running.alone(row), rows, hashes, writer)
             for note in running.loop.notes:
                 self.progress.note(note)
         if self.stop.requested:
@@ -254,11 +261,11 @@ class _Job:
 
         # Rows that fail in parsing are found again: `on_error` removes them.
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
-        key = tokenized_key(identity, setup)
+        key = tokenized_key(identity, setup, self.in_work.refused)
         rows = _load_rows(work, key, committed, setup)
         if rows is None:
             discard_tokenized(work.tokenized)
-            rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row)
+            rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row, self.in_work)
             save_tokenized(rows, work.tokenized, key)
         self.opened.callback(rows.close, keep=True)
         setup.front_end.grammars.release()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
@@ -47,8 +47,11 @@ _MAX_PARAMS: Final = 1 << 16
 _DEFAULTS: Final = asdict(SamplingParams())
 
 
-def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
-    """Cache key: the job, and everything else that the parsing and tokenising of a row depends on."""
+def tokenized_key(identity: JobIdentity, setup: Setup, set_aside: Iterable[int]) -> str:
+    """Cache key: the job, and everything else that the parsing and tokenising of a row depends on.
+
+    `set_aside`: rows that were not read, because earlier runs died of them.
+    """
     parts = {
         "job": identity.run.key,
         "versions": [__version__, *map(version, ("tokenizers", "transformers"))],
@@ -57,6 +60,7 @@ def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
         "events": setup.config.events is not None,
         "media_root": setup.config.engine.media_root,
         "clock": setup.front_end.tokenizer.clock_text,
+        "set_aside": sorted(set_aside),
     }
     return json.dumps(parts, sort_keys=True, default=str)
 
