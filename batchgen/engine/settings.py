@@ -39,6 +39,10 @@ class WorkRecord(Protocol):
         """Sample `number` has ended, and its completion is made."""
         ...
 
+    def run_alone(self, row: int) -> None:
+        """The next samples are those of one of the rows in `alone`."""
+        ...
+
     def step(self) -> None:
         """A step begins."""
         ...

@@ -123,8 +123,9 @@ class JobWorkload:
     def _computed_for(self, row: int) -> npt.NDArray[np.int64]:
         """The requests that are computed for a row: its own, and those whose results it copies."""
         own = np.flatnonzero((self.table.row_index == row) & ~self.done)
-        found = np.unique(np.where(self.samples[own] > 0, own, self.leader[own]))
-        return found[self.samples[found] > 0]
+        computed = np.unique(np.where(self.samples[own] > 0, own, self.leader[own]))
+        found: npt.NDArray[np.int64] = computed[self.samples[computed] > 0]
+        return found
 
     def _skip(self, requests: npt.NDArray[np.int64]) -> list[int]:
         """Skip requests, with all other scored texts of their prompts; returns the first request of each prompt."""
