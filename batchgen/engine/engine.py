@@ -249,7 +249,7 @@ class Engine:
         Args:
             table: every prompt of the job.
             done: [N] requests finished by an earlier run.
-            record: is told which samples are running, and tells which rows do not run, or not with others.
+            record: receives which samples are running, and names rows that do not run, or not with others.
             prompt_ids: whether completions contain their prompt's ids.
             emit: called after each step with the events of rows that have `stream`.
         """

@@ -42,7 +42,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class ReadRecord(Protocol):
-    """Is told which rows are being read, and knows which of them ended earlier runs. Rows are given by their index."""
+    """Receives which rows are being read, and knows which of them ended earlier runs. Rows are given by their index."""
 
     @property
     def refused(self) -> Mapping[int, ErrorInfo]:
@@ -255,7 +255,7 @@ class RowReader:
         Args:
             rows: the rows, or why they cannot be read.
             prepare: called with each row before it is in the table; gives its `prepared`, None if it raises.
-            record: is told which rows are being read; rows that it suspects are read one by one.
+            record: receives which rows are being read; rows that it suspects are read one by one.
         """
         if record is None:
             yield from self._read(rows, prepare)
@@ -268,7 +268,7 @@ class RowReader:
             groups = groupby(rows, key=lambda raw: raw.index if record.is_suspect(raw.index) else None)
         for suspect, group in groups:
             parsing = record.parsing if suspect is None else record.parsing_alone
-            for item in self._read(_told(group, parsing), prepare):
+            for item in self._read(_reported(group, parsing), prepare):
                 yield item
                 record.parsed(item.raw.index)
         record.end_reading()
@@ -350,8 +350,8 @@ class RowReader:
                 self._table.set_score_start(prompt.score_start)
 
 
-def _told(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterator[RawRow]:
-    """The rows, of each of which `parsing` is told just before it is parsed."""
+def _reported(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterator[RawRow]:
+    """The rows; `parsing` is called with the index of each just before it is parsed."""
     for raw in rows:
         parsing(raw.index)
         yield raw

@@ -106,7 +106,7 @@ class JobWorkload:
             self.failed.update(dict.fromkeys(self._skip(self._computed_for(row)), error))
 
     def hold(self, rows: Iterable[int]) -> None:
-        """Let rows, and what they duplicate, wait for runs of their own: `alone` gives their workloads."""
+        """Let rows, and what they duplicate, wait until all others are done: `alone` gives their workloads."""
         for row in rows:
             requests = self._computed_for(row)
             if len(requests):

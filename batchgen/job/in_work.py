@@ -8,8 +8,8 @@ one that was finished, or the rows whose samples were running. From death to dea
 - Generation: rows that were in work at two deaths run by themselves, one after the other, when all others are done.
 
 A row is set aside, as an error row with `engine_crash`, only if two runs have died while it alone was in work: of a row
-that generates, after the same number of steps, or `_MOST_ALONE` times after any number. So somebody who kills a healthy
-job, however often, loses no row: that hits another row, or another step. A run that ends by an exception or a signal
+that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job that
+is killed, however often, loses no row: each kill hits another row, or another step. A run that ends by an exception or a signal
 that it handles leaves nothing in work.
 """
 
@@ -128,12 +128,12 @@ class InWork:
         """
         self._job = zlib.crc32(work.identity.key.encode())
         history = _History.read(work)
-        left = self._left(work)
+        left, known = self._left(work), bool(history.rows or history.reading)
         if retry_errors:  # those of earlier runs; a row that the last one died of may be set aside now
             history.rows = {row: known for row, known in history.rows.items() if not known.set_aside}
         if left is not None and left[_STAMP] != history.counted:
             history.add(left)
-        if left is not None or history.rows or history.reading:
+        if known or history.rows or history.reading:
             history.write(work)
         self._ranges = history.reading
         aside = {row: known for row, known in history.rows.items() if known.set_aside}
@@ -205,7 +205,7 @@ class InWork:
     # Generation.
 
     def run_alone(self, row: int) -> None:
-        """The rows of the next samples stand for this row."""
+        """The next samples are those of this row."""
         self._cells[_ALONE], self._cells[_STEPS] = row + 1, 0
 
     def start(self, number: int, row: int) -> None:

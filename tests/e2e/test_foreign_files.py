@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: hostile texts and wrongly typed values give one clear error, never a traceback."""
+"""Files that others wrote: hostile texts and wrongly typed values give one clear error, never a traceback."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ OWN_TEXT = {
 DECODERS = ("json.loads", "json.load", "json.JSONDecoder", "orjson.loads", "tomllib.loads", "tomllib.load")
 
 
-def test_nobody_else_decodes_foreign_text() -> None:
+def test_no_other_module_decodes_foreign_text() -> None:
     package = Path(batchgen.__file__).parent
     found = set()
     for file in package.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""What the record of rows in work tells the next run: each death is a record that nobody closed."""
+"""What the record of rows in work tells the next run: each death is a record that was not closed."""
 
 from __future__ import annotations
 
