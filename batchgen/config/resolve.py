@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import stat
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from batchgen.config.units import STDIN, check_file_to_write, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.constraint import CONSTRAINT_KINDS
+from batchgen.request.foreign_text import ForeignTextError, read_json, read_toml
 from batchgen.request.params import SamplingParams
 
 _COMPRESSED = frozenset({".gz", ".zst"})
@@ -295,18 +294,16 @@ def _env_value(option: Option, text: str) -> Any:
     if not option.repeat or not text.startswith("["):
         return text
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise UsageError(f"`{option.env}` begins with [ but is not a JSON list: {problem}") from None
+        return read_json(text)
+    except ForeignTextError as problem:
+        raise UsageError(f"`{option.env}` begins with [ but is not a JSON list: it {problem}") from None
 
 
 def _options_of(data: bytes, shown: str) -> Iterator[tuple[Option, Any, str, str]]:
     try:
-        table = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise UsageError(f"{shown} is not valid TOML: {problem}") from None
-    except RecursionError:
-        raise UsageError(f"{shown} is not valid TOML: it is nested too deeply") from None
+        table = read_toml(data)
+    except ForeignTextError as problem:
+        raise UsageError(f"{shown} {problem}") from None
     seen: set[str] = set()
     for key, value in table.items():
         option = BY_NAME.get(key.replace("-", "_"))

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
+from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.loop import Loop, completion_keys, in_order
@@ -29,11 +28,10 @@ from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_
 from batchgen.engine.quantization import quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
-from batchgen.engine.settings import EngineResources, LoopSettings
+from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
 from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.kernels.backend import Backend
-from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.linear import describe_products
 from batchgen.kernels.types import KVPool
@@ -44,7 +42,7 @@ from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import load_checked
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import cache_bytes
-from batchgen.plan.config import GROUP_MIN_SAVING, Admit, Order
+from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import Completion, StreamEvent
 from batchgen.request.embeds_store import EmbedsStore
@@ -70,6 +68,15 @@ class Running:
     def page_bytes(self) -> int:
         """Bytes of one page, summed over all cache groups."""
         return cache_bytes(self.scheduler.config.cache_groups, 1)
+
+    def alone(self, row: int) -> Running:
+        """The run of one row that this job has held, in the same pool, when this job has run."""
+        workload, record = self.workload.alone(row), self.loop.settings.record
+        if record is not None:
+            record.run_alone(row)
+        kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
+        scheduler = Scheduler(workload.tree, workload.samples, workload.max_tokens, self.scheduler.config, kinds)
+        return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)
 
 
 class Engine:
@@ -228,6 +235,7 @@ class Engine:
         self,
         table: RequestTable,
         done: npt.NDArray[np.bool_] | None = None,
+        record: WorkRecord | None = None,
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,
@@ -237,6 +245,7 @@ class Engine:
         Args:
             table: every prompt of the job.
             done: [N] requests finished by an earlier run.
+            record: receives which samples are running, and names rows that do not run, or not with others.
             prompt_ids: whether completions contain their prompt's ids.
             emit: called after each step with the events of rows that have `stream`.
         """
@@ -245,14 +254,17 @@ class Engine:
         self.grammars.prepare(table.constraints(done))
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
         if table.embeds_id is not None and not self.model.accepts_embeds():
-            workload.refuse_embeds()
+            workload.refuse_embeds(spec.name)
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
         pool, pages, tokens = self._pool_for(workload, seqs, tokens)
         workload.skip_too_large(pages - 1, config.page_size)
+        if record is not None:
+            workload.set_aside(record.set_aside)
+            workload.hold(record.alone)
         scheduler = self._scheduler(workload, pages, seqs, tokens)
-        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit)
+        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 
@@ -329,6 +341,7 @@ class Engine:
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,
+        record: WorkRecord | None = None,
     ) -> Loop:
         config = self.config
         assert self.backend is not None
@@ -342,15 +355,6 @@ class Engine:
             repetition_scope=config.repetition_penalty_scope,
             exact_states=config.hidden_states_dtype == "float32",
             queue_bytes=self.queue_bytes,
+            record=record,
         )
         return Loop(workload, scheduler, pool, resources, settings, emit)
-
-
-def group_min_saving(device: torch.device, backend: Backend | None = None) -> int:
-    """Least number of cached tokens whose reads a prefix group must save per step.
-
-    On a GPU from the chip's tuning; on a CPU measured once per process if the backend supports it; else a constant.
-    """
-    if device.type == "cuda":
-        return chip_tuning(device).prefix_pass_tokens
-    return GROUP_MIN_SAVING if backend is None or backend.group_saving is None else backend.group_saving.measure()

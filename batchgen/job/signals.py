@@ -46,6 +46,8 @@ class StopRequest:
         self._request: tuple[str, int] | None = None
         self.commit: Callable[[], None] = lambda: None
         """Commits all finished rows; called from another thread if the loop does not end in time."""
+        self.abandon: Callable[[], None] = lambda: None
+        """Called from another thread just before a signal ends the process without unwinding."""
 
     def request(self, reason: str, exit_status: int) -> None:
         """Request a stop."""
@@ -135,6 +137,8 @@ def _watch(reader: socket.socket, stop: StopRequest, exit_now: Callable[[int], N
             if number in _STOPS:
                 stops += 1
                 if stops > 1 and number != signal.SIGHUP:
+                    with suppress(Exception):
+                        stop.abandon()
                     exit_now(128 + number)
                 elif stops == 1:
                     timer = threading.Timer(grace, _on_grace_expired, (stop, exit_now, 128 + number))
@@ -148,6 +152,8 @@ def _on_grace_expired(stop: StopRequest, exit_now: Callable[[int], None], status
     """The loop did not end in time: commit, then end the process."""
     with suppress(Exception):
         stop.commit()
+    with suppress(Exception):
+        stop.abandon()
     with suppress(OSError, ValueError):
         sys.stderr.write("stopped during a long step; finished rows are committed. Run the same command again.\n")
     exit_now(stop.exit_status or status)

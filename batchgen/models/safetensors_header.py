@@ -5,16 +5,17 @@ The format: 8 bytes little-endian header length, a JSON object {name: {dtype, sh
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
+from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 DTYPE_BYTES: Final[dict[str, float]] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -22,6 +23,9 @@ DTYPE_BYTES: Final[dict[str, float]] = {
 }  # fmt: skip
 _MAX_HEADER: Final = 100_000_000
 """Limit of the format, in bytes."""
+_MAX_SIZE: Final = 1 << 62
+"""No tensor has as many elements, or as many bytes."""
+_MAX_AXES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +69,36 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise _damaged(file, "its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise _damaged(file, "its header is not a JSON object")
+        header = typed(read_json(raw), {"__metadata__": (dict, NoneType)})
+    except ForeignTextError as error:
+        raise _damaged(file, f"its header {error}") from None
     header.pop("__metadata__", None)
     return header
 
 
 def _tensor(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
-        dtype, shape = entry["dtype"], tuple(int(x) for x in entry["shape"])
-        begin, end = (int(x) for x in entry["data_offsets"])
-        expected = math.prod(shape) * DTYPE_BYTES[dtype]
-    except (KeyError, TypeError, ValueError):
-        raise _damaged(file, f"the header entry of {name} is not one this version can read") from None
-    if min(shape, default=0) < 0 or not 0 <= begin <= end or end - begin != expected:
-        raise _damaged(file, f"{name} has {end - begin} bytes where its shape and dtype need {expected:.0f}")
+        found = typed(entry, {"dtype": str, "shape": list, "data_offsets": list})
+        dtype, shape = found["dtype"], tuple(map(_size, found["shape"]))
+        begin, end = map(_size, found["data_offsets"])
+        elements = math.prod(shape) if len(shape) <= _MAX_AXES else _MAX_SIZE
+        expected = min(elements, _MAX_SIZE) * DTYPE_BYTES[dtype]
+    except (KeyError, ValueError):  # also that of the view
+        raise _damaged(file, f"the header entry of {name[:200]} is not one this version can read") from None
+    if not begin <= end or end - begin != expected:
+        raise _damaged(file, f"{name[:200]} has {end - begin} bytes where its shape and dtype need {expected:.0f}")
     return TensorInfo(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _size(value: Any) -> int:
+    """A number of elements or bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or not 0 <= value < _MAX_SIZE:
+        raise ValueError
+    return value
 
 
 def _check_size(file: Path, size: int, expected: int) -> None:

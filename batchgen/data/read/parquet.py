@@ -25,14 +25,18 @@ def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
     """Names and types of the columns; None if the file has no readable footer.
 
     Raises:
-        InputError: two columns, or two fields of a struct, have the same name, or pyarrow cannot read the file's types.
+        InputError: two columns, or two fields of a struct, have the same name, a name is not UTF-8, or pyarrow cannot
+            read the file's types.
     """
     try:
         file = pq.ParquetFile(stream)
         schema = file.schema_arrow
     except pa.ArrowNotImplementedError as error:
         raise InputError(f"{source} cannot be read by pyarrow {pa.__version__}: {_first_line(error)}") from None
-    except (pa.ArrowException, OSError):
+    except UnicodeDecodeError:
+        raise InputError(f"{source}: the name of a column is not UTF-8; write the file with other names.") from None
+    except Exception as error:  # of a damaged footer pyarrow raises many types
+        _raise_memory(error)
         return None
     if twice := named_twice(schema.names):
         raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
@@ -88,7 +92,8 @@ def parquet_rows(
     """
     try:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
+    except Exception as error:
+        _raise_memory(error)
         problem = f"the Parquet file is cut or damaged and none of its rows can be read ({_first_line(error)})"
         wanted = keep is None or keep(first_index)
         yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
@@ -103,7 +108,7 @@ def parquet_rows(
         while row < end:
             try:
                 batch = next(batches)
-            except (StopIteration, pa.ArrowException, OSError) as error:
+            except Exception as error:
                 code, problem = _unreadable(group, error)
                 for index in range(first_index + row, first_index + end):
                     wanted = keep is None or keep(index)
@@ -128,12 +133,17 @@ def _unreadable(group: int, error: Exception) -> tuple[ErrorCode, str]:
     Raises:
         MemoryError: there was no memory for it.
     """
-    if isinstance(error, MemoryError):
-        raise error
+    _raise_memory(error)
     if isinstance(error, pa.ArrowNotImplementedError):
         remedy = f"pyarrow {pa.__version__} cannot read it ({_first_line(error)}); write the file with other types"
         return ErrorCode.UNSUPPORTED_FIELD, f"row group {group}: {remedy}, or in smaller row groups"
     return ErrorCode.TRUNCATED_INPUT, f"row group {group} cannot be read ({_first_line(error)})"
+
+
+def _raise_memory(error: Exception) -> None:
+    """Raise an error that is about this machine's memory, and not about the file."""
+    if isinstance(error, MemoryError):
+        raise error
 
 
 def _first_line(error: BaseException) -> str:

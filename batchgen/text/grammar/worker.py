@@ -22,6 +22,7 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.constraint import Constraint
+from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.compilation import compile_constraint, invalid_grammar
 
 _STUBBED_MODULES = ("torch", "transformers")
@@ -228,7 +229,7 @@ def _read_fork(descriptor: int, fork: _Fork) -> tuple[int, bytes | ErrorInfo] | 
     if code == 0 and data[:1] == b"G":
         return fork.job.number, data[1:]
     if code == 0 and data[:1] == b"E":
-        name, message, param = json.loads(data[1:])
+        name, message, param = read_json(data[1:])
         return fork.job.number, ErrorInfo(ErrorCode(name), message, param)
     limits = fork.job.limits
     if -code in (signal.SIGXCPU, signal.SIGKILL):
