@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from batchgen.request import field_checks
+from batchgen.request import checks, field_checks
 from batchgen.request.checks import (
     Check,
     Integer,
@@ -108,7 +108,7 @@ class SamplingParams(_HashedOnce):
     """Ids that would stop the row are masked until this many tokens are generated."""
     seed: int | None = sampling(None, Integer())
     """None: the seed is derived from the run seed and the row's id. It has no option: `--seed` is the run seed."""
-    stop: tuple[str, ...] = sampling((), strings, "String that ends a sample; repeatable. Example: --stop END")
+    stop: tuple[str, ...] = sampling((), checks.stops, "String that ends a sample; repeatable. Example: --stop END")
     """A single string or a list is accepted, too."""
     stop_token_ids: tuple[int, ...] = sampling((), ids, "Token ids that end a sample. Example: --stop-token-ids 2,13")
     ignore_eos: bool = sampling(False, boolean, "Continue after the end-of-sequence token. Example: --ignore-eos")
@@ -279,7 +279,7 @@ class SamplingParams(_HashedOnce):
             if value is None and not optional:
                 raise invalid(name, "must not be null; leave it out for its default")
             if value is not None:
-                object.__setattr__(self, name, _stored(name, check, value))
+                object.__setattr__(self, name, checks.bounded(name, _stored(name, check, value)))
         self._check_lengths()
         self._check_stops()
         self._check_constraint()
