@@ -95,17 +95,19 @@ def test_steps_and_characters_end_at_their_limits(tmp_path: Path, monkeypatch: p
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
     first = ChatPrompt(({"role": "user", "content": "Hi"},))
     assert tokenizer.render_chats([first]) == ["<Hi>"], "which looks at this kind of conversation once"
-    monkeypatch.setattr(template_budget, "MAX_STEPS", 1)
-    monkeypatch.setattr(template_budget, "MAX_CHARACTERS", 4)
-    assert tokenizer.render_chats([first]) == ["<Hi>"]
-    longer = ChatPrompt(({"role": "user", "content": "Hi!"},))
-    (error,) = tokenizer.render_chats([longer])
-    assert isinstance(error, ErrorInfo)
-    assert "more than 4 characters" in error.message
-    monkeypatch.setattr(template_budget, "MAX_STEPS", 0)
-    (error,) = tokenizer.render_chats([first])
-    assert isinstance(error, ErrorInfo)
-    assert "more than 0 steps" in error.message
+    with monkeypatch.context() as patch:
+        patch.setattr(template_budget, "MAX_CHARACTERS", 4)
+        assert tokenizer.render_chats([first]) == ["<Hi>"]
+        (error,) = tokenizer.render_chats([ChatPrompt(({"role": "user", "content": "Hi!"},))])
+        assert isinstance(error, ErrorInfo)
+        assert "more than 4 characters" in error.message
+    with monkeypatch.context() as patch:
+        patch.setattr(template_budget, "MAX_STEPS", 1)
+        assert tokenizer.render_chats([first]) == ["<Hi>"]
+        patch.setattr(template_budget, "MAX_STEPS", 0)
+        (error,) = tokenizer.render_chats([first])
+        assert isinstance(error, ErrorInfo)
+        assert "more than 0 steps" in error.message
 
 
 def test_long_conversations_are_within_the_budget(tmp_path: Path) -> None:
