@@ -215,6 +215,7 @@ class RowReader:
             elif prompts is not None:
                 self._add_to_table(item, prompts)
             yield item
+            del item  # so that a large row is gone when the next is read
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:

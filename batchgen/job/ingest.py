@@ -147,6 +147,7 @@ def ingest(
                 _add_bad(result, row, extra, config, on_bad)
             else:
                 _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
+            del row, carried, extra  # so that a large row is gone when the next is read
         result.truncated = setup.front_end.encoder.truncated
         result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
         result.carried_options = dict(setup.defaults.carried_options.rows)

@@ -166,12 +166,10 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
-def stops(name: str, value: Any) -> tuple[str, ...]:
-    """Check stop strings, none of them longer than `MAX_STOP_CHARACTERS`."""
-    found = strings(name, value)
+def short_strings(name: str, found: tuple[str, ...]) -> None:
+    """Refuse stop strings longer than `MAX_STOP_CHARACTERS`."""
     if any(len(text) > MAX_STOP_CHARACTERS for text in found):
         raise invalid(name, f"has a string of more than {MAX_STOP_CHARACTERS} characters; shorten it")
-    return found
 
 
 def ids(name: str, value: Any) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ class SamplingParams(_HashedOnce):
     """Ids that would stop the row are masked until this many tokens are generated."""
     seed: int | None = sampling(None, Integer())
     """None: the seed is derived from the run seed and the row's id. It has no option: `--seed` is the run seed."""
-    stop: tuple[str, ...] = sampling((), checks.stops, "String that ends a sample; repeatable. Example: --stop END")
+    stop: tuple[str, ...] = sampling((), strings, "String that ends a sample; repeatable. Example: --stop END")
     """A single string or a list is accepted, too."""
     stop_token_ids: tuple[int, ...] = sampling((), ids, "Token ids that end a sample. Example: --stop-token-ids 2,13")
     ignore_eos: bool = sampling(False, boolean, "Continue after the end-of-sequence token. Example: --ignore-eos")
@@ -297,6 +297,7 @@ class SamplingParams(_HashedOnce):
         for name, given, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
             if len(given) > MAX_STOPS:
                 raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(given)}")
+        checks.short_strings("stop", self.stop)
         if not self.stop_regex:
             return
         from batchgen.request.stop_patterns import compile_pattern  # imports regex, which is slow to start

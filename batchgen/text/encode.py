@@ -21,15 +21,23 @@ from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.hidden_stops import check_stops
-from batchgen.text.prompt_texts import Encoded, LongText, PromptTexts, TextPart, TokenizerInput, refuse_with_embeds
+from batchgen.text.prompt_texts import (
+    Encoded,
+    LongText,
+    PromptTexts,
+    TextPart,
+    TokenizerInput,
+    characters_of,
+    next_batch,
+    refuse_with_embeds,
+)
 from batchgen.text.scoring import join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
 Truncate = Literal["none", "left", "right"]
 SCORED_TOKENS = 1 << 24
 """Most tokens of all texts to score of a row, each counted with its prompt."""
-_BATCH_ROWS = 256
-_BATCH_CHARACTERS = 1 << 21  # a batch of long texts ends early, so that the encodings of two batches stay small
+_LARGE_CHARACTERS = 1 << 23  # no other batch is read or kept beside a larger one
 _ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 _MAX_CHECKED = 256  # values that are remembered as checked
@@ -127,9 +135,11 @@ class Encoder:
         source = iter(rows)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor:
             pending: list[_Batch[_Tag]] = []
-            while items := _next_batch(source):
+            while items := next_batch(source):
+                characters = sum(characters_of(row) for _, row in items)
                 pending.append(self._begin_batch(items, executor))
-                if len(pending) > 1:
+                del items  # so that a large row is gone when the next is read
+                while len(pending) > (0 if characters > _LARGE_CHARACTERS else 1):
                     yield from self._finish_batch(pending.pop(0))
             for batch in pending:
                 yield from self._finish_batch(batch)
@@ -396,16 +406,3 @@ def _field_of(row: ParsedRow, prompt: Prompt) -> str:
     if isinstance(prompt, StoredPrompt):
         return "input_embeds"
     return "text" if isinstance(prompt, TextPrompt) else "input_ids"
-
-
-def _next_batch(source: Iterator[_Item[_Tag]]) -> list[_Item[_Tag]]:
-    """The next rows of `source`, up to a bounded number of rows and characters."""
-    batch: list[_Item[_Tag]] = []
-    characters = 0
-    for item in islice(source, _BATCH_ROWS):
-        batch.append(item)
-        if item[1] is not None:
-            characters += sum(len(prompt.text) for prompt in item[1].prompts if isinstance(prompt, TextPrompt))
-        if characters >= _BATCH_CHARACTERS:
-            break
-    return batch

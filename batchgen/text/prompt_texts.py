@@ -13,13 +13,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from threading import Event
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.request.table import ParsedRow
 from batchgen.text.tokenizer import Tokenizer
+
+_BATCH_ROWS: Final = 256
+_BATCH_CHARACTERS: Final = 1 << 21  # a batch of long texts ends early, so that the encodings of two batches stay small
 
 CALL_CHARACTERS: Final = 1 << 20
 """Characters after which no further text is added to a call of the tokenizer."""
@@ -41,6 +44,9 @@ _AROUND: Final = 64
 _TRIED: Final = 256
 """Places of a stretch of text that are tried."""
 
+
+_Tag = TypeVar("_Tag")
+"""What the caller passes along with a row."""
 
 Side = Literal["start", "end"]
 
@@ -308,3 +314,30 @@ def refuse_with_embeds(params: SamplingParams) -> None:
     for name in (name for name, value in asked.items() if value):
         message = f"`{name}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
+
+
+def next_batch(source: Iterator[tuple[_Tag, ParsedRow | None]]) -> list[tuple[_Tag, ParsedRow | None]]:
+    """The next rows of `source`, up to a bounded number of rows and characters."""
+    batch: list[tuple[_Tag, ParsedRow | None]] = []
+    characters = 0
+    for item in islice(source, _BATCH_ROWS):
+        batch.append(item)
+        characters += characters_of(item[1])
+        if characters >= _BATCH_CHARACTERS:
+            break
+    return batch
+
+
+def characters_of(row: ParsedRow | None) -> int:
+    """Characters of a row's prompts and carried fields; what is in lists and objects is left out."""
+    if row is None:
+        return 0
+    found = sum(len(value) for value in row.extra.values() if type(value) is str) if row.extra else 0
+    for prompt in row.prompts:
+        if isinstance(prompt, TextPrompt):
+            found += len(prompt.text)
+        elif isinstance(prompt, ChatPrompt):
+            found += sum(len(text) for each in prompt.messages if type(text := each.get("content")) is str)
+        elif isinstance(prompt, TokenPrompt):
+            found += len(prompt.ids)
+    return found
