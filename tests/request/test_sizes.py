@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.request import checks
+from batchgen.request import checks, parser
 from batchgen.request.checks import MAX_OPTION_SIZE, MAX_STOP_CHARACTERS
 from tests.rows import parse, text
 
@@ -43,3 +43,21 @@ def test_an_option_has_a_largest_size(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(checks, "MAX_OPTION_SIZE", 256)
     assert parse(text(**{name: SIZED[name](256)}))
     assert refused(**{name: SIZED[name](264)}) == name
+
+
+def test_a_row_has_a_largest_number_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser, "MAX_ROW_PROMPTS", 4)
+    line: dict[str, Any] = {"method": "POST", "url": "/v1/completions"}
+    assert len(parse({"text": ["a"] * 4}).prompts) == len(parse({**line, "body": {"prompt": ["a"] * 4}}).prompts) == 4
+    assert len(parse({"text": "a", "completions": ["b"] * 4}).completions) == 4
+    for row, param in (
+        ({"text": ["a"] * 5}, "text"),
+        ({"input_ids": [[1]] * 5}, "input_ids"),
+        ({**line, "body": {"prompt": ["a"] * 5}}, "prompt"),
+        ({"text": ["a", "b"], "completions": ["c", "d", "e"]}, "completions"),
+    ):
+        with pytest.raises(RowError) as caught:
+            parse(row)
+        assert (caught.value.info.code, caught.value.info.param) == ("invalid_field", param)
+    messages = [{"role": "user", "content": "a"}] * 5
+    assert parse({"messages": messages}), "a conversation is one prompt"
