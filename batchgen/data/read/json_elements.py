@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from batchgen.data.read.pieces import MAX_LINE_BYTES, Peeked, Piece, RowFilter, piece_rows
-from batchgen.data.read.row_memory import line_is_cut, parse_line
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
+from batchgen.request.row_memory import line_is_cut, parse_line
 
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+"|["{}\[\],\n]')
 """A whole string, or a sign of structure; a quotation mark alone begins a string that the buffer does not end."""

@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 
 from batchgen.data.read.json_elements import ElementScanner
 from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, RowFilter, lines_of, piece_rows, raw_lines
-from batchgen.data.read.row_memory import line_is_cut, parse_line
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.json_text import decode_utf8
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
+from batchgen.request.row_memory import line_is_cut, parse_line
 
 
 def json_line_rows(

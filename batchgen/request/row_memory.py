@@ -1,4 +1,4 @@
-"""What the values of a line of JSON will take in memory, estimated from its bytes before it is parsed.
+"""What the values of a line or cell of JSON will take in memory, estimated from its bytes before it is parsed.
 
 Three bytes of text such as `[],` become a hundred bytes of values, and one character outside the basic plane makes all
 others of its string four times as wide. Lines whose values would take more than `ROW_MEMORY` are refused.
@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.json_text import is_cut, parse_json_object
+from batchgen.request.json_text import is_cut, parse_json, parse_json_object
 
 ROW_MEMORY: Final = 1 << 29
 """Most bytes that the values of one row may take, as estimated."""
@@ -34,8 +34,8 @@ def check_memory(line: bytes) -> None:
         RowError: `invalid_json`.
     """
     if len(line) > _UNCHECKED and (size := estimated_memory(line)) > ROW_MEMORY:
-        problem = f"the values of the line take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
-        raise RowError(ErrorCode.INVALID_JSON, f"{problem}: split the row, or give it as Parquet")
+        problem = f"its values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
+        raise RowError(ErrorCode.INVALID_JSON, f"{problem}: split the row")
 
 
 def estimated_memory(line: bytes) -> int:
@@ -58,6 +58,16 @@ def parse_line(line: bytes) -> dict[str, Any]:
     """
     check_memory(line)
     return parse_json_object(line)
+
+
+def parse_cell(text: bytes) -> Any:
+    """The JSON value of a table's cell, as by `parse_json`; refused by `check_memory` before it is parsed.
+
+    Raises:
+        RowError: see both.
+    """
+    check_memory(text)
+    return parse_json(text)
 
 
 def line_is_cut(line: bytes) -> bool:
