@@ -37,7 +37,7 @@ from batchgen.text.tokenizer import Tokenizer
 Truncate = Literal["none", "left", "right"]
 SCORED_TOKENS = 1 << 24
 """Most tokens of all texts to score of a row, each counted with its prompt."""
-_LARGE_CHARACTERS = 1 << 23  # no other batch is read or kept beside a larger one
+_LARGE_CHARACTERS = 1 << 23  # while a larger batch is in memory, no other one is
 _ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 _MAX_CHECKED = 256  # values that are remembered as checked
