@@ -225,7 +225,7 @@ class PromptTexts:
             before = len(found)
             for prompt in row.prompts:
                 is_chat = isinstance(prompt, ChatPrompt)
-                given = next(rendered) if is_chat else _given(prompt)
+                given: TokenizerInput = next(rendered) if is_chat else _given(prompt)
                 if type(given) is str and len(given) > self.long.piece:
                     has_suffix = row.params.suffix is not None and not is_chat
                     given = LongText(given, self._fim_side if has_suffix else self._side)
