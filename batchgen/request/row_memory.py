@@ -56,7 +56,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
     Raises:
         RowError: see both.
     """
-    check_memory(line)
+    if len(line) * _PER_BYTE > ROW_MEMORY:
+        check_memory(line)
     return parse_json_object(line)
 
 

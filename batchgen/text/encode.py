@@ -27,7 +27,6 @@ from batchgen.text.prompt_texts import (
     PromptTexts,
     TextPart,
     TokenizerInput,
-    characters_of,
     next_batch,
     refuse_with_embeds,
 )
@@ -135,8 +134,10 @@ class Encoder:
         source = iter(rows)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor:
             pending: list[_Batch[_Tag]] = []
-            while items := next_batch(source):
-                characters = sum(characters_of(row) for _, row in items)
+            while True:
+                items, characters = next_batch(source)
+                if not items:
+                    break
                 pending.append(self._begin_batch(items, executor))
                 del items  # so that a large row is gone when the next is read
                 while len(pending) > (0 if characters > _LARGE_CHARACTERS else 1):
