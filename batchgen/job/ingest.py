@@ -156,6 +156,7 @@ def ingest(
                 _add_bad(result, row, config, on_bad)
             else:
                 _add_good(result, row)
+            del row  # so that a large row is gone when the next is read
         for option, problem in wanted.problems("the input" if selection.selects_all else "the selection of rows"):
             if option == "--id-column" and selection.selects_all:
                 raise UsageError(problem)

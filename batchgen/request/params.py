@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from batchgen.request import field_checks
+from batchgen.request import checks, field_checks
 from batchgen.request.checks import (
     Integer,
     Number,
@@ -255,7 +255,7 @@ class SamplingParams(_HashedOnce):
             if value is None and not optional:
                 raise invalid(name, "must not be null; leave it out for its default")
             if value is not None:
-                object.__setattr__(self, name, stored_value(name, check, value))
+                object.__setattr__(self, name, checks.bounded(name, stored_value(name, check, value)))
         self._check_lengths()
         self._check_stops()
         check_one(self)
@@ -272,6 +272,7 @@ class SamplingParams(_HashedOnce):
         for name, given, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
             if len(given) > MAX_STOPS:
                 raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(given)}")
+        checks.short_strings("stop", self.stop)
         if self.stop_regex:
             from batchgen.request.stop_patterns import check_patterns  # imports regex, which is slow to start
 

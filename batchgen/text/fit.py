@@ -80,11 +80,11 @@ class PromptFitter:
         if count < self._context:
             return count
         if self._truncate == "none" or self._context < 2:
-            raise self.too_long(count, "shorten it, or allow --truncate left or right")
+            raise self.too_long(f"has {count} tokens", "shorten it, or allow --truncate left or right")
         wanted = _DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
         return self._context - max(1, min(wanted, self._context // 2))
 
-    def too_long(self, count: int, remedy: str) -> RowError:
-        """The `context_length_exceeded` error of a prompt of `count` tokens."""
-        message = f"the prompt has {count} tokens and the context is {self._context}, which leaves no room"
+    def too_long(self, size: str, remedy: str) -> RowError:
+        """The `context_length_exceeded` error of a prompt; `size`: such as "has 9 tokens"."""
+        message = f"the prompt {size}, and the context is {self._context}, which leaves no room"
         return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")

@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 from batchgen.data.read.json_elements import ElementScanner
 from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, RowFilter, lines_of, piece_rows, raw_lines
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.json_text import decode_utf8, is_cut, parse_json_object
+from batchgen.request.json_text import decode_utf8
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
+from batchgen.request.row_memory import line_is_cut, parse_line
 
 _ARRAY_OF_OBJECTS = re.compile(rb"\[[ \t\r\n]*[{\]]")
 _BEFORE_VALUES = (b"[", b"{", b",", b":")
@@ -37,7 +38,7 @@ def json_line_rows(
     It is one if `[` and `{` are its first signs, unless its first line breaks off, as in `json_document_rows`.
     """
     return piece_rows(
-        _json_pieces(stream, document=False), source, first_index, keep, parse_json_object, is_cut, readable_id
+        _json_pieces(stream, document=False), source, first_index, keep, parse_line, line_is_cut, readable_id
     )
 
 
@@ -54,7 +55,7 @@ def json_document_rows(
     first line breaks off, and the second one begins with an object where a document has none.
     """
     return piece_rows(
-        _json_pieces(stream, document=True), source, first_index, keep, parse_json_object, is_cut, readable_id
+        _json_pieces(stream, document=True), source, first_index, keep, parse_line, line_is_cut, readable_id
     )
 
 
@@ -111,7 +112,7 @@ def _is_broken_line(head: bytes) -> bool:
 
 def _is_object(text: bytes) -> bool:
     with suppress(RowError):
-        parse_json_object(text)
+        parse_line(text)
         return True
     return False
 
