@@ -11,9 +11,9 @@ from batchgen.data.export import ExportCounts, row_shapes, write_as_given
 from batchgen.data.files import is_file, remove_file
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.view import Results, Totals, read_totals
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.lines import errors_path, has_only_marks
 from batchgen.data.write.output_budget import OutputBudget
+from batchgen.data.write.results_file import read_footer
 from batchgen.job.export import write_files
 from batchgen.job.setup import Setup
 from batchgen.text.token_bytes import TokenBytes

@@ -117,7 +117,7 @@ class _Job:
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
             refuse_named(setup, identity)
-            work = OpenedJob(setup, inputs, identity, paths).open()
+            work = OpenedJob(setup, inputs, identity, paths, self.progress.note).open()
         if work is None:
             return finished_summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()

@@ -18,8 +18,8 @@ from rich.text import Text
 from batchgen.data.export import read_line_totals
 from batchgen.data.files import exists, open_to_replace
 from batchgen.data.view import Totals, first_answer, read_totals
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.lines import errors_path, is_lines
+from batchgen.data.write.results_file import read_footer
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.request.printable import encodable, format_size, printable
 from batchgen.request.unknown_keys import carried_summary

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import Policy, RunIdentity, WorkFolder, open_work, output_paths
+from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
+from batchgen.data.write.work_owner import Policy, open_work
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
 

@@ -14,10 +14,11 @@ import pytest
 from batchgen.data.write import finish as finish_module
 from batchgen.data.write import merge_sort as merge_sort_module
 from batchgen.data.write.committed import Committed
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
+from batchgen.data.write.results_file import read_footer
 from batchgen.data.write.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY
-from batchgen.data.write.work_folder import WorkFolder, is_complete, open_work, output_paths
+from batchgen.data.write.work_folder import WorkFolder, is_complete, output_paths
+from batchgen.data.write.work_owner import open_work
 from batchgen.errors import BatchgenError, OutputError, UsageError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored, stored_keys
 

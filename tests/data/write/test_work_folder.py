@@ -19,7 +19,8 @@ from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.retry import open_for_retry
-from batchgen.data.write.work_folder import Policy, RunIdentity, is_complete, open_work, output_paths
+from batchgen.data.write.work_folder import RunIdentity, is_complete, output_paths
+from batchgen.data.write.work_owner import Policy, open_work
 from batchgen.errors import FingerprintError, OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group
 
