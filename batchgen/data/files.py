@@ -11,12 +11,17 @@ import io
 import mmap
 import os
 import stat
+import zlib
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
 BUFFER = 1 << 17
 """Bytes of a stream's buffer; larger blocks are read and written directly."""
+_FOREIGN = ".foreign"
 
 
 class FileSystem:
@@ -108,12 +113,8 @@ def open_own_to_change(path: Path, buffer: int = BUFFER) -> io.BufferedRandom:
 
 
 def open_new(path: Path, buffer: int = BUFFER) -> io.BufferedRandom:
-    """Create a file for reading and writing. What is left of an earlier one is removed first.
-
-    Raises:
-        OSError: something else is in the way, or the file cannot be created.
-    """
-    remove_file(path)
+    """Create a file for reading and writing. An earlier one is removed; what is not ours is set aside."""
+    make_free(path)
     return io.BufferedRandom(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW), buffer)
 
 
@@ -143,25 +144,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_durably(folder: Path) -> None:
-    """Create a folder and those above it, if they are missing, and make their names durable."""
-    if not is_folder(folder):
-        if folder.parent != folder:
-            _make_missing(folder.parent)
-        _make(folder)
-    sync_folder(folder.parent)
-
-
-def _make_missing(folder: Path) -> None:
-    if not is_folder(folder):
-        make_durably(folder)
-
-
-def _make(folder: Path) -> None:
+    """Create a folder, and those above it, unless they exist, and make their names durable."""
+    if is_folder(folder):
+        return
+    make_durably(folder.parent)
     try:
         system.mkdir(folder)
     except FileExistsError:
         if not is_folder(folder):  # otherwise another process made it
             raise
+    sync_folder(folder.parent)
 
 
 def status_of(path: Path, *, follow: bool = True) -> os.stat_result | None:
@@ -221,28 +213,97 @@ def remove_file(path: Path) -> None:
         return
 
 
-def remove_tree(folder: Path) -> None:
-    """Remove a folder with its content. What cannot be removed stays."""
-    for path in _or_nothing(folder):
+def remove_tree(path: Path) -> None:
+    """Remove a file, or a folder with its content. What is not ours, or cannot be removed, stays."""
+    with suppress(OSError):
         status = status_of(path, follow=False)
-        try:
-            if status is not None and stat.S_ISDIR(status.st_mode):
-                remove_tree(path)
-            else:
-                remove_file(path)
-        except OSError:
+        if status is None or is_set_aside(path) or is_foreign(path, status):
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            remove_file(path)
+            return
+        for entry in files_in(path):
+            remove_tree(entry)
+        system.rmdir(path)
+
+
+def is_foreign(path: Path, status: os.stat_result) -> bool:
+    """Whether a name in a folder of ours is not: a link, a special file, or another user's.
+
+    Root's files count as ours: root needs no trick. So do files of the user that new files there belong to, which on
+    some network file systems is not the user of the process.
+
+    Args:
+        path: the name.
+        status: its state, of the link itself if it is one.
+    """
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        return True
+    return status.st_uid not in (0, os.geteuid()) and status.st_uid != _creator(path.parent)
+
+
+@lru_cache(64)
+def _creator(folder: Path) -> int:
+    """The user that a new file in a folder belongs to."""
+    path = folder / f".owner-{os.getpid()}"
+    try:
+        with system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as file:
+            owner = system.fstat(file.fileno()).st_uid
+        remove_file(path)
+    except OSError:
+        return os.geteuid()
+    return owner
+
+
+def make_free(path: Path) -> Path | None:
+    """Make a name free: a file of ours is removed, anything else set aside. Returns the name that this got, if any."""
+    status = status_of(path, follow=False)
+    if status is None:
+        return None
+    if is_foreign(path, status) or stat.S_ISDIR(status.st_mode):
+        return set_aside(path)
+    remove_file(path)
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what is not ours to a free name, `NAME.foreign`, without touching what it is or leads to."""
+    names = (f"{path.name}{_FOREIGN}{f'-{number}' if number else ''}" for number in count())
+    target = next(found for found in map(path.with_name, names) if status_of(found, follow=False) is None)
+    system.rename(path, target)
+    return target
+
+
+def is_set_aside(path: Path) -> bool:
+    """Whether a name is one that `set_aside` gives."""
+    return path.suffix.startswith(_FOREIGN)
+
+
+def set_aside_foreign(folder: Path) -> list[Path]:
+    """Set aside what is not ours in a folder of ours and in the folders below it. Returns the new names."""
+    found = []
+    for path in files_in(folder):
+        status = status_of(path, follow=False)
+        if status is None or is_set_aside(path):
             continue
-    try:
-        system.rmdir(folder)
-    except OSError:
-        return
+        if is_foreign(path, status):
+            found.append(set_aside(path))
+        elif stat.S_ISDIR(status.st_mode):
+            found += set_aside_foreign(path)
+    return found
 
 
-def _or_nothing(folder: Path) -> list[Path]:
-    try:
-        return files_in(folder)
-    except OSError:
-        return []
+def followed(path: Path) -> Path:
+    """Where a name leads to that the user gave a file to write: a link's target, unless the link is another user's."""
+    status = status_of(path, follow=False)
+    if status is None or not stat.S_ISLNK(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+        return path
+    return resolved(path)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the folder of a file, for its content while it is written; short even if the name is long."""
+    return path.with_name(f".batchgen-{zlib.crc32(os.fsencode(path.name)):08x}.tmp")
 
 
 def resolved(path: Path) -> Path:

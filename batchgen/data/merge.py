@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from batchgen.data.files import exists, files_in, is_file, is_folder, make_durably, remove_tree, same_file
+from batchgen.data.files import (
+    exists,
+    files_in,
+    followed,
+    is_file,
+    is_folder,
+    make_durably,
+    remove_tree,
+    same_file,
+)
 from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs
 from batchgen.data.merged_records import grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
@@ -111,6 +120,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
     """
+    out = followed(out)
     files = _shard_files(parts)
     if is_lines(out):
         raise UsageError(f"{out}: merge writes Parquet. Name OUT.parquet, and write JSON lines with batchgen export.")
@@ -128,7 +138,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     paths = output_paths(out)
     _refuse_unfinished(paths, overwrite)
     identity = RunIdentity(footers[0]["fingerprint"])
-    work = WorkFolder(paths, identity, RunLock(paths.work, out))
+    work = WorkFolder(paths, identity, RunLock(paths.work, paths.result))
     try:
         with output_errors(work.scratch):
             remove_tree(work.scratch)
@@ -139,7 +149,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         with open_parquet(files[0]) as first:
             schema = first.schema.remove_metadata()
         rows = CommittedRows(files, keys, state_parts)
-        write_output(paths, rows, _merged_footer(files, footers, len(keys)), schema, work.scratch)
+        write_output(paths, rows, _merged_footer(files, footers, len(keys)), schema, work)
     finally:
         work.remove()
     return len(keys)

@@ -100,7 +100,7 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
     """
     paths = output_paths(out)
     fingerprint = hashlib.sha256("".join(_jobs(footers)).encode()).hexdigest()
-    work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, out))
+    work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, paths.result))
     try:
         with output_errors(work.scratch):
             remove_tree(work.scratch)
@@ -114,7 +114,7 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
         states = [path for path in map(states_part, parts) if exists(path)]
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
         footer = _footer(footers, numbered, len(keys)) | {"fingerprint": fingerprint}
-        write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work.scratch)
+        write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work)
         return len(keys)
     finally:
         work.remove()

@@ -16,9 +16,9 @@ from pathlib import Path
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
-from batchgen.data.files import resolved, status_of, system
+from batchgen.data.files import followed, resolved, status_of, system
 from batchgen.data.read.input_files import FoundInput, find_inputs
-from batchgen.data.read.reserved_paths import ReservedPaths
+from batchgen.data.read.reserved_paths import ReservedPaths, refuse_other_file
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.check import CheckedModel, check_model
@@ -102,8 +102,9 @@ def check_output_targets(config: RunConfig, inputs: Iterable[FoundInput]) -> Non
                 f"`{option}` {target} is an input of the job; give another name, which no input pattern matches"
             )
         options_by_path[path] = option
+        refuse_other_file(option, str(target), config.existing == "overwrite")
     if config.report not in (None, STDIN):
-        _check_writable(Path(str(config.report)))
+        _check_writable(followed(Path(str(config.report))))
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -141,7 +142,7 @@ def _check_writable(path: Path) -> None:
         number = errno.EISDIR
     elif status is None and not system.access(path.parent, os.F_OK):
         number = errno.ENOENT
-    elif not system.access(path if status is not None else path.parent, os.W_OK):
+    elif not system.access(path if _is_special(path) else path.parent, os.W_OK):
         number = errno.EACCES
     if number:
         raise OutputError(f"cannot write the report {path}: {os.strerror(number)}")

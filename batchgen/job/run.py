@@ -31,7 +31,7 @@ from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
-from batchgen.job.events import EventWriter, open_events
+from batchgen.job.events import open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.lines_output import LinesOutput
@@ -124,6 +124,8 @@ class _Job:
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
+            for path in work.foreign:
+                self.progress.note(f"{path} was found in the work folder and is not this user's file: it is set aside")
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
@@ -149,10 +151,14 @@ class _Job:
         config = self.config
         # Found before the rows are read, so that a wrong --reuse fails early.
         files = reusable_files(work, None if config.reuse is None else Path(config.reuse))
+        resumed = len(committed) > 0 or bool(files)
+        # Opened before the computation, so that a bad path fails early.
+        opened = nullcontext() if config.events is None else open_events(config.events, append=resumed)
         with (
-            self._events(len(committed) > 0 or bool(files)) as events,
+            opened as events,
             PartWriter(work, config.commit_every, config.commit_seconds, max_bytes=config.max_output_bytes) as writer,
         ):
+            writer.before_part = None if events is None else events.sync
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
@@ -164,8 +170,7 @@ class _Job:
             done = reuse.done
             self._init_row_counts(rows, done)
             with self._phase("loading"):
-                loaded = self._wait_for_model(model, rows)
-                engine = setup.engine(loaded)
+                engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
@@ -182,8 +187,8 @@ class _Job:
         self.opened.close()
         with self._phase("writing"):
             totals = self._write(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
-        resumed = len(np.unique(committed.row_index)) + reuse.rows
-        summary = self._summary(identity, rows, totals, resumed, running)
+        taken = len(np.unique(committed.row_index)) + reuse.rows
+        summary = self._summary(identity, rows, totals, taken, running)
         advice = [*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)]
         return replace(
             summary, kernels=engine.kernels, advice=advice, engine={**summary.engine, **asdict(writer.stats)}
@@ -221,10 +226,6 @@ class _Job:
         elif self.config.reuse is not None:
             self.progress.note(f"no row is reused: {self.config.reuse} does not hold another job's results")
         return reuse
-
-    def _events(self, resumed: bool) -> EventWriter | nullcontext[None]:
-        """The event writer, if `--events` is given; opened before the computation, so that a bad path fails early."""
-        return nullcontext() if self.config.events is None else open_events(self.config.events, append=resumed)
 
     def _rows(
         self,

@@ -11,6 +11,7 @@ from pathlib import Path
 from batchgen.data.files import is_file, open_named, resolved
 from batchgen.data.write.lines import errors_path, is_lines
 from batchgen.data.write.work_folder import output_paths
+from batchgen.errors import OutputError
 
 _EVENT_STARTS = (b'{"event":"token"', b'{"event":"finish"')
 _REPORT_KEYS = {"rows", "rows_ok", "rows_error", "fingerprint"}
@@ -30,7 +31,7 @@ class ReservedPaths:
         lines = [errors_path(paths.result)] if is_lines(paths.result) else []
         self._files = {resolved(path) for path in (paths.result, paths.states, *lines)}
         self._work = resolved(paths.work)
-        self._written = {resolved(Path(path)) for path in written if _is_run_output(Path(path))}
+        self._written = {resolved(Path(path)) for path in written if is_run_output(Path(path))}
         self._shard = None if shards is None else re.compile(rf"part-\d{{5,}}-of-{shards:05d}\.parquet")
 
     def __contains__(self, path: object) -> bool:
@@ -45,7 +46,7 @@ class ReservedPaths:
         return self._shard is not None and found.parent in self._files and self._shard.fullmatch(found.name) is not None
 
 
-def _is_run_output(path: Path) -> bool:
+def is_run_output(path: Path) -> bool:
     """Whether a file is empty or holds events or a report of a run; any other file may hold prompts."""
     with suppress(OSError, ValueError):
         if is_file(path):  # reading a pipe would block
@@ -56,3 +57,17 @@ def _is_run_output(path: Path) -> bool:
             report = json.loads(head)
             return isinstance(report, dict) and report.keys() >= _REPORT_KEYS
     return False
+
+
+def refuse_other_file(option: str, target: str, overwrite: bool) -> None:
+    """Refuse to replace a file that the user named for events or a report and that holds something else.
+
+    Raises:
+        OutputError: it exists, is no earlier events or report of batchgen, and `overwrite` is not set.
+    """
+    path = Path(target)
+    if not overwrite and is_file(path) and not is_run_output(path):
+        raise OutputError(
+            f"`{option}` {target} exists and was not written by batchgen. Replace it with --overwrite, or give another "
+            "name"
+        )

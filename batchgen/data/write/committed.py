@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.data.files import files_in, remove_file
+from batchgen.data.files import files_in, is_set_aside, remove_file
 from batchgen.data.write.durable_files import output_errors, write_durably
 from batchgen.data.write.parts import STATES_KEY
 from batchgen.data.write.results_file import DamagedFile, StoredTable, open_parquet, open_part, parquet_writer
@@ -251,7 +251,8 @@ def _clean(work: WorkFolder) -> None:
     """Remove what interrupted commits left: temporary files, and hidden states without their part."""
     with output_errors(work.parts):
         kept = set(map(states_part, work.part_files()))
-        for entry in [*files_in(work.parts, "*.tmp"), *(file for file in files_in(work.states) if file not in kept)]:
+        states = (file for file in files_in(work.states) if file not in kept and not is_set_aside(file))
+        for entry in [*files_in(work.parts, "*.tmp"), *states]:
             remove_file(entry)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import BinaryIO
 
 from batchgen.data.files import (
     exists,
-    is_file,
-    is_folder,
     open_new,
     remove_file,
     rename,
+    status_of,
     sync_folder,
     sync_stream,
 )
@@ -71,7 +71,7 @@ def part_errors(part: Path) -> Iterator[None]:
 
 def write_durably(
     path: Path,
-    write: Callable[[BinaryIO], None],
+    write: Callable[[BinaryIO], object],
     temporary: Path | None = None,
     before_rename: Callable[[], None] | None = None,
 ) -> None:
@@ -86,32 +86,54 @@ def write_durably(
     Raises:
         OutputError: the disk is full, permissions are missing, or another I/O error.
     """
-    temporary = temporary or path.with_name(path.name + ".tmp")
     with output_errors(path):
-        try:
-            with open_new(temporary) as stream:
-                write(stream)
-                sync_stream(stream)
-            if before_rename is not None:
-                before_rename()
-            rename(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                remove_file(temporary)
-            raise
-        sync_folder(path.parent)
+        replace_durably(path, write, temporary or path.with_name(path.name + ".tmp"), before_rename)
+
+
+def replace_durably(
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    temporary: Path,
+    before_rename: Callable[[], None] | None = None,
+) -> None:
+    """`write_durably`, which raises the errors of the operating system as they are.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        with open_new(temporary) as stream:
+            write(stream)
+            sync_stream(stream)
+        if before_rename is not None:
+            before_rename()
+        rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            remove_file(temporary)
+        raise
+    sync_folder(path.parent)
 
 
 def refuse_special(path: Path) -> None:
     """Refuse an output path that is not a regular file: a rename would replace even a device.
 
+    Args:
+        path: the path, from `followed`.
+
     Raises:
-        OutputError: it is a folder, a device, a pipe or a socket.
+        OutputError: it is a folder, a device, a pipe or a socket, or a link that is not followed.
     """
-    if is_folder(path):
-        raise OutputError(f"{path} is a folder. Name a file with -o.")
-    if exists(path) and not is_file(path):
-        raise OutputError(f"{path} is not a regular file. Name a file with -o.")
+    with output_errors(path):
+        status = status_of(path, follow=False)
+    if status is None or stat.S_ISREG(status.st_mode):
+        return
+    what = "is not a regular file"
+    if stat.S_ISDIR(status.st_mode):
+        what = "is a folder"
+    elif stat.S_ISLNK(status.st_mode):
+        what = "is a link that belongs to another user or leads in a circle"
+    raise OutputError(f"{path} {what}. Name a file with -o.")
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:

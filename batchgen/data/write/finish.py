@@ -75,7 +75,7 @@ def finish(
     # In the other format nothing keeps the results file, so it stays in the folder of temporary files.
     paths = work.paths if publish is None else replace(work.paths, result=work.scratch / "whole.parquet")
     try:
-        write_output(paths, rows, footer, results_schema(work.identity.carried), work.scratch, memory_bytes, max_bytes)
+        write_output(paths, rows, footer, results_schema(work.identity.carried), work, memory_bytes, max_bytes)
     except DamagedFile as problem:
         work.set_part_aside(problem.path, problem)
         work.check_none_aside()
@@ -102,7 +102,7 @@ def write_output(
     rows: CommittedRows,
     footer: Mapping[str, Any],
     schema: pa.Schema,
-    scratch: Path,
+    work: WorkFolder,
     memory_bytes: int = MEMORY_BYTES,
     max_bytes: int | None = None,
 ) -> None:
@@ -113,7 +113,7 @@ def write_output(
         rows: the rows to write.
         footer: run record for both files.
         schema: schema of the results.
-        scratch: an existing folder for temporary files, on the same file system.
+        work: the work folder, whose folder for temporary files exists.
         memory_bytes: approximate bytes of rows in memory.
         max_bytes: most bytes of both files.
 
@@ -122,6 +122,7 @@ def write_output(
             was replaced.
         DamagedFile: one of the files is damaged; nothing was replaced.
     """
+    scratch = work.scratch
     states, result = scratch / "states.parquet", scratch / "result.parquet"
     shared = {name: value for name, value in footer.items() if name != "row_shapes"}
     count = 0
@@ -136,8 +137,11 @@ def write_output(
         with _written_back(result):
             _read_back(result, rows, schema)
         budget.check(states_bytes + size_of(result))
+        work.record_written(result)
         if rows.states:
             make_durably(paths.states.parent)
+            if paths.states.parent != paths.result.parent:
+                sync_folder(paths.states.parent.parent)  # a killed run may have made the folder
             rename(states, paths.states)
             sync_folder(paths.states.parent)
         else:

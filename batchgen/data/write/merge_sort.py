@@ -24,6 +24,7 @@ from batchgen.data.write.committed import Committed
 from batchgen.data.write.durable_files import part_errors
 from batchgen.data.write.results_file import DamagedFile, TableWriter, open_parquet
 from batchgen.data.write.schema import SCHEMA
+from batchgen.errors import OutputError
 
 MEMORY_BYTES = 128 << 20
 """Results that are estimated larger than this are sorted on disk."""
@@ -254,7 +255,10 @@ def _bucket_slices(table: pa.Table, buckets: npt.NDArray[np.int64]) -> Iterator[
 def _write_bucket(bucket: _Bucket, writer: ResultWriter) -> None:
     with open_own(bucket.file) as stream:
         if crc_of(stream) != bucket.crc:
-            raise DamagedFile(bucket.file, "its bytes are not those that were written")
+            raise OutputError(
+                f"{bucket.file} was read back, and is not what was written. Nothing was replaced. Check the disk and the "
+                "memory, and run the same command again: committed rows are kept."
+            )
         stream.seek(0)
         with pa.ipc.open_stream(stream) as reader:
             table = reader.read_all()

@@ -83,6 +83,8 @@ class PartWriter:
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
         self._clock = clock
+        self.before_part: Callable[[], None] | None = None
+        """Called before each part is written, to make durable what has to be there before it."""
         self._number = _next_number(work.part_files())
         self._changed = threading.Condition()
         self._buffer: list[OutputRow] = []
@@ -228,6 +230,8 @@ class PartWriter:
             return rows
 
     def _commit(self, rows: list[OutputRow]) -> None:
+        if self.before_part is not None:
+            self.before_part()
         path = self.next_part()
         count = sum(len(row.completion.states or ()) for row in rows)
         states_bytes = 0

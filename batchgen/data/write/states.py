@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.data.files import is_folder, make_durably, open_own, size_of
+from batchgen.data.files import make_durably, open_own, size_of
 from batchgen.data.write.durable_files import output_errors, part_errors, write_durably
 from batchgen.data.write.results_file import DamagedFile
 from batchgen.data.write.schema import OutputRow
@@ -92,8 +92,7 @@ def write_states_part(
         size = stream.tell()
 
     with output_errors(path.parent):
-        if not is_folder(path.parent):
-            make_durably(path.parent)
+        make_durably(path.parent)
     write_durably(path, write)
     return size
 

@@ -26,8 +26,7 @@ import pyarrow as pa
 from batchgen.data.files import (
     exists,
     files_in,
-    is_folder,
-    remove_file,
+    followed,
     remove_tree,
     system,
 )
@@ -43,7 +42,7 @@ from batchgen.data.write.results_file import DamagedFile, intact_footer
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import states_part
 from batchgen.data.write.work_parts import earlier_parts, part_files
-from batchgen.data.write.work_state import STATE_NAME
+from batchgen.data.write.work_state import STATE_NAME, file_mark, write_state
 from batchgen.errors import OutputError
 
 
@@ -74,11 +73,12 @@ class OutputPaths:
 
 
 def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths:
-    """`OUT` and `OUT.work`; for a shard `OUT/part-00007-of-00016.parquet` and `OUT.work/part-00007-of-00016`.
+    """`OUT`, or where the link `OUT` leads to, and `OUT.work`; of a shard, files in the folders `OUT` and `OUT.work`.
 
     Hidden states are in `OUT` with `.hidden` before its suffix, also a folder if `OUT` is one. A folder of shards
     contains nothing else, because readers treat every file in it as data.
     """
+    out = followed(out)
     work = out.with_name(out.name + ".work")
     states = out.with_name(f"{out.name.removesuffix('.parquet')}.hidden.parquet")
     if shard is None:
@@ -156,6 +156,11 @@ class WorkFolder:
         """The folder of committed hidden states; exists only if rows return them."""
         return self.paths.work / "states"
 
+    @property
+    def foreign(self) -> list[Path]:
+        """New names of what was found in the folder and is not ours."""
+        return self._lock.foreign
+
     def part_files(self) -> list[Path]:
         """Committed parts, in order."""
         return part_files(self.paths.work)
@@ -193,6 +198,11 @@ class WorkFolder:
         """The rows of what was set aside so far are not committed any more, and will be computed."""
         self._aside.clear()
 
+    def record_written(self, result: Path) -> None:
+        """Record what is about to replace an output, so that a run after a kill knows it from what it replaces."""
+        if self.state.get("replaces") is not None and not is_lines(self.paths.result):
+            write_state(self.paths.work, {**self.state, "written": file_mark(result)})
+
     def close(self) -> None:
         """Release the lock and keep the work for a later run."""
         self._lock.release()
@@ -217,4 +227,4 @@ def empty_work(work: Path) -> None:
     """Remove everything but the lock, run.json last, so that a half-removed folder still records its job."""
     for entry in sorted(files_in(work), key=lambda path: (path.name == STATE_NAME, path.name)):
         if entry.name != LOCK_NAME:
-            remove_tree(entry) if is_folder(entry) else remove_file(entry)
+            remove_tree(entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from batchgen.data.files import (
     rename,
     size_of,
     sync_folder,
-    system,
 )
 from batchgen.data.write.damage import (
     Note,
@@ -29,7 +27,7 @@ from batchgen.data.write.damage import (
 from batchgen.data.write.durable_files import output_errors, refuse_special
 from batchgen.data.write.job_changes import changes
 from batchgen.data.write.lines import errors_path, is_lines, written_by
-from batchgen.data.write.lock import LOCK_NAME, RunLock
+from batchgen.data.write.lock import RunLock
 from batchgen.data.write.results_file import intact_footer
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, belongs_to, empty_work, is_complete
@@ -103,13 +101,14 @@ def open_work(
             if has_other_work(paths, identity) or _is_replacement(paths):
                 lock.release()
             else:
+                sync_folder(paths.result.parent)  # a killed run may have renamed the output without that
                 WorkFolder(paths, identity, lock).remove()
             return None
         with output_errors(paths.work):
             state = {**_state(paths, identity, info, policy, note), "clock": clock}
             return _prepare(WorkFolder(paths, identity, lock, state, note))
     except BaseException:
-        _release_refused(paths.work, lock)
+        lock.release_unused()
         raise
 
 
@@ -123,21 +122,11 @@ def has_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
 
 
 def _is_replacement(paths: OutputPaths) -> bool:
-    """Whether the work is meant to replace the existing output, rather than having produced it.
-
-    A new output differs from the old one at least in its time.
-    """
-    state = read_state(paths.work)
-    return state is not None and state["replaces"] == file_mark(paths.result) and bool(part_files(paths.work))
-
-
-def _release_refused(work: Path, lock: RunLock) -> None:
-    """Release the lock of a refused job, and remove the folder if it contains nothing else."""
-    empty = [entry.name for entry in files_in(work)] == [LOCK_NAME]
-    lock.release(remove=empty)
-    if empty:
-        with suppress(OSError):
-            system.rmdir(work)
+    """Whether the work is meant to replace the existing output, rather than having produced it."""
+    state, mark = read_state(paths.work), file_mark(paths.result)
+    if state is None or state["replaces"] != mark or not part_files(paths.work):
+        return False
+    return state["written"] != mark
 
 
 def _prepare(work: WorkFolder) -> WorkFolder:
@@ -145,7 +134,10 @@ def _prepare(work: WorkFolder) -> WorkFolder:
     for folder in (work.parts, work.tokenized, work.scratch, work.paths.result.parent):
         make_durably(folder)
     write_state(work.paths.work, work.state)
-    sync_folder(work.paths.work.parent)
+    # Also what a killed run may have made.
+    above = work.paths.work.parent
+    for folder in (work.paths.work, above, *([] if work.identity.shard is None else [above.parent])):
+        sync_folder(folder)
     return work
 
 
@@ -155,7 +147,8 @@ def _state(
     """The content of run.json; raises every error that refuses the job, and puts work that is not continued away.
 
     `overwrite`: whether the existing output will be replaced. `emptied_by`: key of the job whose `--overwrite` emptied
-    the folder, so that no row of it comes from the output. `replaces`: mark of the output that existed then.
+    the folder, so that no row of it comes from the output. `replaces`: mark of the output that existed then. `written`:
+    that of the output that is about to be put in its place.
     """
     key = identity.key
     fresh: dict[str, Any] = {"fingerprint": key, "info": dict(info)}
@@ -167,7 +160,9 @@ def _state(
         if kept is None:
             empty_work(paths.work)
         return fresh | (kept or {}) | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
-    own = part_owners(paths.work) <= {key} and (old is None or old["fingerprint"] == key)
+    # run.json names the job; parts of another one that lie beside it are set aside when they are read.
+    named = old is not None and old["info"] is not None
+    own = (old is None or old["fingerprint"] == key) and (named or part_owners(paths.work) <= {key})
     if not own and not has_results(paths.work):
         set_parts_aside(paths.work, note)
         empty_work(paths.work)

@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from batchgen.data.files import open_named, open_own, size_of, status_of
+from batchgen.data.files import open_named, open_own, status_of
 from batchgen.data.write.durable_files import part_errors, write_durably
+from batchgen.data.write.lines import is_lines
 from batchgen.data.write.results_file import DamagedFile, open_part
 from batchgen.data.write.schema import FINGERPRINT_KEY
 from batchgen.data.write.sealed_json import sealed, unsealed
@@ -26,6 +27,7 @@ STATE_KEY: Final = b"batchgen.work"
 """Footer key of a part: the state of its work folder, JSON without what only messages need."""
 
 _DEFAULTS: Final[Mapping[str, Any]] = {"overwrite": False, "emptied_by": None, "replaces": None, "clock": None}
+_STATE: Final[Mapping[str, Any]] = {**_DEFAULTS, "written": None}
 _MARKED: Final = 1 << 16
 """Bytes at the end of a file that its mark depends on: there, a results file has its footer with its checksums."""
 
@@ -62,7 +64,7 @@ def _read(work: Path) -> dict[str, Any] | None:
         state = unsealed(stream.read())
         if not isinstance(state.get("fingerprint"), str) or not isinstance(state.get("info"), dict):
             raise ValueError("it does not name its job")
-        return {**_DEFAULTS, **state}
+        return {**_STATE, **state}
     return _copy(work)
 
 
@@ -70,7 +72,7 @@ def _copy(work: Path) -> dict[str, Any] | None:
     for part in reversed(part_files(work)):
         with suppress(DamagedFile, KeyError, ValueError), open_part(part) as table:
             state = json.loads(table.about[STATE_KEY])
-            return {**_DEFAULTS, **state, "fingerprint": table.about[FINGERPRINT_KEY].decode(), "info": None}
+            return {**_STATE, **state, "fingerprint": table.about[FINGERPRINT_KEY].decode(), "info": None}
     return None
 
 
@@ -101,10 +103,14 @@ def replaced_by(part: Path) -> str | None:
 
 
 def file_mark(path: Path) -> str | None:
-    """A short text that tells a file from others by its content, wherever it is moved; None if there is none."""
-    if status_of(path) is None:
+    """A short text that tells a file from others by its content, wherever it is moved; None if there is none.
+
+    JSON lines do not say when they were written, so that equal ones are told apart by their inode.
+    """
+    status = status_of(path)
+    if status is None:
         return None
-    size = size_of(path)
     with open_named(path) as stream:
-        stream.seek(max(0, size - _MARKED))
-        return f"{size}:{zlib.crc32(stream.read()):08x}"
+        stream.seek(max(0, status.st_size - _MARKED))
+        mark = f"{status.st_size}:{zlib.crc32(stream.read()):08x}"
+    return f"{mark}:{status.st_ino}" if is_lines(path) else mark
