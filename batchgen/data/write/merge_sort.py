@@ -256,8 +256,8 @@ def _write_bucket(bucket: _Bucket, writer: ResultWriter) -> None:
     with open_own(bucket.file) as stream:
         if crc_of(stream) != bucket.crc:
             raise OutputError(
-                f"{bucket.file} was read back, and is not what was written. Nothing was replaced. Check the disk and the "
-                "memory, and run the same command again: committed rows are kept."
+                f"{bucket.file} was read back, and is not what was written. Nothing was replaced. Check the disk and "
+                "the memory, and run the same command again: committed rows are kept."
             )
         stream.seek(0)
         with pa.ipc.open_stream(stream) as reader:

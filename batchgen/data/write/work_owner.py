@@ -126,7 +126,7 @@ def _is_replacement(paths: OutputPaths) -> bool:
     state, mark = read_state(paths.work), file_mark(paths.result)
     if state is None or state["replaces"] != mark or not part_files(paths.work):
         return False
-    return state["written"] != mark
+    return bool(state["written"] != mark)
 
 
 def _prepare(work: WorkFolder) -> WorkFolder:

@@ -16,7 +16,8 @@ import pytest
 from batchgen.data.files import FileSystem
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lock import RunLock
-from batchgen.data.write.work_folder import open_work, output_paths
+from batchgen.data.write.work_folder import output_paths
+from batchgen.data.write.work_owner import open_work
 from batchgen.errors import OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, group, stored_keys
 
