@@ -210,20 +210,26 @@ def intact_parts(work: WorkFolder, *, whole: bool) -> dict[Path, _Keys]:
     keys: dict[Path, _Keys] = {}
     for part in work.part_files():
         try:
-            keys[part] = _checked_keys(part, work.identity.key, whole)
+            keys[part] = checked_keys(part, work.identity.key, whole)
         except DamagedFile as problem:
             work.set_part_aside(part, problem)
-    for part in _doubled(keys):
+    for part in doubled_parts(keys):
         work.set_part_aside(part, DamagedFile(part, "another part holds a row of it as well"))
         del keys[part]
     return keys
 
 
-def _checked_keys(part: Path, job: str, whole: bool) -> _Keys:
+def checked_keys(part: Path, job: str | None, whole: bool) -> _Keys:
+    """The keys of a part of a job, or of any job if None.
+
+    Raises:
+        DamagedFile: the part or its hidden states are damaged, or it is of another job.
+        OutputError: it cannot be read now.
+    """
     with open_part(part) as table:
         if not table.has_checksums or table.about.get(VERSION_KEY) != SCHEMA_VERSION.encode():
             raise DamagedFile(part, "an earlier version of batchgen wrote it")
-        if table.about.get(FINGERPRINT_KEY) != job.encode():
+        if job is not None and table.about.get(FINGERPRINT_KEY) != job.encode():
             raise DamagedFile(part, "it is of another job")
         if whole:
             table.check()
@@ -234,7 +240,7 @@ def _checked_keys(part: Path, job: str, whole: bool) -> _Keys:
     return keys
 
 
-def _doubled(keys: Mapping[Path, _Keys]) -> list[Path]:
+def doubled_parts(keys: Mapping[Path, _Keys]) -> list[Path]:
     """The parts that hold a prompt that an earlier part holds, as after a part was copied."""
     parts = [*keys]
     if len(parts) < 2:

@@ -62,7 +62,7 @@ def line_files(path: Path) -> list[Path]:
 def has_only_marks(file: Path) -> bool:
     """Whether each line of a file is batchgen's, so that nothing of the user's is lost with it."""
     with open_named(file) as stream:
-        return all(_mark_of(line) is not None for line in stream)
+        return all(line_mark(line) is not None for line in stream)
 
 
 def _first_mark(path: Path) -> Mapping[str, Any] | None:
@@ -70,11 +70,11 @@ def _first_mark(path: Path) -> Mapping[str, Any] | None:
     for file in (path, errors_path(path)):
         with suppress(OSError), open_named(file) as stream:
             if line := stream.readline():
-                return _mark_of(line)
+                return line_mark(line)
     return None
 
 
-def _mark_of(line: bytes) -> Mapping[str, Any] | None:
+def line_mark(line: bytes) -> Mapping[str, Any] | None:
     """The mark of a line; that of an OpenAI line follows from its id. None for other lines."""
     with suppress(ValueError):
         value = orjson.loads(line)
