@@ -45,7 +45,6 @@ class Checksums:
     """[blocks] CRC-32 of each block."""
     data_bytes: int
     """Bytes before the table."""
-    table_bytes: int
 
 
 class ChecksumWriter:
@@ -114,8 +113,8 @@ def _trailer(table: bytes, footer: int) -> bytes:
     return _TRAILER.pack(len(table) // 4, footer, zlib.crc32(table, footer), _OWN_MAGIC)
 
 
-def read_tail(stream: BinaryIO) -> tuple[Checksums | None, bytes]:
-    """The checksums of a Parquet file, None if it was written without, and the footer as it ends the file.
+def read_checksums(stream: BinaryIO) -> Checksums | None:
+    """The checksums of a Parquet file, whose footer is found to be intact; None if it was written without.
 
     Raises:
         DamagedBytes: the footer or the table is damaged, or the file is cut short.
@@ -130,19 +129,19 @@ def read_tail(stream: BinaryIO) -> tuple[Checksums | None, bytes]:
         raise DamagedBytes("its end is not that of a Parquet file")
     footer = _read_at(stream, start, size - start)
     if start < _TRAILER.size:
-        return None, footer
+        return None
     trailer = _read_at(stream, start - _TRAILER.size, _TRAILER.size)
     count, crc, table_crc, own = _TRAILER.unpack(trailer)
     data = start - _TRAILER.size - 4 * count
     table = _read_at(stream, data, 4 * count) if data >= 0 else b""
     intact = zlib.crc32(table, crc) == table_crc
     if own != _OWN_MAGIC and not (intact and count):
-        return None, footer
+        return None
     if own != _OWN_MAGIC or not intact or count != -(-data // BLOCK):
         raise DamagedBytes("its table of checksums is damaged")
     if zlib.crc32(footer) != crc:
         raise DamagedBytes("its footer has a wrong checksum")
-    return Checksums(np.frombuffer(table, "<u4"), data, _TRAILER.size + len(table)), footer
+    return Checksums(np.frombuffer(table, "<u4"), data)
 
 
 def _read_at(stream: BinaryIO, start: int, count: int) -> bytes:

@@ -17,7 +17,7 @@ from batchgen.data.files import exists, make_durably, remove_file, rename, size_
 from batchgen.data.write.committed import Committed, intact_parts
 from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.expected import ExpectedKeys
-from batchgen.data.write.merge_sort import MEMORY_BYTES, ResultWriter, merge_sort, merged_nulls
+from batchgen.data.write.merge_sort import MEMORY_BYTES, ResultWriter, merge_sort
 from batchgen.data.write.output_budget import OutputBudget
 from batchgen.data.write.results_file import DamagedFile, open_parquet, parquet_writer
 from batchgen.data.write.schema import KEY_COLUMNS, results_schema, with_footer
@@ -132,10 +132,11 @@ def write_output(
     budget = OutputBudget(max_bytes)
     budget.check(states_bytes := size_of(states) if rows.states else 0)
     footed = with_footer({**footer, "states": count}, schema)
+    nulls: Counter[str] = Counter()
 
     def publish_states() -> None:
         with _written_back(result):
-            _read_back(result, rows, schema)
+            _read_back(result, rows.keys, nulls)
         budget.check(states_bytes + size_of(result))
         work.record_written(result)
         if rows.states:
@@ -148,16 +149,12 @@ def write_output(
             remove_file(paths.states)
 
     def write(stream: BinaryIO) -> None:
-        _write_results(stream, rows, footed, scratch, memory_bytes)
+        with parquet_writer(stream, footed) as parquet:
+            writer = ResultWriter(parquet)
+            nulls.update(merge_sort(rows.parts, rows.keys, writer, scratch, memory_bytes))
+            writer.flush()
 
     write_durably(paths.result, write, temporary=result, before_rename=publish_states)
-
-
-def _write_results(stream: BinaryIO, rows: CommittedRows, schema: pa.Schema, scratch: Path, memory_bytes: int) -> None:
-    with parquet_writer(stream, schema) as parquet:
-        writer = ResultWriter(parquet)
-        merge_sort(rows.parts, rows.keys, writer, scratch, memory_bytes)
-        writer.flush()
 
 
 @contextmanager
@@ -174,18 +171,17 @@ def _written_back(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def _read_back(path: Path, rows: CommittedRows, schema: pa.Schema) -> None:
+def _read_back(path: Path, keys: Committed, expected: Counter[str]) -> None:
     """Check that a finished file holds what was committed: every byte, the keys in order, the nulls of each column.
 
     Raises:
         DamagedFile: it does not.
     """
     nulls: Counter[str] = Counter()
-    keys, expected = rows.keys, merged_nulls(rows.parts, schema)
     start = 0
     with open_parquet(path) as table:
         for group in table.groups():
-            nulls.update({name: column.null_count for name, column in zip(schema.names, group.columns, strict=True)})
+            nulls.update({name: group[name].null_count for name in group.schema.names})
             end = start + len(group)
             for name in KEY_COLUMNS:
                 if not np.array_equal(group[name].to_numpy(), getattr(keys, name)[start:end]):
@@ -196,5 +192,5 @@ def _read_back(path: Path, rows: CommittedRows, schema: pa.Schema) -> None:
         table.check()
     if start != len(keys):
         raise DamagedFile(path, f"it has {start} rows, and {len(keys)} are committed")
-    if expected is not None and nulls != expected:
+    if nulls != expected:
         raise DamagedFile(path, "its columns do not have the nulls of the committed rows")

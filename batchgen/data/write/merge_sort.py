@@ -7,7 +7,7 @@ then one bucket after the other is sorted in memory and written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,8 +111,8 @@ def merge_sort(
     writer: ResultWriter,
     scratch: Path,
     memory_bytes: int = MEMORY_BYTES,
-) -> None:
-    """Write all rows of the files in key order.
+) -> Counter[str]:
+    """Write all rows of the files in key order; returns how many nulls each column of theirs has.
 
     Args:
         paths: the results files that `keys` was read from, in that order.
@@ -125,16 +125,18 @@ def merge_sort(
         DamagedFile: a file is damaged.
         OSError, pa.ArrowException: a file cannot be read, or the disk is full.
     """
+    nulls: Counter[str] = Counter()
     sizes = [_size(path) for path in paths]
     if sum(size for _, size in sizes) <= memory_bytes:
-        tables = [table for path in paths for table in _row_groups(path, writer.schema)]
+        tables = [*_all_rows(paths, writer.schema, nulls)]
         if tables:
             _write_sorted(pa.concat_tables(tables), keys.order, writer)
-        return
+        return nulls
     buckets = _assign_buckets(keys.order, sizes, memory_bytes)
-    for bucket in _write_buckets(paths, writer.schema, keys.order, buckets, scratch):
+    for bucket in _write_buckets(_all_rows(paths, writer.schema, nulls), keys.order, buckets, scratch):
         _write_bucket(bucket, writer)
         remove_file(bucket.file)
+    return nulls
 
 
 def _size(path: Path) -> tuple[int, int]:
@@ -145,7 +147,12 @@ def _size(path: Path) -> tuple[int, int]:
         return len(file), encoded + len(file) * _ROW_OVERHEAD
 
 
-def _row_groups(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
+def _all_rows(paths: Iterable[Path], schema: pa.Schema, merged: Counter[str]) -> Iterator[pa.Table]:
+    return (table for path in paths for table in _row_groups(path, schema, merged))
+
+
+def _row_groups(path: Path, schema: pa.Schema, merged: Counter[str]) -> Iterator[pa.Table]:
+    """The rows of a file, whose nulls are those that were written; they are added to `merged`, by column."""
     nulls: Counter[str] = Counter()
     with part_errors(path), open_parquet(path) as file:
         missing = [name for name in schema.names if name in SCHEMA.names and name not in file.schema.names]
@@ -154,8 +161,9 @@ def _row_groups(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
         for group in file.groups():
             nulls.update({name: group[name].null_count for name in file.schema.names})
             yield _cast_to_schema(group.replace_schema_metadata(None), schema)
-        written = file.nulls
-    if written is not None and file.has_checksums and nulls != written:
+        written = file.nulls if file.has_checksums else None
+        merged.update({name: nulls.get(name, len(file)) for name in schema.names})
+    if written is not None and nulls != written:
         raise DamagedFile(path, "its columns do not have the nulls that were written")
 
 
@@ -168,22 +176,6 @@ def _cast_to_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
         for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
-
-
-def merged_nulls(paths: Sequence[Path], schema: pa.Schema) -> Counter[str] | None:
-    """Column -> number of nulls of the merged rows, from the files' own counts; None if a file does not say.
-
-    Raises:
-        DamagedFile: a file is damaged.
-        OSError: a file cannot be read.
-    """
-    found: Counter[str] = Counter()
-    for path in paths:
-        with open_parquet(path) as file:
-            if file.nulls is None or not file.has_checksums:
-                return None
-            found.update({name: file.nulls.get(name, len(file)) for name in schema.names})
-    return found
 
 
 def _write_sorted(table: pa.Table, order: npt.NDArray[np.int64], writer: ResultWriter) -> None:
@@ -215,8 +207,7 @@ class _Bucket:
 
 
 def _write_buckets(
-    paths: Sequence[Path],
-    schema: pa.Schema,
+    tables: Iterable[pa.Table],
     order: npt.NDArray[np.int64],
     buckets: npt.NDArray[np.int64],
     scratch: Path,
@@ -230,16 +221,15 @@ def _write_buckets(
         writers: dict[int, pa.RecordBatchStreamWriter] = {}
         streams: dict[int, CrcStream] = {}
         start = 0
-        for path in paths:
-            for table in _row_groups(path, schema):
-                table = table.append_column(_RANK, pa.array(ranks[start : start + len(table)]))
-                for bucket, rows in _bucket_slices(table, buckets[start : start + len(table)]):
-                    if bucket not in writers:
-                        streams[bucket] = CrcStream(stack.enter_context(open_new(files[bucket])))
-                        stream = pa.ipc.new_stream(streams[bucket], table.schema, options=options)
-                        writers[bucket] = stack.enter_context(stream)
-                    writers[bucket].write_table(rows)
-                start += len(table)
+        for table in tables:
+            table = table.append_column(_RANK, pa.array(ranks[start : start + len(table)]))
+            for bucket, rows in _bucket_slices(table, buckets[start : start + len(table)]):
+                if bucket not in writers:
+                    streams[bucket] = CrcStream(stack.enter_context(open_new(files[bucket])))
+                    stream = pa.ipc.new_stream(streams[bucket], table.schema, options=options)
+                    writers[bucket] = stack.enter_context(stream)
+                writers[bucket].write_table(rows)
+            start += len(table)
     return [_Bucket(files[bucket], streams[bucket].crc) for bucket in sorted(writers)]
 
 

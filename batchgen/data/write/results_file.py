@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.data.files import is_file, open_named, open_own
-from batchgen.data.write.checksums import CheckedStream, ChecksumWriter, read_tail
+from batchgen.data.write.checksums import CheckedStream, ChecksumWriter, read_checksums
 from batchgen.data.write.durable_files import part_errors
 from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import InputError
@@ -106,14 +106,12 @@ class StoredTable:
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self._path = path
         with _damage(path):
-            checksums, footer = read_tail(stream)
+            checksums = read_checksums(stream)
             self.has_checksums = checksums is not None
             """Whether every byte has a checksum: not if an earlier version or another program wrote the file."""
             self._stream = CheckedStream(stream, checksums)
-            self.metadata: pq.FileMetaData = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
-            self._file = pq.ParquetFile(
-                self._stream, metadata=self.metadata, pre_buffer=False, page_checksum_verification=True
-            )
+            self._file = pq.ParquetFile(self._stream, pre_buffer=False, page_checksum_verification=True)
+            self.metadata: pq.FileMetaData = self._file.metadata
             self.schema: pa.Schema = self._file.schema_arrow
             self.about: Mapping[bytes, bytes] = self.metadata.metadata or {}
             """Footer keys with their values."""
