@@ -99,8 +99,8 @@ class OpenedJob:
             return
         if read_line_totals(path).rows_error:
             raise UsageError(
-                f"{path} holds JSON lines, whose errors cannot be retried alone. Compute all rows with --overwrite; "
-                "for retries run with -o OUT.parquet, and write the lines with batchgen export."
+                f"{path} holds JSON lines, whose errors cannot be retried alone. For retries run with -o "
+                "OUT.parquet, and write the lines with batchgen export."
             )
 
     def _policy(self) -> Policy:
@@ -123,8 +123,8 @@ class OpenedJob:
             if job and (changed := self._changed_environment(job)):
                 what = self._describe(changed, job)
                 raise FingerprintError(
-                    f"no row of {path} can be reused: results of this job would differ. Changed: {what}. Compute all "
-                    "rows with --overwrite, or name another output with -o."
+                    f"no row of {path} can be reused: results of this job would differ. Changed: {what}. Name "
+                    "another output with -o to compute all rows (--overwrite would replace this one)."
                 )
 
     def _describe(self, names: list[str], job: Mapping[str, Any]) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from batchgen.data.files import files_in, make_durably, open_named, rename, size_of, sync_folder
+from batchgen.data.files import files_in, is_file, make_durably, open_named, rename, size_of, sync_folder
 from batchgen.data.write.durable_files import output_errors, part_errors
-from batchgen.data.write.lines import is_lines
-from batchgen.data.write.results_file import DamagedFile, intact_footer, open_parquet, open_part, read_footer
+from batchgen.data.write.lines import damaged_line, errors_path, is_lines
+from batchgen.data.write.results_file import DamagedFile, open_parquet, open_part, read_footer
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_parts import part_files
 from batchgen.data.write.work_state import STATE_NAME, state_damage
@@ -62,13 +62,23 @@ def output_damage(result: Path, states: Path, *, whole: bool) -> DamagedFile | N
         OutputError: a file cannot be read now.
     """
     try:
-        if not is_lines(result) and read_footer(result) is not None:
+        if is_lines(result):
+            _check_lines(result)
+        elif read_footer(result) is not None:
             _check(result)
         if read_footer(states, STATES_CONTENTS) is not None and whole:
             _check(states)
     except DamagedFile as problem:
         return problem
     return None
+
+
+def _check_lines(result: Path) -> None:
+    for file in (result, errors_path(result)):
+        with part_errors(file):
+            number = damaged_line(file) if is_file(file) else None
+        if number is not None:
+            raise DamagedFile(file, f"line {number} is not whole")
 
 
 def _check(path: Path) -> None:
@@ -83,13 +93,13 @@ def set_outputs_aside(result: Path, states: Path, work: Path, note: Note, *, who
         OutputError: a damaged file may be of another program, or cannot be moved.
     """
     while (problem := output_damage(result, states, whole=whole)) is not None:
-        if not _names_batchgen(problem.path):
+        if not is_lines(problem.path) and not _names_batchgen(problem.path):
             raise OutputError(
                 f"{problem.path} exists and cannot be read as Parquet ({problem.reason}). Move it away, or name "
                 "another output with -o."
             )
         _note(problem.path, problem.reason, set_aside(problem.path, work), note)
-        if problem.path == states and (intact_footer(result) or {}).get("states"):
+        if problem.path != result and is_file(result):  # without it, the output is not complete
             note(f"{result} is set aside with it and kept as {set_aside(result, work)}")
 
 

@@ -162,6 +162,8 @@ def check_states_part(path: Path, records: int, *, whole: bool) -> None:
                 with open_own(path) as stream:
                     for entry in index:
                         _checked_content(stream, entry)
+    except FileNotFoundError as problem:
+        raise DamagedFile(path, "it is missing") from problem
     except OSError as problem:
         raise DamagedFile(path, str(problem)) from problem
 

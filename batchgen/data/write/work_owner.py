@@ -181,7 +181,7 @@ def _state(
         changed = changes(job, info) if job is not None else []
         raise OtherJobError(
             f"{paths.work} contains unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
-            "Drop it with --overwrite, or name another output with -o.",
+            "Name another output with -o (--overwrite would drop this work).",
             job,
         )
     return fresh | (old or {}) | ({} if old is None or old["info"] else {"info": dict(info)})

@@ -164,7 +164,7 @@ def test_committed_work_must_be_part_of_the_job(tmp_path: Path, groups: Any, pro
         if problem is None:
             job.check_resumable(committed, work.paths.work)
             return
-        with pytest.raises(UsageError, match=f"cannot continue: {problem}.*--overwrite") as caught:
+        with pytest.raises(UsageError, match=f"cannot continue: {problem}.*another output") as caught:
             job.check_resumable(committed, work.paths.work)
         assert caught.value.exit_code == 2
         if groups:
