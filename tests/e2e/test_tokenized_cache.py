@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import batchgen.job.run as job
 from batchgen.cli.app import run_command
+from batchgen.data.write.sealed_json import unsealed
 from batchgen.errors import OutputError
 from batchgen.job import tokenized_cache
 from batchgen.job.tokenized_cache import load_tokenized
@@ -135,6 +137,25 @@ def test_a_damaged_cache_is_not_loaded(folder: Path, name: str) -> None:
         assert again is None, damage
     (cache / name).unlink()
     assert load_tokenized(cache, key) is None
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["about.json", "columns.npz", "tokens", "texts", "bad"])
+def test_a_flipped_bit_or_a_cut_anywhere_in_the_cache_is_found(folder: Path, name: str, count: int) -> None:
+    """Whatever that does to the file: another error, another value, or none at all."""
+    cache = folder / "out.parquet.work" / "tokenized"
+    key, whole = cache_key(cache), (cache / name).read_bytes()
+    about = unsealed(whole) if name == "about.json" else None
+    rng = random.Random(len(name))
+    for number in range(count):
+        at = rng.randrange(len(whole)) if number % 2 else rng.randrange(max(0, len(whole) - 2000), len(whole))
+        data = whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :] if number % 8 else whole[:at]
+        (cache / name).write_bytes(data)
+        rows = load_tokenized(cache, key)
+        if rows is not None:
+            rows.close(keep=True)
+            assert about is not None, f"byte {at}"
+            assert unsealed(data) == about, "a space in the JSON text"
 
 
 def test_one_flipped_byte_of_the_columns_reads_the_input_again(

@@ -6,9 +6,11 @@ import errno
 import io
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,7 +18,7 @@ from batchgen.data.files import FileSystem
 from batchgen.data.write import merge_sort as merge_sort_module
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
-from batchgen.data.write.results_file import read_footer
+from batchgen.data.write.results_file import parquet_writer, read_footer
 from batchgen.data.write.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY
 from batchgen.data.write.work_folder import WorkFolder, is_complete, output_paths
 from batchgen.data.write.work_owner import open_work
@@ -212,6 +214,57 @@ def test_an_intact_part_that_cannot_be_read_is_not_reported_as_damaged(
         monkeypatch.undo()
         assert len(work.part_files()) == 1
     assert not (tmp_path / "r.parquet.damaged").exists()
+
+
+def without_texts(table: pa.Table) -> pa.Table:
+    return table.drop_columns(["text"])
+
+
+def miscounted(table: pa.Table) -> pa.Table:
+    return table
+
+
+@pytest.mark.parametrize(("change", "reason"), [(without_texts, "no column text"), (miscounted, "the nulls that were")])
+def test_a_part_is_never_repaired(tmp_path: Path, change: Callable[[pa.Table], pa.Table], reason: str) -> None:
+    """A column that is missing is not filled, and one with other nulls than were counted is not believed."""
+    notes: list[str] = []
+    out = tmp_path / "r.parquet"
+    with begin(out, note=notes.append) as work:
+        commit(work, [group(row) for row in range(4)], every=2)
+        part = work.part_files()[0]
+        table = change(pq.read_table(part))
+        with part.open("wb") as stream, parquet_writer(stream, table.schema) as writer:
+            writer.write_table(table)
+            writer.nulls["matched_stop"] += change is miscounted
+        with pytest.raises(OutputError, match="Run the same command again"):
+            finish(work, expect((row, 0, 1) for row in range(4)), {})
+        assert len(work.part_files()) == 1
+    assert not out.exists()
+    assert reason in notes[0]
+
+
+@pytest.mark.parametrize("place", [0.3, 0.999])
+def test_an_output_that_is_read_back_otherwise_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: float
+) -> None:
+    """As on a disk that changes a bit of what it was given."""
+    out = tmp_path / "r.parquet"
+
+    def fsync(_: FileSystem, descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "result.parquet":
+            at = int(place * os.fstat(descriptor).st_size)
+            os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 1]), at)
+
+    with begin(out) as work:
+        commit(work, [group(0)])
+        with monkeypatch.context() as patched:
+            patched.setattr(FileSystem, "fsync", fsync)
+            with pytest.raises(OutputError, match=r"result\.parquet was read back, and is not what was written"):
+                finish(work, expect([(0, 0, 1)]), {})
+        assert not out.exists()
+        assert len(work.part_files()) == 1
+        finish(work, expect([(0, 0, 1)]), {})
+    assert stored_keys(out) == [(0, 0, 0)]
 
 
 class Killed(BaseException):
