@@ -46,7 +46,7 @@ def export_results(
     run = results.footer
     assert run is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
-    files = [followed(each) for each in ([path] if shape == "jsonl" else [path, errors_path(path)])]
+    files = [path] if shape == "jsonl" else [path, errors_path(path)]
 
     def write(streams: Sequence[BinaryIO]) -> ExportCounts:
         if shape == "jsonl":
@@ -79,6 +79,7 @@ def write_files(
     Raises:
         OutputError: a file exists, or cannot be written.
     """
+    files = [followed(path) for path in files]
     for path in files:
         refuse_existing(path, overwrite)
     found: list[ExportCounts] = []

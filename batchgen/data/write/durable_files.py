@@ -216,12 +216,16 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
     """The run record in the footer of a results file; None if the file is missing, incomplete or not batchgen's.
 
     With `contents`, the record of another file of a run, such as the hidden states.
+
+    Raises:
+        OutputError: the file may be whole, but cannot be read now.
     """
     try:
-        if not is_file(path):
-            return None  # opening a pipe would block
-        with open_named(path) as stream:
-            metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
+        with part_errors(path):
+            if not is_file(path):
+                return None  # opening a pipe would block
+            with open_named(path) as stream:
+                metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
         if metadata.get(VERSION_KEY) not in READABLE_VERSIONS:
             return None
         footer = json.loads(metadata[RUN_KEY])

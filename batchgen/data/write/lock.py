@@ -141,7 +141,8 @@ class RunLock:
             with suppress(OSError):
                 remove_file(self._held)
             self._held = None
-        file.close()
+        with suppress(OSError):
+            file.close()
 
 
 def _refuse_foreign(folder: Path) -> None:

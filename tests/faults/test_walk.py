@@ -1,0 +1,169 @@
+"""Every operation of a small job on its files is made to fail, ends the process, or is the last before a power loss.
+
+Then the same command runs again: its files are those of a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.e2e.model import save_model
+from tests.faults.disk import Recorder, Tree, tree_of, write_tree
+from tests.faults.jobs import JOBS, FaultJob, results_of, run_killed, run_with
+from tests.faults.layer import Fail, Layer, ShortWrite
+
+ONCE = [errno.EIO, errno.EINTR, errno.ESTALE]
+"""Errors of one operation."""
+LASTING = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO]
+"""Errors of all operations of their kind, from one on until the end of the run."""
+SAMPLED = 5
+"""Places of each kind of fault in the quick form."""
+
+ENDS = {0, 4, 5}
+"""Exit codes of a run whose files fail: done after all, input unreadable, output cannot be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undisturbed:
+    """A run that nothing disturbed."""
+
+    job: FaultJob
+    model: Path
+    run: Recorder
+    results: dict[str, Any]
+
+    def check_rerun(self, folder: Path, what: str) -> None:
+        """Run the job again in a folder, and check that its files are as they must be."""
+        done = run_with(None, self.job, folder, self.model, expect=None)
+        assert done.code == 0, f"{what}: exit {done.code}\n{done.stderr}"
+        found = results_of(tree_of(folder), folder)
+        assert found.keys() == self.results.keys(), what
+        for path, content in found.items():
+            assert content == self.results[path], f"{what}: {path} differs"
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=lambda job: job.name)
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    job: FaultJob = request.param
+    folder = tmp_path_factory.mktemp("undisturbed")
+    model = save_model(tmp_path_factory.mktemp("model") / "model")
+    job.write_input(folder)
+    recorder = Recorder(folder)
+    run_with(recorder, job, folder, model)
+    *_, (_, disk) = recorder.disks()
+    assert disk.after_kill() == tree_of(folder), "the recorded changes are those that happened"
+    return Undisturbed(job, model, recorder, results_of(tree_of(folder), folder))
+
+
+def fresh_folders(tmp_path: Path) -> Iterator[Path]:
+    """Empty folders, each removed when the next one is asked for."""
+    for number in itertools.count():
+        yield tmp_path / str(number)
+        shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+
+
+def states_left(recorder: Recorder, losses: int, rng: Random) -> Iterator[tuple[str, Tree]]:
+    """(what happened, the files that it left) for each operation of a run, each state once.
+
+    Args:
+        recorder: the run.
+        losses: number of power losses, with random parts of what was not synced, for each operation.
+        rng: draws them.
+    """
+    seen = set()
+    for at, disk in recorder.disks():
+        place = recorder.operations[at] if at < len(recorder.operations) else "the end"
+        trees = [("killed", disk.after_kill()), ("power lost", disk.after_loss())]
+        trees += [("power lost, a part kept", disk.after_loss(lambda: rng.random() < 0.5)) for _ in range(losses)]
+        for what, tree in trees:
+            key = tuple(sorted(tree.items()))
+            if key not in seen:
+                seen.add(key)
+                yield f"{what} before operation {at}, {place}", tree
+
+
+def check_states(undisturbed: Undisturbed, tmp_path: Path, losses: int, sample: int | None) -> int:
+    rng = Random(31)
+    states = list(states_left(undisturbed.run, losses, rng))
+    folders = fresh_folders(tmp_path)
+    for what, tree in states if sample is None else rng.sample(states, sample):
+        folder = next(folders)
+        write_tree(folder, tree)
+        undisturbed.check_rerun(folder, what)
+    return len(states)
+
+
+def check_failure(undisturbed: Undisturbed, folder: Path, layer: Layer, what: str) -> bool:
+    """Run a job with a fault, then again without; whether the first run failed."""
+    undisturbed.job.write_input(folder)
+    done = run_with(layer, undisturbed.job, folder, undisturbed.model, expect=None)
+    assert done.code in ENDS, f"{what}: exit {done.code}\n{done.stderr}"
+    assert "internal error" not in done.stderr, what
+    assert "Traceback" not in done.stderr, what
+    undisturbed.check_rerun(folder, what)
+    return done.code != 0
+
+
+def failures(undisturbed: Undisturbed, folder: Path, number: int) -> Iterator[tuple[str, Layer]]:
+    """Each kind of error at one operation."""
+    for code in ONCE:
+        yield f"{errno.errorcode[code]} at operation {number}", Fail(folder, number, code)
+    for code in LASTING:
+        yield f"{errno.errorcode[code]} from operation {number}", Fail(folder, number, code, from_then_on=True)
+
+
+def test_a_killed_run_or_a_power_loss_loses_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    check_states(undisturbed, tmp_path, losses=1, sample=SAMPLED)
+
+
+def test_a_failing_operation_loses_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    rng = Random(31)
+    folders = fresh_folders(tmp_path)
+    for _ in range(SAMPLED):
+        folder = next(folders)
+        what, layer = rng.choice([*failures(undisturbed, folder, rng.randrange(len(undisturbed.run.operations)))])
+        check_failure(undisturbed, folder, layer, what)
+
+
+def test_short_writes_change_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    undisturbed.job.write_input(tmp_path)
+    run_with(ShortWrite(tmp_path, 0), undisturbed.job, tmp_path, undisturbed.model)
+    assert results_of(tree_of(tmp_path), tmp_path) == undisturbed.results
+
+
+@pytest.mark.slow
+def test_every_state_that_a_kill_or_a_power_loss_leaves(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    print(undisturbed.job.name, "states:", check_states(undisturbed, tmp_path, losses=2, sample=None))
+
+
+@pytest.mark.slow
+def test_every_operation_fails_with_every_error(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    folders = fresh_folders(tmp_path)
+    tried = failed = 0
+    for number in range(len(undisturbed.run.operations)):
+        for kind in range(len(ONCE) + len(LASTING)):
+            folder = next(folders)
+            what, layer = [*failures(undisturbed, folder, number)][kind]
+            failed += check_failure(undisturbed, folder, layer, what)
+            tried += 1
+    print(undisturbed.job.name, "faults:", tried, "runs that failed:", failed)
+
+
+@pytest.mark.slow
+def test_real_kills(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """As the recorded ones: `kill -9` of a process of its own at every fifth operation."""
+    folders = fresh_folders(tmp_path)
+    for number in range(0, len(undisturbed.run.operations), 5):
+        folder = next(folders)
+        undisturbed.job.write_input(folder)
+        run_killed(undisturbed.job, folder, undisturbed.model, number)
+        undisturbed.check_rerun(folder, f"killed at operation {number}")
