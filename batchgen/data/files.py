@@ -36,7 +36,7 @@ class _NamedFile(io.FileIO):
             error.filename = error.filename or self.name
             raise
 
-    def readinto(self, buffer: Any) -> int | None:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int | None:
         with self._named():
             return super().readinto(buffer)
 

@@ -38,6 +38,8 @@ ROWS: list[bytes | dict[str, Any]] = [
     {"id": "scored", "text": "Six", "completions": [" seven", [7, 8]]},
     {"id": "ids", "input_ids": [5, 6, 7], **_SHORT},
 ]
+STREAMED = {"greedy", "samples", "again"}
+"""Ids of the rows with events."""
 LINES: list[bytes | dict[str, Any]] = [
     {"custom_id": "a", **_LINE, "body": {**_BODY, "messages": [{"role": "user", "content": "One"}]}},
     {"custom_id": "bad", **_LINE, "body": {**_BODY, "messages": [], "temperature": 9}},

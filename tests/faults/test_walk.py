@@ -6,7 +6,9 @@ Then the same command runs again: its files are those of a run that nothing dist
 from __future__ import annotations
 
 import errno
+import io
 import itertools
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +16,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.model import save_model
 from tests.faults.disk import Recorder, Tree, tree_of, write_tree
-from tests.faults.jobs import JOBS, FaultJob, results_of, run_killed, run_with
+from tests.faults.jobs import JOBS, STREAMED, FaultJob, results_of, run_killed, run_with
 from tests.faults.layer import Fail, Layer, ShortWrite
 
 ONCE = [errno.EIO, errno.EINTR, errno.ESTALE]
@@ -167,3 +170,41 @@ def test_real_kills(undisturbed: Undisturbed, tmp_path: Path) -> None:
         undisturbed.job.write_input(folder)
         run_killed(undisturbed.job, folder, undisturbed.model, number)
         undisturbed.check_rerun(folder, f"killed at operation {number}")
+
+
+def test_what_was_committed_survives_a_power_loss(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Each part whose commit had ended, with its hidden states and events; at the end the whole output."""
+    work = "out.work/part-00000-of-00002" if undisturbed.job.name == "shard" else f"{undisturbed.job.words[1]}.work"
+    committed: set[str] = set()
+    renamed: set[str] = set()
+    tree: Tree = {}
+    for at, disk in undisturbed.run.disks():
+        tree = disk.after_loss()
+        assert committed <= tree.keys(), f"lost before operation {at}"
+        _check_events(tree, [content for path, content in tree.items() if path in committed])
+        name, _, path = (undisturbed.run.operations[at] if at < len(undisturbed.run.operations) else " ").partition(" ")
+        if name == "rename" and path.startswith((f"{work}/parts/part-", f"{work}/states/part-")):
+            renamed.add(path.removesuffix(".tmp"))
+        elif name == "unlink":
+            committed.discard(path)
+        elif name == "sync_folder" and path == f"{work}/parts":
+            committed |= renamed
+    assert committed == set(), "removed in the end"
+    write_tree(tmp_path, tree)
+    found = results_of(tree, tmp_path)
+    for path, content in undisturbed.results.items():
+        assert found[path] == content, f"{path} after a power loss at the end"
+
+
+def _check_events(tree: Tree, parts: list[bytes | None]) -> None:
+    """Check that the events of all rows of committed parts are on disk."""
+    ended = {
+        (event["row_index"], event["prompt_index"], event["sample_index"])
+        for event in map(json.loads, (tree.get("events.jsonl") or b"").splitlines())
+        if event["event"] == "finish"
+    }
+    for content in parts:
+        if content is not None and content[:4] == b"PAR1":
+            for row in pq.read_table(io.BytesIO(content)).to_pylist():
+                if row["status"] == "ok" and row["id"] in STREAMED:
+                    assert (row["row_index"], row["prompt_index"], row["sample_index"]) in ended

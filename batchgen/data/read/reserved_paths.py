@@ -52,7 +52,8 @@ def is_run_output(path: Path) -> bool:
         if is_file(path):  # reading a pipe would block
             with open_named(path) as stream:
                 head = stream.read(_REPORT_BYTES)
-            if not head or head.startswith(_EVENT_STARTS):
+            # Zeros only: a power loss kept the size of a new file, but nothing of its content.
+            if not head.strip(b"\0") or head.startswith(_EVENT_STARTS):
                 return True
             report = json.loads(head)
             return isinstance(report, dict) and report.keys() >= _REPORT_KEYS
