@@ -256,6 +256,12 @@ def remove_tree(path: Path) -> None:
         system.rmdir(path)
 
 
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder if nothing is in it."""
+    with suppress(OSError):
+        system.rmdir(folder)
+
+
 def is_foreign(path: Path, status: os.stat_result) -> bool:
     """Whether a name in a folder of ours is not: a link, a special file, or another user's.
 

@@ -107,6 +107,30 @@ def _run_killed(job: FaultJob, folder: str, model: str, number: int) -> None:
     os._exit(code)
 
 
+def run_short_of_memory(job: FaultJob, folder: Path, model: Path, first: int) -> int:
+    """Run a job in a process of its own, in which ten allocations from number `first` on fail; its exit code."""
+    process = _CONTEXT.Process(target=_run_short_of_memory, args=(job, str(folder), str(model), first))
+    process.start()
+    process.join(120)
+    if process.is_alive():  # a thread of a library waits for one that died
+        process.kill()
+        process.join()
+    return int(process.exitcode or 0)
+
+
+def _run_short_of_memory(job: FaultJob, folder: str, model: str, first: int) -> None:
+    import _testcapi  # not in every build of Python
+
+    os.chdir(folder)
+    os.close(2)
+    os.open(os.devnull, os.O_WRONLY)
+    with instant_model():
+        _testcapi.set_nomemory(first, first + 10)
+        code = run_command(job.command(Path(model)))
+        _testcapi.remove_mem_hooks()
+    os._exit(code)
+
+
 def results_of(tree: Tree, folder: Path) -> dict[str, Any]:
     """What the files that a job leaves hold, without what differs from run to run.
 

@@ -100,6 +100,34 @@ class Kill(Layer):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class SillyRename(Layer):
+    """A file that is removed while it is open gets another name, which goes when it is closed, as on NFS."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.renamed: list[Path] = []
+        """The other names."""
+        self._open: dict[Path, list[_File]] = {}
+
+    def before(self, name: str, path: Path, size: int | None = None) -> int | None:
+        path = Path(os.path.abspath(path))  # noqa: PTH100 - keeps links
+        if name == "unlink" and any(not file.closed for file in self._open.get(path, ())):
+            self.renamed.append(path.with_name(f".nfs{len(self.renamed):04d}"))
+            self.renamed[-1].hardlink_to(path)
+            for file in self._open.pop(path):
+                file.hidden = self.renamed[-1]
+        return super().before(name, path, size)
+
+    def after(self, name: str, path: Path, *values: Any) -> None:
+        path = Path(os.path.abspath(path))  # noqa: PTH100 - keeps links
+        if name in ("open", "create"):
+            self._open.setdefault(path, []).append(values[0])
+        elif name == "rename":
+            self._open[Path(os.path.abspath(values[0]))] = self._open.pop(path, [])  # noqa: PTH100
+        elif name == "close" and values[0].hidden is not None:
+            values[0].hidden.unlink(missing_ok=True)
+
+
 class _File(io.FileIO):
     """A file whose system calls pass through a layer."""
 
@@ -107,6 +135,8 @@ class _File(io.FileIO):
     path: Path
     number: int
     """The operation that opened it."""
+    hidden: Path | None = None
+    """The name that it has since it was removed."""
 
     def readinto(self, buffer: Any) -> int | None:  # type: ignore[override]
         with self.layer.lock:

@@ -21,8 +21,8 @@ import pytest
 
 from tests.e2e.model import save_model
 from tests.faults.disk import Recorder, Tree, tree_of, write_tree
-from tests.faults.jobs import JOBS, STREAMED, FaultJob, results_of, run_killed, run_with
-from tests.faults.layer import Fail, Layer, ShortWrite
+from tests.faults.jobs import JOBS, STREAMED, FaultJob, results_of, run_killed, run_short_of_memory, run_with
+from tests.faults.layer import Fail, Layer, ShortWrite, SillyRename
 
 ONCE = [errno.EIO, errno.EINTR, errno.ESTALE]
 """Errors of one operation."""
@@ -170,6 +170,43 @@ def test_real_kills(undisturbed: Undisturbed, tmp_path: Path) -> None:
         undisturbed.job.write_input(folder)
         run_killed(undisturbed.job, folder, undisturbed.model, number)
         undisturbed.check_rerun(folder, f"killed at operation {number}")
+
+
+@pytest.mark.slow
+def test_failing_allocations_lose_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Wherever they fail, also so that the process dies of it."""
+    pytest.importorskip("_testcapi")
+    rng, folders = Random(31), fresh_folders(tmp_path)
+    for _ in range(30):
+        folder, first = next(folders), int(10 ** rng.uniform(3, 6.5))
+        undisturbed.job.write_input(folder)
+        code = run_short_of_memory(undisturbed.job, folder, undisturbed.model, first)
+        undisturbed.check_rerun(folder, f"allocations {first} to {first + 9} failed, exit {code}")
+
+
+@pytest.mark.slow
+def test_a_second_power_loss(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """During the run that goes on after a first one."""
+    rng, folders = Random(31), fresh_folders(tmp_path)
+    for what, tree in rng.sample([*states_left(undisturbed.run, 1, rng)], 10):
+        folder = next(folders)
+        write_tree(folder, tree)
+        recorder = Recorder(folder)
+        run_with(recorder, undisturbed.job, folder, undisturbed.model)
+        again = [*states_left(recorder, 1, rng)]
+        for then, left in rng.sample(again, min(8, len(again))):
+            folder = next(folders)
+            write_tree(folder, left)
+            undisturbed.check_rerun(folder, f"{what}; then {then}")
+
+
+def test_files_that_are_removed_while_they_are_open(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """As on NFS: such a file stays in its folder, under another name, until it is closed."""
+    undisturbed.job.write_input(tmp_path)
+    layer = SillyRename(tmp_path)
+    run_with(layer, undisturbed.job, tmp_path, undisturbed.model)
+    assert layer.renamed, "some are"
+    assert results_of(tree_of(tmp_path), tmp_path) == undisturbed.results
 
 
 def test_what_was_committed_survives_a_power_loss(undisturbed: Undisturbed, tmp_path: Path) -> None:

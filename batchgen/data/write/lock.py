@@ -24,6 +24,7 @@ from batchgen.data.files import (
     make_durably,
     open_own,
     remove_file,
+    remove_if_empty,
     set_aside,
     set_aside_foreign,
     status_of,
@@ -132,9 +133,7 @@ class RunLock:
         folder = self.path.parent
         empty = [path.name for path in files_in(folder)] == [LOCK_NAME]
         self.release(remove=empty)
-        if empty:
-            with suppress(OSError):
-                system.rmdir(folder)
+        remove_if_empty(folder)
 
     def _drop(self, file: io.FileIO) -> None:
         if self._held is not None:

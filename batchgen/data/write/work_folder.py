@@ -30,12 +30,12 @@ from batchgen.data.files import (
     is_folder,
     make_durably,
     open_own,
+    remove_if_empty,
     remove_tree,
     rename,
     size_of,
     status_of,
     sync_folder,
-    system,
 )
 from batchgen.data.write.durable_files import output_errors, read_footer, refuse_special, write_durably
 from batchgen.data.write.job_changes import changes
@@ -167,10 +167,9 @@ class WorkFolder:
         """Remove the folder and release the lock. Files that cannot be removed are left to the next run."""
         _empty(self.paths.work)
         self._lock.release(remove=True)
-        with suppress(OSError):
-            system.rmdir(self.paths.work)
-            if self.identity.shard is not None:
-                system.rmdir(self.paths.work.parent)
+        remove_if_empty(self.paths.work)
+        if self.identity.shard is not None:
+            remove_if_empty(self.paths.work.parent)
 
     def __enter__(self) -> Self:
         return self
@@ -244,6 +243,8 @@ def open_work(
     refuse_special(paths.states)
     replaces = policy in ("overwrite", "retry")
     if not replaces and is_complete(paths, identity) and not exists(paths.work):
+        if identity.shard is not None:
+            remove_if_empty(paths.work.parent)
         return None
     lock = RunLock(paths.work, paths.result)
     try:
