@@ -336,7 +336,7 @@ def followed(path: Path) -> Path:
     return resolved(path)
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_near(path: Path) -> Path:
     """A name in the folder of a file, for its content while it is written; short even if the name is long."""
     return path.with_name(f".batchgen-{zlib.crc32(os.fsencode(path.name)):08x}.tmp")
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Literal
 
 from batchgen.config.units import STDIN
 from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
-from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_beside
+from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_near
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.write.durable_files import refuse_existing, write_durably
@@ -66,7 +66,7 @@ def write_files(
     files: Sequence[Path],
     write: Callable[[Sequence[BinaryIO]], ExportCounts],
     overwrite: bool,
-    temporary: Callable[[Path], Path] = temporary_beside,
+    temporary: Callable[[Path], Path] = temporary_near,
 ) -> ExportCounts:
     """Write all files durably, the last one first; none appears under its name if an earlier one fails.
 

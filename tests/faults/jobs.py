@@ -92,7 +92,7 @@ def run_with(layer: Layer | None, job: FaultJob, folder: Path, model: Path, expe
 
 
 def run_killed(job: FaultJob, folder: Path, model: Path, number: int) -> bool:
-    """Run a job in a process of its own, which is killed at an operation; whether it came so far."""
+    """Run a job in another process, which is killed at an operation; whether it came so far."""
     process = _CONTEXT.Process(target=_run_killed, args=(job, str(folder), str(model), number))
     process.start()
     process.join(120)
@@ -108,7 +108,7 @@ def _run_killed(job: FaultJob, folder: str, model: str, number: int) -> None:
 
 
 def run_short_of_memory(job: FaultJob, folder: Path, model: Path, first: int) -> int:
-    """Run a job in a process of its own, in which ten allocations from number `first` on fail; its exit code."""
+    """Run a job in another process, in which ten allocations from number `first` on fail; its exit code."""
     process = _CONTEXT.Process(target=_run_short_of_memory, args=(job, str(folder), str(model), first))
     process.start()
     process.join(120)

@@ -163,7 +163,7 @@ def test_every_operation_fails_with_every_error(undisturbed: Undisturbed, tmp_pa
 
 @pytest.mark.slow
 def test_real_kills(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """As the recorded ones: `kill -9` of a process of its own at every fifth operation."""
+    """As the recorded ones: `kill -9` of another process at every fifth operation."""
     folders = fresh_folders(tmp_path)
     for number in range(0, len(undisturbed.run.operations), 5):
         folder = next(folders)

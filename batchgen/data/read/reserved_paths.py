@@ -64,7 +64,7 @@ def refuse_other_file(option: str, target: str, overwrite: bool) -> None:
     """Refuse to replace a file that the user named for events or a report and that holds something else.
 
     Raises:
-        OutputError: it exists, is no earlier events or report of batchgen, and `overwrite` is not set.
+        OutputError: it exists, was not written by batchgen, and `overwrite` is not set.
     """
     path = Path(target)
     if not overwrite and is_file(path) and not is_run_output(path):

@@ -154,7 +154,7 @@ def _refuse_foreign(folder: Path) -> None:
     if status is None:
         return
     if not stat.S_ISDIR(status.st_mode):
-        what = "is a link" if stat.S_ISLNK(status.st_mode) else "is no folder"
+        what = "is a link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
         raise OutputError(f"{folder} {what}, but the work folder belongs there. Move it away, or name another -o.")
     if is_foreign(folder, status):
         raise OutputError(
@@ -198,7 +198,7 @@ def _hold(path: Path, out: Path) -> Path:
 
 
 def _remove_dead(path: Path, out: Path) -> None:
-    """Remove the lock of a process that has ended. One run at a time does so: it holds a file of its own meanwhile.
+    """Remove the lock of a process that has ended. One run at a time does so: it holds another file meanwhile.
 
     Raises:
         OutputError: the process runs, may run, or another run removes its lock.
