@@ -103,11 +103,18 @@ def _discard_stdout() -> None:
 
 
 def _report_os_error(error: OSError) -> int:
-    """Report a failed write to stdout, recognised by its errno and missing file name; other errors are internal."""
-    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
+    """Report an error of the operating system about a file. Without a file name, a full disk is that of stdout."""
+    if error.errno is None:
         return _report_internal_error(error)
-    _discard_stdout()
-    _print_error(f"stdout cannot be written ({os.strerror(error.errno).lower()})")
+    reason = os.strerror(error.errno)
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
+        _discard_stdout()
+        _print_error(f"stdout cannot be written ({reason.lower()})")
+    else:
+        name = "a file" if error.filename is None else os.fsdecode(error.filename)
+        _print_error(
+            f"{name} cannot be used ({reason}). Check its disk and run the same command again: committed rows are kept."
+        )
     return OutputError.exit_code
 
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Literal
 
 from batchgen.config.units import STDIN
 from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
-from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_beside
+from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_near
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.write.durable_files import refuse_existing, write_durably
@@ -46,7 +46,7 @@ def export_results(
     run = results.footer
     assert run is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
-    files = [followed(each) for each in ([path] if shape == "jsonl" else [path, errors_path(path)])]
+    files = [path] if shape == "jsonl" else [path, errors_path(path)]
 
     def write(streams: Sequence[BinaryIO]) -> ExportCounts:
         if shape == "jsonl":
@@ -66,7 +66,7 @@ def write_files(
     files: Sequence[Path],
     write: Callable[[Sequence[BinaryIO]], ExportCounts],
     overwrite: bool,
-    temporary: Callable[[Path], Path] = temporary_beside,
+    temporary: Callable[[Path], Path] = temporary_near,
 ) -> ExportCounts:
     """Write all files durably, the last one first; none appears under its name if an earlier one fails.
 
@@ -79,6 +79,7 @@ def write_files(
     Raises:
         OutputError: a file exists, or cannot be written.
     """
+    files = [followed(path) for path in files]
     for path in files:
         refuse_existing(path, overwrite)
     found: list[ExportCounts] = []

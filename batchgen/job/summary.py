@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.data.export import read_line_totals
-from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_beside
+from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_near
 from batchgen.data.read.reserved_paths import refuse_other_file
 from batchgen.data.view import Totals, first_answer, read_totals
 from batchgen.data.write.durable_files import replace_durably
@@ -123,7 +123,7 @@ def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwr
     """Write a report, which is JSON, to a file, or to stdout for "-". A regular file is replaced atomically.
 
     Raises:
-        OutputError: the file cannot be written, or it is no earlier report and `overwrite` is not set.
+        OutputError: the file cannot be written, or holds something else than a report and `overwrite` is not set.
     """
     text += "\n"
     if target == "-":
@@ -138,7 +138,7 @@ def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwr
             with open_to_replace(path) as pipe:
                 pipe.write(text.encode())
         else:
-            replace_durably(path, lambda stream: stream.write(text.encode()), temporary_beside(path))
+            replace_durably(path, lambda stream: stream.write(text.encode()), temporary_near(path))
     except OSError as problem:
         raise OutputError(f"cannot write the report {target}: {problem.strerror}") from None
 

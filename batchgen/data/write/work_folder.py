@@ -15,7 +15,6 @@ results.parquet.work/
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,8 +26,8 @@ from batchgen.data.files import (
     exists,
     files_in,
     followed,
+    remove_if_empty,
     remove_tree,
-    system,
 )
 from batchgen.data.write.damage import (
     Note,
@@ -211,10 +210,9 @@ class WorkFolder:
         """Remove the folder and release the lock. Files that cannot be removed are left to the next run."""
         empty_work(self.paths.work)
         self._lock.release(remove=True)
-        with suppress(OSError):
-            system.rmdir(self.paths.work)
-            if self.identity.shard is not None:
-                system.rmdir(self.paths.work.parent)
+        remove_if_empty(self.paths.work)
+        if self.identity.shard is not None:
+            remove_if_empty(self.paths.work.parent)
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ from batchgen.data.files import (
     files_in,
     is_folder,
     make_durably,
+    remove_if_empty,
     remove_tree,
     rename,
     size_of,
@@ -90,6 +91,8 @@ def open_work(
         and is_complete(paths, identity)
         and output_damage(paths.result, paths.states, whole=whole) is None
     ):
+        if identity.shard is not None:
+            remove_if_empty(paths.work.parent)
         return None
     lock = RunLock(paths.work, paths.result)
     try:
