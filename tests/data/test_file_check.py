@@ -73,7 +73,7 @@ def test_intact_files_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines()[0] == f"{out}: intact, 11 rows, 1 errors"
 
 
-def test_what_is_no_output_is_an_input_error(tmp_path: Path) -> None:
+def test_files_that_are_not_outputs_are_input_errors(tmp_path: Path) -> None:
     (tmp_path / "photo.parquet").write_bytes(b"not one")
     for path, message in (
         (tmp_path, "without results"),

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -216,19 +216,21 @@ class CheckedStream:
         return True
 
 
-class CrcStream:
+class CrcStream(io.RawIOBase):
     """Stream for a writer that passes bytes on to `stream` and computes their CRC-32."""
-
-    closed = False
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self.crc = 0
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         """Write bytes."""
         self.crc = zlib.crc32(data, self.crc)
         return self._stream.write(data)
+
+    def writable(self) -> bool:
+        """True."""
+        return True
 
     def tell(self) -> int:
         """Position in the stream below."""
@@ -236,7 +238,19 @@ class CrcStream:
 
     def flush(self) -> None:
         """Pass on what the stream below has buffered."""
+        if not self._stream.closed:
+            self._stream.flush()
+
+    def check(self) -> None:
+        """Read back what was written from the begin of the stream below, which can be read.
+
+        Raises:
+            DamagedBytes: it is not what was written.
+        """
         self._stream.flush()
+        self._stream.seek(0)
+        if crc_of(self._stream) != self.crc:
+            raise DamagedBytes("it was read back, and is not what was written")
 
 
 def crc_of(stream: BinaryIO) -> int:

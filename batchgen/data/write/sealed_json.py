@@ -9,7 +9,7 @@ from typing import Any, Final
 
 _CHECKSUM: Final = "checksum"
 _SEALED: Final = "sealed"
-"""Key that every sealed object has, so that one without its checksum is told from one of an earlier version."""
+"""Key that every sealed object has, so that one that lost its checksum is not taken for one of an earlier version."""
 
 
 def sealed(values: Mapping[str, Any]) -> bytes:

@@ -85,14 +85,7 @@ def open_work(
     refuse_special(paths.result)
     refuse_special(paths.states)
     replaces = policy in ("overwrite", "retry")
-    if (
-        not replaces
-        and not exists(paths.work)
-        and is_complete(paths, identity)
-        and output_damage(paths.result, paths.states, whole=whole) is None
-    ):
-        if identity.shard is not None:
-            remove_if_empty(paths.work.parent)
+    if not replaces and _is_done(paths, identity, whole):
         return None
     lock = RunLock(paths.work, paths.result)
     try:
@@ -113,6 +106,17 @@ def open_work(
     except BaseException:
         lock.release_unused()
         raise
+
+
+def _is_done(paths: OutputPaths, identity: RunIdentity, whole: bool) -> bool:
+    """Whether the output is complete and intact, and there is no work folder."""
+    if exists(paths.work) or not is_complete(paths, identity):
+        return False
+    if output_damage(paths.result, paths.states, whole=whole) is not None:
+        return False
+    if identity.shard is not None:
+        remove_if_empty(paths.work.parent)
+    return True
 
 
 def has_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
@@ -163,7 +167,7 @@ def _state(
         if kept is None:
             empty_work(paths.work)
         return fresh | (kept or {}) | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
-    # run.json names the job; parts of another one that lie beside it are set aside when they are read.
+    # run.json names the job; parts of another one in its folder are set aside when they are read.
     named = old is not None and old["info"] is not None
     own = (old is None or old["fingerprint"] == key) and (named or part_owners(paths.work) <= {key})
     if not own and not has_results(paths.work):

@@ -105,7 +105,7 @@ def replaced_by(part: Path) -> str | None:
 def file_mark(path: Path) -> str | None:
     """A short text that tells a file from others by its content, wherever it is moved; None if there is none.
 
-    JSON lines do not say when they were written, so that equal ones are told apart by their inode.
+    JSON lines do not say when they were written, so that equal ones differ by their inode.
     """
     status = status_of(path)
     if status is None:
