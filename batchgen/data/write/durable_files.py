@@ -60,7 +60,7 @@ def part_errors(part: Path) -> Iterator[None]:
             "are kept."
         ) from error
     except OSError as error:
-        if error.errno is None or error.errno == errno.ENOENT:
+        if error.errno in (None, errno.ENOENT, errno.ENOTDIR):
             raise
         remedy = "Check the permissions" if error.errno in _FORBIDDEN else "Check the disk"
         raise OutputError(

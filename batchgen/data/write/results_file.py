@@ -170,7 +170,7 @@ def open_part(path: Path) -> Iterator[StoredTable]:
     try:
         with part_errors(path), open_own(path) as stream:
             yield StoredTable(path, stream)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedFile(path, "it is missing") from error
 
 

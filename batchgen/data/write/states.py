@@ -162,7 +162,7 @@ def check_states_part(path: Path, records: int, *, whole: bool) -> None:
                 with open_own(path) as stream:
                     for entry in index:
                         _checked_content(stream, entry)
-    except FileNotFoundError as problem:
+    except (FileNotFoundError, NotADirectoryError) as problem:
         raise DamagedFile(path, "it is missing") from problem
     except OSError as problem:
         raise DamagedFile(path, str(problem)) from problem
