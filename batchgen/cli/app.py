@@ -120,17 +120,21 @@ def _discard(stream: TextIO) -> None:
 
 
 def _report_os_error(error: OSError) -> int:
-    """Report a failed write to stdout, recognised by its errno and missing file name, and a name that is too long.
-
-    Other errors are internal.
-    """
+    """Report an error of the operating system about a file. Without a file name, a full disk is that of stdout."""
+    if error.errno is None:
+        return _report_internal_error(error)
+    reason = os.strerror(error.errno)
     if error.errno == errno.ENAMETOOLONG:  # of a path that is put together
         _print_error(f"{str(error.filename)[:80]}...: the name is too long; shorten it")
         return UsageError.exit_code
-    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
-        return _report_internal_error(error)
-    _discard(sys.stdout)
-    _print_error(f"stdout cannot be written ({os.strerror(error.errno).lower()})")
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
+        _discard(sys.stdout)
+        _print_error(f"stdout cannot be written ({reason.lower()})")
+    else:
+        name = "a file" if error.filename is None else os.fsdecode(error.filename)
+        _print_error(
+            f"{name} cannot be used ({reason}). Check its disk and run the same command again: committed rows are kept."
+        )
     return OutputError.exit_code
 
 

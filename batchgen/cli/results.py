@@ -15,7 +15,7 @@ from batchgen.config.units import STDIN, check_file_to_write, check_local
 from batchgen.request.printable import printable
 
 EXIT_DIFFERENT = 8
-"""Exit code of `verify` if a row differs."""
+"""Exit code of `verify` if a row differs, or a file is damaged."""
 
 
 class Format(StrEnum):
@@ -110,6 +110,14 @@ Inputs: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(metavar="INPUT", help="Input files of the run if they have moved. Example: prompts.jsonl"),
 ]
+CheckFile: TypeAlias = Annotated[
+    bool,
+    _switch(
+        "--file",
+        "Check the file itself, without computing: checksums of every byte, keys, counts. Also a work folder, or JSON "
+        "lines. Example: --file",
+    ),
+]
 Rows: TypeAlias = Annotated[int, _option("K", "Number of rows to replay. Default: 10. Example: --rows 50", least=1)]
 Seed: TypeAlias = Annotated[int, _option("S", "Seed of the row selection. Default: 0. Example: --seed 7")]
 
@@ -194,14 +202,29 @@ def export(
     export_results(out, chosen, output, overwrite=overwrite, tokenizer=tokenizer)
 
 
-def verify(out: Finished, inputs: Inputs = None, rows: Rows = 10, seed: Seed = 0, *, changes: dict[str, Any]) -> None:
+def verify(
+    out: Finished,
+    inputs: Inputs = None,
+    rows: Rows = 10,
+    seed: Seed = 0,
+    file: CheckFile = False,
+    *,
+    changes: dict[str, Any],
+) -> None:
     """Replay random rows of an output and compare them bitwise.
 
     Rows are computed one by one, and their tokens and logprobs are compared. Input files and options are read from
-    the output. Exit code 0: all rows are equal; 8: some differ.
+    the output. With --file nothing is computed: the file itself is checked. Exit code 0: all rows are equal, or the
+    file is intact; 8: some differ, or it is damaged.
 
     Example: batchgen verify results.parquet --rows 20
     """
+    if file:
+        from batchgen.data.file_check import verify_files  # imports pyarrow, which is slow
+
+        if not verify_files(out):
+            raise typer.Exit(EXIT_DIFFERENT)
+        return
     from batchgen.job.verify import verify_job  # imports torch, which is slow
 
     if not verify_job(out, rows, seed, {"inputs": inputs, **{k: None if v == [] else v for k, v in changes.items()}}):

@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pyarrow.types as pat
 
 from batchgen.data.read.selection import smallest_hashes
-from batchgen.data.write.durable_files import open_parquet
+from batchgen.data.write.results_file import StoredTable, open_parquet
 from batchgen.data.write.schema import SCHEMA
 
 Row = Mapping[str, Any]
@@ -40,19 +39,19 @@ _NUMERIC = frozenset(field.name for field in SCHEMA if _is_number(field.type))
 def choose_rows(file: Path, count: int, seed: int) -> list[int]:
     """Choose at most `count` rows without a failed prompt, by `seed`; in ascending order."""
     best = np.zeros(0, np.int64)
-    with open_parquet(file) as parquet:
+    with open_parquet(file) as stored:
         # A first pass finds all failed rows: a row may fail in its last prompt, after finished samples.
-        failed = np.concatenate([best, *(rows for _, rows in _ok_and_failed_rows(parquet))])
-        for good, _ in _ok_and_failed_rows(parquet):
+        failed = np.concatenate([best, *(rows for _, rows in _ok_and_failed_rows(stored))])
+        for good, _ in _ok_and_failed_rows(stored):
             best = smallest_hashes(np.union1d(best, np.setdiff1d(good, failed)), count, seed)
     return [int(row) for row in np.sort(best)]
 
 
-def _ok_and_failed_rows(parquet: pq.ParquetFile) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _ok_and_failed_rows(stored: StoredTable) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """(row indexes of good samples, row indexes of failed samples) of each batch."""
-    for batch in parquet.iter_batches(columns=["row_index", "status"]):
+    for batch in stored.groups(["row_index", "status"]):
         rows = batch["row_index"].to_numpy()
-        good = pc.equal(batch["status"], "ok").to_numpy(zero_copy_only=False)
+        good = pc.equal(batch["status"], "ok").to_numpy()
         yield rows[good], rows[~good]
 
 

@@ -16,6 +16,7 @@ from batchgen.data.openai_bodies import PieceLookup, batch_line, finish_reason
 from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.data.view import Results, Totals, open_results
 from batchgen.data.write.lines import JOB_KEY, job_mark, line_files
+from batchgen.data.write.results_file import DamagedFile
 from batchgen.errors import ErrorCode, InputError
 from batchgen.request.foreign_text import read_json, typed
 
@@ -142,8 +143,11 @@ def read_line_totals(path: Path) -> Totals:
             with open_named(file) as stream:
                 for line in stream:
                     _count_line(typed(read_json(line), {}), totals, rows, failed)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{file} cannot be read ({error}). Compute it again with --overwrite.") from error
+        except OSError as error:
+            why = error.strerror or error
+            raise InputError(f"{file} cannot be read ({why}). Check its permissions and the disk.") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(file, f"a line is not whole: {error}") from error
     totals.rows += len(rows)
     totals.rows_error += len(failed)
     return totals

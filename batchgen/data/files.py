@@ -12,16 +12,45 @@ import mmap
 import os
 import stat
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 BUFFER = 1 << 17
 """Bytes of a stream's buffer; larger blocks are read and written directly."""
 _FOREIGN = ".foreign"
+
+
+class _NamedFile(io.FileIO):
+    """A file whose errors name it."""
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = error.filename or self.name
+            raise
+
+    def readinto(self, buffer: Any) -> int | None:
+        with self._named():
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with self._named():
+            return super().readall()
+
+    def write(self, data: Any) -> int:
+        with self._named():
+            return super().write(data)
+
+    def close(self) -> None:
+        with self._named():
+            super().close()
 
 
 class FileSystem:
@@ -34,7 +63,7 @@ class FileSystem:
     def open(self, path: Path, flags: int) -> io.FileIO:
         """Open a file without a buffer, with the flags of `os.open`; a new file gets the permissions of the umask."""
         mode = {os.O_RDONLY: "r", os.O_WRONLY: "w", os.O_RDWR: "r+"}[flags & os.O_ACCMODE]
-        return io.FileIO(path, mode, opener=lambda name, _: os.open(name, flags | os.O_CLOEXEC, 0o666))
+        return _NamedFile(path, mode, opener=lambda name, _: os.open(name, flags | os.O_CLOEXEC, 0o666))
 
     def fsync(self, descriptor: int) -> None:
         """Make the content of an open file durable."""
@@ -231,6 +260,12 @@ def remove_tree(path: Path) -> None:
         system.rmdir(path)
 
 
+def remove_if_empty(folder: Path) -> None:
+    """Remove a folder if nothing is in it."""
+    with suppress(OSError):
+        system.rmdir(folder)
+
+
 def is_foreign(path: Path, status: os.stat_result) -> bool:
     """Whether a name in a folder of ours is not: a link, a special file, or another user's.
 
@@ -305,7 +340,7 @@ def followed(path: Path) -> Path:
     return resolved(path)
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_near(path: Path) -> Path:
     """A name in the folder of a file, for its content while it is written; short even if the name is long."""
     return path.with_name(f".batchgen-{zlib.crc32(os.fsencode(path.name)):08x}.tmp")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchgen.data.files import (
     exists,
@@ -19,7 +18,6 @@ from batchgen.data.files import (
     is_file,
     is_folder,
     make_durably,
-    open_named,
     remove_tree,
     same_file,
 )
@@ -28,11 +26,12 @@ from batchgen.data.merged_records import grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.view import Results
 from batchgen.data.write.committed import Committed, read_keys
-from batchgen.data.write.durable_files import open_parquet, output_errors, read_footer, refuse_existing
+from batchgen.data.write.durable_files import output_errors, refuse_existing
 from batchgen.data.write.finish import CommittedRows, write_output
 from batchgen.data.write.job_changes import changes, describe_changes
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.lock import RunLock
+from batchgen.data.write.results_file import DamagedFile, open_parquet, read_footer
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states_result import part_from_result
 from batchgen.data.write.work_folder import (
@@ -54,7 +53,8 @@ def refuse_duplicate_ids(files: Sequence[Path], *, whole_jobs: bool = False) -> 
 
     Raises:
         UsageError: two rows have the same id.
-        OSError, pa.ArrowException: a file is damaged.
+        DamagedFile: a file is damaged.
+        OSError: a file cannot be read.
     """
     found = [_id_hashes(file, failed=whole_jobs) for file in files]
     hashes, rows = (np.concatenate(columns) for columns in zip(*found, strict=True))
@@ -81,8 +81,8 @@ def _id_hashes(file: Path, *, failed: bool) -> tuple[npt.NDArray[np.int64], npt.
     """(hash of the id, `row_index`) of each input row with a result; with `failed`, also of failed ones."""
     hashes, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     last = -1
-    with open_parquet(file) as parquet:
-        for batch in parquet.iter_batches(columns=["id", "row_index", "status", "error.code"]):
+    with open_parquet(file) as stored:
+        for batch in stored.groups(["id", "row_index", "status", "error.code"]):
             counts = pc.equal(batch["status"], "ok")
             if failed:
                 code = pc.struct_field(batch["error"], "code")
@@ -147,10 +147,10 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         state_parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, state_parts, strict=True):
             _states_to_part(file, part)
-        with open_named(files[0]) as stream:  # Arrow accepts file names in UTF-8 only
-            schema = pq.read_schema(stream).remove_metadata()
+        with open_parquet(files[0]) as first:
+            schema = first.schema.remove_metadata()
         rows = CommittedRows(files, keys, state_parts)
-        write_output(paths, rows, _merged_footer(files, footers, len(keys)), schema, work.scratch)
+        write_output(paths, rows, _merged_footer(files, footers, len(keys)), schema, work)
     finally:
         work.remove()
     return len(keys)
@@ -184,10 +184,8 @@ def _check_whole_jobs(
         raise UsageError(f"{out} is one of the files, which the merged file would replace; name another file with -o.")
     _refuse_unfinished(output_paths(out), overwrite)
     if not allow_duplicate_ids and not any(map(_allows_duplicates, footers)):
-        try:
+        with _read_errors():
             refuse_duplicate_ids(files, whole_jobs=True)
-        except (pa.ArrowException, OSError) as error:
-            raise InputError(f"a file cannot be read ({error}). Compute it again.") from error
 
 
 def _checked_keys(
@@ -199,13 +197,22 @@ def _checked_keys(
     refuse_existing(out, overwrite)
     if exists(out) and any(same_file(out, file) for file in files):
         raise UsageError(f"{out} is one of the shards, which the merged file would replace; name another file with -o.")
-    try:
+    with _read_errors():
         keys = read_keys(files)
         if not allow_duplicate_ids and not _allows_duplicates(footers[0]):
             refuse_duplicate_ids(files)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
     return keys
+
+
+@contextmanager
+def _read_errors() -> Iterator[None]:
+    """Errors of the disk while files are read; a damaged file names itself."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, DamagedFile):
+            raise
+        raise InputError(f"a file cannot be read ({error}). Check its permissions and the disk.") from error
 
 
 def _merged_footer(files: Sequence[Path], footers: Sequence[dict[str, Any]], rows: int) -> dict[str, Any]:
@@ -268,16 +275,14 @@ def _states_file(shard: Path, footer: dict[str, Any]) -> Path:
     if own["rows"] != footer["states"]:
         raise InputError(
             f"{states} contains {own['rows']} hidden states, but {shard} was written with {footer['states']}. Put the "
-            "right file there, or compute both again with --overwrite."
+            "right file there, or run the shard's command again with another output."
         )
     return states
 
 
 def _states_to_part(file: Path, part: Path) -> None:
-    try:
+    with _read_errors():
         part_from_result(file, part)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{file} cannot be read ({error}). Compute its shard again.") from error
 
 
 def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from batchgen.data.files import exists, make_durably, open_named, remove_tree
+from batchgen.data.files import exists, make_durably, remove_tree
 from batchgen.data.merged_records import common_clock, grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.committed import first_of_prompt, read_keys
-from batchgen.data.write.durable_files import output_errors, read_footer
+from batchgen.data.write.durable_files import output_errors
 from batchgen.data.write.finish import CommittedRows, write_output
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lock import RunLock
+from batchgen.data.write.results_file import open_parquet, read_footer
 from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import states_part
@@ -80,11 +80,8 @@ def check_same_columns(files: Sequence[Path]) -> None:
 
 
 def _schema(file: Path) -> pa.Schema:
-    try:
-        with open_named(file) as stream:  # Arrow accepts file names in UTF-8 only
-            return pq.read_schema(stream).remove_metadata()
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{file} cannot be read ({error}). Compute it again.") from error
+    with open_parquet(file) as table:
+        return table.schema.remove_metadata()
 
 
 def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Path) -> int:
@@ -117,7 +114,7 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
         states = [path for path in map(states_part, parts) if exists(path)]
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
         footer = _footer(footers, numbered, len(keys)) | {"fingerprint": fingerprint}
-        write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work.scratch)
+        write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work)
         return len(keys)
     finally:
         work.remove()

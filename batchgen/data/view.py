@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.files import files_in, is_file, is_folder, open_named, system
-from batchgen.data.write.durable_files import open_parquet, read_footer
+from batchgen.data.files import files_in, is_file, is_folder
 from batchgen.data.write.lines import is_lines
+from batchgen.data.write.results_file import StoredTable, open_parquet, read_footer
 from batchgen.data.write.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
 from batchgen.data.write.work_folder import output_paths
 from batchgen.data.write.work_parts import part_files
-from batchgen.errors import InputError, UsageError
+from batchgen.data.write.work_state import file_mark, replaced_by
+from batchgen.errors import BatchgenError, InputError, UsageError
 from batchgen.tables.temporal import temporal_to_text
 
 _SHARD = re.compile(r"part-\d{5,}-of-(\d{5,})")
@@ -38,7 +40,7 @@ class Results:
     """Message for the user if there are other results for this output, or shards are missing."""
 
     def __len__(self) -> int:
-        return sum(_metadata(file).num_rows for file in self.files)
+        return sum(map(_count, self.files))
 
     def rows(
         self, row: int | None = None, errors: bool = False, columns: Sequence[str] | None = None
@@ -56,10 +58,8 @@ class Results:
             InputError: a file is damaged.
         """
         for file in self.files:
-            try:
+            with _read_errors(file):
                 yield from _file_rows(file, row, errors, columns)
-            except (pa.ArrowException, OSError) as error:
-                raise _unreadable(file, error) from error
 
 
 def open_results(out: Path, *, finished: bool = False) -> Results:
@@ -93,7 +93,7 @@ def _unfinished(out: Path, parts: Sequence[Path], finished: bool) -> Results:
     """The committed rows of a job without a finished output."""
     if finished:
         raise InputError(f"{out} is not finished. Run its command again first.")
-    return Results(parts, False, None)
+    return Results(parts, False, None, _left_out(parts))
 
 
 def _folder(out: Path, finished: bool) -> Results:
@@ -157,24 +157,34 @@ def _footer(file: Path) -> dict[str, Any]:
             "Parquet: run with -o OUT.parquet, and write the lines with batchgen export."
         )
     if footer is None:
-        raise InputError(f"{file} is not a batchgen output, or is damaged.")
+        raise InputError(f"{file} is not a batchgen output.")
     return footer
 
 
 def _is_newer(parts: Sequence[Path], out: Path) -> bool:
-    """Whether any of the parts was committed after the output was written.
+    """Whether the parts are of a job that will replace this very output: each part says what it replaces.
 
-    A run that was killed just after it wrote its output leaves older parts.
+    A run that was killed just after it wrote its output leaves parts that are in it.
     """
+    with _read_errors(out):
+        mark = file_mark(out) if parts else None
+    return mark is not None and any(replaced_by(part) == mark for part in parts)
+
+
+@contextmanager
+def _read_errors(file: Path) -> Iterator[None]:
     try:
-        written, *committed = (system.stat(path).st_mtime_ns for path in (out, *parts))
-    except FileNotFoundError:
-        return False  # the output has just replaced its work folder
-    return max(committed, default=0) > written
+        yield
+    except OSError as error:
+        if isinstance(error, BatchgenError):
+            raise
+        why = error.strerror or error
+        raise InputError(f"{file} cannot be read ({why}). Check its permissions and the disk.") from error
 
 
-def _unreadable(file: Path, error: BaseException) -> InputError:
-    return InputError(f"{file} cannot be read ({error}). Check where it came from.")
+def _count(file: Path) -> int:
+    with _read_errors(file), open_parquet(file) as table:
+        return len(table)
 
 
 def _shard_folders(work: Path) -> list[Path]:
@@ -182,35 +192,34 @@ def _shard_folders(work: Path) -> list[Path]:
 
 
 def _work_parts(work: Path | None) -> list[Path]:
-    """Readable parts of a work folder and of its shards' folders; a part that is being replaced is left out."""
+    """Parts of a work folder and of its shards' folders; those with a damaged footer are left out."""
     folders = [] if work is None else [work, *_shard_folders(work)]
     return [part for folder in folders for part in part_files(folder) if _is_results(part)]
 
 
 def _is_results(part: Path) -> bool:
-    try:
-        metadata = _metadata(part).metadata or {}
-    except (pa.ArrowException, OSError):
-        return False
-    return metadata.get(VERSION_KEY) in READABLE_VERSIONS
+    with suppress(OSError), open_parquet(part) as table:
+        return table.about.get(VERSION_KEY) in READABLE_VERSIONS
+    return False
 
 
-def _metadata(file: Path) -> pq.FileMetaData:
-    with open_parquet(file) as parquet:
-        return parquet.metadata
+def _left_out(parts: Sequence[Path]) -> str | None:
+    """A note on parts that are damaged, next to those that are shown."""
+    folders = sorted({part.parent.parent for part in parts})
+    count = sum(len(part_files(folder)) for folder in folders) - len(parts)
+    return f"{count} damaged parts are left out: a run computes their rows again" if count > 0 else None
 
 
 def _file_rows(file: Path, row: int | None, errors: bool, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    with open_named(file) as stream:
-        parquet = pq.ParquetFile(stream, pre_buffer=False)
-        names = None if columns is None else [name for name in parquet.schema_arrow.names if name in columns]
-        for group in range(parquet.num_row_groups):
-            if row is not None and not _may_contain(parquet.metadata.row_group(group), row):
+    with open_parquet(file) as stored:
+        names = None if columns is None else [name for name in stored.schema.names if name in columns]
+        for group in range(stored.metadata.num_row_groups):
+            if not _may_contain(stored.metadata.row_group(group), row, errors):
                 continue
-            matching = _matching_rows(parquet, group, row, errors)
+            matching = _matching_rows(stored, group, row, errors)
             if matching is not None and not len(matching):
                 continue
-            table = parquet.read_row_group(group, columns=names, use_threads=False)
+            table = stored.group(group, names)
             for batch in _temporal_as_text(table if matching is None else table.take(matching)).to_batches(256):
                 yield from batch.to_pylist()
 
@@ -220,19 +229,25 @@ def _temporal_as_text(table: pa.Table) -> pa.Table:
     return pa.table([temporal_to_text(column) for column in table.columns], names=table.schema.names)
 
 
-def _may_contain(group: pq.RowGroupMetaData, row: int) -> bool:
+def _may_contain(group: pq.RowGroupMetaData, row: int | None, errors: bool) -> bool:
+    """Whether a row group may hold the row, and errors, by its statistics."""
     for i in range(group.num_columns):
         column = group.column(i)
-        if column.path_in_schema == "row_index" and column.statistics is not None and column.statistics.has_min_max:
-            return bool(column.statistics.min <= row <= column.statistics.max)
+        if column.statistics is None or not column.statistics.has_min_max:
+            continue
+        least, most = column.statistics.min, column.statistics.max
+        if column.path_in_schema == "row_index" and row is not None and not least <= row <= most:
+            return False
+        if column.path_in_schema == "status" and errors and least == most == "ok":
+            return False
     return True
 
 
-def _matching_rows(parquet: pq.ParquetFile, group: int, row: int | None, errors: bool) -> pa.Array | None:
+def _matching_rows(stored: StoredTable, group: int, row: int | None, errors: bool) -> pa.Array | None:
     """Indexes of the matching rows in a row group, found from two columns; None for all rows."""
     if row is None and not errors:
         return None
-    keys = parquet.read_row_group(group, columns=["row_index", "status"], use_threads=False)
+    keys = stored.group(group, ["row_index", "status"])
     mask = pa.chunked_array([pa.array([True] * len(keys))])
     if row is not None:
         mask = pc.and_(mask, pc.equal(keys["row_index"], row))
@@ -276,7 +291,7 @@ def read_totals(path: Path) -> Totals:
     totals = Totals()
     last_row = last_error = -1
     with open_parquet(path) as file:
-        for batch in file.iter_batches(columns=_COLUMNS):
+        for batch in (batch for table in file.groups(_COLUMNS) for batch in table.to_batches()):
             rows = batch["row_index"]
             failed = rows.filter(pc.equal(batch["status"], "error"))
             totals.rows += _count_new(rows.unique().to_pylist(), last_row)
@@ -309,8 +324,8 @@ def _counts(values: pa.Array) -> dict[str, int]:
 def first_answer(path: Path) -> str | None:
     """The first text of a results file that is not empty, among the first rows."""
     with open_parquet(path) as file:
-        batch = next(file.iter_batches(batch_size=64, columns=["text"]), None)
-    return next((text for text in batch["text"].to_pylist() if text), None) if batch is not None else None
+        first = next(file.groups(["text"]), None)
+    return next((text for text in first["text"][:64].to_pylist() if text), None) if first is not None else None
 
 
 def _count_new(rows: list[int], last: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -66,8 +65,10 @@ class EventWriter:
             OSError: (when called) stdout cannot be written, or its reader is gone.
         """
         cached_id = lru_cache(_IDS_KEPT)(id_of)
+        written = False
 
         def write(events: Sequence[StreamEvent]) -> None:
+            nonlocal written
             try:
                 self._stream.write(b"".join(_line(event, cached_id(event.row_index)) for event in events))
                 self._stream.flush()
@@ -75,6 +76,9 @@ class EventWriter:
                 if not self._close or isinstance(problem, BrokenPipeError):
                     raise  # for stdout, the command reports the error and discards the buffer
                 raise _write_error(self._name, problem) from None
+            if not written:
+                self.sync()  # whatever happens later, the file is known as one of events by its begin
+                written = True
 
         return write
 
@@ -84,7 +88,7 @@ def open_events(target: str, *, append: bool) -> EventWriter:
 
     Args:
         target: path or "-"; a pipe or a device is written to as it is.
-        append: continue the file of an earlier run of the job, without its last line if that is incomplete; otherwise
+        append: continue the file of an earlier run of the job, without what follows its last whole line; otherwise
             replace the file.
 
     Raises:
@@ -100,7 +104,8 @@ def open_events(target: str, *, append: bool) -> EventWriter:
     try:
         regular = stat.S_ISREG(system.fstat(stream.fileno()).st_mode)
         if regular:
-            _truncate_partial_line(stream)
+            if stream.readable():
+                _truncate_partial_line(stream)
             sync_folder(resolved(path).parent)
     except OSError as problem:
         stream.close()
@@ -112,17 +117,16 @@ def _write_error(name: str, problem: OSError) -> OutputError:
     return OutputError(f"cannot write the events {name}: {problem.strerror or problem}")
 
 
-def _truncate_partial_line(stream: BinaryIO, block: int = 1 << 16) -> None:
-    """Cut off an incomplete last line and seek to the end of the file."""
-    end = stream.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - block)
-        stream.seek(start)
-        at = stream.read(end - start).rfind(b"\n")
-        if at >= 0:
-            end = start + at + 1
+def _truncate_partial_line(stream: BinaryIO) -> None:
+    """Cut off the file after its last whole line and seek to its end.
+
+    A power loss may leave zeros where lines were not durable yet. No row of these or later lines is committed.
+    """
+    end = 0
+    for line in stream:
+        if not line.endswith(b"\n") or b"\0" in line:
             break
-        end = start
+        end += len(line)
     stream.truncate(end)
     stream.seek(end)
 

@@ -12,13 +12,14 @@ from typing import Any, BinaryIO, Literal, cast
 
 from batchgen.config.units import STDIN
 from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
-from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_beside
+from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_near
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
+from batchgen.data.write.checksums import CrcStream, DamagedBytes
 from batchgen.data.write.durable_files import refuse_existing, write_durably
 from batchgen.data.write.lines import errors_path
 from batchgen.demo import model_path
-from batchgen.errors import ModelError, UsageError
+from batchgen.errors import ModelError, OutputError, UsageError
 from batchgen.request.printable import EscapedJson, printable
 
 ExportFormat = Literal["openai-batch", "jsonl"]
@@ -47,7 +48,7 @@ def export_results(
     run = results.footer
     assert run is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
-    files = [followed(each) for each in ([path] if shape == "jsonl" else [path, errors_path(path)])]
+    files = [path] if shape == "jsonl" else [path, errors_path(path)]
 
     def write(streams: Sequence[BinaryIO]) -> ExportCounts:
         if shape == "jsonl":
@@ -67,7 +68,7 @@ def write_files(
     files: Sequence[Path],
     write: Callable[[Sequence[BinaryIO]], ExportCounts],
     overwrite: bool,
-    temporary: Callable[[Path], Path] = temporary_beside,
+    temporary: Callable[[Path], Path] = temporary_near,
 ) -> ExportCounts:
     """Write all files durably, the last one first; none appears under its name if an earlier one fails.
 
@@ -78,8 +79,9 @@ def write_files(
         temporary: path of a file -> path of its content until it is complete, on the same file system.
 
     Raises:
-        OutputError: a file exists, or cannot be written.
+        OutputError: a file exists, cannot be written, or cannot be read back as it was written.
     """
+    files = [followed(path) for path in files]
     for path in files:
         refuse_existing(path, overwrite)
     found: list[ExportCounts] = []
@@ -89,7 +91,18 @@ def write_files(
             found.append(write(streams))
         else:
             path = files[len(streams)]
-            write_durably(path, lambda stream: write_next([*streams, stream]), temporary(path))
+            write_durably(path, lambda stream: write_checked(path, streams, stream), temporary(path))
+
+    def write_checked(path: Path, streams: list[BinaryIO], stream: BinaryIO) -> None:
+        summed = CrcStream(stream)
+        write_next([*streams, cast(BinaryIO, summed)])
+        try:
+            summed.check()
+        except DamagedBytes as problem:
+            raise OutputError(
+                f"{path} is not written: {problem}. Nothing was replaced. Check the disk and the memory, and run the "
+                "same command again."
+            ) from problem
 
     write_next([])
     return found[0]

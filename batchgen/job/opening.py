@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,23 +16,16 @@ from batchgen.config.run_config import RunConfig
 from batchgen.data.export import read_line_totals
 from batchgen.data.files import exists, files_in, is_folder, resolved
 from batchgen.data.read.input_set import InputSet
-from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.damage import Note, ignore
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lines import is_lines
+from batchgen.data.write.results_file import DamagedFile, intact_footer
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.reuse import ReuseFile, find_moves, part_file
-from batchgen.data.write.work_folder import (
-    OtherJobError,
-    OutputPaths,
-    Policy,
-    WorkFolder,
-    is_complete,
-    open_work,
-    output_paths,
-    read_state,
-    recorded_clock,
-)
+from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, is_complete, output_paths
+from batchgen.data.write.work_owner import OtherJobError, Policy, open_work
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files
+from batchgen.data.write.work_state import read_state
 from batchgen.errors import BatchgenError, FingerprintError, UsageError
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import Ingested, ingest
@@ -49,6 +42,8 @@ class OpenedJob:
     inputs: InputSet
     identity: JobIdentity
     paths: OutputPaths
+    note: Note = ignore
+    """Shows a line to the user."""
 
     @property
     def _config(self) -> RunConfig:
@@ -69,10 +64,10 @@ class OpenedJob:
         if policy == "resume-anyway":
             self._refuse_other_environments()
         try:
-            return open_output(self.paths, self.identity.run, self.identity.info, policy, clock)
+            return open_output(self.paths, self.identity.run, self.identity.info, policy, clock, self.note)
         except OtherJobError as other:
             if self._config.retry_errors and other.job and changes(other.job, self.identity.info) == [INPUT_FILES]:
-                return open_output(self.paths, self.identity.run, self.identity.info, "resume-anyway", clock)
+                return open_output(self.paths, self.identity.run, self.identity.info, "resume-anyway", clock, self.note)
             raise self._refusal(other) from None
 
     def _refuse_retry_of_lines(self) -> None:
@@ -86,8 +81,8 @@ class OpenedJob:
             return
         if read_line_totals(path).rows_error:
             raise UsageError(
-                f"{path} holds JSON lines, whose errors cannot be retried alone. Compute all rows with --overwrite; "
-                "for retries run with -o OUT.parquet, and write the lines with batchgen export."
+                f"{path} holds JSON lines, whose errors cannot be retried alone. For retries run with -o "
+                "OUT.parquet, and write the lines with batchgen export."
             )
 
     def _policy(self) -> Policy:
@@ -110,8 +105,8 @@ class OpenedJob:
             if job and (changed := self._changed_environment(job)):
                 what = self._describe(changed, job)
                 raise FingerprintError(
-                    f"no row of {path} can be reused: results of this job would differ. Changed: {what}. Compute all "
-                    "rows with --overwrite, or name another output with -o."
+                    f"no row of {path} can be reused: results of this job would differ. Changed: {what}. Name "
+                    "another output with -o to compute all rows (--overwrite would replace this one)."
                 )
 
     def _describe(self, names: list[str], job: Mapping[str, Any]) -> str:
@@ -144,8 +139,11 @@ class OpenedJob:
         """The files of the job that was refused."""
         if exists(self.paths.result):
             return [] if is_lines(self.paths.result) else files_of(self.paths.result)
-        parts = map(part_file, [*part_files(self.paths.work), *earlier_parts(self.paths.work)])
-        return [file for file in parts if file is not None]
+        found = []
+        for part in [*part_files(self.paths.work), *earlier_parts(self.paths.work)]:
+            with suppress(DamagedFile):
+                found.append(part_file(part))
+        return found
 
     def _count(self, files: list[ReuseFile]) -> tuple[int, int] | None:
         """(rows of this job that could be reused, all its rows); None if the rows cannot be read."""
@@ -193,7 +191,7 @@ def set_clock(setup: Setup, identity: JobIdentity, paths: OutputPaths) -> str | 
     if tokenizer.clock_text is None:
         return None
     if config.engine.clock is None:
-        found = recorded_clock(paths, identity.run, config.existing)
+        found = _recorded_clock(paths, identity.run, config.existing)
         if found is None and config.existing != "overwrite":
             found = _clock_of(paths.result)
         if found is None and config.reuse is not None:
@@ -203,10 +201,33 @@ def set_clock(setup: Setup, identity: JobIdentity, paths: OutputPaths) -> str | 
     return tokenizer.clock.isoformat()
 
 
+def _recorded_clock(paths: OutputPaths, identity: RunIdentity, policy: Policy = "resume") -> str | None:
+    """Time that the conversations of this job see, as recorded by the work or output that a run would continue.
+
+    Without any, that of another shard of the job, so that all its shards see one time. None if there is none.
+    """
+    old = read_state(paths.work)
+    if policy == "overwrite" and (old is None or old["emptied_by"] != identity.key):
+        old = None
+    records = [old, None if policy == "overwrite" else _footer_of(paths.result, identity.fingerprint)]
+    if identity.shard is not None:
+        files = (file for file in files_in(paths.result.parent, "part-*.parquet") if file != paths.result)
+        records += [_footer_of(file, identity.fingerprint) for file in files]
+        folders = (folder for folder in files_in(paths.work.parent, "part-*") if folder != paths.work)
+        states = filter(None, map(read_state, folders))
+        records += [state for state in states if state["fingerprint"].startswith(identity.fingerprint)]
+    return next((record["clock"] for record in records if record and record.get("clock")), None)
+
+
+def _footer_of(file: Path, fingerprint: str) -> dict[str, Any] | None:
+    footer = intact_footer(file)
+    return footer if footer is not None and footer.get("fingerprint") == fingerprint else None
+
+
 def _clock_of(out: Path) -> str | None:
     """The time that another job saw, from its finished output, a folder of shards or unfinished work."""
     first = next(iter(files_in(out, "part-*.parquet")), out) if is_folder(out) else out
-    record = read_footer(first) or read_state(out) or read_state(output_paths(out).work) or {}
+    record = intact_footer(first) or read_state(out) or read_state(output_paths(out).work) or {}
     return record.get("clock")
 
 
@@ -223,4 +244,4 @@ def read_rows(setup: Setup, inputs: InputSet) -> Iterator[Ingested]:
 
 def _job_of(path: Path) -> Mapping[str, Any] | None:
     """What the fingerprint of an output's job was computed from; None if it is not recorded."""
-    return (read_footer(path) or {}).get("job")
+    return (intact_footer(path) or {}).get("job")

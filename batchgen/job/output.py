@@ -12,10 +12,10 @@ from batchgen.data.export import ExportCounts, row_shapes, write_as_given
 from batchgen.data.files import is_file, remove_file, sync_folder
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.view import Results, Totals, read_totals
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lines import errors_path, has_only_marks, is_lines
 from batchgen.data.write.output_budget import OutputBudget
+from batchgen.data.write.results_file import read_footer
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.job.export import write_files
 from batchgen.job.ingest import Ingested

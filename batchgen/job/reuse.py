@@ -18,12 +18,13 @@ from batchgen.data.carry import carried_columns
 from batchgen.data.files import exists, resolved
 from batchgen.data.view import open_results
 from batchgen.data.write.committed import Committed, find_prompts
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter, part_schema
+from batchgen.data.write.results_file import DamagedFile, read_footer
 from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows, find_moves, has_hashes, part_file
 from batchgen.data.write.schema import SCHEMA, OutputRow
-from batchgen.data.write.work_folder import WorkFolder, output_paths, read_state
+from batchgen.data.write.work_folder import WorkFolder, output_paths
+from batchgen.data.write.work_state import read_state
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError, row_error
 from batchgen.job.ingest import Ingested
@@ -75,7 +76,7 @@ def files_of(out: Path) -> list[ReuseFile]:
             f"{out} holds JSON lines, which do not say what was asked for. Rows are reused from Parquet: write -o "
             "OUT.parquet, and `batchgen export` the lines."
         )
-    found = []
+    found: list[ReuseFile] = []
     for file in open_results(out).files:
         if not has_hashes(file):
             raise UsageError(f"{file} was written by a version whose rows cannot be reused. Leave out --reuse.")
@@ -83,7 +84,7 @@ def files_of(out: Path) -> list[ReuseFile]:
             found.append(part_file(file))
         else:
             found.append(_finished(file))
-    return [file for file in found if file is not None]
+    return found
 
 
 def _finished(file: Path) -> ReuseFile:
@@ -101,8 +102,12 @@ def reusable_files(work: WorkFolder, named: Path | None) -> list[ReuseFile]:
     An output that `--overwrite` replaces is not among them.
     """
     state = read_state(work.paths.work) or {}
-    parts = map(part_file, work.earlier_parts())
-    found = [file for file in parts if file is not None]
+    found = []
+    for part in work.earlier_parts():
+        try:
+            found.append(part_file(part))
+        except DamagedFile as problem:
+            work.set_part_aside(part, problem)
     result = work.paths.result
     replaced = state.get("overwrite") and state.get("emptied_by") != work.identity.key
     if replaced and not is_lines(result) and read_footer(result) is not None and has_hashes(result):

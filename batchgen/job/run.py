@@ -116,7 +116,7 @@ class _Job:
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
             refuse_named(setup, identity)
-            work = OpenedJob(setup, inputs, identity, paths).open()
+            work = OpenedJob(setup, inputs, identity, paths, self.progress.note).open()
         if work is None:
             skips = self.config.on_bad_row == "skip"
             count = partial(inputs.count_selected, selection_of(self.config))

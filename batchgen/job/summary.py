@@ -16,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.data.export import read_line_totals
-from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_beside
+from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_near
 from batchgen.data.read.reserved_paths import refuse_other_file
 from batchgen.data.view import Totals, first_answer, read_totals
-from batchgen.data.write.durable_files import read_footer, replace_durably
+from batchgen.data.write.durable_files import replace_durably
 from batchgen.data.write.lines import errors_path, is_lines, lines_of_job
+from batchgen.data.write.results_file import read_footer
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.job.console import SafeConsole
 from batchgen.request.printable import format_size, json_printable, printable
@@ -187,7 +188,7 @@ def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwr
     """Write a report, which is JSON, to a file, or to stdout for "-". A regular file is replaced atomically.
 
     Raises:
-        OutputError: the file cannot be written, or it is no earlier report and `overwrite` is not set.
+        OutputError: the file cannot be written, or holds something else than a report and `overwrite` is not set.
     """
     text += "\n"
     if target == "-":
@@ -202,7 +203,7 @@ def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwr
             with open_to_replace(path) as pipe:
                 pipe.write(text.encode())
         else:
-            replace_durably(path, lambda stream: stream.write(text.encode()), temporary_beside(path))
+            replace_durably(path, lambda stream: stream.write(text.encode()), temporary_near(path))
     except OSError as problem:
         raise OutputError(f"cannot write the report {target}: {problem.strerror}") from None
 

@@ -4,16 +4,16 @@
 results.parquet.work/tokenized/
 ├── tokens        token ids of all prompts, int32
 ├── texts, bad    per row: id, carried fields, prompts; the errors of invalid rows
-└── columns.npz   everything else, written last: the job's key, parameter sets, columns of rows and prompts
+├── columns.npz   columns of rows and prompts
+└── about.json    everything else, written last: the job's key, parameter sets, checksums of the other files
 ```
 
-A cache that is incomplete or of another job is ignored.
+A cache that is incomplete, damaged or of another job is ignored.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -26,9 +26,11 @@ import numpy.typing as npt
 import orjson
 
 from batchgen import __version__
-from batchgen.data.files import open_own, remove_file
+from batchgen.data.files import open_new, open_own, remove_file, sync_stream
+from batchgen.data.write.checksums import crc_of
 from batchgen.data.write.committed import Committed
-from batchgen.data.write.durable_files import write_durably
+from batchgen.data.write.durable_files import output_errors, write_durably
+from batchgen.data.write.sealed_json import sealed, unsealed
 from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import ErrorCode, ErrorInfo
@@ -37,13 +39,11 @@ from batchgen.job.ingest import BAD, TEXTS, TOKENS, Ingested, RowTexts
 from batchgen.job.setup import Setup
 from batchgen.request.columns import Columns
 from batchgen.request.completion import Completion
-from batchgen.request.foreign_text import read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
 _COLUMNS: Final = "columns.npz"
-_METADATA: Final = "about"
-"""Name of the member of `columns.npz` that holds JSON: the key, parameter sets, counts, checksums."""
+_ABOUT: Final = "about.json"
 _MAX_PARAMS: Final = 1 << 16
 """Most parameter sets of a job that is cached: they are all in memory as JSON at once."""
 _DEFAULTS: Final = asdict(SamplingParams())
@@ -69,7 +69,7 @@ def tokenized_key(identity: JobIdentity, setup: Setup, set_aside: Iterable[int])
 
 def discard_tokenized(folder: Path) -> None:
     """Invalidate the cache, before rows are read into the folder."""
-    remove_file(folder / _COLUMNS)
+    remove_file(folder / _ABOUT)
 
 
 def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
@@ -99,9 +99,11 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     }
     for spool in (rows.tokens, rows.texts.spool, rows.bad):
         spool.sync()
+    with output_errors(folder / _COLUMNS), open_new(folder / _COLUMNS) as stream:
+        np.savez(stream, **columns)  # type: ignore[arg-type]
+        sync_stream(stream)
     metadata["checksums"] = _checksums(folder)
-    columns[_METADATA] = np.frombuffer(json.dumps(metadata).encode(), np.uint8)
-    write_durably(folder / _COLUMNS, lambda stream: np.savez(stream, **columns))  # type: ignore[arg-type]
+    write_durably(folder / _ABOUT, lambda stream: stream.write(sealed(metadata)))
 
 
 def load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
@@ -119,13 +121,14 @@ def load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) ->
 def load_tokenized(folder: Path, key: str) -> Ingested | None:
     """The rows cached by an earlier run with the same key; None if there is no valid cache. Reports no bad rows."""
     try:
+        with open_own(folder / _ABOUT) as stream:
+            metadata = unsealed(stream.read())
+        if metadata["key"] != key or metadata["checksums"] != _checksums(folder):
+            return None
         with open_own(folder / _COLUMNS) as stream, np.load(stream, allow_pickle=False) as archive:
-            metadata = read_json(archive[_METADATA].tobytes())
-            if metadata["key"] != key or metadata["checksums"] != _checksums(folder):
-                return None
             columns = {name: archive[name] for name in archive.files}
         return _restore(folder, metadata, columns)
-    except Exception:  # whatever a cache raises, it is read again
+    except Exception:  # whatever is wrong with a cache, the input is read again
         return None
 
 
@@ -163,13 +166,11 @@ def _non_default_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """File name -> CRC-32, for the files without internal checksums: a changed token id would go unnoticed."""
+    """File name -> CRC-32."""
     checksums = {}
-    for name in (TOKENS, TEXTS, BAD):
-        checksums[name] = 0
+    for name in (TOKENS, TEXTS, BAD, _COLUMNS):
         with open_own(folder / name) as stream:
-            while chunk := stream.read(1 << 20):
-                checksums[name] = zlib.crc32(chunk, checksums[name])
+            checksums[name] = crc_of(stream)
     return checksums
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from batchgen.data.write.damage import Note, ignore
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import Policy, RunIdentity, WorkFolder, open_work, output_paths
+from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
+from batchgen.data.write.work_owner import Policy, open_work
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
 
@@ -53,9 +55,11 @@ def group(row: int, prompt: int = 0, samples: int = 1, size: int = 4) -> list[Ou
     return [sample(row, prompt, index, size) for index in range(samples)]
 
 
-def begin(out: Path, identity: RunIdentity = IDENTITY, policy: Policy = "resume", **info: Any) -> WorkFolder:
+def begin(
+    out: Path, identity: RunIdentity = IDENTITY, policy: Policy = "resume", note: Note = ignore, **info: Any
+) -> WorkFolder:
     """Open the work folder of an output that is not complete."""
-    work = open_work(output_paths(out, identity.shard), identity, info, policy)
+    work = open_work(output_paths(out, identity.shard), identity, info, policy, note=note)
     assert work is not None
     return work
 

@@ -18,8 +18,8 @@ import pytest
 from batchgen.data import merge as merge_module
 from batchgen.data.merge import merge
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
+from batchgen.data.write.results_file import read_footer
 from batchgen.data.write.work_folder import RunIdentity, is_complete, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 from batchgen.request.completion import StateBlock

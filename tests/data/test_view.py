@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,6 +84,21 @@ def test_newer_work_is_opened_instead_of_a_finished_file(tmp_path: Path) -> None
     assert rows_of(out) == [70, 71]
     finished = open_results(out, finished=True)
     assert (finished.complete, finished.note, len(finished)) == (True, None, 14)
+
+
+def test_newer_work_is_known_whatever_the_clock_says(tmp_path: Path) -> None:
+    """Its parts say what they will replace."""
+    out = tmp_path / "r.parquet"
+    write(out, end=True)
+    with begin(out, RunIdentity("beef"), "overwrite") as work:
+        commit(work, [[failed(70)]])
+        for part in work.part_files():
+            os.utime(part, (0, 0))
+    assert rows_of(out) == [70]
+    os.utime(out, (0, 0))
+    moved = shutil.copytree(tmp_path, tmp_path / "moved")
+    (moved / "r.parquet.work" / "run.json").write_bytes(b"damaged")
+    assert rows_of(moved / "r.parquet") == [70]
 
 
 def test_work_older_than_its_output_is_not_opened(tmp_path: Path) -> None:
@@ -182,5 +198,5 @@ def test_a_damaged_file_is_an_input_error(tmp_path: Path) -> None:
     data = bytearray(out.read_bytes())
     data[4:40] = bytes(36)
     out.write_bytes(bytes(data))
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"r\.parquet is damaged"):
         [*open_results(out).rows()]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import batchgen
-from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.results_file import read_footer
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run
 

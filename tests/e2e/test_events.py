@@ -149,7 +149,14 @@ def test_a_file_of_events_and_stdout(engine: Engine, model: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(b"", b""), (b"a\nb\n", b"a\nb\n"), (b"a\nb", b"a\n"), (b"cut", b""), (b"x\n" + b"y" * 200_000, b"x\n")],
+    [
+        (b"", b""),
+        (b"a\nb\n", b"a\nb\n"),
+        (b"a\nb", b"a\n"),
+        (b"cut", b""),
+        (b"x\n" + b"y" * 200_000, b"x\n"),
+        (b"x\n\0\0\0\ny\n", b"x\n"),
+    ],
 )
 def test_a_partial_last_line_is_dropped(tmp_path: Path, before: bytes, after: bytes) -> None:
     path = tmp_path / "events.jsonl"
@@ -203,6 +210,7 @@ def test_the_error_of_events_that_cannot_be_written_has_the_reason(
             writer.listener(str)([EVENT])
         monkeypatch.undo()
     opened = []
+    (tmp_path / "events.jsonl").touch()
 
     def refuse(stream: BinaryIO) -> None:
         opened.append(stream)
@@ -210,7 +218,7 @@ def test_the_error_of_events_that_cannot_be_written_has_the_reason(
 
     monkeypatch.setattr("batchgen.job.events._truncate_partial_line", refuse)
     with pytest.raises(OutputError, match=r"events\.jsonl: no seeking here"):
-        open_events(str(tmp_path / "events.jsonl"), append=False)
+        open_events(str(tmp_path / "events.jsonl"), append=True)
     assert opened[0].closed
 
 

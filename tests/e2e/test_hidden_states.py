@@ -11,7 +11,7 @@ from random import Random
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.results_file import read_footer
 from batchgen.data.write.states import states_part
 from tests.e2e.rows import read, write_lines
 from tests.e2e.runner import run

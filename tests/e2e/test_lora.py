@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.results_file import read_footer
 from tests.e2e.rows import read, rows_of, write_lines
 from tests.e2e.runner import run
 from tests.models.adapters import KINDS, edit_config, save_adapter

@@ -172,3 +172,18 @@ def test_a_flash_library_must_be_named_again(model: Path, tmp_path: Path) -> Non
         assert ("Name it again: --flash-library ./mine.so" in result) == (code == 2)
         result = run(["verify", "in.out.parquet", "--flash-library", "./other.so"], tmp_path, expect=2).stderr
         assert "`--flash-library ./other.so`: there is no such file" in result
+
+
+def test_a_file_is_checked_without_computing(done: Path, tmp_path: Path) -> None:
+    """Neither the model nor the inputs are needed."""
+    shutil.copy(done / "out.parquet", tmp_path)
+    intact = run(["verify", "out.parquet", "--file"], tmp_path)
+    assert intact.stdout == f"out.parquet: intact, {len(rows_of(tmp_path / 'out.parquet'))} rows, 0 errors\n"
+    data = bytearray((tmp_path / "out.parquet").read_bytes())
+    data[100] ^= 4
+    (tmp_path / "out.parquet").write_bytes(bytes(data))
+    damaged = run(["verify", "out.parquet", "--file"], tmp_path, expect=DIFFERENT).stdout
+    assert damaged == "out.parquet: damaged (the block at byte 0 has a wrong checksum)\n"
+    for command in (["show", "out.parquet", "--limit", "0"], ["export", "out.parquet", "--format", "jsonl"]):
+        assert "out.parquet is damaged" in run(command, tmp_path, expect=4).stderr
+    assert "does not exist" in run(["verify", "no.parquet", "--file"], tmp_path, expect=4).stderr

@@ -103,7 +103,7 @@ def test_pipes_devices_and_other_files_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("option", ["events", "report"])
-def test_a_file_that_is_no_earlier_events_or_report_is_kept(option: str) -> None:
+def test_a_file_that_holds_neither_events_nor_a_report_is_kept(option: str) -> None:
     """Also behind a link; with --overwrite it is replaced. Empty files and what an earlier run wrote are replaced."""
     Path("linked").symlink_to("other")
     for content in ("{}", "mine\n", '{"text": "a prompt"}\n', json.dumps([REPORT])):

@@ -52,7 +52,8 @@ def is_run_output(path: Path) -> bool:
         if is_file(path):  # reading a pipe would block
             with open_named(path) as stream:
                 head = stream.read(_REPORT_BYTES)
-            if not head or head.startswith(_EVENT_STARTS):
+            # Zeros only: a power loss kept the size of a new file, but nothing of its content.
+            if not head.strip(b"\0") or head.startswith(_EVENT_STARTS):
                 return True
             report = read_json(head)
             return isinstance(report, dict) and report.keys() >= _REPORT_KEYS
@@ -63,7 +64,7 @@ def refuse_other_file(option: str, target: str, overwrite: bool) -> None:
     """Refuse to replace a file that the user named for events or a report and that holds something else.
 
     Raises:
-        OutputError: it exists, is no earlier events or report of batchgen, and `overwrite` is not set.
+        OutputError: it exists, was not written by batchgen, and `overwrite` is not set.
     """
     path = Path(target)
     if not overwrite and is_file(path) and not is_run_output(path):

@@ -1,10 +1,10 @@
-"""Keys of the committed rows of a work folder, as flat arrays; removal of interrupted and damaged parts."""
+"""Keys of the committed rows of a work folder, as flat arrays; what is interrupted or damaged is put away."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchgen.data.files import files_in, is_set_aside, open_named, open_own, remove_file
-from batchgen.data.write.durable_files import output_errors, parquet_writer, part_errors, write_durably
+from batchgen.data.files import files_in, is_set_aside, remove_file
+from batchgen.data.write.durable_files import output_errors, write_durably
 from batchgen.data.write.parts import STATES_KEY
+from batchgen.data.write.results_file import DamagedFile, StoredTable, open_parquet, open_part, parquet_writer
 from batchgen.data.write.schema import FINGERPRINT_KEY, KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
-from batchgen.data.write.states import read_index, states_part
+from batchgen.data.write.states import check_states_part, states_part
 from batchgen.data.write.work_folder import WorkFolder
-from batchgen.errors import BatchgenError, FingerprintError
+from batchgen.errors import BatchgenError
 
 _Keys = tuple[npt.NDArray[Any], ...]
 """(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
@@ -61,23 +61,33 @@ class Committed:
     def read(cls, work: WorkFolder, retry_errors: bool = False) -> Committed:
         """Read the committed keys, which a run skips, and clean up. Called once, under the lock, before writing starts.
 
-        Temporary files (interrupted commits) are removed. A damaged part, or one with damaged hidden states, is
-        removed and its rows are computed again. States without their part are removed. A part of another job is an
-        error. A part that cannot be read for another reason (permissions, disk, memory) is kept: that may pass.
+        What interrupted commits left is removed. A damaged part, or one with damaged hidden states, is set aside, and
+        its rows are computed again. A part that cannot be read for another reason (permissions, disk, memory) is kept:
+        that may pass.
 
         Args:
             work: the work folder.
             retry_errors: remove every prompt of which a sample failed, so that it is computed again.
 
         Raises:
-            FingerprintError: a part belongs to a different job.
             OutputError: the folder cannot be changed, or a part that may be intact cannot be read.
         """
-        keys = _remove_damaged(work)
+        _clean(work)
+        keys = intact_parts(work, whole=True)
+        work.forget_aside()  # this run computes their rows
         if not retry_errors:
-            return _committed(keys[part] for part in work.part_files())
+            return cls.of_files(keys.values())
         _drop_errors(work)
         return read_keys(work.part_files())
+
+    @classmethod
+    def of_files(cls, keys: Iterable[_Keys]) -> Committed:
+        """The keys of several files, in their order.
+
+        Raises:
+            BatchgenError: two rows have the same key.
+        """
+        return _committed(keys)
 
     @classmethod
     def of(
@@ -135,7 +145,8 @@ def read_keys(paths: Sequence[Path]) -> Committed:
 
     Raises:
         BatchgenError: two rows have the same key.
-        OSError, pa.ArrowException: a file is damaged.
+        DamagedFile: a file is damaged.
+        OSError: a file cannot be read.
     """
     return _committed(map(_file_keys, paths))
 
@@ -152,8 +163,7 @@ def _committed(files: Iterable[_Keys]) -> Committed:
     if len(duplicates):
         at = duplicates[0]
         raise BatchgenError(
-            f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is committed twice, which is a bug of batchgen. "
-            "Nothing was replaced; remove the work folder and run again."
+            f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is in these files twice. Nothing was replaced."
         )
     rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
     return Committed(row, prompt, sample, is_error, order.astype(np.int64), rows, prompts)
@@ -178,61 +188,78 @@ def find_prompts(known: _Prompts, wanted: _Prompts) -> npt.NDArray[np.int64]:
 
 
 def _file_keys(path: Path) -> _Keys:
-    with open_named(path) as stream:
-        return _keys_of(pq.ParquetFile(stream, page_checksum_verification=True))
+    with open_parquet(path) as table:
+        return _keys_of(table)
 
 
-def _keys_of(file: pq.ParquetFile) -> _Keys:
-    table = file.read([*KEY_COLUMNS, "status"])
-    return (*(table[name].to_numpy() for name in KEY_COLUMNS), pc.equal(table["status"], "error").to_numpy())
+def _keys_of(table: StoredTable) -> _Keys:
+    rows = table.read([*KEY_COLUMNS, "status"])
+    return (*(rows[name].to_numpy() for name in KEY_COLUMNS), pc.equal(rows["status"], "error").to_numpy())
 
 
-def _remove_damaged(work: WorkFolder) -> dict[Path, _Keys]:
-    """Remove interrupted commits and damaged parts, and refuse parts of other jobs. Returns the keys per kept part."""
+def intact_parts(work: WorkFolder, *, whole: bool) -> dict[Path, _Keys]:
+    """The committed parts with the keys of their rows; what is damaged is set aside.
+
+    Args:
+        work: the work folder.
+        whole: check every byte of the parts and of their hidden states; otherwise what the keys are read from.
+
+    Raises:
+        OutputError: a part that may be intact cannot be read, or a damaged one cannot be moved.
+    """
     keys: dict[Path, _Keys] = {}
-    with output_errors(work.parts):
-        for entry in files_in(work.parts):
-            if entry.suffix == ".tmp":
-                remove_file(entry)
-        for part in work.part_files():
-            found = _fingerprint_and_keys(part)
-            if found is None:
-                remove_file(part)
-                continue
-            fingerprint, keys[part] = found
-            if fingerprint != work.identity.key:
-                raise FingerprintError(
-                    f"{part} belongs to a different job. Use its rows with --resume-anyway, or drop all work "
-                    "with --overwrite."
-                )
-        kept = set(map(states_part, keys))
-        for entry in files_in(work.states):
-            if entry not in kept and not is_set_aside(entry):
-                remove_file(entry)
+    for part in work.part_files():
+        try:
+            keys[part] = checked_keys(part, work.identity.key, whole)
+        except DamagedFile as problem:
+            work.set_part_aside(part, problem)
+    for part in doubled_parts(keys):
+        work.set_part_aside(part, DamagedFile(part, "another part holds a row of it as well"))
+        del keys[part]
     return keys
 
 
-def _fingerprint_and_keys(part: Path) -> tuple[str, _Keys] | None:
-    """Fingerprint and keys of a part; None if the part, its keys or its hidden states are damaged."""
-    try:
-        with part_errors(part), open_own(part) as stream:
-            file = pq.ParquetFile(stream, page_checksum_verification=True)
-            metadata = file.metadata.metadata or {}
-            if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
-                return None
-            keys = _keys_of(file)
-        states = int(metadata.get(STATES_KEY, 0))
-        if states and not _has_states(part, states):
-            return None
-        return metadata[FINGERPRINT_KEY].decode(), keys
-    except (OSError, pa.ArrowException, KeyError, ValueError):
-        return None
+def checked_keys(part: Path, job: str | None, whole: bool) -> _Keys:
+    """The keys of a part of a job, or of any job if None.
+
+    Raises:
+        DamagedFile: the part or its hidden states are damaged, or it is of another job.
+        OutputError: it cannot be read now.
+    """
+    with open_part(part) as table:
+        if not table.has_checksums or table.about.get(VERSION_KEY) != SCHEMA_VERSION.encode():
+            raise DamagedFile(part, "an earlier version of batchgen wrote it")
+        if job is not None and table.about.get(FINGERPRINT_KEY) != job.encode():
+            raise DamagedFile(part, "it is of another job")
+        if whole:
+            table.check()
+        keys = _keys_of(table)
+        states = int(table.about.get(STATES_KEY, 0))
+    if states:
+        check_states_part(states_part(part), states, whole=whole)
+    return keys
 
 
-def _has_states(part: Path, count: int) -> bool:
-    states = states_part(part)
-    with part_errors(states):
-        return len(read_index(states)) == count
+def doubled_parts(keys: Mapping[Path, _Keys]) -> list[Path]:
+    """The parts that hold a prompt that an earlier part holds, as after a part was copied."""
+    parts = [*keys]
+    if len(parts) < 2:
+        return []
+    row, prompt = (np.concatenate([keys[part][i] for part in parts]) for i in range(2))
+    file = np.repeat(np.arange(len(parts)), [len(keys[part][0]) for part in parts])
+    order = np.lexsort((file, prompt, row))
+    row, prompt, file = row[order], prompt[order], file[order]
+    same = ~first_of_prompt(row, prompt)[1:] & (file[1:] != file[:-1])
+    return [parts[number] for number in np.unique(file[1:][same]).tolist()]
+
+
+def _clean(work: WorkFolder) -> None:
+    """Remove what interrupted commits left: temporary files, and hidden states without their part."""
+    with output_errors(work.parts):
+        kept = set(map(states_part, work.part_files()))
+        states = (file for file in files_in(work.states) if file not in kept and not is_set_aside(file))
+        for entry in [*files_in(work.parts, "*.tmp"), *states]:
+            remove_file(entry)
 
 
 def _drop_errors(work: WorkFolder) -> None:
@@ -244,21 +271,14 @@ def _drop_errors(work: WorkFolder) -> None:
         keys = read_keys([part])
         if not keys.errors:
             continue
-        table, keep = _read_part(part), keys.without_failed_prompts()
-        if table is not None and keep.any():
+        keep = keys.without_failed_prompts()
+        if keep.any():
+            with open_part(part) as stored:
+                table = stored.read()
             _rewrite(part, table.filter(pa.array(keep)))
         else:
             with output_errors(part):
                 remove_file(part)
-
-
-def _read_part(part: Path) -> pa.Table | None:
-    """All columns of a part; None if some are damaged."""
-    try:
-        with part_errors(part), open_own(part) as stream:
-            return pq.ParquetFile(stream, page_checksum_verification=True).read()
-    except (OSError, pa.ArrowException):
-        return None
 
 
 def _rewrite(part: Path, table: pa.Table) -> None:

@@ -1,22 +1,16 @@
-"""Durable file writes (temporary name, fsync, rename, fsync of the folder), Parquet writers, and I/O error messages."""
+"""Durable file writes (temporary name, fsync, rename, fsync of the folder), and messages of I/O errors."""
 
 from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import NoneType
-from typing import Any, BinaryIO
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import BinaryIO
 
 from batchgen.data.files import (
     exists,
-    is_file,
-    open_named,
     open_new,
     remove_file,
     rename,
@@ -24,28 +18,9 @@ from batchgen.data.files import (
     sync_folder,
     sync_stream,
 )
-from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
-from batchgen.errors import OutputError
-from batchgen.request.foreign_text import Kinds, read_json, typed
+from batchgen.errors import BatchgenError, OutputError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_RECORD: Kinds = {
-    "fingerprint": (str, NoneType),
-    "shard": (list, NoneType),
-    "clock": (str, NoneType),
-    "job": (dict, NoneType),
-    "row_shapes": (str, NoneType),
-}
-"""Types in the run record of a footer."""
-STATE: Kinds = {
-    "fingerprint": str,
-    "info": dict,
-    "overwrite": bool,
-    "emptied_by": (str, NoneType),
-    "replaces": (int, NoneType),
-    "clock": (str, NoneType),
-}
-"""Types in the run.json of a work folder."""
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -55,6 +30,8 @@ def output_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, BatchgenError):
+            raise
         reason = error.strerror or str(error)
         if error.errno in _FULL:
             remedy = "Free some space and run the same command again: committed rows are kept."
@@ -69,11 +46,11 @@ def output_errors(path: Path) -> Iterator[None]:
 def part_errors(part: Path) -> Iterator[None]:
     """Distinguish a damaged part from one that is intact but cannot be read now.
 
-    Errors of the operating system have an errno; errors of Arrow and of this package about the content have none.
+    Errors of the operating system have an errno; those about the content have none.
 
     Raises:
         OutputError: the part cannot be read: no permission, a failing disk or too little memory.
-        OSError, pa.ArrowException, ValueError, KeyError: the part is damaged or missing.
+        OSError: the part is damaged or missing.
     """
     try:
         yield
@@ -83,20 +60,13 @@ def part_errors(part: Path) -> Iterator[None]:
             "are kept."
         ) from error
     except OSError as error:
-        if error.errno is None or error.errno == errno.ENOENT:
+        if error.errno in (None, errno.ENOENT, errno.ENOTDIR):
             raise
         remedy = "Check the permissions" if error.errno in _FORBIDDEN else "Check the disk"
         raise OutputError(
             f"{part} cannot be read ({error.strerror or error}). {remedy} and run the same command again: committed "
             "rows are kept."
         ) from error
-
-
-def damaged_part(part: Path, error: BaseException) -> OutputError:
-    """The error for a part that is damaged, with the remedy."""
-    return OutputError(
-        f"{part} is damaged ({error}). Remove it and run the same command again: its rows are computed again."
-    )
 
 
 def write_durably(
@@ -175,74 +145,3 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     refuse_special(path)
     if exists(path) and not overwrite:
         raise OutputError(f"{path} exists. Replace it with --overwrite, or name another with -o.")
-
-
-@contextmanager
-def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """A Parquet writer with the settings of results files; writes the footer on exit, unless there was an exception.
-
-    Dictionaries only for short strings that repeat: for ids, texts and number lists they cost time and save no space.
-    Statistics only for keys, so that one row can be found without reading the file.
-    """
-    writer = pq.ParquetWriter(
-        stream,
-        schema,
-        compression="zstd",
-        use_dictionary=["status", "finish_reason", "stop_kind", "error.code"],
-        write_statistics=["row_index", "prompt_index", "sample_index", "status"],
-        write_page_checksum=True,
-    )
-    with _closing(writer):
-        yield writer
-
-
-@contextmanager
-def states_writer(stream: BinaryIO, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """A Parquet writer for hidden states: byte-stream-split values compress well in short formats."""
-    writer = pq.ParquetWriter(
-        stream,
-        schema,
-        compression="zstd",
-        use_dictionary=["span", "dtype"],
-        column_encoding={"values.list.element": "BYTE_STREAM_SPLIT"},
-        write_statistics=["row_index", "prompt_index", "sample_index", "layer"],
-        write_page_checksum=True,
-    )
-    with _closing(writer):
-        yield writer
-
-
-@contextmanager
-def _closing(writer: pq.ParquetWriter) -> Iterator[None]:
-    try:
-        yield
-        writer.close()
-    except BaseException:
-        # Otherwise the garbage collector would close the writer, which writes its footer into a closed stream.
-        writer.is_open = False
-        raise
-
-
-@contextmanager
-def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file by stream: Arrow accepts file names in UTF-8 only."""
-    with open_named(path) as stream, pq.ParquetFile(stream) as file:
-        yield file
-
-
-def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | None:
-    """The run record in the footer of a results file; None if the file is missing, incomplete or not batchgen's.
-
-    With `contents`, the record of another file of a run, such as the hidden states.
-    """
-    try:
-        if not is_file(path):
-            return None  # opening a pipe would block
-        with open_named(path) as stream:
-            metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
-        if metadata.get(VERSION_KEY) not in READABLE_VERSIONS:
-            return None
-        footer = typed(read_json(metadata[RUN_KEY]), _RECORD)
-    except (OSError, pa.ArrowException, KeyError, ValueError):
-        return None
-    return footer if footer.get("contents") == contents else None

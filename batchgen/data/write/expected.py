@@ -50,7 +50,7 @@ class ExpectedKeys(Columns):
                 problem = f"has {_counts(committed, starts)[at]} samples, but this job has {samples[at]}"
             raise UsageError(
                 f"{work} contains work that this job cannot continue: row {row[at]}, prompt {prompt[at]} {problem}. "
-                "Use the options and input of the earlier run, or drop its work with --overwrite."
+                "Use the options and input of the earlier run, or name another output with -o."
             )
 
     def check_complete(self, committed: Committed) -> None:

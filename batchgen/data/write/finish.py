@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
-from batchgen.data.files import exists, make_durably, open_own, remove_file, rename, size_of, sync_folder
-from batchgen.data.write.committed import Committed, read_keys
-from batchgen.data.write.durable_files import (
-    damaged_part,
-    open_parquet,
-    parquet_writer,
-    part_errors,
-    write_durably,
-)
+from batchgen.data.files import exists, make_durably, remove_file, rename, size_of, sync_folder
+from batchgen.data.write.committed import Committed, intact_parts
+from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.merge_sort import MEMORY_BYTES, ResultWriter, merge_sort
 from batchgen.data.write.output_budget import OutputBudget
-from batchgen.data.write.schema import results_schema, with_footer
+from batchgen.data.write.results_file import DamagedFile, open_parquet, parquet_writer
+from batchgen.data.write.schema import KEY_COLUMNS, results_schema, with_footer
 from batchgen.data.write.states import states_part
 from batchgen.data.write.states_result import write_states_result
 from batchgen.data.write.work_folder import OutputPaths, WorkFolder
@@ -56,11 +54,17 @@ def finish(
 
     Raises:
         BatchgenError: the committed rows are not exactly the expected ones; nothing was replaced.
-        OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
+        OutputError: the disk is full, a part is damaged and was set aside, the output cannot be read back as it was
+            written, or the files exceed `max_bytes`; nothing was replaced.
     """
-    parts = work.part_files()
-    rows = CommittedRows(parts, _keys(parts), [path for path in map(states_part, parts) if exists(path)])
-    expected.check_complete(rows.keys)
+    parts = intact_parts(work, whole=False)
+    keys = Committed.of_files(parts.values())
+    try:
+        expected.check_complete(keys)
+    except BatchgenError:
+        work.check_none_aside()
+        raise
+    rows = CommittedRows([*parts], keys, [path for path in map(states_part, parts) if exists(path)])
     shard = work.identity.shard
     footer = {
         **run,
@@ -70,7 +74,11 @@ def finish(
     }
     # In the other format nothing keeps the results file, so it stays in the folder of temporary files.
     paths = work.paths if publish is None else replace(work.paths, result=work.scratch / "whole.parquet")
-    write_output(paths, rows, footer, results_schema(work.identity.carried), work.scratch, memory_bytes, max_bytes)
+    try:
+        write_output(paths, rows, footer, results_schema(work.identity.carried), work, memory_bytes, max_bytes)
+    except DamagedFile as problem:
+        work.set_part_aside(problem.path, problem)
+        work.check_none_aside()
     if publish is not None:
         publish(paths.result)
     work.remove()
@@ -94,7 +102,7 @@ def write_output(
     rows: CommittedRows,
     footer: Mapping[str, Any],
     schema: pa.Schema,
-    scratch: Path,
+    work: WorkFolder,
     memory_bytes: int = MEMORY_BYTES,
     max_bytes: int | None = None,
 ) -> None:
@@ -105,22 +113,32 @@ def write_output(
         rows: the rows to write.
         footer: run record for both files.
         schema: schema of the results.
-        scratch: an existing folder for temporary files, on the same file system.
+        work: the work folder, whose folder for temporary files exists.
         memory_bytes: approximate bytes of rows in memory.
         max_bytes: most bytes of both files.
 
     Raises:
-        OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
+        OutputError: the disk is full, what was written cannot be read back, or the files exceed `max_bytes`; nothing
+            was replaced.
+        DamagedFile: one of the files is damaged; nothing was replaced.
     """
+    scratch = work.scratch
     states, result = scratch / "states.parquet", scratch / "result.parquet"
     shared = {name: value for name, value in footer.items() if name != "row_shapes"}
-    count = write_states_result(states, rows.states, shared) if rows.states else 0
+    count = 0
+    if rows.states:
+        with _written_back(states):
+            count = write_states_result(states, rows.states, shared)
     budget = OutputBudget(max_bytes)
     budget.check(states_bytes := size_of(states) if rows.states else 0)
     footed = with_footer({**footer, "states": count}, schema)
+    nulls: Counter[str] = Counter()
 
     def publish_states() -> None:
+        with _written_back(result):
+            _read_back(result, rows.keys, nulls)
         budget.check(states_bytes + size_of(result))
+        work.record_written(result)
         if rows.states:
             make_durably(paths.states.parent)
             if paths.states.parent != paths.result.parent:
@@ -131,44 +149,48 @@ def write_output(
             remove_file(paths.states)
 
     def write(stream: BinaryIO) -> None:
-        _write_results(stream, rows, footed, scratch, memory_bytes)
+        with parquet_writer(stream, footed) as parquet:
+            writer = ResultWriter(parquet)
+            nulls.update(merge_sort(rows.parts, rows.keys, writer, scratch, memory_bytes))
+            writer.flush()
 
     write_durably(paths.result, write, temporary=result, before_rename=publish_states)
 
 
-def _write_results(stream: BinaryIO, rows: CommittedRows, schema: pa.Schema, scratch: Path, memory_bytes: int) -> None:
-    with parquet_writer(stream, schema) as parquet:
-        writer = ResultWriter(parquet)
-        try:
-            merge_sort(rows.parts, rows.keys, writer, scratch, memory_bytes)
-        except (pa.ArrowException, OSError) as error:
-            # Errors of writing have an errno; errors of Arrow about damaged parts have none.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            raise _damaged_part(rows.parts, error) from error
-        writer.flush()
-    stream.flush()
-    with open_parquet(Path(stream.name)) as file:
-        written = file.metadata.num_rows
-    if written != len(rows.keys):
-        raise BatchgenError(
-            f"{written} rows were written, but {len(rows.keys)} are committed, which is a bug. Nothing was replaced."
-        )
-
-
-def _keys(parts: list[Path]) -> Committed:
+@contextmanager
+def _written_back(path: Path) -> Iterator[None]:
+    """Name what was just written as such if it is damaged: its source is intact."""
     try:
-        return read_keys(parts)
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged_part(parts, error) from error
+        yield
+    except DamagedFile as problem:
+        if problem.path != path:
+            raise
+        raise OutputError(
+            f"{path} was read back, and is not what was written ({problem.reason}). Nothing was replaced. Check the "
+            "disk and the memory, and run the same command again: committed rows are kept."
+        ) from problem
 
 
-def _damaged_part(parts: list[Path], error: BaseException) -> OutputError:
-    """The error that names the damaged part, found by reading each part alone."""
-    for part in parts:
-        try:
-            with part_errors(part), open_own(part) as stream:
-                pq.read_table(stream, page_checksum_verification=True)
-        except (pa.ArrowException, OSError):
-            return damaged_part(part, error)
-    return OutputError(f"the parts cannot be merged ({error}). Check the disk and run the same command again.")
+def _read_back(path: Path, keys: Committed, expected: Counter[str]) -> None:
+    """Check that a finished file holds what was committed: every byte, the keys in order, the nulls of each column.
+
+    Raises:
+        DamagedFile: it does not.
+    """
+    nulls: Counter[str] = Counter()
+    start = 0
+    with open_parquet(path) as table:
+        for group in table.groups():
+            nulls.update({name: group[name].null_count for name in group.schema.names})
+            end = start + len(group)
+            for name in KEY_COLUMNS:
+                if not np.array_equal(group[name].to_numpy(), getattr(keys, name)[start:end]):
+                    raise DamagedFile(path, f"its {name} is not that of the committed rows")
+            if not np.array_equal(pc.equal(group["status"], "error").to_numpy(), keys.is_error[start:end]):
+                raise DamagedFile(path, "its status is not that of the committed rows")
+            start = end
+        table.check()
+    if start != len(keys):
+        raise DamagedFile(path, f"it has {start} rows, and {len(keys)} are committed")
+    if nulls != expected:
+        raise DamagedFile(path, "its columns do not have the nulls of the committed rows")

@@ -14,6 +14,8 @@ SUFFIX = ".jsonl"
 JOB_KEY: Final = "batchgen"
 """Key of a line that names its job, see `job_mark`."""
 _JOB_DIGITS = 12
+_LOOKED_AT: Final = 1000
+"""Lines of a file by which it is found to be another program's."""
 
 
 def is_lines(path: Path) -> bool:
@@ -62,7 +64,24 @@ def line_files(path: Path) -> list[Path]:
 def has_only_marks(file: Path) -> bool:
     """Whether each line of a file is batchgen's, so that nothing of the user's is lost with it."""
     with open_named(file) as stream:
-        return all(_mark_of(line) is not None for line in stream)
+        return all(line_mark(line) is not None for line in stream)
+
+
+def damaged_line(file: Path) -> int | None:
+    """Number, from 1, of the first line that is not whole in a file of batchgen's lines; None for other files."""
+    jobs: dict[str, int] = {}
+    bad = None
+    with open_named(file) as stream:
+        for number, line in enumerate(stream, 1):
+            mark = line_mark(line) if line.endswith(b"\n") else None
+            if mark is not None:
+                jobs.setdefault(mark["job"], number)
+            elif bad is None:
+                bad = number
+            if not jobs and number == _LOOKED_AT:
+                return None
+    other = sorted(jobs.values())[1:2]  # the first line of another job than the first
+    return min([*([bad] if jobs and bad else []), *other], default=None)
 
 
 def _first_mark(path: Path) -> Mapping[str, Any] | None:
@@ -70,11 +89,11 @@ def _first_mark(path: Path) -> Mapping[str, Any] | None:
     for file in (path, errors_path(path)):
         with suppress(OSError), open_named(file) as stream:
             if line := stream.readline():
-                return _mark_of(line)
+                return line_mark(line)
     return None
 
 
-def _mark_of(line: bytes) -> Mapping[str, Any] | None:
+def line_mark(line: bytes) -> Mapping[str, Any] | None:
     """The mark of a line; that of an OpenAI line follows from its id. None for other lines."""
     with suppress(ForeignTextError):
         value = read_json(line)

@@ -24,6 +24,7 @@ from batchgen.data.files import (
     make_durably,
     open_own,
     remove_file,
+    remove_if_empty,
     set_aside,
     set_aside_foreign,
     status_of,
@@ -131,18 +132,19 @@ class RunLock:
     def release_unused(self) -> None:
         """Release the lock, and remove the folder if it contains nothing else."""
         folder = self.path.parent
-        empty = [path.name for path in files_in(folder)] == [LOCK_NAME]
+        empty = False
+        with suppress(OSError):
+            empty = [path.name for path in files_in(folder)] == [LOCK_NAME]
         self.release(remove=empty)
-        if empty:
-            with suppress(OSError):
-                system.rmdir(folder)
+        remove_if_empty(folder)
 
     def _drop(self, file: io.FileIO) -> None:
         if self._held is not None:
             with suppress(OSError):
                 remove_file(self._held)
             self._held = None
-        file.close()
+        with suppress(OSError):
+            file.close()
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -155,7 +157,7 @@ def _refuse_foreign(folder: Path) -> None:
     if status is None:
         return
     if not stat.S_ISDIR(status.st_mode):
-        what = "is a link" if stat.S_ISLNK(status.st_mode) else "is no folder"
+        what = "is a link" if stat.S_ISLNK(status.st_mode) else "is not a folder"
         raise OutputError(f"{folder} {what}, but the work folder belongs there. Move it away, or name another -o.")
     if is_foreign(folder, status):
         raise OutputError(
@@ -199,7 +201,7 @@ def _hold(path: Path, out: Path) -> Path:
 
 
 def _remove_dead(path: Path, out: Path) -> None:
-    """Remove the lock of a process that has ended. One run at a time does so: it holds a file of its own meanwhile.
+    """Remove the lock of a process that has ended. One run at a time does so: it holds another file meanwhile.
 
     Raises:
         OutputError: the process runs, may run, or another run removes its lock.

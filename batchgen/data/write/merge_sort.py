@@ -6,20 +6,25 @@ then one bucket after the other is sorted in memory and written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pyarrow.types as pat
 
-from batchgen.data.files import open_named, open_new, open_own, remove_file
+from batchgen.data.files import open_new, open_own, remove_file
+from batchgen.data.write.checksums import CrcStream, crc_of
 from batchgen.data.write.committed import Committed
-from batchgen.data.write.durable_files import open_parquet
+from batchgen.data.write.durable_files import part_errors
+from batchgen.data.write.results_file import DamagedFile, TableWriter, open_parquet
+from batchgen.data.write.schema import SCHEMA
+from batchgen.errors import OutputError
 
 MEMORY_BYTES = 128 << 20
 """Results that are estimated larger than this are sorted on disk."""
@@ -36,7 +41,7 @@ _RANK = "rank"
 class ResultWriter:
     """Writer of rows in the order given. Row groups depend on the rows alone, not on how they are batched."""
 
-    def __init__(self, writer: pq.ParquetWriter) -> None:
+    def __init__(self, writer: TableWriter) -> None:
         self._writer = writer
         self._pending: list[pa.Table] = []
         self._rows = 0
@@ -106,8 +111,8 @@ def merge_sort(
     writer: ResultWriter,
     scratch: Path,
     memory_bytes: int = MEMORY_BYTES,
-) -> None:
-    """Write all rows of the files in key order.
+) -> Counter[str]:
+    """Write all rows of the files in key order; returns how many nulls each column of theirs has.
 
     Args:
         paths: the results files that `keys` was read from, in that order.
@@ -117,38 +122,53 @@ def merge_sort(
         memory_bytes: approximate bytes of rows in memory.
 
     Raises:
-        OSError, pa.ArrowException: a file is damaged, or the disk is full.
+        DamagedFile: a file is damaged.
+        OSError, pa.ArrowException: a file cannot be read, or the disk is full.
     """
+    nulls: Counter[str] = Counter()
     sizes = [_size(path) for path in paths]
     if sum(size for _, size in sizes) <= memory_bytes:
-        tables = [table for path in paths for table in _row_groups(path, writer.schema)]
+        tables = [*_all_rows(paths, writer.schema, nulls)]
         if tables:
             _write_sorted(pa.concat_tables(tables), keys.order, writer)
-        return
+        return nulls
     buckets = _assign_buckets(keys.order, sizes, memory_bytes)
-    files = _write_buckets(paths, writer.schema, keys.order, buckets, scratch)
-    for file in files:
-        _write_bucket(file, writer)
-        remove_file(file)
+    for bucket in _write_buckets(_all_rows(paths, writer.schema, nulls), keys.order, buckets, scratch):
+        _write_bucket(bucket, writer)
+        remove_file(bucket.file)
+    return nulls
 
 
 def _size(path: Path) -> tuple[int, int]:
     """(number of rows, estimated bytes in memory) of a file."""
     with open_parquet(path) as file:
-        metadata = file.metadata
-    encoded = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-    return metadata.num_rows, encoded + metadata.num_rows * _ROW_OVERHEAD
+        groups = range(file.metadata.num_row_groups)
+        encoded = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+        return len(file), encoded + len(file) * _ROW_OVERHEAD
 
 
-def _row_groups(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
-    with open_named(path) as stream:
-        file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
-        for group in range(file.num_row_groups):
-            yield _cast_to_schema(file.read_row_group(group, use_threads=False).replace_schema_metadata(None), schema)
+def _all_rows(paths: Iterable[Path], schema: pa.Schema, merged: Counter[str]) -> Iterator[pa.Table]:
+    return (table for path in paths for table in _row_groups(path, schema, merged))
+
+
+def _row_groups(path: Path, schema: pa.Schema, merged: Counter[str]) -> Iterator[pa.Table]:
+    """The rows of a file, whose nulls are those that were written; they are added to `merged`, by column."""
+    nulls: Counter[str] = Counter()
+    with part_errors(path), open_parquet(path) as file:
+        missing = [name for name in schema.names if name in SCHEMA.names and name not in file.schema.names]
+        if missing:
+            raise DamagedFile(path, f"it has no column {missing[0]}")
+        for group in file.groups():
+            nulls.update({name: group[name].null_count for name in file.schema.names})
+            yield _cast_to_schema(group.replace_schema_metadata(None), schema)
+        written = file.nulls if file.has_checksums else None
+        merged.update({name: nulls.get(name, len(file)) for name in schema.names})
+    if written is not None and nulls != written:
+        raise DamagedFile(path, "its columns do not have the nulls that were written")
 
 
 def _cast_to_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table with the columns of `schema`: parts written before a change of `--carry` may lack some."""
+    """The table with the columns of `schema`: parts written before a change of `--carry` may lack carried ones."""
     if table.schema.equals(schema):
         return table
     columns = [
@@ -178,31 +198,39 @@ def _assign_buckets(
     return buckets
 
 
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A file of rows that are next to each other in the final order, and its CRC-32."""
+
+    file: Path
+    crc: int
+
+
 def _write_buckets(
-    paths: Sequence[Path],
-    schema: pa.Schema,
+    tables: Iterable[pa.Table],
     order: npt.NDArray[np.int64],
     buckets: npt.NDArray[np.int64],
     scratch: Path,
-) -> list[Path]:
-    """Write each row, with its position in the final order, to its bucket's Arrow file. Returns the files in order."""
+) -> list[_Bucket]:
+    """Write each row, with its position in the final order, to its bucket's Arrow file. Returns them in order."""
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(len(order))
     files = [scratch / f"bucket-{bucket:03d}.arrow" for bucket in range(int(buckets.max()) + 1)]
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with ExitStack() as stack:
         writers: dict[int, pa.RecordBatchStreamWriter] = {}
+        streams: dict[int, CrcStream] = {}
         start = 0
-        for path in paths:
-            for table in _row_groups(path, schema):
-                table = table.append_column(_RANK, pa.array(ranks[start : start + len(table)]))
-                for bucket, rows in _bucket_slices(table, buckets[start : start + len(table)]):
-                    if bucket not in writers:
-                        stream = stack.enter_context(open_new(files[bucket]))
-                        writers[bucket] = stack.enter_context(pa.ipc.new_stream(stream, table.schema, options=options))
-                    writers[bucket].write_table(rows)
-                start += len(table)
-    return [files[bucket] for bucket in sorted(writers)]
+        for table in tables:
+            table = table.append_column(_RANK, pa.array(ranks[start : start + len(table)]))
+            for bucket, rows in _bucket_slices(table, buckets[start : start + len(table)]):
+                if bucket not in writers:
+                    streams[bucket] = CrcStream(stack.enter_context(open_new(files[bucket])))
+                    stream = pa.ipc.new_stream(streams[bucket], table.schema, options=options)
+                    writers[bucket] = stack.enter_context(stream)
+                writers[bucket].write_table(rows)
+            start += len(table)
+    return [_Bucket(files[bucket], streams[bucket].crc) for bucket in sorted(writers)]
 
 
 def _bucket_slices(table: pa.Table, buckets: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
@@ -214,8 +242,15 @@ def _bucket_slices(table: pa.Table, buckets: npt.NDArray[np.int64]) -> Iterator[
         yield bucket, table.slice(start, end - start)
 
 
-def _write_bucket(file: Path, writer: ResultWriter) -> None:
-    with open_own(file) as stream, pa.ipc.open_stream(stream) as reader:
-        table = reader.read_all()
+def _write_bucket(bucket: _Bucket, writer: ResultWriter) -> None:
+    with open_own(bucket.file) as stream:
+        if crc_of(stream) != bucket.crc:
+            raise OutputError(
+                f"{bucket.file} was read back, and is not what was written. Nothing was replaced. Check the disk and "
+                "the memory, and run the same command again: committed rows are kept."
+            )
+        stream.seek(0)
+        with pa.ipc.open_stream(stream) as reader:
+            table = reader.read_all()
     order = np.argsort(table[_RANK].to_numpy())
     _write_sorted(table.drop_columns(_RANK), order, writer)

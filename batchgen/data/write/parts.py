@@ -21,8 +21,9 @@ import pyarrow.types as pat
 
 from batchgen.data.carry import carried_columns
 from batchgen.data.files import exists, size_of
-from batchgen.data.write.durable_files import parquet_writer, write_durably
+from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.output_budget import OutputBudget
+from batchgen.data.write.results_file import parquet_writer
 from batchgen.data.write.schema import (
     FINGERPRINT_KEY,
     SCHEMA,
@@ -34,6 +35,7 @@ from batchgen.data.write.schema import (
 )
 from batchgen.data.write.states import records_of, states_part, write_states_part
 from batchgen.data.write.work_folder import WorkFolder
+from batchgen.data.write.work_state import state_copy
 from batchgen.errors import ErrorInfo, apart, row_error
 from batchgen.request.completion import Completion
 
@@ -244,8 +246,8 @@ class PartWriter:
 
 
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
-    """The schema of a part, with the footer keys for the job's fingerprint and the number of hidden-state records."""
-    keys = {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode()}
+    """The schema of a part, with footer keys: the job's fingerprint, the work's state, the number of state records."""
+    keys = {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode(), **state_copy(work.state)}
     return results_schema(work.identity.carried).with_metadata(
         keys | ({STATES_KEY: str(states).encode()} if states else {})
     )

@@ -6,25 +6,18 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from batchgen.data.files import open_named
 from batchgen.data.write.committed import Committed, read_keys
-from batchgen.data.write.durable_files import parquet_writer, read_footer, write_durably
+from batchgen.data.write.damage import Note, ignore, output_damage
+from batchgen.data.write.durable_files import part_errors, write_durably
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import part_schema
+from batchgen.data.write.results_file import open_parquet, parquet_writer, read_footer
 from batchgen.data.write.states import states_part
 from batchgen.data.write.states_result import part_from_result
-from batchgen.data.write.work_folder import (
-    OutputPaths,
-    Policy,
-    RunIdentity,
-    WorkFolder,
-    has_other_work,
-    is_complete,
-    open_work,
-)
-from batchgen.errors import FingerprintError, InputError
+from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, is_complete
+from batchgen.data.write.work_owner import Policy, has_other_work, open_work
+from batchgen.errors import FingerprintError
 
 
 def open_for_retry(
@@ -33,35 +26,36 @@ def open_for_retry(
     info: Mapping[str, Any],
     policy: Policy = "resume",
     clock: str | None = None,
+    note: Note = ignore,
 ) -> WorkFolder | None:
     """Open the work folder as `open_work` does, for a run that recomputes failed prompts, also of a finished output.
 
-    The finished output is kept until the new one is complete.
+    The finished output is kept until the new one is complete. If it is damaged, it is set aside.
 
     Returns:
         The folder, locked; None if the output is complete and has no errors.
 
     Raises:
-        InputError: the finished output is damaged.
         OutputError, FingerprintError: as `open_work`.
     """
     if policy == "overwrite" or is_lines(paths.result) or not is_complete(paths, identity):
-        return open_work(paths, identity, info, policy, clock)
-    try:
+        return open_work(paths, identity, info, policy, clock, note)
+    if output_damage(paths.result, paths.states, whole=True) is not None:
+        return open_work(paths, identity, info, policy, clock, note, whole=True)
+    with part_errors(paths.result):
         keys = read_keys([paths.result])
-        if not keys.errors:
-            return open_work(paths, identity, info, policy, clock)
-        if has_other_work(paths, identity):
-            raise FingerprintError(
-                f"{paths.work} contains unfinished work of a different job. Finish it with its own command, drop it "
-                "with --overwrite, or name another output with -o."
-            )
-        work = open_work(paths, identity, info, "retry", clock)
-        assert work is not None
-        if not work.part_files():
+    if not keys.errors:
+        return open_work(paths, identity, info, policy, clock, note)
+    if has_other_work(paths, identity):
+        raise FingerprintError(
+            f"{paths.work} contains unfinished work of a different job. Finish it with its own command, or name "
+            "another output with -o."
+        )
+    work = open_work(paths, identity, info, "retry", clock, note)
+    assert work is not None
+    if not work.part_files():
+        with part_errors(paths.result):
             _commit_good_rows(work, keys)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{paths.result} cannot be read ({error}). Compute it again with --overwrite.") from error
     return work
 
 
@@ -74,11 +68,10 @@ def _commit_good_rows(work: WorkFolder, keys: Committed) -> None:
 
     def write(stream: BinaryIO) -> None:
         schema = part_schema(work, states)
-        with parquet_writer(stream, schema) as writer, open_named(work.paths.result) as result:
-            file = pq.ParquetFile(result, pre_buffer=False, page_checksum_verification=True)
+        with parquet_writer(stream, schema) as writer, open_parquet(work.paths.result) as result:
             start = 0
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group, use_threads=False).replace_schema_metadata(writer.schema.metadata)
+            for group in result.groups():
+                table = group.replace_schema_metadata(writer.schema.metadata)
                 kept = table.filter(pa.array(good[start : start + len(table)]))
                 start += len(table)
                 if len(kept):

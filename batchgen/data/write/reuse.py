@@ -7,7 +7,6 @@ states are copied to one part of the new job; what depends on the new input is f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,16 +15,22 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchgen.data.files import open_named, open_own
+from batchgen.data.files import open_own
 from batchgen.data.write.committed import find_prompts, first_of_prompt
-from batchgen.data.write.durable_files import open_parquet, parquet_writer, part_errors, write_durably
+from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.parts import STATES_KEY
+from batchgen.data.write.results_file import open_parquet, open_part, parquet_writer
 from batchgen.data.write.schema import KEY_COLUMNS
-from batchgen.data.write.states import StateRecord, read_index, read_record, states_part, write_states_part
+from batchgen.data.write.states import (
+    StateRecord,
+    check_states_part,
+    read_index,
+    read_record,
+    states_part,
+    write_states_part,
+)
 from batchgen.data.write.states_result import records_of_result
-from batchgen.errors import InputError
 
 _HASH = "request_hash"
 
@@ -71,24 +76,26 @@ class Moves:
         return find_prompts((self.old.row_index, self.old.prompt_index), (row, prompt))
 
 
-def part_file(part: Path) -> ReuseFile | None:
-    """A committed part as a file whose rows may be reused; None if it or its states are damaged."""
-    with suppress(OSError, pa.ArrowException, ValueError), part_errors(part):
-        with open_own(part) as stream:
-            metadata = pq.ParquetFile(stream).metadata.metadata or {}
-        count = int(metadata.get(STATES_KEY, 0))
-        if not count:
-            return ReuseFile(part)
-        if len(read_index(states_part(part))) == count:
-            return ReuseFile(part, states_part(part))
-    return None
+def part_file(part: Path) -> ReuseFile:
+    """A committed part as a file whose rows may be reused.
+
+    Raises:
+        DamagedFile: it or its hidden states are damaged.
+    """
+    with open_part(part) as table:
+        table.check()
+        count = int(table.about.get(STATES_KEY, 0))
+    if not count:
+        return ReuseFile(part)
+    check_states_part(states_part(part), count, whole=True)
+    return ReuseFile(part, states_part(part))
 
 
 def find_moves(files: Sequence[ReuseFile], wanted: Prompts) -> list[Moves]:
     """The prompts of each file that are among the `wanted` ones; each prompt is moved once.
 
     Raises:
-        InputError: a file is damaged.
+        DamagedFile: a file is damaged.
     """
     found = []
     for file in files:
@@ -103,14 +110,10 @@ def find_moves(files: Sequence[ReuseFile], wanted: Prompts) -> list[Moves]:
 
 def _good_prompts(path: Path) -> Prompts:
     """The prompts of which no sample failed and that have a hash, in order."""
-    try:
-        with open_named(path) as stream:
-            file = pq.ParquetFile(stream, page_checksum_verification=True)
-            if _HASH not in file.schema_arrow.names:
-                return _no_prompts()
-            table = file.read([*KEY_COLUMNS, "status", _HASH])
-    except (pa.ArrowException, OSError) as error:
-        raise unreadable(path, error) from error
+    with open_parquet(path) as file:
+        if _HASH not in file.schema.names:
+            return _no_prompts()
+        table = file.read([*KEY_COLUMNS, "status", _HASH])
     row, prompt, sample = (table[name].to_numpy() for name in KEY_COLUMNS)
     order = np.lexsort((sample, prompt, row))
     bad = pc.or_(pc.not_equal(table["status"], "ok"), table[_HASH].is_null()).to_numpy()[order]
@@ -125,15 +128,6 @@ def _good_prompts(path: Path) -> Prompts:
 
 def _no_prompts() -> Prompts:
     return Prompts(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64))
-
-
-def unreadable(path: Path, error: BaseException) -> InputError:
-    """The error for a damaged file whose rows were to be reused."""
-    if path.parent.name == "parts":
-        remedy = "Remove it and run the same command again: its rows are computed again"
-    else:
-        remedy = "Run without --reuse to another output, or compute all rows with --overwrite"
-    return InputError(f"{path} is damaged ({error}), and its rows cannot be reused. {remedy}.")
 
 
 def _pairs(old: Int64s, new: Int64s) -> tuple[Int64s, Int64s]:
@@ -170,7 +164,7 @@ def copy_rows(moves: Moves, part: Path, schema: Callable[[int], pa.Schema], fill
         fill: completes each batch of rows; may drop and change columns but not rows.
 
     Raises:
-        InputError: the file is damaged.
+        DamagedFile: the file is damaged.
         OutputError: the part cannot be written.
     """
     count = 0
@@ -187,17 +181,12 @@ def copy_rows(moves: Moves, part: Path, schema: Callable[[int], pa.Schema], fill
 
 def _moved_tables(moves: Moves) -> Iterator[pa.Table]:
     """The moved rows of the file with their new indexes, a row group at a time."""
-    path = moves.file.path
-    try:
-        with open_named(path) as stream:
-            file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
-            for group in range(file.num_row_groups):
-                table = file.read_row_group(group, use_threads=False).replace_schema_metadata(None)
-                places = moves.places(table["row_index"].to_numpy(), table["prompt_index"].to_numpy())
-                if (places >= 0).any():
-                    yield _renumbered(table.filter(pa.array(places >= 0)), moves.new, places[places >= 0])
-    except pa.ArrowException as error:
-        raise unreadable(path, error) from error
+    with open_parquet(moves.file.path) as file:
+        for group in file.groups():
+            table = group.replace_schema_metadata(None)
+            places = moves.places(table["row_index"].to_numpy(), table["prompt_index"].to_numpy())
+            if (places >= 0).any():
+                yield _renumbered(table.filter(pa.array(places >= 0)), moves.new, places[places >= 0])
 
 
 def _renumbered(table: pa.Table, new: Prompts, places: Int64s) -> pa.Table:
@@ -248,4 +237,4 @@ def _records(states: Path) -> Iterator[StateRecord]:
 def has_hashes(path: Path) -> bool:
     """Whether a results file has the column of request hashes."""
     with open_parquet(path) as file:
-        return _HASH in file.schema_arrow.names
+        return _HASH in file.schema.names

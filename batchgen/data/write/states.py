@@ -19,8 +19,9 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.data.files import make_durably, open_own
-from batchgen.data.write.durable_files import output_errors, write_durably
+from batchgen.data.files import make_durably, open_own, size_of
+from batchgen.data.write.durable_files import output_errors, part_errors, write_durably
+from batchgen.data.write.results_file import DamagedFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.request.completion import StateBlock
 
@@ -131,16 +132,40 @@ def read_index(path: Path) -> Index:
         stream.seek(max(0, end - _TRAILER.size))
         tail = stream.read()
         if len(tail) != _TRAILER.size:
-            raise OSError(f"{path} is cut short")
+            raise OSError("it is cut short")
         count, crc, magic = _TRAILER.unpack(tail)
         start = end - _TRAILER.size - count * INDEX_DTYPE.itemsize
         if magic != _MAGIC or start < 0:
-            raise OSError(f"{path} is cut short")
+            raise OSError("it is cut short")
         stream.seek(start)
         index = stream.read(count * INDEX_DTYPE.itemsize)
     if zlib.crc32(index) != crc:
-        raise OSError(f"{path} has a damaged index")
+        raise OSError("its index has a wrong checksum")
     return np.frombuffer(index, INDEX_DTYPE)
+
+
+def check_states_part(path: Path, records: int, *, whole: bool) -> None:
+    """Check a part of so many records: its index, and with `whole` every byte.
+
+    Raises:
+        DamagedFile: the part is damaged or missing.
+        OutputError: it cannot be read now.
+    """
+    try:
+        with part_errors(path):
+            index = read_index(path)
+            ends = np.cumsum(np.append(0, index["length"]))
+            data = size_of(path) - _TRAILER.size - index.nbytes
+            if len(index) != records or ends[-1] != data or not np.array_equal(index["offset"], ends[:-1]):
+                raise OSError("its index is not that of its records")
+            if whole:
+                with open_own(path) as stream:
+                    for entry in index:
+                        _checked_content(stream, entry)
+    except (FileNotFoundError, NotADirectoryError) as problem:
+        raise DamagedFile(path, "it is missing") from problem
+    except OSError as problem:
+        raise DamagedFile(path, str(problem)) from problem
 
 
 def read_record(stream: BinaryIO, entry: np.void) -> StateRecord:
@@ -149,16 +174,21 @@ def read_record(stream: BinaryIO, entry: np.void) -> StateRecord:
     Raises:
         OSError: the record is damaged.
     """
-    stream.seek(int(entry["offset"]))
-    content = stream.read(int(entry["length"]))
-    if zlib.crc32(content) != int(entry["crc"]):
-        raise OSError(f"{stream.name} has a damaged record")
+    content = _checked_content(stream, entry)
     (length,) = _LENGTH.unpack_from(content)
     start = _LENGTH.size + length
     row_id, span, token_start, shape, dtype, packed = json.loads(content[_LENGTH.size : start])
     values = _unpack_values(memoryview(content)[start:], packed).reshape(shape)
     key = (int(entry["row_index"]), int(entry["prompt_index"]), int(entry["sample_index"]))
     return StateRecord(key, row_id, StateBlock(int(entry["layer"]), span, token_start, values, dtype))
+
+
+def _checked_content(stream: BinaryIO, entry: np.void) -> bytes:
+    stream.seek(int(entry["offset"]))
+    content = stream.read(int(entry["length"]))
+    if zlib.crc32(content) != int(entry["crc"]):
+        raise OSError("a record has a wrong checksum")
+    return content
 
 
 def _unpack_values(content: memoryview, packed: str) -> npt.NDArray[np.float32]:

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, Final, Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from batchgen.data.files import open_named, open_own
-from batchgen.data.write.durable_files import damaged_part, part_errors, states_writer, write_durably
+from batchgen.data.files import open_own
+from batchgen.data.write.durable_files import part_errors, write_durably
+from batchgen.data.write.results_file import DamagedFile, open_parquet, states_writer
 from batchgen.data.write.schema import STATES_CONTENTS, with_footer
 from batchgen.data.write.states import INDEX_DTYPE, Index, StateRecord, read_index, read_record, write_states_part
 from batchgen.errors import BatchgenError
@@ -49,7 +49,8 @@ def write_states_result(path: Path, parts: Sequence[Path], footer: Mapping[str, 
     """Write the records of `parts` to `path` in key order, and return their number.
 
     Raises:
-        OutputError: the disk is full, or a part is damaged.
+        OutputError: the disk is full, or a part cannot be read now.
+        DamagedFile: a part is damaged, or the file that was written.
         BatchgenError: two records have the same key.
     """
     indexes = [_checked_index(part) for part in parts]
@@ -74,6 +75,7 @@ def write_states_result(path: Path, parts: Sequence[Path], footer: Mapping[str, 
                 writer.write_table(_table(group, writer.schema), row_group_size=len(group))
 
     write_durably(path, write)
+    _read_back(path, index[order])
     return len(index)
 
 
@@ -82,7 +84,20 @@ def _checked_index(part: Path) -> Index:
         with part_errors(part):
             return read_index(part)
     except OSError as error:
-        raise damaged_part(part, error) from error
+        raise DamagedFile(part, str(error)) from error
+
+
+def _read_back(path: Path, index: Index) -> None:
+    """Check that a file holds the records of an index, in that order, and that every byte is as it was written.
+
+    Raises:
+        DamagedFile: it does not.
+    """
+    with open_parquet(path) as table:
+        table.check()
+        keys = table.read(_KEYS)
+    if any(not np.array_equal(keys[name].to_numpy(), index[name]) for name in _KEYS):
+        raise DamagedFile(path, "its keys are not those that were written")
 
 
 def _key_order(index: Index) -> npt.NDArray[np.int64]:
@@ -96,7 +111,7 @@ def _key_order(index: Index) -> npt.NDArray[np.int64]:
         key = [int(rows[name][same.argmax()]) for name in _KEYS]
         raise BatchgenError(
             f"hidden states of row {key[0]}, prompt {key[1]}, sample {key[2]}, layer {key[3]} are committed twice, "
-            "which is a bug of batchgen. Nothing was replaced; remove the work folder and run again."
+            "which is a bug of batchgen. Nothing was replaced."
         )
     return order
 
@@ -112,7 +127,7 @@ class _OpenParts:
         """Read a record of part number `file`.
 
         Raises:
-            OutputError: the record is damaged.
+            DamagedFile: the record is damaged.
         """
         try:
             if file not in self._streams:
@@ -123,7 +138,7 @@ class _OpenParts:
             with part_errors(self._parts[file]):
                 return read_record(self._streams[file], entry)
         except OSError as error:
-            raise damaged_part(self._parts[file], error) from error
+            raise DamagedFile(self._parts[file], str(error)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -153,7 +168,8 @@ def part_from_result(result: Path, part: Path) -> int:
     """Convert a finished hidden-states file back into a part, and return its number of records.
 
     Raises:
-        OSError, pa.ArrowException: the file is damaged.
+        DamagedFile: the file is damaged.
+        OSError: the file cannot be read.
         OutputError: the part cannot be written.
     """
     count = 0
@@ -172,12 +188,12 @@ def records_of_result(result: Path) -> Iterator[StateRecord]:
     """The records of a finished hidden-states file, in its order, a row group in memory at a time.
 
     Raises:
-        OSError, pa.ArrowException: the file is damaged.
+        DamagedFile: the file is damaged.
+        OSError: the file cannot be read.
     """
-    with open_named(result) as stream:
-        file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
-        for group in range(file.num_row_groups):
-            yield from _records(file.read_row_group(group, use_threads=False))
+    with open_parquet(result) as table:
+        for group in table.groups():
+            yield from _records(group)
 
 
 def _records(table: pa.Table) -> Iterator[StateRecord]:

@@ -14,12 +14,11 @@ results.parquet.work/
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -27,26 +26,23 @@ from batchgen.data.files import (
     exists,
     files_in,
     followed,
-    is_folder,
-    make_durably,
-    open_own,
+    remove_if_empty,
     remove_tree,
-    rename,
-    size_of,
-    status_of,
-    sync_folder,
-    system,
 )
-from batchgen.data.write.durable_files import STATE, output_errors, read_footer, refuse_special, write_durably
-from batchgen.data.write.job_changes import changes
-from batchgen.data.write.lines import errors_path, is_lines, lines_of_job, written_by
+from batchgen.data.write.damage import (
+    Note,
+    damaged_folder,
+    ignore,
+    set_aside,
+)
+from batchgen.data.write.lines import is_lines, lines_of_job
 from batchgen.data.write.lock import LOCK_NAME, RunLock
+from batchgen.data.write.results_file import DamagedFile, intact_footer
 from batchgen.data.write.schema import STATES_CONTENTS
-from batchgen.data.write.work_parts import earlier_parts, has_results, part_files, part_owners
-from batchgen.errors import FingerprintError, OutputError
-from batchgen.request.foreign_text import ForeignTextError, read_json_stream, typed
-
-Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
+from batchgen.data.write.states import states_part
+from batchgen.data.write.work_parts import earlier_parts, part_files
+from batchgen.data.write.work_state import STATE_NAME, file_mark, write_state
+from batchgen.errors import OutputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +95,14 @@ def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
     if is_lines(paths.result):
         record = lines_of_job(paths.result, identity.fingerprint)
     else:
-        footer = read_footer(paths.result)
+        footer = intact_footer(paths.result)
         record = footer if belongs_to(footer, identity) else None
     if record is None:
         return False
-    if record.get("states") and not belongs_to(read_footer(paths.states, STATES_CONTENTS), identity):
+    if record.get("states") and not belongs_to(intact_footer(paths.states, STATES_CONTENTS), identity):
         raise OutputError(
             f"{paths.result} is complete, but its hidden states {paths.states} are missing. Put the file back, or "
-            "compute both again with --overwrite."
+            "name another output with -o to compute both again."
         )
     return True
 
@@ -122,10 +118,22 @@ def belongs_to(footer: Mapping[str, Any] | None, identity: RunIdentity) -> bool:
 class WorkFolder:
     """A work folder whose lock this process holds. Created by `open_work`."""
 
-    def __init__(self, paths: OutputPaths, identity: RunIdentity, lock: RunLock) -> None:
+    def __init__(
+        self,
+        paths: OutputPaths,
+        identity: RunIdentity,
+        lock: RunLock,
+        state: Mapping[str, Any] = MappingProxyType({}),
+        note: Note = ignore,
+    ) -> None:
         self.paths = paths
         self.identity = identity
+        self.state = state
+        """The content of run.json."""
+        self.note = note
+        """Shows a line to the user."""
         self._lock = lock
+        self._aside: list[Path] = []
 
     @property
     def parts(self) -> Path:
@@ -160,18 +168,51 @@ class WorkFolder:
         """Parts of jobs with another input, newest first."""
         return earlier_parts(self.paths.work)
 
+    def set_part_aside(self, file: Path, problem: DamagedFile) -> None:
+        """Set a part aside with its hidden states, given the damaged file of the two.
+
+        Raises:
+            OutputError: it cannot be moved.
+        """
+        part = file.parent.parent / "parts" / f"{file.stem}.parquet"
+        moved = [set_aside(each, self.paths.work) for each in (states_part(part), part) if exists(each)]
+        where = f" and kept as {moved[-1]}" if moved else ""
+        self.note(f"{file} is damaged ({problem.reason}): it is set aside{where}, and its rows are computed again")
+        self._aside.append(part)
+
+    def check_none_aside(self) -> None:
+        """Check that no part was set aside whose rows are missing now.
+
+        Raises:
+            OutputError: some were.
+        """
+        if self._aside:
+            raise OutputError(
+                f"{len(self._aside)} damaged parts, the first is {self._aside[0]}, were set aside in "
+                f"{damaged_folder(self.paths.work)}. Nothing was replaced. Run the same command again: their rows are "
+                "computed again, all others are kept."
+            )
+
+    def forget_aside(self) -> None:
+        """The rows of what was set aside so far are not committed any more, and will be computed."""
+        self._aside.clear()
+
+    def record_written(self, result: Path) -> None:
+        """Record what is about to replace an output, so that a run after a kill knows it from what it replaces."""
+        if self.state.get("replaces") is not None and not is_lines(self.paths.result):
+            write_state(self.paths.work, {**self.state, "written": file_mark(result)})
+
     def close(self) -> None:
         """Release the lock and keep the work for a later run."""
         self._lock.release()
 
     def remove(self) -> None:
         """Remove the folder and release the lock. Files that cannot be removed are left to the next run."""
-        _empty(self.paths.work)
+        empty_work(self.paths.work)
         self._lock.release(remove=True)
-        with suppress(OSError):
-            system.rmdir(self.paths.work)
-            if self.identity.shard is not None:
-                system.rmdir(self.paths.work.parent)
+        remove_if_empty(self.paths.work)
+        if self.identity.shard is not None:
+            remove_if_empty(self.paths.work.parent)
 
     def __enter__(self) -> Self:
         return self
@@ -180,236 +221,8 @@ class WorkFolder:
         self.close()
 
 
-class OtherJobError(FingerprintError):
-    """The output or the unfinished work belongs to a job with another input or other options."""
-
-    def __init__(self, message: str, job: Mapping[str, Any] | None) -> None:
-        super().__init__(message)
-        self.job = job
-        """The values that the fingerprint of that job was computed from; None if they are not recorded."""
-
-
-def recorded_clock(paths: OutputPaths, identity: RunIdentity, policy: Policy = "resume") -> str | None:
-    """Time that the conversations of this job see, as recorded by the work or output that a run would continue.
-
-    Without any, that of another shard of the job, so that all its shards see one time. None if there is none.
-    """
-    old = read_state(paths.work)
-    if policy == "overwrite" and (old is None or old["emptied_by"] != identity.key):
-        old = None
-    records = [old, None if policy == "overwrite" else _footer_of(paths.result, identity.fingerprint)]
-    if identity.shard is not None:
-        files = (file for file in files_in(paths.result.parent, "part-*.parquet") if file != paths.result)
-        records += [_footer_of(file, identity.fingerprint) for file in files]
-        folders = (folder for folder in files_in(paths.work.parent, "part-*") if folder != paths.work)
-        states = filter(None, map(read_state, folders))
-        records += [state for state in states if state["fingerprint"].startswith(identity.fingerprint)]
-    return next((record["clock"] for record in records if record and record.get("clock")), None)
-
-
-def _footer_of(file: Path, fingerprint: str) -> dict[str, Any] | None:
-    footer = read_footer(file)
-    return footer if footer is not None and footer.get("fingerprint") == fingerprint else None
-
-
-def open_work(
-    paths: OutputPaths,
-    identity: RunIdentity,
-    info: Mapping[str, Any],
-    policy: Policy = "resume",
-    clock: str | None = None,
-) -> WorkFolder | None:
-    """Lock the output and create its work folder, or open the existing one.
-
-    Unfinished work without a finished row is dropped whatever job it belongs to: nothing was computed.
-
-    Args:
-        paths: from `output_paths`.
-        identity: identity of this job.
-        info: the values that the fingerprint was computed from, by name; stored, to report which of them differ.
-        policy: `resume` continues this job's work only. `overwrite` drops all work and replaces the output at the
-            end; after a crash, it continues its own work unless another job has added to it. `resume-anyway`
-            also accepts the output and the work of a different job: it sets the parts aside in `earlier`, and replaces
-            the output at the end. `retry` drops other work and replaces this job's output, whose good rows the caller
-            commits again; after a crash, it continues.
-        clock: time that the conversations of the job see, to be recorded; None if the model's template reads none.
-
-    Returns:
-        The locked folder; None if the output is already complete.
-
-    Raises:
-        OutputError: another run holds the lock, or the folder cannot be written.
-        OtherJobError: the output or the work belongs to a different job.
-    """
-    refuse_special(paths.result)
-    refuse_special(paths.states)
-    replaces = policy in ("overwrite", "retry")
-    if not replaces and is_complete(paths, identity) and not exists(paths.work):
-        return None
-    lock = RunLock(paths.work, paths.result)
-    try:
-        # Checked again under the lock: the run that held it may have finished meanwhile.
-        if not replaces and is_complete(paths, identity):
-            if has_other_work(paths, identity) or _is_replacement(paths):
-                lock.release()
-            else:
-                sync_folder(paths.result.parent)  # a killed run may have renamed the output without that
-                WorkFolder(paths, identity, lock).remove()
-            return None
-        with output_errors(paths.work):
-            state = {**_state(paths, identity, info, policy), "clock": clock}
-            return _prepare(paths, identity, lock, state)
-    except BaseException:
-        lock.release_unused()
-        raise
-
-
-def has_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
-    """Whether the work folder contains finished rows of a different job.
-
-    Raises:
-        OutputError: a part that may be intact cannot be read.
-    """
-    return bool(part_owners(paths.work) - {identity.key}) and has_results(paths.work)
-
-
-def _is_replacement(paths: OutputPaths) -> bool:
-    """Whether the work is meant to replace the existing output, rather than having produced it.
-
-    A new output is written while the old one exists, so their inodes differ.
-    """
-    state = read_state(paths.work)
-    return state is not None and state["replaces"] == _inode(paths.result) and bool(part_files(paths.work))
-
-
-def _inode(path: Path) -> int | None:
-    status = status_of(path)
-    return None if status is None else status.st_ino
-
-
-def _prepare(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:
-    work = WorkFolder(paths, identity, lock)
-    remove_tree(work.scratch)
-    for folder in (work.parts, work.tokenized, work.scratch, paths.result.parent):
-        make_durably(folder)
-    content = json.dumps(state, ensure_ascii=False, indent=1, sort_keys=True).encode()
-    write_durably(paths.work / "run.json", lambda stream: stream.write(content))
-    # Also what a killed run may have made.
-    for folder in (paths.work, paths.work.parent, *([] if identity.shard is None else [paths.work.parent.parent])):
-        sync_folder(folder)
-    return work
-
-
-def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    """The content of run.json; raises every error that refuses the job, and puts work that is not continued away.
-
-    `overwrite`: whether the existing output will be replaced. `emptied_by`: key of the job whose `--overwrite` emptied
-    the folder, so that no row of it comes from the output. `replaces`: inode of the output that existed then.
-    """
-    key = identity.key
-    fresh: dict[str, Any] = {"fingerprint": key, "info": dict(info)}
-    fresh |= {"overwrite": False, "emptied_by": None, "replaces": None}
-    old = read_state(paths.work)
-    replaces = {"overwrite": True, "replaces": _inode(paths.result)}
-    if policy in ("overwrite", "retry"):
-        kept = _kept_state(paths.work, old, key, policy)
-        if kept is None:
-            _empty(paths.work)
-        return fresh | (kept or {}) | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
-    own = part_owners(paths.work) <= {key} and (old is None or old["fingerprint"] == key)
-    if not own and not has_results(paths.work):
-        _empty(paths.work)
-        own, old = True, None
-    if policy == "resume-anyway":
-        if exists(paths.result) and read_footer(paths.result) is None:
-            _refuse_other_output(paths, identity)
-        if not own:
-            _set_aside(paths.work)
-        others = exists(paths.result) or exists(paths.states)
-        return fresh | (old if own and old is not None else {}) | (replaces if others else {}) | {"info": dict(info)}
-    if not (own and old is not None and old["overwrite"]):
-        _refuse_other_output(paths, identity)
-    if not own:
-        changed = changes(old["info"], info) if old is not None else []
-        raise OtherJobError(
-            f"{paths.work} contains unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
-            "Drop it with --overwrite, or name another output with -o.",
-            None if old is None else old["info"],
-        )
-    return fresh | (old or {})
-
-
-def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
-    """Refuse to replace a file that is not this job's.
-
-    Raises:
-        OtherJobError: it exists.
-    """
-    files: list[tuple[Path, str | None]] = [(paths.result, None), (paths.states, STATES_CONTENTS)]
-    if is_lines(paths.result):
-        _refuse_other_lines(paths.result, identity)
-        files = files[1:]
-    for path, contents in files:
-        # States of this job may exist already: they are renamed just before the results.
-        if exists(path) and not (contents and belongs_to(read_footer(path, contents), identity)):
-            raise OtherJobError(
-                f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o.",
-                (read_footer(path, contents) or {}).get("job"),
-            )
-
-
-def _refuse_other_lines(result: Path, identity: RunIdentity) -> None:
-    """Refuse to replace JSON lines that are not this job's. Errors without results are left by a run that was killed.
-
-    Empty files, which a job without rows leaves, are replaced: they name no job, and nothing is lost.
-
-    Raises:
-        OtherJobError: they exist.
-    """
-    found = next((file for file in (result, errors_path(result)) if exists(file) and size_of(file)), None)
-    if found is not None and (found == result or not written_by(found, identity.fingerprint)):
-        raise OtherJobError(
-            f"{found} exists and is not this job's output. Replace it with --overwrite, or name another with -o. JSON "
-            "lines do not say what was asked for, so none of its rows can be reused.",
-            None,
-        )
-
-
-def _set_aside(work: Path) -> None:
-    """Move the parts of another job, with their states, to a folder of `earlier`."""
-    number = 1 + max((int(folder.name) for folder in files_in(work / "earlier")), default=-1)
-    target = work / "earlier" / f"{number:03d}"
-    make_durably(target)
-    for name in ("states", "parts"):  # a part without its states counts as damaged
-        if is_folder(work / name):
-            rename(work / name, target / name)
-    sync_folder(target)
-    sync_folder(work)
-
-
-def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Policy) -> dict[str, Any] | None:
-    """Entries of run.json that are kept when a run that replaces the output continues the existing work; else None.
-
-    `overwrite` continues only work that it started in an empty folder: the parts of a retry come from the output that
-    is to be replaced.
-    """
-    owners = part_owners(work)
-    if old is None or not old["overwrite"] or old["fingerprint"] != key or not owners <= {key}:
-        return None
-    if policy == "overwrite":
-        return {} if old["emptied_by"] == key else None
-    return {"emptied_by": old["emptied_by"]} if owners else None
-
-
-def read_state(work: Path) -> dict[str, Any] | None:
-    """The content of run.json; None if it is missing or damaged (each part records its job as well)."""
-    with suppress(FileNotFoundError, NotADirectoryError, ForeignTextError), open_own(work / "run.json") as stream:
-        return {"emptied_by": None, "replaces": None} | typed(read_json_stream(stream), STATE)
-    return None
-
-
-def _empty(work: Path) -> None:
+def empty_work(work: Path) -> None:
     """Remove everything but the lock, run.json last, so that a half-removed folder still records its job."""
-    for entry in sorted(files_in(work), key=lambda path: (path.name == "run.json", path.name)):
+    for entry in sorted(files_in(work), key=lambda path: (path.name == STATE_NAME, path.name)):
         if entry.name != LOCK_NAME:
             remove_tree(entry)

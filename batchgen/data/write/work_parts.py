@@ -5,12 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchgen.data.files import files_in, open_own
-from batchgen.data.write.durable_files import part_errors
+from batchgen.data.files import files_in
+from batchgen.data.write.results_file import DamagedFile, open_part
 from batchgen.data.write.schema import FINGERPRINT_KEY
 
 
@@ -34,9 +32,8 @@ def has_results(work: Path) -> bool:
 
 
 def _has_result(part: Path) -> bool:
-    with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), open_own(part) as stream:
-        statuses = pq.ParquetFile(stream).read(["status"])["status"]
-        return bool(pc.any(pc.equal(statuses, "ok")).as_py())
+    with suppress(DamagedFile, KeyError), open_part(part) as table:
+        return bool(pc.any(pc.equal(table.read(["status"])["status"], "ok")).as_py())
     return False
 
 
@@ -48,6 +45,6 @@ def part_owners(work: Path) -> set[str]:
     """
     found = set()
     for part in part_files(work):
-        with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), open_own(part) as stream:
-            found.add((pq.ParquetFile(stream).metadata.metadata or {})[FINGERPRINT_KEY].decode())
+        with suppress(DamagedFile, KeyError), open_part(part) as table:
+            found.add(table.about[FINGERPRINT_KEY].decode())
     return found

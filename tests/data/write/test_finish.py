@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.write import finish as finish_module
+from batchgen.data.files import FileSystem
 from batchgen.data.write import merge_sort as merge_sort_module
 from batchgen.data.write.committed import Committed
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
+from batchgen.data.write.results_file import parquet_writer, read_footer
 from batchgen.data.write.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY
-from batchgen.data.write.work_folder import WorkFolder, is_complete, open_work, output_paths
+from batchgen.data.write.work_folder import WorkFolder, is_complete, output_paths
+from batchgen.data.write.work_owner import open_work
 from batchgen.errors import BatchgenError, OutputError, UsageError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored, stored_keys
 
@@ -162,7 +166,7 @@ def test_committed_work_must_be_part_of_the_job(tmp_path: Path, groups: Any, pro
         if problem is None:
             job.check_resumable(committed, work.paths.work)
             return
-        with pytest.raises(UsageError, match=f"cannot continue: {problem}.*--overwrite") as caught:
+        with pytest.raises(UsageError, match=f"cannot continue: {problem}.*another output") as caught:
             job.check_resumable(committed, work.paths.work)
         assert caught.value.exit_code == 2
         if groups:
@@ -170,36 +174,97 @@ def test_committed_work_must_be_part_of_the_job(tmp_path: Path, groups: Any, pro
                 expect([]).check_resumable(committed, work.paths.work)
 
 
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
+def test_a_part_that_is_damaged_before_the_end_is_set_aside_and_computed_again(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
+    keys = [(row, 0, 1) for row in range(4)]
     with begin(out) as work:
         commit(work, [group(row, size=500) for row in range(4)], every=2)
+        assert len(Committed.read(work)) == 4
         part = work.part_files()[1]
         data = bytearray(part.read_bytes())
-        columns = pq.read_metadata(part).row_group(0)
-        ids = next(
-            columns.column(i) for i in range(columns.num_columns) if "output_ids" in columns.column(i).path_in_schema
-        )
-        data[ids.data_page_offset + ids.total_compressed_size - 3] ^= 1
+        data[len(data) // 2] ^= 1
         part.write_bytes(bytes(data))
-        with pytest.raises(OutputError, match=f"{part.name} is damaged.*Remove it"):
-            finish(work, expect([(row, 0, 1) for row in range(4)]), {})
+        with pytest.raises(OutputError, match=f"{part}, were set aside in {out}.damaged.*Run the same command again"):
+            finish(work, expect(keys), {})
     assert not out.exists()
+    assert (tmp_path / "r.parquet.damaged" / f"{part.name}.damaged").read_bytes() == bytes(data)
+    with begin(out) as work:
+        missing = [row for row in range(4) if (row, 0) not in Committed.read(work)]
+        assert missing == [2, 3]
+        commit(work, [group(row, size=500) for row in missing])
+        finish(work, expect(keys), {})
+    assert stored_keys(out) == [(row, 0, 0) for row in range(4)]
 
 
 def test_an_intact_part_that_cannot_be_read_is_not_reported_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*_: Any, **__: Any) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied")
+    real = FileSystem.open
+
+    def failing(self: FileSystem, path: Path, flags: int) -> io.FileIO:
+        if path.name == "part-000000.parquet":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(self, path, flags)
 
     with begin(tmp_path / "r.parquet") as work:
         commit(work, [group(0)])
-        monkeypatch.setattr(finish_module, "read_keys", failing)
-        monkeypatch.setattr(finish_module.pq, "read_table", failing)
-        with pytest.raises(OutputError, match=r"part-000000\.parquet cannot be read \(Permission denied\)") as caught:
+        monkeypatch.setattr(FileSystem, "open", failing)
+        with pytest.raises(OutputError, match=r"part-000000\.parquet cannot be read \(Permission denied\).*kept"):
             finish(work, expect([(0, 0, 1)]), {})
-        assert "Remove" not in str(caught.value)
+        monkeypatch.undo()
+        assert len(work.part_files()) == 1
+    assert not (tmp_path / "r.parquet.damaged").exists()
+
+
+def without_texts(table: pa.Table) -> pa.Table:
+    return table.drop_columns(["text"])
+
+
+def miscounted(table: pa.Table) -> pa.Table:
+    return table
+
+
+@pytest.mark.parametrize(("change", "reason"), [(without_texts, "no column text"), (miscounted, "the nulls that were")])
+def test_a_part_is_never_repaired(tmp_path: Path, change: Callable[[pa.Table], pa.Table], reason: str) -> None:
+    """A column that is missing is not filled, and one with other nulls than were counted is not believed."""
+    notes: list[str] = []
+    out = tmp_path / "r.parquet"
+    with begin(out, note=notes.append) as work:
+        commit(work, [group(row) for row in range(4)], every=2)
+        part = work.part_files()[0]
+        table = change(pq.read_table(part))
+        with part.open("wb") as stream, parquet_writer(stream, table.schema) as writer:
+            writer.write_table(table)
+            writer.nulls["matched_stop"] += change is miscounted
+        with pytest.raises(OutputError, match="Run the same command again"):
+            finish(work, expect((row, 0, 1) for row in range(4)), {})
+        assert len(work.part_files()) == 1
+    assert not out.exists()
+    assert reason in notes[0]
+
+
+@pytest.mark.parametrize("place", [0.3, 0.999])
+def test_an_output_that_is_read_back_otherwise_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: float
+) -> None:
+    """As on a disk that changes a bit of what it was given."""
+    out = tmp_path / "r.parquet"
+
+    def fsync(_: FileSystem, descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "result.parquet":
+            at = int(place * os.fstat(descriptor).st_size)
+            os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 1]), at)
+
+    with begin(out) as work:
+        commit(work, [group(0)])
+        with monkeypatch.context() as patched:
+            patched.setattr(FileSystem, "fsync", fsync)
+            with pytest.raises(OutputError, match=r"result\.parquet was read back, and is not what was written"):
+                finish(work, expect([(0, 0, 1)]), {})
+        assert not out.exists()
+        assert len(work.part_files()) == 1
+        finish(work, expect([(0, 0, 1)]), {})
+    assert stored_keys(out) == [(0, 0, 0)]
 
 
 class Killed(BaseException):

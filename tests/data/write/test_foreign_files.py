@@ -16,7 +16,8 @@ import pytest
 from batchgen.data.files import FileSystem
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lock import RunLock
-from batchgen.data.write.work_folder import open_work, output_paths
+from batchgen.data.write.work_folder import output_paths
+from batchgen.data.write.work_owner import open_work
 from batchgen.errors import OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, group, stored_keys
 
@@ -45,7 +46,7 @@ def run_two_parts(out: Path) -> list[Path]:
         *product(("lock", "parts", "states/part-000000.states.tmp"), ("link to a folder", "dangling link", "pipe")),
     ],
 )
-def test_what_is_no_file_of_ours_is_set_aside(tmp_path: Path, place: str, kind: str) -> None:
+def test_links_and_pipes_are_set_aside(tmp_path: Path, place: str, kind: str) -> None:
     """Neither followed nor changed nor removed, whatever it leads to."""
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
@@ -140,7 +141,7 @@ def test_a_work_folder_that_is_none_is_refused(tmp_path: Path, kind: str) -> Non
     work = output_paths(tmp_path / "r.parquet").work
     (tmp_path / "elsewhere").mkdir()
     work.symlink_to("elsewhere") if kind == "link" else work.write_bytes(b"kept")
-    with pytest.raises(OutputError, match=rf"r\.parquet\.work is {'a link' if kind == 'link' else 'no folder'}"):
+    with pytest.raises(OutputError, match=rf"r\.parquet\.work is {'a link' if kind == 'link' else 'not a folder'}"):
         begin(tmp_path / "r.parquet")
     assert [*(tmp_path / "elsewhere").iterdir()] == []
 

@@ -24,7 +24,7 @@ from batchgen.data.write.committed import Committed
 from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.schema import FINGERPRINT_KEY, SCHEMA, OutputRow
 from batchgen.data.write.work_folder import RunIdentity
-from batchgen.errors import BatchgenError, FingerprintError, OutputError
+from batchgen.errors import OutputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import begin, commit, failed, group, sample
 
@@ -208,15 +208,21 @@ class TestCommitted:
         rows, prompts = (np.array(column) for column in zip(*asked, strict=True))
         assert committed.contains(rows, prompts.astype(np.int32)).tolist() == [key in keys for key in asked]
 
-    def test_a_duplicate_key_is_reported_as_a_bug(self, tmp_path: Path) -> None:
-        with begin(tmp_path / "r") as work:
+    def test_a_copied_part_is_set_aside(self, tmp_path: Path) -> None:
+        notes: list[str] = []
+        with begin(tmp_path / "r", note=notes.append) as work:
             commit(work, [group(3), group(4)])
-            commit(work, [group(4)])
-            with pytest.raises(BatchgenError, match="row 4, prompt 0, sample 0 is committed twice"):
-                Committed.read(work)
+            (work.parts / "part-000007.parquet").write_bytes(work.part_files()[0].read_bytes())
+            commit(work, [group(5)])
+            assert Committed.read(work).row_index.tolist() == [3, 4, 5]
+            assert [part.name for part in work.part_files()] == ["part-000000.parquet", "part-000008.parquet"]
+        assert len(notes) == 1
+        assert "part-000007.parquet is damaged (another part holds a row of it as well): it is set aside" in notes[0]
+        assert (tmp_path / "r.damaged" / "part-000007.parquet.damaged").exists()
 
-    def test_interrupted_and_damaged_parts_are_removed(self, tmp_path: Path) -> None:
-        with begin(tmp_path / "r") as work:
+    def test_interrupted_commits_are_removed_and_damaged_parts_set_aside(self, tmp_path: Path) -> None:
+        notes: list[str] = []
+        with begin(tmp_path / "r", note=notes.append) as work:
             commit(work, [group(3)])
             whole = work.part_files()[0].read_bytes()
             (work.parts / "part-000001.parquet.tmp").write_bytes(whole[:50])
@@ -227,10 +233,13 @@ class TestCommitted:
             (work.parts / "part-000004.parquet").write_bytes(bytes(damaged))
             pq.write_table(pa.table({"a": [1]}), work.parts / "part-000005.parquet")
             committed = Committed.read(work)
-            left = {path.name for path in work.parts.iterdir()}
-        assert "part-000000.parquet" in left
-        assert left <= {"part-000000.parquet", "part-000004.parquet"}
+            assert [path.name for path in work.parts.iterdir()] == ["part-000000.parquet"]
         assert (3, 0) in committed
+        kept = sorted(path.name for path in (tmp_path / "r.damaged").iterdir())
+        assert kept == [f"part-00000{number}.parquet.damaged" for number in range(2, 6)]
+        assert (tmp_path / "r.damaged" / kept[2]).read_bytes() == bytes(damaged)
+        reasons = ["its end is not that", "it is cut short", "a wrong checksum", "an earlier version"]
+        assert all(reason in note for reason, note in zip(reasons, notes, strict=True)), notes
 
     @pytest.mark.parametrize(
         ("problem", "message"),
@@ -257,15 +266,16 @@ class TestCommitted:
                         Committed.read(work, retry_errors=retry)
             assert len(Committed.read(work)) == 2
 
-    def test_a_part_of_another_job_is_refused(self, tmp_path: Path) -> None:
+    def test_a_part_of_another_job_is_set_aside(self, tmp_path: Path) -> None:
         with begin(tmp_path / "other", RunIdentity("other")) as other:
             commit(other, [group(3)])
             foreign = other.part_files()[0].read_bytes()
         with begin(tmp_path / "r") as work:
+            commit(work, [group(5)])
             (work.parts / "part-000007.parquet").write_bytes(foreign)
-            with pytest.raises(FingerprintError, match=r"part-000007\.parquet belongs to a different job"):
-                Committed.read(work)
-            assert len(work.part_files()) == 1
+        with begin(tmp_path / "r") as work:
+            assert Committed.read(work).row_index.tolist() == [5]
+        assert (tmp_path / "r.damaged" / "part-000007.parquet.damaged").read_bytes() == foreign
 
     def test_retry_errors_removes_whole_prompts(self, tmp_path: Path) -> None:
         second = failed(6)

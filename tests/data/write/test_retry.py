@@ -10,8 +10,9 @@ from batchgen.data.write import merge_sort
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
 from batchgen.data.write.retry import open_for_retry
-from batchgen.data.write.work_folder import RunIdentity, open_work, output_paths
-from batchgen.errors import FingerprintError, InputError
+from batchgen.data.write.work_folder import RunIdentity, output_paths
+from batchgen.data.write.work_owner import open_work
+from batchgen.errors import FingerprintError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored
 
 KEYS = [(row, 0, 2) for row in range(9)]
@@ -113,11 +114,18 @@ def test_an_unfinished_job_is_opened_as_by_open_work(tmp_path: Path) -> None:
         assert len(again.part_files()) == 1
 
 
-def test_a_damaged_output_is_an_input_error(tmp_path: Path) -> None:
+def test_a_damaged_output_is_set_aside_and_computed_again(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     finished(out, {1})
     data = bytearray(out.read_bytes())
     data[4:1500] = bytes(1496)
     out.write_bytes(bytes(data))
-    with pytest.raises(InputError, match="--overwrite"):
-        open_for_retry(output_paths(out), IDENTITY, {})
+    notes: list[str] = []
+    work = open_for_retry(output_paths(out), IDENTITY, {}, note=notes.append)
+    assert work is not None
+    with work:
+        assert work.part_files() == []
+    assert not out.exists()
+    kept = tmp_path / "r.parquet.damaged" / "r.parquet.damaged"
+    assert kept.read_bytes() == bytes(data)
+    assert f"it is set aside and kept as {kept}" in notes[0]

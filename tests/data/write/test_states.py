@@ -24,14 +24,15 @@ from batchgen.data.row_shapes import RowShapes
 from batchgen.data.view import open_results
 from batchgen.data.write import states_result as result_module
 from batchgen.data.write.committed import Committed
-from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
 from batchgen.data.write.parts import PartWriter
+from batchgen.data.write.results_file import DamagedFile, read_footer
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.schema import STATES_CONTENTS, OutputRow
 from batchgen.data.write.states import StateRecord, read_index, read_record, states_part, write_states_part
 from batchgen.data.write.states_result import STATES_SCHEMA, write_states_result
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, open_work, output_paths
+from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
+from batchgen.data.write.work_owner import open_work
 from batchgen.errors import FingerprintError, InputError, OutputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import IDENTITY, begin, expect, failed, group, stored_keys
@@ -201,10 +202,10 @@ def test_damaged_parts_are_detected(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="cut short"):
             read_index(path)
     path.write_bytes(whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:])
-    with pytest.raises(OSError, match="damaged index"):
+    with pytest.raises(OSError, match="its index has a wrong checksum"):
         read_index(path)
     path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
-    with pytest.raises(OutputError, match="damaged record"):
+    with pytest.raises(DamagedFile, match="a record has a wrong checksum"):
         write_states_result(tmp_path / "x.parquet", [path], {})
     assert not (tmp_path / "x.parquet").exists()
 
@@ -239,7 +240,8 @@ def test_interruptions_do_not_change_the_output(
         compute(work, order)
         finish(work, expect(KEYS), run_record())
     assert (out.read_bytes(), hidden(out).read_bytes()) == uninterrupted
-    assert sorted(out.parent.iterdir()) == [hidden(out), out]
+    left = {path.name for path in out.parent.iterdir()} - {f"{out.name}.damaged"}
+    assert left == {hidden(out).name, out.name}
 
 
 def damage(work: WorkFolder, kind: str, place: int) -> None:
