@@ -131,7 +131,9 @@ class RunLock:
     def release_unused(self) -> None:
         """Release the lock, and remove the folder if it contains nothing else."""
         folder = self.path.parent
-        empty = [path.name for path in files_in(folder)] == [LOCK_NAME]
+        empty = False
+        with suppress(OSError):
+            empty = [path.name for path in files_in(folder)] == [LOCK_NAME]
         self.release(remove=empty)
         remove_if_empty(folder)
 
