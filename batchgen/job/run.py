@@ -128,7 +128,7 @@ class _Job:
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
             for path in work.foreign:
-                self.progress.note(f"{path} was found in the work folder and is not this user's file: it is set aside")
+                self.progress.note(f"{path} is a link, a special file or another user's: it was set aside")
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:

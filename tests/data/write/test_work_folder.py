@@ -245,7 +245,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from batchgen.data.write.lock import RunLock
-lock = RunLock(Path(sys.argv[1]), Path("out"))
+lock = RunLock(Path(sys.argv[1]), Path(sys.argv[1]).with_name("out"))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -259,12 +259,12 @@ def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> Non
             assert other.stdout.readline() == "held\n"
             began = time.monotonic()
             with pytest.raises(OutputError, match=rf"another run \(pid {other.pid} on ") as caught:
-                RunLock(folder, Path("results.parquet"))
+                RunLock(folder, folder.with_name("results.parquet"))
             assert "results.parquet" in str(caught.value)
             assert time.monotonic() - began < 5
         finally:
             other.send_signal(signal.SIGKILL)
-    lock = RunLock(folder, Path("out"))
+    lock = RunLock(folder, folder.with_name("out"))
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
     lock.release()
     lock.release()
@@ -272,7 +272,7 @@ def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> Non
 
 def test_the_lock_of_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that opened the lock file just before another run removed it does not hold the lock."""
-    first = RunLock(tmp_path / "w", Path("out"))
+    first = RunLock(tmp_path / "w", tmp_path / "out")
     real_open = FileSystem.open
     opened: list[Path] = []
 
@@ -285,9 +285,9 @@ def test_the_lock_of_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch:
         return file
 
     monkeypatch.setattr(FileSystem, "open", open_then_remove)
-    second = RunLock(tmp_path / "w", Path("out"))
+    second = RunLock(tmp_path / "w", tmp_path / "out")
     monkeypatch.undo()
     assert len(opened) == 2
     with pytest.raises(OutputError):
-        RunLock(tmp_path / "w", Path("out"))
+        RunLock(tmp_path / "w", tmp_path / "out")
     second.release()
