@@ -41,10 +41,17 @@ class InstantModel:
             self._steps -= 1
             if not self._steps:
                 time.sleep(300)
-        return inputs.select(torch.zeros(len(inputs.input_ids), self.spec.hidden_size))
+        states = torch.zeros(len(inputs.input_ids), self.spec.hidden_size)
+        if inputs.capture is not None:
+            for layer in inputs.capture.layers:
+                inputs.capture.store(layer, states)
+        return inputs.select(states)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits.repeat(len(hidden), 1)
+
+    def accepts_embeds(self) -> bool:
+        return True
 
 
 def inspect(checked: CheckedModel, **options: Any) -> ModelSpec:
@@ -52,12 +59,12 @@ def inspect(checked: CheckedModel, **options: Any) -> ModelSpec:
     return replace(spec, hidden_size=4, num_layers=1, kv_layers=(LayerKV(1, 1, 1),))
 
 
-def _load(checked: CheckedModel, *, products: Any, **options: Any) -> Model:
+def load(checked: CheckedModel, *, products: Any, **options: Any) -> Model:
     return InstantModel(inspect(checked, **options))
 
 
 def main() -> int:
-    setup.checked_spec, setup.load_checked = inspect, _load
+    setup.checked_spec, setup.load_checked = inspect, load
     code = run_command(sys.argv[1:])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return code
