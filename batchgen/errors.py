@@ -13,14 +13,18 @@ BatchgenError
 └── Interrupted           exit 75, 130 or 143: stopped early, resumable
 ```
 
+`row_error` decides which exceptions of a step of a row's way are that row's error.
+
 A message says what is wrong and how to fix it, in one or two sentences, and is printed without a traceback.
 """
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Final, TypeVar
 
 
 class ErrorCode(StrEnum):
@@ -120,3 +124,65 @@ class Interrupted(BatchgenError):
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)
         self.exit_status = exit_status
+
+
+_MACHINE_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors of the operating system that are the machine's, whichever row met them: no room, no handles."""
+_DEVICE_WORDS: Final = ("cuda", "hip error", "cublas", "cudnn", "triton")
+"""Words in the messages of `RuntimeError`s of a device, after which nothing on it can be trusted."""
+_MAX_MESSAGE: Final = 300
+"""Most characters of a foreign exception's message that an error row shows."""
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def row_error(error: Exception, step: str) -> ErrorInfo:
+    """The error row of whatever a step of one row's way has raised.
+
+    A `RowError` says what is wrong with the row. Anything else is `internal` (`oom` for a `MemoryError` of the host)
+    and names the step, the type and the message. These are not the row's, and stop the run:
+
+    - other `BatchgenError`s: the output, the device, the options, a stop request;
+    - `OSError`s of the machine: a full or read-only disk, no more file handles;
+    - errors of the device: torch's own types, and messages of its libraries; the loop handles memory of the device;
+    - what is no `Exception`: `KeyboardInterrupt`, `SystemExit`.
+
+    Args:
+        error: what was raised while only this row was at work.
+        step: the step, as a phrase such as "the chat template".
+
+    Raises:
+        Exception: `error`, if it is not the row's.
+    """
+    if isinstance(error, RowError):
+        return error.info
+    if isinstance(error, MemoryError):
+        return ErrorInfo(ErrorCode.OOM, f"{step} ran out of memory; make the row smaller, or give the run more memory")
+    if isinstance(error, BatchgenError) or _is_of_machine(error):
+        raise error
+    message = (str(error).strip().splitlines() or [""])[0][:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return ErrorInfo(ErrorCode.INTERNAL, f"{step} raised {what}; change the row, or report this as a bug of batchgen")
+
+
+def _is_of_machine(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _MACHINE_ERRNOS
+    if type(error).__module__.partition(".")[0] in ("torch", "triton"):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _DEVICE_WORDS)
+
+
+def apart(items: Sequence[_T], work: Callable[[Sequence[_T]], Sequence[_R]], step: str) -> list[_R | ErrorInfo]:
+    """What `work` gives for each of several rows' items, or the error of a row as by `row_error`.
+
+    It is called for all items at once; if that raises, for each alone, so that only those that raise again fail.
+    """
+    try:
+        return list(work(items))
+    except Exception as error:
+        found = row_error(error, step)
+    if len(items) == 1:
+        return [found]
+    return [result for item in items for result in apart([item], work, step)]

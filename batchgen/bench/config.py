@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import UsageError
+from batchgen.request.foreign_text import ForeignTextError, read_toml
 
 ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "eta")
 """Workloads that run no engines: they measure the planner, the start of the command, the cost of a row and how well the
@@ -178,11 +178,11 @@ def load_bench(path: Path) -> BenchConfig:
         UsageError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = read_toml(path)
     except OSError as error:
         raise UsageError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config: {path} is not TOML: {error}") from None
+    except ForeignTextError as error:
+        raise UsageError(f"--config: {path} {error}") from None
     for key, value in values.items():
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS)

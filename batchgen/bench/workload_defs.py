@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +13,7 @@ from batchgen.bench.demo_tasks.tasks import TASKS, draw
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, RowsAt, Workload
 from batchgen.demo import model_path
 from batchgen.errors import RowError, UsageError
+from batchgen.request.foreign_text import ForeignTextError, read_toml
 from batchgen.request.parser import parse_row
 from batchgen.request.prompts import ChatPrompt
 from batchgen.request.row_values import RowDefaults
@@ -147,13 +147,13 @@ def load_workload(path: Path) -> BenchWorkload:
         UsageError: the file cannot be read, or a key is missing, unknown or wrong.
     """
     try:
-        table = _Table(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        table = _Table(read_toml(path), str(path))
     except OSError as error:
         raise UsageError(
             f"cannot read the workload {path}: {error.strerror}; give the path of a definition file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
+    except ForeignTextError as error:
+        raise UsageError(f"{path} {error}") from None
     if "task_rows" in table.values:
         table.check_keys({"name", "description", "task_rows"}, {"seed"})
         about = table.text("name"), table.text("description")

@@ -82,4 +82,4 @@ def _run(job: CheckedJob) -> None:
 
     print_summary(summary)
     if job.config.report:
-        write_report(summary.to_json(), job.config.report)
+        write_report(summary.to_json(), job.config.report, overwrite=job.config.existing == "overwrite")

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shar
 from batchgen.config.units import STDIN, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
+from batchgen.request.foreign_text import ForeignTextError, read_json, read_toml
 from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 
 _COMPRESSED = frozenset({".gz", ".zst"})
@@ -234,18 +233,18 @@ def _env_value(option: Option, text: str) -> Any:
     if not option.repeat or not text.startswith("["):
         return text
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise UsageError(f"`{option.env}` begins with [ but is not a JSON list: {problem}") from None
+        return read_json(text)
+    except ForeignTextError as problem:
+        raise UsageError(f"`{option.env}` begins with [ but is not a JSON list: it {problem}") from None
 
 
 def _read_file(path: Path, shown: str, source: str) -> Iterator[tuple[Option, Any, str, str]]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = read_toml(path)
     except OSError as problem:
         raise UsageError(f"`{source}`: cannot read {shown}: {problem.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise UsageError(f"{shown} is not valid TOML: {problem}") from None
+    except ForeignTextError as problem:
+        raise UsageError(f"{shown} {problem}") from None
     seen: set[str] = set()
     for key, value in table.items():
         option = BY_NAME.get(key.replace("-", "_"))

@@ -24,6 +24,7 @@ from batchgen.request.checks import (
     strings,
 )
 from batchgen.request.field import Field
+from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.hidden_states import hidden_states
 from batchgen.request.params import SAMPLING_FIELDS
 
@@ -41,11 +42,9 @@ def _nonempty(text: str) -> str:
 def _json_object(text: str) -> str:
     """Check that the text is a JSON object and return it unchanged."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(
-            f"must be a JSON object, or @PATH of a file that contains one; this is not JSON: {problem}"
-        ) from None
+        value = read_json(text)
+    except ForeignTextError as problem:
+        raise ValueError(f"must be a JSON object, or @PATH of a file that contains one; this {problem}") from None
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, or @PATH of a file that contains one; this is {json_type(value)}")
     return text
@@ -85,10 +84,10 @@ def _hidden_states(text: str) -> bool | dict[str, Any]:
                 f"must be {', '.join(_TOKEN_RANGES)}, mean, true, false or a JSON object, got {text!r}"
             ) from None
     try:
-        value: dict[str, Any] = json.loads(word)
+        value: dict[str, Any] = read_json(word)
         hidden_states("return_hidden_states", value)
-    except (ValueError, RecursionError) as problem:
-        raise ValueError(f"is not valid JSON: {problem}") from None
+    except ForeignTextError as problem:
+        raise ValueError(str(problem)) from None
     except RowError as problem:
         raise ValueError(problem.info.message.removeprefix("`return_hidden_states` ")) from None
     return value

@@ -20,6 +20,7 @@ from batchgen.data.read.input_set import SOURCE_COLUMNS
 from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import UsageError
 from batchgen.request.fields import ID_NAMES, LOOKUP
+from batchgen.request.foreign_text import read_json
 
 _SOURCE_TYPES = dict(zip(SOURCE_COLUMNS, (pa.string(), pa.int64()), strict=True))
 
@@ -110,7 +111,7 @@ def _is_text(arrow_type: pa.DataType) -> bool:
 
 def carried_columns(extras: Sequence[str | None], fields: Sequence[pa.Field]) -> list[pa.Array]:
     """The arrays of `fields`, [len(extras)] each; `extras` are the rows' carried fields as JSON objects, or None."""
-    rows: list[dict[str, Any]] = [{} if extra is None else json.loads(extra) for extra in extras]
+    rows: list[dict[str, Any]] = [{} if extra is None else read_json(extra) for extra in extras]
     return [_column([row.get(field.name) for row in rows], field.type) for field in fields]
 
 

@@ -11,11 +11,13 @@ from typing import Any, BinaryIO, Final
 
 import orjson
 
+from batchgen.data.files import is_folder, open_named
 from batchgen.data.openai_bodies import PieceLookup, batch_line, finish_reason
 from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.data.view import Results, Totals, open_results
 from batchgen.data.write.lines import JOB_KEY, job_mark, line_files
 from batchgen.errors import ErrorCode, InputError
+from batchgen.request.foreign_text import read_json, typed
 
 _UNREADABLE: Final = frozenset({ErrorCode.INVALID_JSON, ErrorCode.TRUNCATED_INPUT, ErrorCode.INVALID_UNICODE})
 """Errors of rows of which nothing is known."""
@@ -39,7 +41,7 @@ def finished_results(out: Path) -> Results:
     results = open_results(out, finished=True)
     if not results.complete:
         raise InputError(f"{out} is not finished. Run its command again first.")
-    if out.is_dir():
+    if is_folder(out):
         raise InputError(f"{out} holds shards. Join them first: batchgen merge {out} -o all.parquet")
     return results
 
@@ -134,9 +136,9 @@ def read_line_totals(path: Path) -> Totals:
     rows: set[int] = set()
     for file in line_files(path):
         try:
-            with file.open("rb") as stream:
+            with open_named(file) as stream:
                 for line in stream:
-                    _count_line(orjson.loads(line), totals, rows, failed)
+                    _count_line(typed(read_json(line), {}), totals, rows, failed)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file} cannot be read ({error}). Compute it again with --overwrite.") from error
     totals.rows += len(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.data.files import (
+    exists,
+    files_in,
+    followed,
+    is_file,
+    is_folder,
+    make_durably,
+    open_named,
+    remove_tree,
+    same_file,
+)
 from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs
 from batchgen.data.merged_records import grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
@@ -110,6 +120,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
     """
+    out = followed(out)
     files = _shard_files(parts)
     if is_lines(out):
         raise UsageError(f"{out}: merge writes Parquet. Name OUT.parquet, and write JSON lines with batchgen export.")
@@ -127,15 +138,15 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     paths = output_paths(out)
     _refuse_unfinished(paths, overwrite)
     identity = RunIdentity(footers[0]["fingerprint"])
-    work = WorkFolder(paths, identity, RunLock(paths.work, out))
+    work = WorkFolder(paths, identity, RunLock(paths.work, paths.result))
     try:
         with output_errors(work.scratch):
-            shutil.rmtree(work.scratch, ignore_errors=True)
-            work.scratch.mkdir()
+            remove_tree(work.scratch)
+            make_durably(work.scratch)
         state_parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, state_parts, strict=True):
             _states_to_part(file, part)
-        with files[0].open("rb") as stream:  # Arrow accepts file names in UTF-8 only
+        with open_named(files[0]) as stream:  # Arrow accepts file names in UTF-8 only
             schema = pq.read_schema(stream).remove_metadata()
         rows = CommittedRows(files, keys, state_parts)
         write_output(paths, rows, _merged_footer(files, footers, len(keys)), schema, work.scratch)
@@ -152,7 +163,7 @@ def _refuse_unfinished(paths: OutputPaths, overwrite: bool) -> None:
     """
     refuse_existing(paths.states, overwrite)
     # A killed merge leaves a lock and scratch files only; the folder of a run has run.json or parts.
-    if (paths.work / "run.json").exists() or part_files(paths.work):
+    if exists(paths.work / "run.json") or part_files(paths.work):
         raise OutputError(
             f"{paths.work} exists: a run to {paths.result} is not finished. Finish it, or name another with -o."
         )
@@ -165,10 +176,10 @@ def _check_whole_jobs(
     check_same_options(files, footers)
     check_same_columns(files)
     for number, file in enumerate(files):
-        if any(file.samefile(other) for other in files[:number]):
+        if any(same_file(file, other) for other in files[:number]):
             raise UsageError(f"{file} is named twice. Leave one out.")
     refuse_existing(out, overwrite)
-    if out.exists() and any(out.samefile(file) for file in files):
+    if exists(out) and any(same_file(out, file) for file in files):
         raise UsageError(f"{out} is one of the files, which the merged file would replace; name another file with -o.")
     _refuse_unfinished(output_paths(out), overwrite)
     if not allow_duplicate_ids and not any(map(_allows_duplicates, footers)):
@@ -185,7 +196,7 @@ def _checked_keys(
     _check_one_job(files, footers)
     _check_all_shards(files, footers)
     refuse_existing(out, overwrite)
-    if out.exists() and any(out.samefile(file) for file in files):
+    if exists(out) and any(same_file(out, file) for file in files):
         raise UsageError(f"{out} is one of the shards, which the merged file would replace; name another file with -o.")
     try:
         keys = read_keys(files)
@@ -223,14 +234,14 @@ def _row_shapes(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> str
 
 
 def _shard_files(parts: Sequence[Path]) -> list[Path]:
-    files = [file for part in parts for file in (sorted(part.glob("part-*.parquet")) if part.is_dir() else [part])]
+    files = [file for part in parts for file in (files_in(part, "part-*.parquet") if is_folder(part) else [part])]
     if not files:
         raise UsageError("No shards were found. Name their files, or the folder that contains them.")
     return files
 
 
 def _finished_footer(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    if not is_file(file):
         raise InputError(f"{file} cannot be read (no such file). Check the name.")
     footer = read_footer(file)
     if footer is None and is_lines(file):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.files import exists, make_durably, open_named, remove_tree
 from batchgen.data.merged_records import common_clock, grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.committed import first_of_prompt, read_keys
@@ -81,7 +81,7 @@ def check_same_columns(files: Sequence[Path]) -> None:
 
 def _schema(file: Path) -> pa.Schema:
     try:
-        with file.open("rb") as stream:  # Arrow accepts file names in UTF-8 only
+        with open_named(file) as stream:  # Arrow accepts file names in UTF-8 only
             return pq.read_schema(stream).remove_metadata()
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{file} cannot be read ({error}). Compute it again.") from error
@@ -103,18 +103,18 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
     """
     paths = output_paths(out)
     fingerprint = hashlib.sha256("".join(_jobs(footers)).encode()).hexdigest()
-    work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, out))
+    work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, paths.result))
     try:
         with output_errors(work.scratch):
-            shutil.rmtree(work.scratch, ignore_errors=True)
-            (work.scratch / "parts").mkdir(parents=True)
+            remove_tree(work.scratch)
+            make_durably(work.scratch / "parts")
         rows = [np.unique(read_keys([file]).row_index) for file in files]
         starts = np.cumsum([0, *map(len, rows)])
         parts = [work.scratch / "parts" / f"part-{number:06d}.parquet" for number in range(len(files))]
         for file, footer, part, its_rows, start in zip(files, footers, parts, rows, starts, strict=False):
             _renumbered_copy(ReuseFile(file, _states_of(file, footer)), part, its_rows, int(start))
         keys = read_keys(parts)
-        states = [path for path in map(states_part, parts) if path.exists()]
+        states = [path for path in map(states_part, parts) if exists(path)]
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
         footer = _footer(footers, numbered, len(keys)) | {"fingerprint": fingerprint}
         write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work.scratch)

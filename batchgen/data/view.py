@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.data.files import files_in, is_file, is_folder, open_named, system
 from batchgen.data.write.durable_files import open_parquet, read_footer
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.schema import READABLE_VERSIONS, STATES_CONTENTS, VERSION_KEY
@@ -74,12 +75,12 @@ def open_results(out: Path, *, finished: bool = False) -> Results:
         InputError: there are no results, or the file is not batchgen's.
         UsageError: the folder contains no results.
     """
-    return _folder(out, finished) if out.is_dir() else _single(out, finished)
+    return _folder(out, finished) if is_folder(out) else _single(out, finished)
 
 
 def _single(out: Path, finished: bool) -> Results:
     parts = _work_parts(_work_folder_of(out))
-    if not out.is_file():
+    if not is_file(out):
         if not parts:
             raise InputError(f"{out} does not exist, and there is no unfinished work for it. Check the name.")
         return _unfinished(out, parts, finished)
@@ -97,7 +98,7 @@ def _unfinished(out: Path, parts: Sequence[Path], finished: bool) -> Results:
 
 def _folder(out: Path, finished: bool) -> Results:
     """The results of a folder of shards, each finished or unfinished; or of a work folder."""
-    shards = {file.stem: [file] for file in sorted(out.glob("part-*.parquet"))}
+    shards = {file.stem: [file] for file in files_in(out, "part-*.parquet")}
     footers = [_footer(file) for (file,) in shards.values()]
     work = _work_folder_of(out)
     unfinished = {folder.name: _work_parts(folder) for folder in ([] if work is None else _shard_folders(work))}
@@ -136,7 +137,7 @@ def _work_folder_of(out: Path) -> Path | None:
         return None
     if _SHARD.fullmatch(path.stem) and (folder := _with_name(path.parent)).name:
         work = output_paths(folder).work / path.stem
-        if work.is_dir():
+        if is_folder(work):
             return work
     return output_paths(path).work
 
@@ -166,9 +167,10 @@ def _is_newer(parts: Sequence[Path], out: Path) -> bool:
     A run that was killed just after it wrote its output leaves older parts.
     """
     try:
-        return any(part.stat().st_mtime_ns > out.stat().st_mtime_ns for part in parts)
+        written, *committed = (system.stat(path).st_mtime_ns for path in (out, *parts))
     except FileNotFoundError:
         return False  # the output has just replaced its work folder
+    return max(committed, default=0) > written
 
 
 def _unreadable(file: Path, error: BaseException) -> InputError:
@@ -176,7 +178,7 @@ def _unreadable(file: Path, error: BaseException) -> InputError:
 
 
 def _shard_folders(work: Path) -> list[Path]:
-    return sorted(folder for folder in work.glob("part-*") if folder.is_dir())
+    return [folder for folder in files_in(work, "part-*") if is_folder(folder)]
 
 
 def _work_parts(work: Path | None) -> list[Path]:
@@ -199,7 +201,7 @@ def _metadata(file: Path) -> pq.FileMetaData:
 
 
 def _file_rows(file: Path, row: int | None, errors: bool, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    with file.open("rb") as stream:
+    with open_named(file) as stream:
         parquet = pq.ParquetFile(stream, pre_buffer=False)
         names = None if columns is None else [name for name in parquet.schema_arrow.names if name in columns]
         for group in range(parquet.num_row_groups):

@@ -29,7 +29,7 @@ from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_
 from batchgen.engine.quantization import quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
-from batchgen.engine.settings import EngineResources, LoopSettings
+from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
 from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.kernels.backend import Backend
@@ -73,6 +73,13 @@ class Running:
     def page_bytes(self) -> int:
         """Bytes of one page, summed over all cache groups."""
         return cache_bytes(self.scheduler.config.cache_groups, 1)
+
+    def alone(self, row: int) -> Running:
+        """The run of one row that this job has held, in the same pool, when this job has run."""
+        workload = self.workload.alone(row)
+        kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
+        scheduler = Scheduler(workload.tree, workload.samples, workload.max_tokens, self.scheduler.config, kinds)
+        return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)
 
 
 class Engine:
@@ -234,6 +241,7 @@ class Engine:
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,
+        record: WorkRecord | None = None,
     ) -> Running:
         """Plan a job, allocate its KV pool and create its loop.
 
@@ -242,20 +250,25 @@ class Engine:
             done: [N] requests finished by an earlier run.
             prompt_ids: whether completions contain their prompt's ids.
             emit: called after each step with the events of rows that have `stream`.
+            record: is told which samples are running, and tells which rows do not run, or not with others.
         """
         config, spec = self.config, self.model.spec
         # Compile grammars now, so that no step waits for one.
         self.grammars.prepare(table.constraints(done))
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
         if table.embeds_id is not None and not self.model.accepts_embeds():
-            workload.refuse_embeds()
+            workload.refuse_embeds(spec.name)
+        if record is not None:
+            workload.set_aside(record.set_aside)
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
         pool, pages, tokens = self._pool_for(workload, seqs, tokens)
         workload.skip_too_large(pages - 1, config.page_size)
+        if record is not None:
+            workload.hold(record.alone)
         scheduler = self._scheduler(workload, pages, seqs, tokens)
-        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit)
+        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 
@@ -332,6 +345,7 @@ class Engine:
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,
+        record: WorkRecord | None = None,
     ) -> Loop:
         config = self.config
         assert self.backend is not None
@@ -345,6 +359,7 @@ class Engine:
             repetition_scope=config.repetition_penalty_scope,
             exact_states=config.hidden_states_dtype == "float32",
             queue_bytes=self.queue_bytes,
+            record=record,
         )
         return Loop(workload, scheduler, pool, resources, settings, emit)
 

@@ -22,7 +22,7 @@ from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.step_times import StepTimes
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.engine.workload import JobWorkload
-from batchgen.errors import DeviceError, ErrorInfo
+from batchgen.errors import DeviceError, ErrorInfo, row_error
 from batchgen.kernels.types import KVPool
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
@@ -84,7 +84,9 @@ class Loop:
         device, backend = resources.device, resources.backend
         self._workload = workload
         self._scheduler = scheduler
-        self._page_size = pool.page_size
+        self.settings = settings
+        """Options of the job."""
+        self._record, self._resources, self._emit = settings.record, resources, emit
         self._batch = running = InputBatch()
         self._logprobs = logprobs = LogprobColumns()
         # The closure must not hold `self`: that cycle would keep the pool alive after the job.
@@ -108,6 +110,10 @@ class Loop:
         self.over = False
         """Whether `run` has ended, so that the pool is not used any more."""
         self.state = LoopState(kv_pages=max(0, pool.num_pages - 1))
+
+    def again(self, workload: JobWorkload, scheduler: Scheduler) -> Loop:
+        """A loop for further requests of the job, when this one has run."""
+        return Loop(workload, scheduler, self._context.pool, self._resources, self.settings, self._emit)
 
     @property
     def outputs(self) -> D2HQueue:
@@ -135,12 +141,14 @@ class Loop:
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` returns True; unfinished prompts yield nothing."""
         try:
-            yield from self._open.without_steps(self.state.kv_pages, self._page_size)
+            yield from self._open.without_steps()
             with DeferredGC() as deferred_gc:
                 yield from self._steps(stop, deferred_gc)
         finally:
             self._runner.close()
             self.over = True
+            if self._record is not None:
+                self._record.end_all()
 
     def _steps(self, stop: Callable[[], bool], deferred_gc: DeferredGC) -> Iterator[list[Completion]]:
         last: InFlightStep | None = None
@@ -149,6 +157,8 @@ class Loop:
             plan = self._scheduler.step()
             if plan is None:
                 break
+            if self._record is not None:
+                self._record.step()
             self._add_sequences(plan)
             ended = _StepResult()
             read_last = partial(self._consume, last, ended)
@@ -198,6 +208,9 @@ class Loop:
         started = {number: self._remove(number) for number in self._scheduler.cancel(index)}
         unstarted = waiting - self._scheduler.unended > len(started)
         yield from self._open.fail(self._workload.table[index], error, started, unstarted=unstarted)
+        if self._record is not None:
+            for number in started:
+                self._record.end(number)
 
     def run_dummy(self, job: DummyRun) -> None:
         """Run the steps of a dummy run, two in flight as in a job. The loop cannot be used afterwards."""
@@ -215,11 +228,13 @@ class Loop:
         """Add the sequences that a plan starts."""
         for start in plan.starts:
             request = self._workload.table[start.request]
+            if self._record is not None:
+                self._record.start(start.sequence, request.row_index)
             sequence = self._sequences[start.sequence] = self._open.start(start.sequence, request, start.sample_index)
             prompt_only = not request.max_new_tokens
             if prompt_only:
                 self._prompt_only.add(start.sequence)
-            self._batch.add(start.sequence, sequence, plain=not prompt_only)
+            self._batch.add(start.sequence, sequence, plain=not prompt_only and not sequence.ended)
 
     def _consume(self, in_flight: InFlightStep | None, ended: _StepResult) -> None:
         """Append a step's tokens to its sequences, once per step."""
@@ -245,6 +260,8 @@ class Loop:
         self.state.kv_pages_used = self._scheduler.pages_in_use
         for sequence in ended.sequences:
             yield from self._open.end(sequence, self._remove(sequence))
+            if self._record is not None:
+                self._record.end(sequence)
 
     def _append_tokens(self, in_flight: InFlightStep, finished: list[int]) -> int:
         """Append each sequence's token and collect the ended ones; returns the number of discarded tokens."""
@@ -260,6 +277,8 @@ class Loop:
             sequence = self._sequences[number]
             if row in sampled.errors:
                 sequence.fail(sampled.errors[row])
+            elif sequence.error is not None:
+                pass  # it could not be started
             elif self._prompt_only and number in self._prompt_only:
                 sequence.finish_reason = "length"
             elif row in sampled.exhausted:
@@ -268,16 +287,21 @@ class Loop:
             elif not sequence.append(int(sampled.tokens[row])):
                 continue
             finished.append(number)
+        for number, error in self._streams.step(numbers).items() if self._streams else ():
+            if not self._sequences[number].ended:
+                finished.append(number)
+            self._sequences[number].fail(error)
         for number in finished[before:]:
             self._batch.mark_ended(number)
-        if self._streams:
-            self._streams.step(numbers)
         return dropped
 
     def _remove(self, number: int) -> Sequence:
         """Remove an ended sequence from the batch."""
         sequence = self._sequences.pop(number)
         if sequence.request.params.needs_logprobs:
-            self._logprobs.finish(self._batch.slot(number), sequence)
+            try:
+                self._logprobs.finish(self._batch.slot(number), sequence)
+            except Exception as error:
+                sequence.fail(row_error(error, "collecting the logprobs"))
         self._batch.remove(number)
         return sequence

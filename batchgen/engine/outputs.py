@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.streaming import Streams
 from batchgen.engine.workload import JobWorkload
-from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.errors import ErrorInfo, row_error
 from batchgen.kernels.ops import Ops
 from batchgen.request.completion import CachedTokens, Completion, Score
+from batchgen.request.params import SamplingParams
 from batchgen.request.table import Request
 from batchgen.text.echo_suffix import add_echo_and_suffix
 from batchgen.text.stops import StopState, all_stop_token_ids
@@ -177,11 +178,11 @@ class Scores:
     def _score(self, request: Request, group: _OpenTexts) -> ErrorInfo | None:
         try:
             logprobs = self._prompts.target_logprobs(request.index)
-        except RowError as error:
-            return error.info
-        most_likely = self._prompts.most_likely_ids(request.index)
-        text = request.prompt_ids[request.score_start :]
-        group.texts[request.index] = _ScoredText(logprobs, bool((most_likely == text).all()))
+            most_likely = self._prompts.most_likely_ids(request.index)
+            text = request.prompt_ids[request.score_start :]
+            group.texts[request.index] = _ScoredText(logprobs, bool((most_likely == text).all()))
+        except Exception as error:
+            return row_error(error, "scoring the text")
         return None
 
     def _completion(self, request: Request, group: _OpenTexts) -> Completion:
@@ -242,14 +243,25 @@ class OpenPrompts:
         self._open: dict[int, _OpenPrompt] = {}
 
     def start(self, number: int, request: Request, sample_index: int) -> Sequence:
-        """Start sequence `number`, one sample of a request."""
-        sequence = self._sequence(request, sample_index)
+        """Start sequence `number`, one sample of a request; it has failed already if the row raises."""
+        sequence = self._sequence_or_failed(request, sample_index)
         if request.index not in self._open:
             self._open[request.index] = _OpenPrompt(remaining=request.params.samples)
         self._streams.start(number, sequence)
         if self.states is not None:
             self.states.add(number, request)
         return sequence
+
+    def _sequence_or_failed(self, request: Request, sample_index: int) -> Sequence:
+        try:
+            return self._sequence(request, sample_index)
+        except Exception as error:
+            # Its place in the step is kept, by a sequence without any of the row's options.
+            plain = SamplingParams()
+            stops = StopState(plain, self._tokenizer.eos_ids, self._tokenizer)
+            sequence = Sequence(replace(request, params=plain), sample_index, stops, ())
+            sequence.fail(row_error(error, "starting the row"))
+            return sequence
 
     def _sequence(self, request: Request, sample_index: int) -> Sequence:
         params, eos = request.params, self._tokenizer.eos_ids
@@ -266,14 +278,24 @@ class OpenPrompts:
 
     def end(self, number: int, sequence: Sequence) -> Iterator[list[Completion]]:
         """End a sample; yield its prompt's samples if it was the last one, then those of duplicate requests."""
-        done = self._outputs.finish_sample(sequence)
+        done = self._finished(number, sequence)
         if sequence.logits_state is not None:
             self._rules.finish(sequence.logits_state)
-        if self.states is not None:
-            done = self._with_states(number, done)
         if self._streams:
             self._streams.finish(number, done)
         yield from self._add(sequence, done)
+
+    def _finished(self, number: int, sequence: Sequence) -> Completion:
+        """The completion of an ended sample, or its row's error."""
+        try:
+            done = self._outputs.finish_sample(sequence)
+            return done if self.states is None else self._with_states(number, done)
+        except Exception as error:
+            sequence.fail(info := row_error(error, "finishing the text"))
+        if self.states is not None:
+            self.states.drop(number)
+        request = sequence.request
+        return Completion(request.row_index, request.prompt_index, sequence.sample_index, error=info, seed=request.seed)
 
     def fail(
         self, request: Request, error: ErrorInfo, started: dict[int, Sequence], *, unstarted: bool
@@ -287,7 +309,7 @@ class OpenPrompts:
             unstarted: whether other samples have not started; one completion represents them all.
         """
         samples = list(started.items())
-        never_started = self._sequence(request, 0) if unstarted else None
+        never_started = self._sequence_or_failed(request, 0) if unstarted else None
         if not samples and never_started is None:
             return
         group = self._open.setdefault(request.index, _OpenPrompt(0))
@@ -321,11 +343,21 @@ class OpenPrompts:
                 yield scored
             self.prompts.release(index)
             return
-        samples = self._outputs.finish_prompt(request, group.finished)
+        samples = self._joined(request, lambda: self._outputs.finish_prompt(request, group.finished))
         self.prompts.release(index)
         yield samples
         for follower in self._workload.followers_of(index):
-            yield self._outputs.copy_for_follower(follower, samples)
+            copied = partial(self._outputs.copy_for_follower, follower, samples)
+            yield self._joined(self._workload.table[follower], copied)
+
+    @staticmethod
+    def _joined(request: Request, join: Callable[[], list[Completion]]) -> list[Completion]:
+        """The completions of a prompt, or its row's error."""
+        try:
+            return join()
+        except Exception as error:
+            info = row_error(error, "collecting the samples")
+            return [Completion(request.row_index, request.prompt_index, error=info, seed=request.seed)]
 
     def _with_states(self, number: int, done: Completion) -> Completion:
         """The finished sample with the hidden states and routed experts that its row returns."""
@@ -337,35 +369,16 @@ class OpenPrompts:
         # A numpy array is used like a sequence of ints.
         return replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
 
-    def without_steps(self, num_pages: int, page_size: int) -> Iterator[list[Completion]]:
-        """Completions of requests that no step computes: idle ones, and those that cannot run.
-
-        `num_pages`: pages of the pool, of `page_size` tokens each.
-        """
-        workload = self._workload
-        for index in workload.idle.tolist():
-            request = workload.table[index]
-            samples = [self._empty(request, i) for i in range(request.params.n)]
-            if request.params.best_of is not None:
-                samples[0] = replace(samples[0], dropped_tokens=0)
+    def without_steps(self) -> Iterator[list[Completion]]:
+        """Completions of requests that no step computes: idle ones, and those that cannot run."""
+        for index in self._workload.idle.tolist():
+            request = self._workload.table[index]
+            samples = self._joined(request, partial(self._empty, request))
             for sample in samples:
                 self._streams.finish_unstarted(request, sample)
             yield samples
-        for index, pages in workload.too_large.items():
-            request = workload.table[index]
-            error = ErrorInfo(
-                ErrorCode.OOM,
-                f"the prompt ({len(request.prompt_ids)} tokens) and up to {request.max_new_tokens} new tokens need "
-                f"{pages} KV pages of {page_size} tokens, but the pool has {num_pages}; "
-                "raise --kv-memory or lower max_new_tokens",
-            )
+        for index, error in self._workload.failed.items():
             yield from self._failed_completions(index, error)
-        for index in workload.refused:
-            name = self._model.spec.name
-            message = (
-                f"`input_embeds` cannot be given to a {name} model, which looks the ids up again; give `input_ids`"
-            )
-            yield from self._failed_completions(index, ErrorInfo(ErrorCode.UNSUPPORTED_FIELD, message, "input_embeds"))
 
     def _failed_completions(self, index: int, error: ErrorInfo) -> Iterator[list[Completion]]:
         """Error completions of a request that cannot run, and of its duplicates."""
@@ -376,7 +389,12 @@ class OpenPrompts:
             row = self._workload.table[each]
             yield [Completion(row.row_index, row.prompt_index, error=error, seed=row.seed)]
 
-    def _empty(self, request: Request, sample_index: int) -> Completion:
-        sequence = self._sequence(request, sample_index)
-        sequence.finish_reason = "length"
-        return self._outputs.finish_sample(sequence)
+    def _empty(self, request: Request) -> list[Completion]:
+        """The samples of a request that computes nothing."""
+        sequences = [self._sequence(request, index) for index in range(request.params.n)]
+        for sequence in sequences:
+            sequence.finish_reason = "length"
+        samples = list(map(self._outputs.finish_sample, sequences))
+        if request.params.best_of is not None:
+            samples[0] = replace(samples[0], dropped_tokens=0)
+        return samples

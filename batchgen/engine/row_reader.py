@@ -7,15 +7,16 @@ or in a file that the row names.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError, row_error
 from batchgen.media.root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.checks import invalid, show
@@ -38,6 +39,40 @@ _TABLE_ATTRIBUTES = ("keys", "columns", "column_names")
 """What tables have, and lists of prompts have not."""
 
 Floats = npt.NDArray[np.float32]
+
+
+class ReadRecord(Protocol):
+    """Is told which rows are being read, and knows which of them ended earlier runs. Rows are given by their index."""
+
+    @property
+    def refused(self) -> Mapping[int, ErrorInfo]:
+        """Row -> its error, for rows that are not read any more."""
+        ...
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether any row is read by itself."""
+        ...
+
+    def is_suspect(self, row: int) -> bool:
+        """Whether a row is read by itself."""
+        ...
+
+    def parsing(self, row: int) -> None:
+        """A row is being parsed; it is in work until `parsed` names it or a later one."""
+        ...
+
+    def parsing_alone(self, row: int) -> None:
+        """A row is about to be parsed, all before it are read, and no other is until it is."""
+        ...
+
+    def parsed(self, row: int) -> None:
+        """A row and all before it are read."""
+        ...
+
+    def end_reading(self) -> None:
+        """No row is being read."""
+        ...
 
 
 class ArrowTable(Protocol):
@@ -182,6 +217,8 @@ class ProcessedRow:
     error: ErrorInfo | None = None
     is_line: bool = False
     """Whether the row is an OpenAI batch line, as far as it could be read."""
+    prepared: Any = None
+    """What the caller of `RowReader.read` has prepared of it."""
 
 
 class RowReader:
@@ -205,22 +242,68 @@ class RowReader:
         """Hash of a duplicate id -> least number that may be free as its suffix."""
         self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
 
-    def read(self, rows: Iterable[RawRow]) -> Iterator[ProcessedRow]:
-        """Process rows, or the errors of those that cannot be read, and yield the results in order."""
+    def read(
+        self,
+        rows: Iterable[RawRow],
+        prepare: Callable[[ProcessedRow], object] | None = None,
+        record: ReadRecord | None = None,
+    ) -> Iterator[ProcessedRow]:
+        """Process rows, or the errors of those that cannot be read, and yield the results in order.
+
+        Whatever a row raises becomes its error; what cannot be a row's is raised (see `errors.row_error`).
+
+        Args:
+            rows: the rows, or why they cannot be read.
+            prepare: called with each row before it is in the table; gives its `prepared`, None if it raises.
+            record: is told which rows are being read; rows that it suspects are read one by one.
+        """
+        if record is None:
+            yield from self._read(rows, prepare, _parsing_nothing)
+            return
+        refused = record.refused
+        if refused:
+            rows = (_refused(raw, refused[raw.index]) if raw.index in refused else raw for raw in rows)
+        groups: Iterable[tuple[int | None, Iterable[RawRow]]] = [(None, rows)]
+        if record.has_suspects:
+            groups = groupby(rows, key=lambda raw: raw.index if record.is_suspect(raw.index) else None)
+        for suspect, group in groups:
+            for item in self._read(group, prepare, record.parsing if suspect is None else record.parsing_alone):
+                yield item
+                record.parsed(item.raw.index)
+        record.end_reading()
+
+    def _read(
+        self,
+        rows: Iterable[RawRow],
+        prepare: Callable[[ProcessedRow], object] | None,
+        parsing: Callable[[int], None],
+    ) -> Iterator[ProcessedRow]:
         # Values are freed one by one: embeddings are on disk once their row is parsed.
-        items = ((item, item.row) for item in map(self._parse, rows))
+        items = ((item, item.row) for item in (self._parse(raw) for raw in rows if parsing(raw.index) is None))
         for item, prompts in self._encoder.encode_rows(items):
             if isinstance(prompts, ErrorInfo):
                 item.error = prompts
             elif prompts is not None:
-                self._add_to_table(item, prompts)
+                item.prompts = prompts
+            if prepare is not None:
+                self._prepare(item, prepare)
+            if item.error is None:
+                self._add_to_table(item)
             yield item
+
+    @staticmethod
+    def _prepare(item: ProcessedRow, prepare: Callable[[ProcessedRow], object]) -> None:
+        try:
+            item.prepared = prepare(item)
+        except Exception as error:
+            info = row_error(error, "preparing the row's output")
+            item.error, item.prompts = item.error or info, ()
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:
+            (_, extra), line = _known_of(raw.found, raw.index)
             name = f"row-{raw.index}" if raw.id is None else raw.id
-            bare = raw._replace(found={})
-            return ProcessedRow(bare, name, row_extra(raw.found), error=raw.error, is_line=is_openai_line(raw.found))
+            return ProcessedRow(raw._replace(found={}), name, extra, error=raw.error, is_line=line)
         value = raw.value
         try:
             row = self._with_unique_id(parse_row(value, raw.index, self._defaults, raw.displaced))
@@ -228,10 +311,10 @@ class RowReader:
                 assert self._embeds is not None
                 raw, row = raw._replace(value=None), self._embeds.store(row)
             return ProcessedRow(raw, row.id, row.extra, row, is_line=row.dialect != "native")
-        except RowError as error:
-            found = row_id(value, raw.index), row_extra(value)
-            line = isinstance(value, Mapping) and is_openai_line(value)
-            return ProcessedRow(raw._replace(value=None), *found, error=error.info, is_line=line)
+        except Exception as error:
+            info = row_error(error, "checking the fields of the row")
+            found, line = _known_of(value, raw.index)
+            return ProcessedRow(raw._replace(value=None), *found, error=info, is_line=line)
 
     def _with_unique_id(self, row: ParsedRow) -> ParsedRow:
         if self._on_duplicate == "allow" or self._register(row.id):
@@ -256,9 +339,8 @@ class RowReader:
         self._seen.add(key)
         return True
 
-    def _add_to_table(self, item: ProcessedRow, prompts: Sequence[EncodedPrompt]) -> None:
-        item.prompts = prompts
-        for prompt in prompts:
+    def _add_to_table(self, item: ProcessedRow) -> None:
+        for prompt in item.prompts:
             self._table.append(
                 item.raw.index,
                 prompt.prompt_index,
@@ -270,6 +352,26 @@ class RowReader:
             )
             if prompt.score_start >= 0:
                 self._table.set_score_start(prompt.score_start)
+
+
+def _parsing_nothing(row: int) -> None:
+    """For rows of which no record is kept."""
+
+
+def _refused(raw: RawRow, error: ErrorInfo) -> RawRow:
+    """A row that is not parsed, with the id and fields that it gives."""
+    found = raw.found if raw.value is None else raw.value
+    return raw._replace(value=None, error=error).with_found(found)
+
+
+def _known_of(value: Any, row_index: int) -> tuple[tuple[str, Mapping[str, Any]], bool]:
+    """(id, carried fields) of a row with an error, and whether it is an OpenAI batch line; what raises is left out."""
+    try:
+        line = isinstance(value, Mapping) and is_openai_line(value)
+        return (row_id(value, row_index), row_extra(value)), line
+    except Exception as error:
+        row_error(error, "reading the id")  # raises what is not the row's
+        return (f"row-{row_index}", {}), False
 
 
 def _hash(row_id: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from batchgen.engine.sampling.constraints import GrammarState
 from batchgen.engine.sampling.logits_processor import RowLogitsState
-from batchgen.errors import ErrorInfo, RowError
+from batchgen.errors import ErrorInfo, row_error
 from batchgen.request.completion import Completion, FinishReason
 from batchgen.request.table import Request
 from batchgen.text.stops import FinishedText, StopState
@@ -123,14 +123,14 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     def append(self, token: int) -> bool:
-        """Append the next token; True if it ends the sequence."""
+        """Append the next token; True if it ends the sequence, be it by what the row raises."""
         most = self.request.max_new_tokens
         try:
             event = self.stops.append(token, last=len(self.output_ids) + 1 >= most)
-        except RowError as problem:
-            self.fail(problem.info)
+            ended = self.grammar is not None and self.grammar.accept(token)
+        except Exception as error:
+            self.fail(row_error(error, "looking for the row's stops"))
             return True
-        ended = self.grammar is not None and self.grammar.accept(token)
         if self.grammar is not None and self.grammar.error is not None:
             self.fail(self.grammar.error)
             return True

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.sampling.logits_processor import RepetitionScope
 from batchgen.engine.sampling.logprobs import LogprobsMode
+from batchgen.errors import ErrorInfo
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.models.base import Model
 from batchgen.request.processors import LoadedProcessor
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
+
+
+class WorkRecord(Protocol):
+    """Is told which rows are in work, and knows which rows ended earlier runs. Rows are given by their index."""
+
+    @property
+    def set_aside(self) -> Mapping[int, ErrorInfo]:
+        """Row -> its error, for rows that do not generate any more."""
+        ...
+
+    @property
+    def alone(self) -> Sequence[int]:
+        """Rows that generate by themselves when all others are done."""
+        ...
+
+    def start(self, number: int, row: int) -> None:
+        """Sample `number` of a row is about to start."""
+        ...
+
+    def end(self, number: int) -> None:
+        """Sample `number` has ended, and its completion is made."""
+        ...
+
+    def step(self) -> None:
+        """A step begins."""
+        ...
+
+    def end_all(self) -> None:
+        """No sample is running."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +77,5 @@ class LoopSettings:
     """Whether hidden states are returned in float32 instead of the model's dtype"""
     queue_bytes: int = QUEUE_BYTES
     """Most bytes of hidden states and prompt logprobs that are being copied to the host"""
+    record: WorkRecord | None = None
+    """Is told which samples are running; None: nobody asks"""

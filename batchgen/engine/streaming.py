@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.workload import JobWorkload
+from batchgen.errors import ErrorInfo, row_error
 from batchgen.request.completion import Completion, StreamEvent, Usage
 from batchgen.request.table import Request
 from batchgen.text.echo_suffix import echo_text
@@ -53,16 +54,25 @@ class Streams:
         if self._emit is not None and sequence.request.params.stream:
             self._open[number] = _Stream(sequence)
 
-    def step(self, numbers: Iterable[int]) -> None:
-        """Emit events for the sequences `numbers`, which have received a token or failed."""
+    def step(self, numbers: Iterable[int]) -> dict[int, ErrorInfo]:
+        """Emit events for the sequences `numbers`, which have received a token or failed.
+
+        Returns:
+            Errors of sequences whose event cannot be made, by number.
+        """
         events: list[StreamEvent] = []
+        failed: dict[int, ErrorInfo] = {}
         for number in numbers:
             stream = self._open.get(number)
             # A sample whose masks leave no token may end without another one.
             if stream is not None and stream.sequence.error is None and len(stream.sequence.output_ids) > stream.tokens:
-                events += self._for_all(stream.sequence.request, self._token(number, stream))
+                try:
+                    events += self._for_all(stream.sequence.request, self._token(number, stream))
+                except Exception as error:
+                    failed[number] = row_error(error, "making the row's events")
         if events and self._emit is not None:
             self._emit(events)
+        return failed
 
     def _token(self, number: int, stream: _Stream) -> StreamEvent:
         sequence = stream.sequence

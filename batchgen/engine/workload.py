@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.plan.estimate import find_dedup
 from batchgen.plan.length_predictor import EXACT
 from batchgen.plan.tree import PrefixTree, build_tree
@@ -37,10 +38,10 @@ class JobWorkload:
     """[F] leader of each of `followers`"""
     idle: npt.NDArray[np.int64]
     """[I] requests that remain but compute nothing: they return neither tokens nor prompt values"""
-    too_large: dict[int, int] = field(default_factory=dict)
-    """Request -> pages that it needs, if these are more than the whole pool"""
-    refused: list[int] = field(default_factory=list)
-    """Requests given as embeddings that the model does not accept"""
+    failed: dict[int, ErrorInfo] = field(default_factory=dict)
+    """Request -> why it cannot run, for the first request of each such prompt"""
+    held: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]] = field(default_factory=dict)
+    """Row -> its requests and their samples, for rows that run by themselves"""
     adapter: npt.NDArray[np.int32] | None = None
     """[N] adapter index of each request, -1 for none; None: no request has one"""
 
@@ -76,19 +77,54 @@ class JobWorkload:
         return found
 
     def skip_too_large(self, pages: int, page_size: int) -> None:
-        """Move requests that do not fit into `pages` pages even alone to `too_large`."""
+        """Move requests that do not fit into `pages` pages even alone to `failed`."""
         positions = np.diff(self.table.offsets) + self.max_tokens - 1
         needed = -(-positions // page_size)
         large = np.flatnonzero((needed > pages) & (self.samples > 0))
         if not len(large):
             return
         for index in self._skip(large):
-            self.too_large[index] = int(needed[index])
+            request = self.table[index]
+            self.failed[index] = ErrorInfo(
+                ErrorCode.OOM,
+                f"the prompt ({len(request.prompt_ids)} tokens) and up to {request.max_new_tokens} new tokens need "
+                f"{needed[index]} KV pages of {page_size} tokens, but the pool has {pages}; "
+                "raise --kv-memory or lower max_new_tokens",
+            )
 
-    def refuse_embeds(self) -> None:
-        """Move prompts given as embeddings to `refused`."""
+    def refuse_embeds(self, model: str) -> None:
+        """Move prompts given as embeddings, which a model of this name does not accept, to `failed`."""
         assert self.table.embeds_id is not None
-        self.refused.extend(self._skip(np.flatnonzero((self.table.embeds_id >= 0) & (self.samples > 0))))
+        problem = f"cannot be given to a {model} model, which looks the ids up again; give `input_ids`"
+        error = ErrorInfo(ErrorCode.UNSUPPORTED_FIELD, f"`input_embeds` {problem}", "input_embeds")
+        for index in self._skip(np.flatnonzero((self.table.embeds_id >= 0) & (self.samples > 0))):
+            self.failed[index] = error
+
+    def set_aside(self, errors: Mapping[int, ErrorInfo]) -> None:
+        """Move the requests of rows, and those that they duplicate, to `failed`. `errors`: by row index."""
+        for row, error in errors.items():
+            self.failed.update(dict.fromkeys(self._skip(self._computed_for(row)), error))
+
+    def hold(self, rows: Iterable[int]) -> None:
+        """Let rows, and what they duplicate, wait for runs of their own: `alone` gives their workloads."""
+        for row in rows:
+            requests = self._computed_for(row)
+            if len(requests):
+                self.held[row] = requests, self.samples[requests]
+                self.samples[requests] = 0
+
+    def alone(self, row: int) -> JobWorkload:
+        """The workload of one row that was held."""
+        requests, count = self.held[row]
+        samples = np.zeros_like(self.samples)
+        samples[requests] = count
+        return replace(self, samples=samples, idle=self.idle[:0], failed={}, held={})
+
+    def _computed_for(self, row: int) -> npt.NDArray[np.int64]:
+        """The requests that are computed for a row: its own, and those whose results it copies."""
+        own = np.flatnonzero((self.table.row_index == row) & ~self.done)
+        found = np.unique(np.where(self.samples[own] > 0, own, self.leader[own]))
+        return found[self.samples[found] > 0]
 
     def _skip(self, requests: npt.NDArray[np.int64]) -> list[int]:
         """Skip requests, with all other scored texts of their prompts; returns the first request of each prompt."""

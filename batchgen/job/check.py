@@ -109,7 +109,7 @@ def check_job(job: CheckedJob, as_json: bool = False) -> int:
     if as_json or config.report == STDIN:
         write_report(text, STDIN)
     if config.report is not None and config.report != STDIN:
-        write_report(text, config.report)
+        write_report(text, config.report, overwrite=config.existing == "overwrite")
     output.check(config.max_output_bytes)
     return 3 if config.max_errors.exceeded(report.rows_error, report.rows) else 0
 

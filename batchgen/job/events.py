@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from batchgen.data.files import is_file, open_to_append, open_to_replace, resolved, sync_folder, system
 from batchgen.errors import OutputError
 from batchgen.request.completion import StreamEvent
 
@@ -23,11 +24,12 @@ _IDS_KEPT = 1 << 14
 class EventWriter:
     """Writer of events as JSON lines, flushed after each step."""
 
-    def __init__(self, stream: BinaryIO, name: str, *, close: bool = True) -> None:
-        """`name` is for error messages; `close`: whether the writer closes the stream."""
+    def __init__(self, stream: BinaryIO, name: str, *, close: bool = True, durable: bool = False) -> None:
+        """`name` is for error messages; `close`: whether the writer closes the stream; `durable`: it is a file's."""
         self._stream = stream
         self._name = name
         self._close = close
+        self._durable = durable
 
     def __enter__(self) -> EventWriter:
         return self
@@ -41,6 +43,18 @@ class EventWriter:
             self._stream.close()
         except OSError as problem:
             if error is None:  # otherwise report the earlier error
+                raise _write_error(self._name, problem) from None
+
+    def sync(self) -> None:
+        """Make all events so far durable, if they are in a regular file. May be called from another thread.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        if self._durable:
+            try:
+                system.fsync(self._stream.fileno())
+            except OSError as problem:
                 raise _write_error(self._name, problem) from None
 
     def listener(self, id_of: Callable[[int], str]) -> Callable[[Sequence[StreamEvent]], None]:
@@ -79,16 +93,18 @@ def open_events(target: str, *, append: bool) -> EventWriter:
         return EventWriter(sys.stdout.buffer, "stdout", close=False)
     path = Path(target)
     try:
-        stream = path.open("r+b" if append and path.is_file() else "wb")
+        stream = open_to_append(path) if append and is_file(path) else open_to_replace(path)
     except OSError as problem:
         raise _write_error(target, problem) from None
     try:
-        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        regular = stat.S_ISREG(system.fstat(stream.fileno()).st_mode)
+        if regular:
             _truncate_partial_line(stream)
+            sync_folder(resolved(path).parent)
     except OSError as problem:
         stream.close()
         raise _write_error(target, problem) from None
-    return EventWriter(stream, target)
+    return EventWriter(stream, target, durable=regular)
 
 
 def _write_error(name: str, problem: OSError) -> OutputError:

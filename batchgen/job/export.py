@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Literal
 
 from batchgen.config.units import STDIN
 from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
+from batchgen.data.files import followed, is_file, open_named, same_file, size_of, temporary_beside
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.write.durable_files import refuse_existing, write_durably
@@ -45,7 +46,7 @@ def export_results(
     run = results.footer
     assert run is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
-    files = [path] if shape == "jsonl" else [path, errors_path(path)]
+    files = [followed(each) for each in ([path] if shape == "jsonl" else [path, errors_path(path)])]
 
     def write(streams: Sequence[BinaryIO]) -> ExportCounts:
         if shape == "jsonl":
@@ -62,9 +63,18 @@ def export_results(
 
 
 def write_files(
-    files: Sequence[Path], write: Callable[[Sequence[BinaryIO]], ExportCounts], overwrite: bool
+    files: Sequence[Path],
+    write: Callable[[Sequence[BinaryIO]], ExportCounts],
+    overwrite: bool,
+    temporary: Callable[[Path], Path] = temporary_beside,
 ) -> ExportCounts:
     """Write all files durably, the last one first; none appears under its name if an earlier one fails.
+
+    Args:
+        files: their paths.
+        write: writes the content of all.
+        overwrite: whether existing files are replaced.
+        temporary: path of a file -> path of its content until it is complete, on the same file system.
 
     Raises:
         OutputError: a file exists, or cannot be written.
@@ -77,7 +87,8 @@ def write_files(
         if len(streams) == len(files):
             found.append(write(streams))
         else:
-            write_durably(files[len(streams)], lambda stream: write_next([*streams, stream]))
+            path = files[len(streams)]
+            write_durably(path, lambda stream: write_next([*streams, stream]), temporary(path))
 
     write_next([])
     return found[0]
@@ -96,11 +107,11 @@ def _refuse_overwriting_sources(targets: Sequence[Path], out: Path, run: Mapping
 def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
     """Whether `target` is the recorded file: by its name or, since files may have moved, by its content."""
     with suppress(OSError):
-        if target.samefile(recorded["path"]):
+        if same_file(target, Path(recorded["path"])):
             return True
-    if not target.is_file() or target.stat().st_size != recorded["size"]:
+    if not is_file(target) or size_of(target) != recorded["size"]:
         return False
-    with target.open("rb") as stream:
+    with open_named(target) as stream:
         return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded["sha256"])
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -20,7 +20,7 @@ from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.schema import extra_json
 from batchgen.data.write.spool import BlobSpool, TokenSpool
-from batchgen.engine.row_reader import ProcessedRow
+from batchgen.engine.row_reader import ProcessedRow, ReadRecord
 from batchgen.errors import InputError
 from batchgen.job.setup import Setup
 from batchgen.request.columns import Columns
@@ -47,10 +47,10 @@ class RowTexts(Columns):
         self.spool = spool
         self._rows = array("q")
 
-    def add(self, row_index: int, row_id: str, extra: str | None, prompts: list[str | None] | None) -> None:
-        """Add a row. Rows must come in ascending order."""
+    def add(self, row_index: int, texts: bytes) -> None:
+        """Add a row: JSON of its id, carried fields and prompt texts. Rows must come in ascending order."""
         self._rows.append(row_index)
-        self.spool.append(orjson.dumps([row_id, extra, prompts]))
+        self.spool.append(texts)
 
     def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str | None] | None]:
         rows = self._rows  # without bad rows, each row is at its own index
@@ -116,6 +116,7 @@ def ingest(
     folder: Path,
     scratch: Path,
     on_row: Callable[[int], None] = lambda rows: None,
+    record: ReadRecord | None = None,
     on_bad: OnBadRow = lambda completion, row_id, extra: None,
 ) -> Ingested:
     """Read, parse and tokenise every row.
@@ -126,6 +127,7 @@ def ingest(
         folder: receives the files `tokens`, `texts` and `bad`, which the caller removes.
         scratch: receives the embeddings given in rows, in a file that has no name.
         on_row: called with the number of rows read so far.
+        record: is told which rows are being read.
         on_bad: called for each bad row, also for those that are skipped.
 
     Raises:
@@ -137,16 +139,16 @@ def ingest(
     result = Ingested(table, tokens, RowTexts(BlobSpool(folder / TEXTS)), BlobSpool(folder / BAD))
     reader = setup.front_end.row_reader(table, setup.defaults, config.on_duplicate_id)
     carry = effective_carry(config.carry, include_source=config.include_source)
+    decode = setup.decode_prompt if config.include_prompt else None
+    rows = inputs.rows(config.prompt_column, config.id_column, selection_of(config))
     try:
-        for row in reader.read(inputs.rows(config.prompt_column, config.id_column, selection_of(config))):
+        for row in reader.read(rows, lambda row: _prepared(row, carry, decode), record):
             result.rows += 1
             on_row(result.rows)
-            carried = {**row.raw.displaced, **row.extra} if row.raw.displaced else row.extra
-            extra = _carried_json(carry, carried)
             if row.error is not None:
-                _add_bad(result, row, extra, config, on_bad)
+                _add_bad(result, row, config, on_bad)
             else:
-                _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
+                _add_good(result, row)
         result.truncated = setup.front_end.encoder.truncated
         result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
         result.carried_options = dict(setup.defaults.carried_options.rows)
@@ -157,9 +159,31 @@ def ingest(
     return result
 
 
-def _add_bad(result: Ingested, row: ProcessedRow, extra: str | None, config: RunConfig, on_bad: OnBadRow) -> None:
+class _Prepared(NamedTuple):
+    """What the output needs of a row besides its result."""
+
+    extra: str | None
+    """Its carried fields, as JSON"""
+    texts: bytes
+    """Its entry in `RowTexts`; empty for a row with an error"""
+
+
+def _prepared(row: ProcessedRow, carry: Carry, decode: Callable[[list[int]], str] | None) -> _Prepared:
+    """Everything of a row that may raise, before the row is counted; `decode`: gives the texts of prompts, if asked."""
+    extra = _carried_json(carry, {**row.raw.displaced, **row.extra} if row.raw.displaced else row.extra)
+    if row.error is not None:
+        return _Prepared(extra, b"")
+    prompts = None
+    if decode is not None:
+        firsts = [prompt for prompt in row.prompts if prompt.text_index == 0]
+        prompts = [decode(_prompt_ids(prompt)) if prompt.embeds is None else None for prompt in firsts]
+    return _Prepared(extra, orjson.dumps([row.id, extra, prompts]))
+
+
+def _add_bad(result: Ingested, row: ProcessedRow, config: RunConfig, on_bad: OnBadRow) -> None:
     assert row.error is not None
     error, index = row.raw.locate(row.error), row.raw.index
+    extra = None if row.prepared is None else row.prepared.extra
     if config.on_bad_row == "fail":
         what = f"{error.code}: {printable(error.message)}"
         raise InputError(f"row {index} (id {row.id!r}) is invalid: {what}")
@@ -173,16 +197,11 @@ def _add_bad(result: Ingested, row: ProcessedRow, extra: str | None, config: Run
     on_bad(Completion(index, error=error), row.id, extra)
 
 
-def _add_good(
-    result: Ingested, row: ProcessedRow, extra: str | None, decode: Callable[[list[int]], str] | None
-) -> None:
+def _add_good(result: Ingested, row: ProcessedRow) -> None:
     assert row.row is not None
     index = row.raw.index
     first_texts = [prompt for prompt in row.prompts if prompt.text_index == 0]
-    prompts = None
-    if decode is not None:
-        prompts = [decode(_prompt_ids(prompt)) if prompt.embeds is None else None for prompt in first_texts]
-    result.texts.add(index, row.id, extra, prompts)
+    result.texts.add(index, row.prepared.texts)
     parsed, first = row.row, row.row.prompts[0]
     result.plain += isinstance(first, TextPrompt) and parsed.dialect == "native" and not parsed.completions
     # The answer is a chat message if the row has messages, or `--chat` made its text one.

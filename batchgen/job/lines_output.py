@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.data.export import ExportCounts, row_shapes, write_as_given
+from batchgen.data.files import is_file, remove_file, sync_folder
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.view import Results, Totals, read_totals
 from batchgen.data.write.durable_files import read_footer
@@ -43,10 +44,11 @@ class LinesOutput:
             budget.check(sum(stream.tell() for stream in streams))
             return counts
 
-        write_files(files, write, overwrite=True)
+        write_files(files, write, True, lambda path: whole.with_name(path.name))
         errors = errors_path(self._path)
-        if not lines and errors.is_file() and has_only_marks(errors):
-            errors.unlink()  # of the output that was replaced
+        if not lines and is_file(errors) and has_only_marks(errors):
+            remove_file(errors)  # of the output that was replaced
+            sync_folder(errors.parent)
         self.totals = read_totals(whole)
 
     def _pieces(self) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from batchgen.config.run_config import RunConfig
 from batchgen.data.export import read_line_totals
+from batchgen.data.files import exists, files_in, is_folder, resolved
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
@@ -109,8 +110,8 @@ class OpenedJob:
 
     def _policy(self) -> Policy:
         named, existing = self._config.reuse, self._config.existing
-        names_output = named is not None and Path(named).resolve() in {
-            each.resolve() for each in (self._config.output, self.paths.result, self.paths.work)
+        names_output = named is not None and resolved(Path(named)) in {
+            resolved(each) for each in (self._config.output, self.paths.result, self.paths.work)
         }
         return "resume-anyway" if names_output and existing == "resume" else existing
 
@@ -147,7 +148,7 @@ class OpenedJob:
         if self._changed_environment(other.job):
             return FingerprintError(f"{text} Results would differ, so no row can be reused.")
         files, out = self._other_files(), self.paths.result
-        options = "--resume-anyway" if not out.exists() else f"--reuse {out} or --resume-anyway"
+        options = "--resume-anyway" if not exists(out) else f"--reuse {out} or --resume-anyway"
         if not files or (counted := self._count(files)) is None:
             return FingerprintError(text)
         if not counted[0]:
@@ -159,7 +160,7 @@ class OpenedJob:
 
     def _other_files(self) -> list[ReuseFile]:
         """The files of the job that was refused."""
-        if self.paths.result.exists():
+        if exists(self.paths.result):
             return [] if is_lines(self.paths.result) else files_of(self.paths.result)
         parts = map(part_file, [*part_files(self.paths.work), *earlier_parts(self.paths.work)])
         return [file for file in parts if file is not None]
@@ -203,7 +204,7 @@ def clock_record(setup: Setup) -> dict[str, Any]:
 
 def _clock_of(out: Path) -> str | None:
     """The time that another job saw, from its finished output, a folder of shards or unfinished work."""
-    first = next(iter(sorted(out.glob("part-*.parquet"))), out) if out.is_dir() else out
+    first = next(iter(files_in(out, "part-*.parquet")), out) if is_folder(out) else out
     record = read_footer(first) or read_state(out) or read_state(output_paths(out).work) or {}
     return record.get("clock")
 

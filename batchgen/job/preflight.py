@@ -16,8 +16,9 @@ from pathlib import Path
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
+from batchgen.data.files import followed, resolved, status_of, system
 from batchgen.data.read.input_files import FoundInput, find_inputs
-from batchgen.data.read.reserved_paths import ReservedPaths
+from batchgen.data.read.reserved_paths import ReservedPaths, refuse_other_file
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.check import CheckedModel, check_model
@@ -87,12 +88,12 @@ def check_output_targets(config: RunConfig, inputs: Iterable[FoundInput]) -> Non
         OutputError: the report cannot be written.
     """
     reserved = reserved_paths(config)
-    options_by_path: dict[str, str] = {}
+    options_by_path: dict[Path, str] = {}
     for option, target in (("--events", config.events), ("--report", config.report)):
         if target in (None, STDIN) or _is_special(Path(str(target))):
             continue
-        path = os.path.realpath(str(target))
-        if reserved.is_result(path):
+        path = resolved(Path(str(target)))
+        if reserved.is_result(str(path)):
             raise UsageError(f"`{option}` {target} is part of the job's output; give another name")
         if path in options_by_path:
             raise UsageError(f"`{option}` {target} is the same file as `{options_by_path[path]}`; give another name")
@@ -101,13 +102,14 @@ def check_output_targets(config: RunConfig, inputs: Iterable[FoundInput]) -> Non
                 f"`{option}` {target} is an input of the job; give another name, which no input pattern matches"
             )
         options_by_path[path] = option
+        refuse_other_file(option, str(target), config.existing == "overwrite")
     if config.report not in (None, STDIN):
-        _check_writable(Path(str(config.report)))
+        _check_writable(followed(Path(str(config.report))))
 
 
 def _status(path: Path) -> os.stat_result | None:
     with suppress(OSError):
-        return path.stat()
+        return status_of(path)
     return None
 
 
@@ -123,7 +125,7 @@ def _is_input(path: Path, inputs: Iterable[FoundInput]) -> bool:
         return False
     for file in inputs:
         with suppress(OSError):
-            if os.path.samestat(status, os.fstat(0) if file.path == STDIN else Path(file.path).stat()):
+            if os.path.samestat(status, system.fstat(0) if file.path == STDIN else system.stat(Path(file.path))):
                 return True
     return False
 
@@ -138,9 +140,9 @@ def _check_writable(path: Path) -> None:
     number = 0
     if status is not None and stat.S_ISDIR(status.st_mode):
         number = errno.EISDIR
-    elif status is None and not os.access(path.parent, os.F_OK):
+    elif status is None and not system.access(path.parent, os.F_OK):
         number = errno.ENOENT
-    elif not os.access(path if status is not None else path.parent, os.W_OK):
+    elif not system.access(path if _is_special(path) else path.parent, os.W_OK):
         number = errno.EACCES
     if number:
         raise OutputError(f"cannot write the report {path}: {os.strerror(number)}")

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from batchgen.data.write.committed import first_of_prompt
 from batchgen.job.setup import Setup
 from batchgen.models.check import CheckedModel
+from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
@@ -87,8 +88,8 @@ def _hash_of_params(setup: Setup, facts: Mapping[str, Any], params: SamplingPara
     """A hash of the environment and a parameter set, to be continued; fields at their defaults do not count."""
     named = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
     for name in _JSON & named.keys():
-        with suppress(ValueError):
-            named[name] = json.loads(named[name])  # its spaces do not count
+        with suppress(ForeignTextError):
+            named[name] = read_json(named[name])  # its spaces do not count
     parts: dict[str, Any] = {"environment": facts, "params": named}
     if params.lora_path is not None:
         parts["adapter"] = dict(setup.spec.adapters)[params.lora_path]

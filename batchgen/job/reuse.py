@@ -15,36 +15,52 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.data.carry import carried_columns
+from batchgen.data.files import exists, resolved
 from batchgen.data.view import open_results
 from batchgen.data.write.committed import Committed, find_prompts
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter, part_schema
 from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows, find_moves, has_hashes, part_file
-from batchgen.data.write.schema import SCHEMA
+from batchgen.data.write.schema import SCHEMA, OutputRow
 from batchgen.data.write.work_folder import WorkFolder, output_paths, read_state
 from batchgen.engine.workload import JobWorkload
-from batchgen.errors import UsageError
+from batchgen.errors import UsageError, row_error
 from batchgen.job.ingest import Ingested
 from batchgen.job.request_hashes import request_hashes
 from batchgen.job.setup import Setup
-from batchgen.request.completion import CachedTokens
+from batchgen.request.completion import CachedTokens, Completion
 
 
 class RequestHashes:
-    """Request hashes of a job's prompts by (row_index, prompt_index); 20 bytes a prompt."""
+    """Request hashes of a job's prompts by (row_index, prompt_index), 20 bytes a prompt; what is written of them."""
 
     def __init__(self, setup: Setup, rows: Ingested) -> None:
         hashes, row, prompt = request_hashes(setup, rows.table)
         self.prompts = Prompts(row, prompt, hashes)
         self._rows = array("q", row.tobytes())
         self._hashes = array("q", hashes.tobytes())
+        self._texts = rows.texts
 
     def of(self, row: int, prompt: int) -> int:
         """The hash of a prompt of the job."""
         rows = self._rows  # with one prompt in every row, each row is at its own index
         own = row < len(rows) and rows[row] == row and (not row or rows[row - 1] != row)
         return self._hashes[(row if own else bisect_left(rows, row)) + prompt]
+
+    def output_rows(self, group: Sequence[Completion]) -> list[OutputRow]:
+        """What is written of the samples of one prompt; its row's error if that raises."""
+        first = group[0]
+        row_id = f"row-{first.row_index}"
+        try:
+            row_id, extra, prompts = self._texts[first.row_index]
+            prompt = prompts[first.prompt_index] if prompts else None
+            found = None if first.error is not None else self.of(first.row_index, first.prompt_index)
+        except Exception as error:
+            info = row_error(error, "reading the row's id and carried fields again")
+            done = Completion(first.row_index, first.prompt_index, error=info, seed=first.seed)
+            return [OutputRow(done, row_id)]
+        return [OutputRow(completion, row_id, extra, prompt, found) for completion in group]
 
 
 def files_of(out: Path) -> list[ReuseFile]:
@@ -54,7 +70,7 @@ def files_of(out: Path) -> list[ReuseFile]:
         InputError: there are no results, or a file is not batchgen's.
         UsageError: the results cannot be reused.
     """
-    if is_lines(out) and out.exists():
+    if is_lines(out) and exists(out):
         raise UsageError(
             f"{out} holds JSON lines, which do not say what was asked for. Rows are reused from Parquet: write -o "
             "OUT.parquet, and `batchgen export` the lines."
@@ -76,7 +92,7 @@ def _finished(file: Path) -> ReuseFile:
         return ReuseFile(file)
     states = output_paths(file).states
     folder = output_paths(file.absolute().parent).states / file.name  # of a shard
-    return ReuseFile(file, states if states.exists() or not folder.exists() else folder)
+    return ReuseFile(file, states if exists(states) or not exists(folder) else folder)
 
 
 def reusable_files(work: WorkFolder, named: Path | None) -> list[ReuseFile]:
@@ -91,7 +107,7 @@ def reusable_files(work: WorkFolder, named: Path | None) -> list[ReuseFile]:
     replaced = state.get("overwrite") and state.get("emptied_by") != work.identity.key
     if replaced and not is_lines(result) and read_footer(result) is not None and has_hashes(result):
         found.append(_finished(result))
-    if named is not None and named.resolve() not in {result.resolve(), work.paths.work.resolve()}:
+    if named is not None and resolved(named) not in {resolved(result), resolved(work.paths.work)}:
         found += files_of(named)
     return found
 

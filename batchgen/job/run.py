@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.data.files import exists
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.view import Totals, read_totals
 from batchgen.data.write.committed import Committed, first_of_prompt
@@ -30,8 +31,9 @@ from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
-from batchgen.job.events import EventWriter, open_events
+from batchgen.job.events import open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
+from batchgen.job.in_work import InWork
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.lines_output import LinesOutput
 from batchgen.job.opening import OpenedJob, clock_record, refuse_named
@@ -120,9 +122,13 @@ class _Job:
         if work is None:
             return finished_summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()
-        with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
+        self.in_work = InWork(work, retry_errors=self.config.retry_errors)
+        self.stop.abandon = self.in_work.close
+        with work, self.in_work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
+            for path in work.foreign:
+                self.progress.note(f"{path} was found in the work folder and is not this user's file: it is set aside")
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
@@ -148,10 +154,14 @@ class _Job:
         config = self.config
         # Found before the rows are read, so that a wrong --reuse fails early.
         files = reusable_files(work, None if config.reuse is None else Path(config.reuse))
+        resumed = len(committed) > 0 or bool(files)
+        # Opened before the computation, so that a bad path fails early.
+        opened = nullcontext() if config.events is None else open_events(config.events, append=resumed)
         with (
-            self._events(len(committed) > 0 or bool(files)) as events,
+            opened as events,
             PartWriter(work, config.commit_every, config.commit_seconds, max_bytes=config.max_output_bytes) as writer,
         ):
+            writer.before_part = None if events is None else events.sync
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
@@ -163,16 +173,19 @@ class _Job:
             done = reuse.done
             self._init_row_counts(rows, done)
             with self._phase("loading"):
-                loaded = self._wait_for_model(model, rows)
-                engine = setup.engine(loaded)
+                engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
-                running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
+                ids = self.config.include_prompt_ids
+                running = engine.start(rows.table, done, prompt_ids=ids, emit=emit, record=self.in_work)
                 reuse.commit(rows, running.workload, work, writer)
             if self.progress.shows_time_left:
                 self.eta = EtaTracker.of_job(running, setup.spec)
             with self._phase("generating"):
                 self._generate(running, rows, hashes, writer)
+                for row in running.workload.held:
+                    self.in_work.run_alone(row)
+                    self._generate(running.alone(row), rows, hashes, writer)
             for note in running.loop.notes:
                 self.progress.note(note)
         if self.stop.requested:
@@ -181,8 +194,8 @@ class _Job:
         self.opened.close()
         with self._phase("writing"):
             totals = self._write(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
-        resumed = len(np.unique(committed.row_index)) + reuse.rows
-        summary = self._summary(identity, rows, totals, resumed, running)
+        taken = len(np.unique(committed.row_index)) + reuse.rows
+        summary = self._summary(identity, rows, totals, taken, running)
         advice = [*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)]
         return replace(
             summary, kernels=engine.kernels, advice=advice, engine={**summary.engine, **asdict(writer.stats)}
@@ -221,10 +234,6 @@ class _Job:
             self.progress.note(f"no row is reused: {self.config.reuse} does not hold another job's results")
         return reuse
 
-    def _events(self, resumed: bool) -> EventWriter | nullcontext[None]:
-        """The event writer, if `--events` is given; opened before the computation, so that a bad path fails early."""
-        return nullcontext() if self.config.events is None else open_events(self.config.events, append=resumed)
-
     def _rows(
         self,
         work: WorkFolder,
@@ -252,11 +261,11 @@ class _Job:
 
         # Rows that fail in parsing are found again: `on_error` removes them.
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
-        key = tokenized_key(identity, setup)
+        key = tokenized_key(identity, setup, self.in_work.refused)
         rows = _load_rows(work, key, committed, setup)
         if rows is None:
             discard_tokenized(work.tokenized)
-            rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row)
+            rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row, self.in_work)
             save_tokenized(rows, work.tokenized, key)
         self.opened.callback(rows.close, keep=True)
         setup.front_end.grammars.release()
@@ -292,12 +301,13 @@ class _Job:
         for group in running.loop.run(lambda: self._tick(running)):
             began = time.perf_counter()
             self.generated = True
-            writer.add([self._output(c, rows, hashes) for c in group])
+            written = hashes.output_rows(group)
+            writer.add(written)
             self.output_seconds += time.perf_counter() - began
-            first = group[0]
+            first = written[0].completion
             if first.error is not None and first.row_index not in self.failed:
                 self.failed.add(first.row_index)
-                self.reasons.add(first, rows.texts[first.row_index][0])
+                self.reasons.add(first, written[0].id)
                 rows.errors[first.error.code] += 1
                 self._report(rows_error=self._errors(rows))
                 self._check_max_errors(rows)
@@ -320,12 +330,6 @@ class _Job:
         )
         return self.stop.requested
 
-    def _output(self, completion: Completion, rows: Ingested, hashes: RequestHashes) -> OutputRow:
-        row_id, extra, prompts = rows.texts[completion.row_index]
-        prompt = prompts[completion.prompt_index] if prompts else None
-        found = hashes.of(completion.row_index, completion.prompt_index) if completion.error is None else None
-        return OutputRow(completion, row_id, extra, prompt, found)
-
     def _errors(self, rows: Ingested) -> int:
         """Number of rows that failed so far."""
         return rows.errors.total() + self.errors_before
@@ -336,7 +340,7 @@ class _Job:
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
             if self.errors_before:
                 codes = ", ".join(filter(None, (codes, f"in earlier runs {self.errors_before:,}")))
-            self.nothing_valid = not len(rows.table) and not self.result.exists()
+            self.nothing_valid = not len(rows.table) and not exists(self.result)
             shown = f"batchgen show {quote(str(self.result))} --errors"
             if self.nothing_valid:
                 shown = f"batchgen check {' '.join(map(quote, self.config.inputs))}, with this command's options"

@@ -41,6 +41,8 @@ class StopRequest:
         self._request: tuple[str, int] | None = None
         self.commit: Callable[[], None] = lambda: None
         """Commits all finished rows; called from another thread if the loop does not end in time."""
+        self.abandon: Callable[[], None] = lambda: None
+        """Called from another thread just before a signal ends the process without unwinding."""
 
     def request(self, reason: str, exit_status: int) -> None:
         """Request a stop."""
@@ -122,6 +124,7 @@ def _watch(reader: socket.socket, stop: StopRequest, exit_now: Callable[[int], N
             if number in (signal.SIGINT, signal.SIGTERM):
                 stops += 1
                 if stops > 1:
+                    stop.abandon()
                     exit_now(128 + number)
                 else:
                     timer = threading.Timer(grace, _on_grace_expired, (stop, exit_now, 128 + number))
@@ -137,6 +140,7 @@ def _on_grace_expired(stop: StopRequest, exit_now: Callable[[int], None], status
         stop.commit()
     with suppress(OSError, ValueError):
         sys.stderr.write("stopped during a long step; finished rows are committed. Run the same command again.\n")
+    stop.abandon()
     exit_now(stop.exit_status or status)
 
 

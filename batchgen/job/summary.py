@@ -16,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.data.export import read_line_totals
+from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_beside
+from batchgen.data.read.reserved_paths import refuse_other_file
 from batchgen.data.view import Totals, first_answer, read_totals
-from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.durable_files import read_footer, replace_durably
 from batchgen.data.write.lines import errors_path, is_lines
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.request.printable import encodable, format_size, printable
@@ -116,11 +118,11 @@ def counted(totals: Totals) -> dict[str, Any]:
     }
 
 
-def write_report(text: str, target: str, stdout: TextIO | None = None) -> None:
-    """Write a report, which is JSON, to a file, or to stdout for "-".
+def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwrite: bool = False) -> None:
+    """Write a report, which is JSON, to a file, or to stdout for "-". A regular file is replaced atomically.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: the file cannot be written, or it is no earlier report and `overwrite` is not set.
     """
     text += "\n"
     if target == "-":
@@ -128,8 +130,14 @@ def write_report(text: str, target: str, stdout: TextIO | None = None) -> None:
         stream.write(text)
         stream.flush()
         return
+    path = followed(Path(target))
+    refuse_other_file("--report", target, overwrite)
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        if exists(path) and not is_file(path):
+            with open_to_replace(path) as pipe:
+                pipe.write(text.encode())
+        else:
+            replace_durably(path, lambda stream: stream.write(text.encode()), temporary_beside(path))
     except OSError as problem:
         raise OutputError(f"cannot write the report {target}: {problem.strerror}") from None
 
@@ -227,7 +235,7 @@ def _where_errors_are(output: str) -> str:
     path = Path(output)
     if not is_lines(path):
         return f"batchgen show {shlex.quote(output)} --errors"
-    return str(errors_path(path) if errors_path(path).exists() else path)
+    return str(errors_path(path) if exists(errors_path(path)) else path)
 
 
 def _steps(engine: Mapping[str, Any]) -> str:

@@ -13,9 +13,8 @@ A cache that is incomplete or of another job is ignored.
 from __future__ import annotations
 
 import json
-import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
@@ -27,14 +26,16 @@ import numpy.typing as npt
 import orjson
 
 from batchgen import __version__
+from batchgen.data.files import open_own, remove_file
 from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.spool import BlobSpool, TokenSpool
-from batchgen.errors import ErrorCode, ErrorInfo, OutputError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import BAD, TEXTS, TOKENS, Ingested, RowTexts
 from batchgen.job.setup import Setup
 from batchgen.request.columns import Columns
 from batchgen.request.completion import Completion
+from batchgen.request.foreign_text import read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
@@ -46,8 +47,11 @@ _MAX_PARAMS: Final = 1 << 16
 _DEFAULTS: Final = asdict(SamplingParams())
 
 
-def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
-    """Cache key: the job, and everything else that the parsing and tokenising of a row depends on."""
+def tokenized_key(identity: JobIdentity, setup: Setup, set_aside: Iterable[int]) -> str:
+    """Cache key: the job, and everything else that the parsing and tokenising of a row depends on.
+
+    `set_aside`: rows that were not read, because earlier runs died of them.
+    """
     parts = {
         "job": identity.run.key,
         "versions": [__version__, *map(version, ("tokenizers", "transformers"))],
@@ -56,13 +60,14 @@ def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
         "events": setup.config.events is not None,
         "media_root": setup.config.engine.media_root,
         "clock": setup.front_end.tokenizer.clock_text,
+        "set_aside": sorted(set_aside),
     }
     return json.dumps(parts, sort_keys=True, default=str)
 
 
 def discard_tokenized(folder: Path) -> None:
     """Invalidate the cache, before rows are read into the folder."""
-    (folder / _COLUMNS).unlink(missing_ok=True)
+    remove_file(folder / _COLUMNS)
 
 
 def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
@@ -99,13 +104,13 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
 def load_tokenized(folder: Path, key: str) -> Ingested | None:
     """The rows cached by an earlier run with the same key; None if there is no valid cache. Reports no bad rows."""
     try:
-        with (folder / _COLUMNS).open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            metadata = json.loads(archive[_METADATA].tobytes())
+        with open_own(folder / _COLUMNS) as stream, np.load(stream, allow_pickle=False) as archive:
+            metadata = read_json(archive[_METADATA].tobytes())
             if metadata["key"] != key or metadata["checksums"] != _checksums(folder):
                 return None
             columns = {name: archive[name] for name in archive.files}
         return _restore(folder, metadata, columns)
-    except (OSError, EOFError, OutputError, RowError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
+    except Exception:  # whatever a cache raises, it is read again
         return None
 
 
@@ -146,7 +151,7 @@ def _checksums(folder: Path) -> dict[str, int]:
     checksums = {}
     for name in (TOKENS, TEXTS, BAD):
         checksums[name] = 0
-        with (folder / name).open("rb") as stream:
+        with open_own(folder / name) as stream:
             while chunk := stream.read(1 << 20):
                 checksums[name] = zlib.crc32(chunk, checksums[name])
     return checksums

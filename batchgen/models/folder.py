@@ -6,16 +6,17 @@ Does not import torch, so that a missing or incomplete folder is rejected immedi
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.models.hub import resolve_model
+from batchgen.models.hub import read_weight_map, resolve_model
 from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
+from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -67,18 +68,28 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     return ModelFolder(folder, config, tuple(files), tensors, digest.hexdigest())
 
 
+_CONFIG: Final[Kinds] = {
+    "model_type": (str, NoneType),
+    "architectures": (list, NoneType),
+    "layer_types": (list, NoneType),
+    "text_config": (dict, NoneType),
+    "auto_map": (dict, NoneType),
+}
+"""Types in config.json, of the keys that every model is looked at by."""
+
+
 def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"{folder} has no config.json. Name a Hugging Face model folder, or copy it again.")
     try:
         raw = file.read_bytes()
-        config = json.loads(raw)
+        config = typed(read_json(raw), _CONFIG)
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror or error}. Check its permissions.") from None
-    except ValueError as error:
-        raise ModelError(f"{file} is not JSON ({error}). Copy the file again.") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    except ForeignTextError as error:
+        raise ModelError(f"{file} {error}. Copy the file again.") from None
+    if not config.get("model_type"):
         raise ModelError(
             f"{file} names no model_type, so the architecture is not known. Use a Hugging Face checkpoint."
         )
@@ -102,10 +113,9 @@ def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     if not (folder / _INDEX).is_file():
         raise _no_weights(folder)
     try:
-        weight_map = json.loads((folder / _INDEX).read_bytes())["weight_map"]
-        index = {str(name): folder / str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{folder / _INDEX} is not an index of weights. Copy the file again.") from None
+        index = {name: folder / shard for name, shard in read_weight_map(folder / _INDEX).items()}
+    except (OSError, ForeignTextError) as error:
+        raise ModelError(f"{folder / _INDEX} is not an index of weights ({error}). Copy the file again.") from None
     files = sorted(set(index.values()))
     missing = [file.name for file in files if not file.is_file()]
     if missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from batchgen.errors import ModelError
+from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -84,17 +84,24 @@ def _missing_file(folder: Path) -> str | None:
     if (folder / "model.safetensors").is_file():
         return None
     try:
-        shards = json.loads((folder / _INDEX).read_bytes())["weight_map"].values()
-        return next((str(shard) for shard in sorted(set(shards)) if not (folder / str(shard)).is_file()), None)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # the check of the model names the damage
+        shards = read_weight_map(folder / _INDEX).values()
+        return next((shard for shard in sorted(set(shards)) if not (folder / shard).is_file()), None)
+    except (OSError, ForeignTextError):  # the check of the model names the damage
         found = (folder / _INDEX).is_file() or any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS)
         return None if found else "model.safetensors"
+
+
+def read_weight_map(file: Path) -> dict[str, str]:
+    """Tensor -> name of its file, from an index of weights.
+
+    Raises:
+        OSError: it cannot be read.
+        ForeignTextError: it is no index.
+    """
+    found: dict[str, str] = typed(read_json_file(file), {"weight_map": dict})["weight_map"]
+    if not found or any(type(shard) is not str or not shard or "\0" in shard for shard in found.values()):
+        raise ForeignTextError("must name a file for every tensor")
+    return found
 
 
 def _offline(name: str, revision: str | None, lacks: str | None) -> str:

@@ -7,7 +7,6 @@ for each: y = x W^T + scale (x A^T) B^T with A [r, I] and B [O, r].
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
+from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 NamePath = tuple[str, str]
 """(name, folder) of an adapter."""
@@ -140,13 +140,11 @@ def _read_config(name: str, folder: Path) -> tuple[bytes, dict[str, Any]]:
         raise _error(name, f"{folder} has no {_CONFIG}; name the folder that peft saved")
     try:
         raw = file.read_bytes()
-        config = json.loads(raw)
+        config = typed(read_json(raw), {})
     except OSError as error:
         raise _error(name, f"{file} cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError) as error:
-        raise _error(name, f"{file} is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise _error(name, f"{file} does not hold an object")
+    except ForeignTextError as error:
+        raise _error(name, f"{file} {error}") from None
     return raw, config
 
 

@@ -6,6 +6,7 @@ settings are supported: `rope_theta` + `rope_scaling`, and `rope_parameters`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -28,6 +29,11 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
+
+
+_MAX_SIZE: Final = 1 << 31
+_MAX_SIZES: Final = {"num_hidden_layers": 10_000}
+"""Largest sizes, beyond which a file is damaged."""
 
 
 class NativeUnsupported(ModelError):
@@ -80,14 +86,16 @@ class _Reader:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise ModelError(f"config.json: {key} must be a positive integer, got {value!r}. Copy the file again.")
+        most = _MAX_SIZES.get(key, _MAX_SIZE)
+        if type(value) is not int or not 1 <= value <= most:
+            problem = f"{key} must be a positive integer up to {most}, got {str(value)[:80]!r}"
+            raise ModelError(f"config.json: {problem}. Copy the file again.")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.values.get(key, default)
-        if type(value) not in (int, float):
-            raise ModelError(f"config.json: {key} must be a number, got {value!r}. Copy the file again.")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ModelError(f"config.json: {key} must be a number, got {str(value)[:80]!r}. Copy the file again.")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -193,10 +201,10 @@ def _rope(read: _Reader, head_dim: int, max_positions: int) -> RopeConfig:
     if head_dim % 2:
         raise ModelError(f"config.json: rotary embeddings need an even head size, got {head_dim}. Copy the file again.")
     theta = settings.get("rope_theta") or read.values.get("rope_theta") or 10_000.0
-    base: dict[str, Any] = {"dim": head_dim, "theta": float(theta), "max_positions": max_positions}
     try:
+        base: dict[str, Any] = {"dim": head_dim, "theta": float(theta), "max_positions": max_positions}
         return RopeConfig(kind=cast(RopeKind, kind), **base, **_rope_numbers(read, kind, settings, head_dim))
-    except (KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # its settings are of many kinds, each with its own values
         raise ModelError(
             f"config.json: rope type {kind!r} has a missing or invalid value: {error}. Copy the file again."
         ) from None

@@ -5,22 +5,26 @@ The format: 8 bytes little-endian header length, a JSON object {name: {dtype, sh
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 DTYPE_BYTES: Final[dict[str, float]] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8, "F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75,
 }  # fmt: skip
 _MAX_HEADER: Final = 100_000_000
+_MAX_SIZE: Final = 1 << 62
+"""No tensor has as many elements, or as many bytes."""
+_MAX_AXES: Final = 64
 """Limit of the format, in bytes."""
 _SAMPLED_TENSORS: Final = 512
 _SAMPLE_BYTES: Final = 256
@@ -82,25 +86,36 @@ def sample_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[bytes]:
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise _damaged(file, "its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise _damaged(file, "its header is not a JSON object")
+        header = typed(read_json(raw), {"__metadata__": (dict, NoneType)})
+    except ForeignTextError as error:
+        raise _damaged(file, f"its header {error}") from None
     header.pop("__metadata__", None)
     return header
 
 
 def _tensor(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
-        dtype, shape = entry["dtype"], tuple(int(x) for x in entry["shape"])
-        begin, end = (int(x) for x in entry["data_offsets"])
-        expected = math.prod(shape) * DTYPE_BYTES[dtype]
-    except (KeyError, TypeError, ValueError):
-        raise _damaged(file, f"the header entry of {name} is not one this version can read") from None
-    if min(shape, default=0) < 0 or not 0 <= begin <= end or end - begin != expected:
-        raise _damaged(file, f"{name} has {end - begin} bytes where its shape and dtype need {expected:.0f}")
+        found = typed(entry, {"dtype": str, "shape": list, "data_offsets": list})
+        dtype, shape = found["dtype"], tuple(map(_size, found["shape"]))
+        begin, end = map(_size, found["data_offsets"])
+        elements = math.prod(shape) if len(shape) <= _MAX_AXES else _MAX_SIZE
+        expected = min(elements, _MAX_SIZE) * DTYPE_BYTES[dtype]
+    except (KeyError, ValueError):  # also that of the view
+        raise _damaged(file, f"the header entry of {name[:200]} is not one this version can read") from None
+    if not begin <= end or end - begin != expected:
+        raise _damaged(file, f"{name[:200]} has {end - begin} bytes where its shape and dtype need {expected:.0f}")
     return TensorInfo(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _size(value: Any) -> int:
+    """A number of elements or bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or not 0 <= value < _MAX_SIZE:
+        raise ValueError
+    return value
 
 
 def _check_size(file: Path, size: int, expected: int) -> None:

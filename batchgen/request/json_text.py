@@ -12,14 +12,19 @@ import orjson
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import json_type
+from batchgen.request.foreign_text import (
+    ESCAPED_SURROGATE,
+    MAX_DEPTH,
+    ForeignTextError,
+    check_depth,
+    has_surrogate,
+    read_json,
+    repeated_key,
+)
 from batchgen.request.printable import printable
-
-MAX_DEPTH = 200
-"""Deepest nesting of arrays and objects, below the limit of every JSON writer used later."""
 
 _MAX_PATH = 200
 """Most characters of a place in a row that an error names."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _CUT = re.compile(r"(?:-|t(?:ru?)?|f(?:al?|als)?|n(?:ul?)?|\.|[eE][+-]?|\\?|\\?u?[0-9a-fA-F]{0,4})\s*\Z")
 """What a cut text may end with, from the place of the decoder's error on: the beginning of a number, word or escape."""
 _ONE_BY_ONE = "write one object per line (jq -c . FILE), or run the file with --input-format json"
@@ -32,11 +37,7 @@ class _StrictJSONError(ValueError):
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _StrictJSONError(f"the key {key[:80]!r} occurs twice in one object")
-            seen.add(key)
+        raise _StrictJSONError(f"the key {(repeated_key(pairs) or '')[:80]!r} occurs twice in one object")
     return result
 
 
@@ -58,8 +59,8 @@ def _finite(literal: str) -> float:
 def _place_of_bad_number(text: str) -> str:
     """Where the first number is that is not finite, as in `body.logit_bias.5` or `scores[2]`."""
     try:
-        open_values: list[tuple[str, Iterator[tuple[str, Any]]]] = [("", iter([("", json.loads(text))]))]
-    except (ValueError, RecursionError):  # JSON that has further faults
+        open_values: list[tuple[str, Iterator[tuple[str, Any]]]] = [("", iter([("", read_json(text))]))]
+    except ForeignTextError:  # JSON that has further faults
         return "a value"
     while open_values:
         path, items = open_values[-1]
@@ -162,9 +163,11 @@ def _parse_strictly(line: bytes) -> Any:
     except ValueError:
         # The interpreter limits the digits of an integer that it converts, since that takes quadratic time.
         raise RowError(ErrorCode.INVALID_JSON, "an integer has too many digits") from None
-    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _deeper_than(value, MAX_DEPTH):
-        raise RowError(ErrorCode.INVALID_JSON, f"nested more than {MAX_DEPTH} deep")
-    if _SURROGATE.search(text) and _has_surrogate(value):
+    try:
+        check_depth(value, line.count(b"[") + line.count(b"{"))
+    except ForeignTextError:
+        raise RowError(ErrorCode.INVALID_JSON, f"nested more than {MAX_DEPTH} deep") from None
+    if ESCAPED_SURROGATE.search(text) and has_surrogate(value):
         raise RowError(ErrorCode.INVALID_UNICODE, "a \\u escape is half of a surrogate pair without the other half")
     return value
 
@@ -196,25 +199,3 @@ def decode_utf8(line: bytes) -> str:
 
 def _article_type(value: object) -> str:
     return {list: "an array", int: "a number"}.get(type(value), json_type(value))
-
-
-def _deeper_than(value: object, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
-
-
-def _has_surrogate(value: object) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False

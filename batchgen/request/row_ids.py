@@ -11,6 +11,7 @@ from typing import Any
 from batchgen.errors import RowError
 from batchgen.request import field_checks
 from batchgen.request.fields import ID_NAMES
+from batchgen.request.foreign_text import ForeignTextError, read_json
 
 _MAX_BYTES = 1 << 20
 """Longest line that is read again."""
@@ -45,7 +46,7 @@ def readable_id(line: bytes) -> str | None:
     try:
         value = json.loads(text, object_pairs_hook=_Pairs)
         found = [pair for pair in value if pair[0] in ID_NAMES] if type(value) is _Pairs else []
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # whatever is wrong with it: only its id is looked for
         start = _FIRST_KEY.match(text)
         found = [(start[1], _value(start[2]))] if start else []
     return given_id(dict(found)) if len(found) == 1 else None
@@ -53,8 +54,8 @@ def readable_id(line: bytes) -> str | None:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return read_json(text)
+    except ForeignTextError:
         return None
 
 

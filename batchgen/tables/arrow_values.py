@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.types as pat
 
-from batchgen.errors import ErrorCode, InputError, RowError, UsageError
+from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
 from batchgen.request.fields import ID_NAMES, LOOKUP
 from batchgen.request.json_text import parse_json
 from batchgen.request.raw_row import UnreadableRow
@@ -53,7 +53,7 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset
     """The rows of a batch as dicts of JSON values, or the error of a row.
 
     A row has an error for text that is not UTF-8, or not the JSON that its type promises, for a map that repeats a key,
-    and for text that a field refuses.
+    for text that a field refuses, and for whatever else its conversion raises.
 
     Args:
         batch: the rows.
@@ -65,9 +65,10 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset
     """
     try:
         return [fields.read(row) for row in _dicts(batch, text_columns)]
-    except RowError as error:
+    except Exception as error:
+        info = row_error(error, "reading the row's columns")
         if batch.num_rows == 1:
-            return [UnreadableRow(error, _readable(batch, text_columns))]
+            return [UnreadableRow(RowError(info.code, info.message, info.param), _readable(batch, text_columns))]
     return [read_rows(batch.slice(i, 1), fields, text_columns)[0] for i in range(batch.num_rows)]
 
 
@@ -75,7 +76,7 @@ def _readable(row: pa.RecordBatch, text_columns: frozenset[str]) -> dict[str, An
     """The values of a row's columns that can be read."""
     found: dict[str, Any] = {}
     for place in range(row.num_columns):
-        with suppress(RowError):
+        with suppress(Exception):
             found |= _dicts(row.select([place]), text_columns)[0]
     return found
 

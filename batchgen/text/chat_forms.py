@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any, Final, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.prompts import ChatPrompt
 
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
@@ -118,8 +119,8 @@ def _with_arguments(call: Any, form: Literal["own", "object", "text"]) -> Any:
 def parse_arguments(text: str) -> dict[str, Any] | None:
     """The object that the JSON text of a call's arguments holds; None if it is not one."""
     try:
-        found = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
+        found = read_json(text) if text.strip() else {}
+    except ForeignTextError:
         return None
     return found if isinstance(found, dict) else None
 

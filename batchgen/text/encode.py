@@ -9,7 +9,7 @@ from itertools import islice
 from threading import Event
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, RowError, apart, row_error
 from batchgen.request import checks
 from batchgen.request.hidden_states import CaptureSupport
 from batchgen.request.params import SAMPLING_FIELDS, Constraint, SamplingParams
@@ -140,7 +140,8 @@ class Encoder:
     def _begin_batch(self, items: list[_Item[_Tag]], executor: Executor) -> _Batch[_Tag]:
         rows = [row for _, row in items if row is not None]
         prompts = [prompt for row in rows for prompt in row.prompts]
-        rendered = iter(self._tokenizer.render_chats([prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]))
+        chats = [prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]
+        rendered = iter(apart(chats, self._tokenizer.render_chats, "the chat template"))
         texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _tokenizer_input(prompt) for prompt in prompts]
         started = Event()
         ids = executor.submit(self._encode_texts, texts, started)
@@ -158,11 +159,12 @@ class Encoder:
                 yield tag, None
                 continue
             of_row = list(islice(results, len(row.prompts)))
+            found: list[EncodedPrompt] | ErrorInfo
             try:
-                finish = self._finish_scored_row if row.completions else self._finish_row
-                yield tag, finish(row, of_row)
-            except RowError as error:
-                yield tag, error.info
+                found = self._finish_scored_row(row, of_row) if row.completions else self._finish_row(row, of_row)
+            except Exception as error:
+                found = row_error(error, "checking the tokens of the prompt")
+            yield tag, found
 
     def _encode_texts(self, texts: Sequence[_TokenizerInput], started: Event) -> list[list[int] | ErrorInfo]:
         """Tokenize the strings among `texts` in one call, nothing added; others are returned unchanged.
@@ -180,7 +182,9 @@ class Encoder:
     def _encode_text(self, text: str) -> list[int] | ErrorInfo:
         try:
             return self._tokenizer.encode_plain([text])[0]
-        except Exception as error:  # the Rust side raises plain Exception
+        except Exception as error:
+            if type(error) is not Exception:  # as the Rust side raises about a text
+                return row_error(error, "tokenizing the prompt")
             return ErrorInfo(ErrorCode.INVALID_FIELD, f"the prompt cannot be tokenized: {error}")
 
     def _finish_scored_row(

@@ -6,13 +6,13 @@ They are read from generation_config.json; config.json gives the end-of-sequence
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError, RowError
+from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
 from batchgen.request.params import SamplingParams
 
 _UNSET = SamplingParams()
@@ -71,11 +71,10 @@ def load_generation_config(folder: Path) -> GenerationConfig:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return typed(read_json_file(path), {})
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ModelError(f"{path.name} of the model cannot be read ({error}); fetch the model again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path.name} of the model must hold a JSON object; fetch the model again")
-    return value
+    except ForeignTextError as error:
+        raise ModelError(f"{path.name} of the model {error}; fetch the model again") from None

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
 from batchgen.library_settings import short_openmp_spins
+from batchgen.request.foreign_text import ForeignTextError, read_json, read_json_file
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.chat import ChatRenderer
@@ -69,7 +70,7 @@ class Tokenizer:
         """End-of-sequence ids of generation_config.json and of the tokenizer."""
         self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """Highest token id plus one; the model's vocabulary is often padded beyond it."""
-        decoder = json.loads(self._rust.decoder.__getstate__()) if self._rust.decoder is not None else {}
+        decoder = read_json(self._rust.decoder.__getstate__()) if self._rust.decoder is not None else {}
         self.byte_level_tokens = ByteLevelTokens(self._rust) if decoder.get("type") == "ByteLevel" else None
         """Token id -> bytes for a byte-level tokenizer whose decoder does nothing else; None for any other."""
         decoder_types = {part.get("type") for part in [decoder, *decoder.get("decoders", [])]}
@@ -150,7 +151,7 @@ class Tokenizer:
         """Ids of `prompt + text` for each text, nothing added, and the number of tokens that end inside the prompt."""
         if self._offset_backend is None:
             # Post-processors may trim spaces off token offsets; a copy without one gives the true ends.
-            state = json.loads(self._rust.to_str())
+            state = read_json(self._rust.to_str())
             self._offset_backend = type(self._rust).from_str(json.dumps({**state, "post_processor": None}))
         encodings = self._offset_backend.encode_batch([prompt + text for text in texts], add_special_tokens=False)
         size = len(prompt)
@@ -388,8 +389,8 @@ def _is_undescribed(folder: Path) -> bool:
 def _json_object(path: Path) -> dict[str, Any]:
     """JSON object in a file; {} if the file is missing or damaged, which the library reports when it loads."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = read_json_file(path)
+    except (OSError, ForeignTextError):
         return {}
     return value if isinstance(value, dict) else {}
 

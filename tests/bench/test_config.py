@@ -48,7 +48,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ('workloads = "unique"', "`workloads` has the wrong type"),
         ("threads = 2", r"unknown key `threads` \(did you mean cpu_threads\?\); known: workloads, model"),
         ('repeat = "3"', "`repeat` has the wrong type, got '3'; it must be a whole number"),
-        ("model", "is not TOML"),
+        ("model", "is not valid TOML"),
         ("timeout = nan", "--timeout must be at least 1, got nan"),
         ("timeout = inf", "--timeout must be finite, got inf"),
         ("repeat = 0", "--repeat must be at least 1, got 0"),

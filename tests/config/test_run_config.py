@@ -274,7 +274,7 @@ def test_description_is_json_and_complete(tmp_path: Path) -> None:
         ({"return_hidden_states": '{"layers": [-2]}'}, "must be between -1 and 1048576, got -2"),
         (
             {"return_hidden_states": "{"},
-            "is not valid JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+            "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
         ),
         (
             {"lora_path": "fr"},

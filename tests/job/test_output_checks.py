@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from itertools import product
 from pathlib import Path
@@ -15,8 +16,10 @@ from batchgen.config.units import Shard
 from batchgen.data.read.input_files import find_inputs
 from batchgen.errors import OutputError, UsageError
 from batchgen.job.preflight import check_output_targets, reserved_paths
+from batchgen.job.summary import write_report
 from tests.models.tiny import save_tiny
 
+REPORT = '{"rows": 0, "rows_ok": 0, "rows_error": 0, "fingerprint": "f"}'
 COMMANDS = [["run"], ["check"], ["run", "--dry-run"]]
 
 
@@ -93,17 +96,49 @@ def test_pipes_devices_and_other_files_are_allowed() -> None:
     os.mkfifo("pipe")
     check(config(events="pipe", report="pipe"))
     check(config(events="data/events.jsonl", report="data/report.json"))
-    Path("old.json").write_text("{}")
+    Path("old.json").write_text(REPORT)
     check(config(events="out.parquet.events", report="old.json"))
-    assert Path("old.json").read_text() == "{}"
+    assert Path("old.json").read_text() == REPORT
     assert not Path("data/report.json").exists(), "the check creates no file"
+
+
+@pytest.mark.parametrize("option", ["events", "report"])
+def test_a_file_that_is_no_earlier_events_or_report_is_kept(option: str) -> None:
+    """Also behind a link; with --overwrite it is replaced. Empty files and what an earlier run wrote are replaced."""
+    Path("linked").symlink_to("other")
+    for content in ("{}", "mine\n", '{"text": "a prompt"}\n', json.dumps([REPORT])):
+        Path("other").write_text(content)
+        for name in ("other", "linked"):
+            with pytest.raises(OutputError, match=f"`--{option}` {name} exists and was not written by batchgen"):
+                check(config(**{option: name}))
+            check(config(existing="overwrite", **{option: name}))
+        if option == "report":
+            with pytest.raises(OutputError, match="was not written by batchgen"):
+                write_report(REPORT, "other")
+    for content in ("", REPORT, '{"event":"token","id":"a"}\n'):
+        Path("other").write_text(content)
+        check(config(**{option: "other"}))
+
+
+def test_a_report_is_replaced_at_once_and_a_link_to_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("old.json").write_text(REPORT)
+    Path("linked.json").symlink_to("old.json")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OutputError, match="No space left"):
+            write_report('{"rows": 1}', "linked.json")
+    assert Path("old.json").read_text() == REPORT
+    write_report('{"rows": 1}', "linked.json")
+    assert Path("old.json").read_text() == '{"rows": 1}\n'
+    assert Path("linked.json").is_symlink()
+    assert sorted(path.name for path in Path().iterdir()) == ["data", "hard", "link", "linked.json", "old.json"]
 
 
 def test_a_report_that_cannot_be_written_is_an_output_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, why in (("no/r.json", "No such file or directory"), ("data", "Is a directory")):
         with pytest.raises(OutputError, match=f"cannot write the report {name}: {why}"):
             check(config(report=name))
-    Path("old.json").write_text("{}")
+    Path("old.json").write_text(REPORT)
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK)
     for name in ("old.json", "data/r.json"):
         with pytest.raises(OutputError, match=f"cannot write the report {name}: Permission denied"):

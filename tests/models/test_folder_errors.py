@@ -103,7 +103,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config cut": (lambda f: (f / "config.json").write_text('{"model_ty'), "is not JSON"),
     "config not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not JSON"),
-    "config a list": (lambda f: (f / "config.json").write_text("[]"), "names no model_type"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), "must hold an object, and holds a list"),
     "no model_type": (configure(model_type=...), "names no model_type"),
     "unknown type": (configure(model_type="quokka"), "architecture quokka is not supported"),
     "needs code": (
@@ -136,7 +136,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "not safetensors": (raw(b"PK\x03\x04" + b"\xff" * 100), "does not begin with a safetensors header"),
     "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"), "does not begin"),
     "header not JSON": (raw(struct.pack("<Q", 4) + b"@@@@"), "its header is not JSON"),
-    "header a list": (raw(struct.pack("<Q", 2) + b"[]"), "not a JSON object"),
+    "header a list": (raw(struct.pack("<Q", 2) + b"[]"), "its header must hold an object, and holds a list"),
     "entry wrong": (header({"a": {"dtype": "F32"}}), "header entry of a"),
     "offsets wrong": (
         header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"\0" * 4),

@@ -19,7 +19,7 @@ import pyarrow as pa
 from batchgen.data.read.parquet import named_twice
 from batchgen.data.read.pieces import MAX_LINE_BYTES, RowFilter
 from batchgen.data.read.streams import DamagedStream
-from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.errors import ErrorCode, InputError, RowError, row_error
 from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.tables.text_fields import TextFields
 
@@ -191,8 +191,9 @@ def _value(names: list[str], cells: list[str], ended: bool, fields: TextFields) 
     """
     try:
         return fields.read(_row(names, cells, ended))
-    except RowError as error:
-        raise UnreadableRow(error, _sure(names, cells, ended)) from None
+    except Exception as error:
+        info = row_error(error, "reading the row's cells")
+        raise UnreadableRow(RowError(info.code, info.message, info.param), _sure(names, cells, ended)) from None
 
 
 def _sure(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:

@@ -10,7 +10,7 @@ from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.selection import Selection
-from batchgen.errors import ErrorCode, InputError, UsageError
+from batchgen.errors import ErrorCode, InputError, UsageError, row_error
 from batchgen.request.fields import ID_NAMES
 from batchgen.request.other_rows import fields_there
 from batchgen.request.printable import encodable
@@ -87,7 +87,7 @@ class InputSet:
         displaced = _PROMPT_FIELDS if prompt_column is not None else ()
         for index, row in enumerate(self._items(keep, named.union(displaced))):
             if row is not None:
-                yield _rename(row, prompt_column, id_column) if named else row
+                yield _renamed(row, prompt_column, id_column) if named else row
             if stop is not None and index + 1 >= stop:
                 return
 
@@ -143,6 +143,14 @@ def _conflict(own: Mapping[str, Any], partitions: Mapping[str, str | None], sour
             return f"the row has {name!r}, and its folder {name}={value} another value; rename one of them"
     twice = next((name for name in source if name in own), None)
     return None if twice is None else f"the row has a field {twice!r}, which --include-source adds; rename it"
+
+
+def _renamed(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:
+    try:
+        return _rename(row, prompt_column, id_column)
+    except Exception as error:
+        info = row_error(error, "reading the named columns")
+        return RawRow.failed(row.index, row.source, row.line, info.code, info.message)._replace(displaced=row.displaced)
 
 
 def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:

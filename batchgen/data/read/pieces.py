@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from batchgen.data.read.streams import DamagedStream
-from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, RowError, row_error
 from batchgen.request.raw_row import RawRow
 
 MAX_LINE_BYTES = 1 << 28
@@ -115,7 +115,7 @@ def piece_rows(
         source: name of the file in messages.
         first_index: index of the first row.
         keep: predicate of wanted row indexes; None for all rows.
-        parse: gives a row's value, or raises its `RowError`.
+        parse: gives a row's value, or raises its error.
         is_cut: whether a text that cannot be parsed ends too early.
         id_of: the id that can be read in a text that cannot be parsed.
     """
@@ -137,10 +137,12 @@ def piece_rows(
             yield RawRow.failed(index, source, number, ErrorCode.INVALID_JSON, problem)
         else:
             try:
-                yield RawRow(index, source, number, parse(line))
-            except RowError as error:
-                info = _cut_short(error.info, line, ended) if is_cut(line) else error.info
-                yield RawRow.failed(index, source, number, info.code, info.message)._replace(id=id_of(line))
+                row = RawRow(index, source, number, parse(line))
+            except Exception as error:
+                info = row_error(error, "reading the line")
+                info = _cut_short(info, line, ended) if isinstance(error, RowError) and is_cut(line) else info
+                row = RawRow.failed(index, source, number, info.code, info.message)._replace(id=id_of(line))
+            yield row
         index += 1
 
 

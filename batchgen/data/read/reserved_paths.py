@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from batchgen.data.files import is_file, open_named, resolved
 from batchgen.data.write.lines import errors_path, is_lines
 from batchgen.data.write.work_folder import output_paths
+from batchgen.errors import OutputError
+from batchgen.request.foreign_text import read_json
 
 _EVENT_STARTS = (b'{"event":"token"', b'{"event":"finish"')
 _REPORT_KEYS = {"rows", "rows_ok", "rows_error", "fingerprint"}
@@ -28,32 +29,45 @@ class ReservedPaths:
         """`out`: value of `--output`; `shards`: number of shards of the job; `written`: paths of events and report."""
         paths = output_paths(out)
         lines = [errors_path(paths.result)] if is_lines(paths.result) else []
-        self._files = {os.path.realpath(path) for path in (paths.result, paths.states, *lines)}
-        self._work = os.path.realpath(paths.work)
-        self._written = {os.path.realpath(path) for path in written if _is_run_output(Path(path))}
+        self._files = {resolved(path) for path in (paths.result, paths.states, *lines)}
+        self._work = resolved(paths.work)
+        self._written = {resolved(Path(path)) for path in written if is_run_output(Path(path))}
         self._shard = None if shards is None else re.compile(rf"part-\d{{5,}}-of-{shards:05d}\.parquet")
 
     def __contains__(self, path: object) -> bool:
         """Whether a path resolves to a reserved file."""
-        return os.path.realpath(str(path)) in self._written or self.is_result(str(path))
+        return resolved(Path(str(path))) in self._written or self.is_result(str(path))
 
     def is_result(self, path: str) -> bool:
         """Whether a path resolves to a file of the results, existing or not."""
-        found = os.path.realpath(path)
-        folder, name = os.path.split(found)
-        if found in self._files or found == self._work or found.startswith(self._work + os.sep):
+        found = resolved(Path(path))
+        if found in self._files or found.is_relative_to(self._work):
             return True
-        return self._shard is not None and folder in self._files and self._shard.fullmatch(name) is not None
+        return self._shard is not None and found.parent in self._files and self._shard.fullmatch(found.name) is not None
 
 
-def _is_run_output(path: Path) -> bool:
+def is_run_output(path: Path) -> bool:
     """Whether a file is empty or holds events or a report of a run; any other file may hold prompts."""
     with suppress(OSError, ValueError):
-        if path.is_file():  # reading a pipe would block
-            with path.open("rb") as stream:
+        if is_file(path):  # reading a pipe would block
+            with open_named(path) as stream:
                 head = stream.read(_REPORT_BYTES)
             if not head or head.startswith(_EVENT_STARTS):
                 return True
-            report = json.loads(head)
+            report = read_json(head)
             return isinstance(report, dict) and report.keys() >= _REPORT_KEYS
     return False
+
+
+def refuse_other_file(option: str, target: str, overwrite: bool) -> None:
+    """Refuse to replace a file that the user named for events or a report and that holds something else.
+
+    Raises:
+        OutputError: it exists, is no earlier events or report of batchgen, and `overwrite` is not set.
+    """
+    path = Path(target)
+    if not overwrite and is_file(path) and not is_run_output(path):
+        raise OutputError(
+            f"`{option}` {target} exists and was not written by batchgen. Replace it with --overwrite, or give another "
+            "name"
+        )

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.data.files import files_in, is_set_aside, open_named, open_own, remove_file
 from batchgen.data.write.durable_files import output_errors, parquet_writer, part_errors, write_durably
 from batchgen.data.write.parts import STATES_KEY
 from batchgen.data.write.schema import FINGERPRINT_KEY, KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
@@ -177,7 +178,7 @@ def find_prompts(known: _Prompts, wanted: _Prompts) -> npt.NDArray[np.int64]:
 
 
 def _file_keys(path: Path) -> _Keys:
-    with path.open("rb") as stream:
+    with open_named(path) as stream:
         return _keys_of(pq.ParquetFile(stream, page_checksum_verification=True))
 
 
@@ -190,13 +191,13 @@ def _remove_damaged(work: WorkFolder) -> dict[Path, _Keys]:
     """Remove interrupted commits and damaged parts, and refuse parts of other jobs. Returns the keys per kept part."""
     keys: dict[Path, _Keys] = {}
     with output_errors(work.parts):
-        for entry in work.parts.iterdir():
+        for entry in files_in(work.parts):
             if entry.suffix == ".tmp":
-                entry.unlink()
+                remove_file(entry)
         for part in work.part_files():
             found = _fingerprint_and_keys(part)
             if found is None:
-                part.unlink()
+                remove_file(part)
                 continue
             fingerprint, keys[part] = found
             if fingerprint != work.identity.key:
@@ -205,16 +206,16 @@ def _remove_damaged(work: WorkFolder) -> dict[Path, _Keys]:
                     "with --overwrite."
                 )
         kept = set(map(states_part, keys))
-        for entry in work.states.iterdir() if work.states.is_dir() else ():
-            if entry not in kept:
-                entry.unlink()
+        for entry in files_in(work.states):
+            if entry not in kept and not is_set_aside(entry):
+                remove_file(entry)
     return keys
 
 
 def _fingerprint_and_keys(part: Path) -> tuple[str, _Keys] | None:
     """Fingerprint and keys of a part; None if the part, its keys or its hidden states are damaged."""
     try:
-        with part_errors(part), part.open("rb") as stream:
+        with part_errors(part), open_own(part) as stream:
             file = pq.ParquetFile(stream, page_checksum_verification=True)
             metadata = file.metadata.metadata or {}
             if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
@@ -248,13 +249,13 @@ def _drop_errors(work: WorkFolder) -> None:
             _rewrite(part, table.filter(pa.array(keep)))
         else:
             with output_errors(part):
-                part.unlink()
+                remove_file(part)
 
 
 def _read_part(part: Path) -> pa.Table | None:
     """All columns of a part; None if some are damaged."""
     try:
-        with part_errors(part), part.open("rb") as stream:
+        with part_errors(part), open_own(part) as stream:
             return pq.ParquetFile(stream, page_checksum_verification=True).read()
     except (OSError, pa.ArrowException):
         return None

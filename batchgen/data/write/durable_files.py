@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.files import (
+    exists,
+    is_file,
+    open_named,
+    open_new,
+    remove_file,
+    rename,
+    status_of,
+    sync_folder,
+    sync_stream,
+)
 from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import OutputError
+from batchgen.request.foreign_text import Kinds, read_json, typed
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_RECORD: Kinds = {
+    "fingerprint": (str, NoneType),
+    "shard": (list, NoneType),
+    "clock": (str, NoneType),
+    "job": (dict, NoneType),
+    "row_shapes": (str, NoneType),
+}
+"""Types in the run record of a footer."""
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -70,28 +90,9 @@ def damaged_part(part: Path, error: BaseException) -> OutputError:
     )
 
 
-def sync_folder(folder: Path) -> None:
-    """Call fsync on a folder, which makes renames in it durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Call fsync on a file.
-
-    Raises:
-        OutputError: the disk is full or failing.
-    """
-    with output_errors(path), path.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
 def write_durably(
     path: Path,
-    write: Callable[[BinaryIO], None],
+    write: Callable[[BinaryIO], object],
     temporary: Path | None = None,
     before_rename: Callable[[], None] | None = None,
 ) -> None:
@@ -106,33 +107,54 @@ def write_durably(
     Raises:
         OutputError: the disk is full, permissions are missing, or another I/O error.
     """
-    temporary = temporary or path.with_name(path.name + ".tmp")
     with output_errors(path):
-        try:
-            with temporary.open("wb") as stream:
-                write(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            if before_rename is not None:
-                before_rename()
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace_durably(path, write, temporary or path.with_name(path.name + ".tmp"), before_rename)
+
+
+def replace_durably(
+    path: Path,
+    write: Callable[[BinaryIO], object],
+    temporary: Path,
+    before_rename: Callable[[], None] | None = None,
+) -> None:
+    """`write_durably`, which raises the errors of the operating system as they are.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        with open_new(temporary) as stream:
+            write(stream)
+            sync_stream(stream)
+        if before_rename is not None:
+            before_rename()
+        rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            remove_file(temporary)
+        raise
+    sync_folder(path.parent)
 
 
 def refuse_special(path: Path) -> None:
     """Refuse an output path that is not a regular file: a rename would replace even a device.
 
+    Args:
+        path: the path, from `followed`.
+
     Raises:
-        OutputError: it is a folder, a device, a pipe or a socket.
+        OutputError: it is a folder, a device, a pipe or a socket, or a link that is not followed.
     """
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder. Name a file with -o.")
-    if path.exists() and not path.is_file():
-        raise OutputError(f"{path} is not a regular file. Name a file with -o.")
+    with output_errors(path):
+        status = status_of(path, follow=False)
+    if status is None or stat.S_ISREG(status.st_mode):
+        return
+    what = "is not a regular file"
+    if stat.S_ISDIR(status.st_mode):
+        what = "is a folder"
+    elif stat.S_ISLNK(status.st_mode):
+        what = "is a link that belongs to another user or leads in a circle"
+    raise OutputError(f"{path} {what}. Name a file with -o.")
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
@@ -142,7 +164,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
         OutputError: it exists.
     """
     refuse_special(path)
-    if path.exists() and not overwrite:
+    if exists(path) and not overwrite:
         raise OutputError(f"{path} exists. Replace it with --overwrite, or name another with -o.")
 
 
@@ -195,7 +217,7 @@ def _closing(writer: pq.ParquetWriter) -> Iterator[None]:
 @contextmanager
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file by stream: Arrow accepts file names in UTF-8 only."""
-    with path.open("rb") as stream, pq.ParquetFile(stream) as file:
+    with open_named(path) as stream, pq.ParquetFile(stream) as file:
         yield file
 
 
@@ -204,14 +226,14 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
 
     With `contents`, the record of another file of a run, such as the hidden states.
     """
-    if not path.is_file():
-        return None  # opening a pipe would block
     try:
-        with path.open("rb") as stream:
+        if not is_file(path):
+            return None  # opening a pipe would block
+        with open_named(path) as stream:
             metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
         if metadata.get(VERSION_KEY) not in READABLE_VERSIONS:
             return None
-        footer = json.loads(metadata[RUN_KEY])
+        footer = typed(read_json(metadata[RUN_KEY]), _RECORD)
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
-    return footer if isinstance(footer, dict) and footer.get("contents") == contents else None
+    return footer if footer.get("contents") == contents else None

@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.files import exists, make_durably, open_own, remove_file, rename, size_of, sync_folder
 from batchgen.data.write.committed import Committed, read_keys
 from batchgen.data.write.durable_files import (
     damaged_part,
     open_parquet,
     parquet_writer,
     part_errors,
-    sync_folder,
     write_durably,
 )
 from batchgen.data.write.expected import ExpectedKeys
@@ -59,7 +59,7 @@ def finish(
         OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
     """
     parts = work.part_files()
-    rows = CommittedRows(parts, _keys(parts), [path for path in map(states_part, parts) if path.exists()])
+    rows = CommittedRows(parts, _keys(parts), [path for path in map(states_part, parts) if exists(path)])
     expected.check_complete(rows.keys)
     shard = work.identity.shard
     footer = {
@@ -116,17 +116,19 @@ def write_output(
     shared = {name: value for name, value in footer.items() if name != "row_shapes"}
     count = write_states_result(states, rows.states, shared) if rows.states else 0
     budget = OutputBudget(max_bytes)
-    budget.check(states_bytes := states.stat().st_size if rows.states else 0)
+    budget.check(states_bytes := size_of(states) if rows.states else 0)
     footed = with_footer({**footer, "states": count}, schema)
 
     def publish_states() -> None:
-        budget.check(states_bytes + result.stat().st_size)
+        budget.check(states_bytes + size_of(result))
         if rows.states:
-            paths.states.parent.mkdir(parents=True, exist_ok=True)
-            states.replace(paths.states)
+            make_durably(paths.states.parent)
+            if paths.states.parent != paths.result.parent:
+                sync_folder(paths.states.parent.parent)  # a killed run may have made the folder
+            rename(states, paths.states)
             sync_folder(paths.states.parent)
         else:
-            paths.states.unlink(missing_ok=True)
+            remove_file(paths.states)
 
     def write(stream: BinaryIO) -> None:
         _write_results(stream, rows, footed, scratch, memory_bytes)
@@ -165,7 +167,7 @@ def _damaged_part(parts: list[Path], error: BaseException) -> OutputError:
     """The error that names the damaged part, found by reading each part alone."""
     for part in parts:
         try:
-            with part_errors(part), part.open("rb") as stream:
+            with part_errors(part), open_own(part) as stream:
                 pq.read_table(stream, page_checksum_verification=True)
         except (pa.ArrowException, OSError):
             return damaged_part(part, error)

@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
+from batchgen.data.files import exists, open_named
+from batchgen.request.foreign_text import ForeignTextError, read_json
 
 SUFFIX = ".jsonl"
 JOB_KEY: Final = "batchgen"
@@ -42,7 +43,7 @@ def job_mark(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def lines_of_job(path: Path, fingerprint: str) -> Mapping[str, Any] | None:
     """The mark of an output of JSON lines that the job wrote; None if it is not the job's, or holds no line."""
-    mark = _first_mark(path) if path.exists() else None
+    mark = _first_mark(path) if exists(path) else None
     return mark if mark is not None and mark["job"] == fingerprint[:_JOB_DIGITS] else None
 
 
@@ -54,19 +55,19 @@ def written_by(path: Path, fingerprint: str) -> bool:
 def line_files(path: Path) -> list[Path]:
     """The files of an output of JSON lines: its own, and that of its errors if batchgen wrote one."""
     errors = errors_path(path)
-    return [path, errors] if errors.exists() and has_only_marks(errors) else [path]
+    return [path, errors] if exists(errors) and has_only_marks(errors) else [path]
 
 
 def has_only_marks(file: Path) -> bool:
     """Whether each line of a file is batchgen's, so that nothing of the user's is lost with it."""
-    with file.open("rb") as stream:
+    with open_named(file) as stream:
         return all(_mark_of(line) is not None for line in stream)
 
 
 def _first_mark(path: Path) -> Mapping[str, Any] | None:
     """The mark of the first line. If all lines of a job are errors, it is in their file."""
     for file in (path, errors_path(path)):
-        with suppress(OSError), file.open("rb") as stream:
+        with suppress(OSError), open_named(file) as stream:
             if line := stream.readline():
                 return _mark_of(line)
     return None
@@ -74,8 +75,8 @@ def _first_mark(path: Path) -> Mapping[str, Any] | None:
 
 def _mark_of(line: bytes) -> Mapping[str, Any] | None:
     """The mark of a line; that of an OpenAI line follows from its id. None for other lines."""
-    with suppress(ValueError):
-        value = orjson.loads(line)
+    with suppress(ForeignTextError):
+        value = read_json(line)
         if not isinstance(value, dict):
             return None
         mark, found = value.get(JOB_KEY), value.get("id")

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pat
 
+from batchgen.data.files import open_named, open_new, open_own, remove_file
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.durable_files import open_parquet
 
@@ -128,7 +129,7 @@ def merge_sort(
     files = _write_buckets(paths, writer.schema, keys.order, buckets, scratch)
     for file in files:
         _write_bucket(file, writer)
-        file.unlink()
+        remove_file(file)
 
 
 def _size(path: Path) -> tuple[int, int]:
@@ -140,7 +141,7 @@ def _size(path: Path) -> tuple[int, int]:
 
 
 def _row_groups(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
-    with path.open("rb") as stream:
+    with open_named(path) as stream:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
         for group in range(file.num_row_groups):
             yield _cast_to_schema(file.read_row_group(group, use_threads=False).replace_schema_metadata(None), schema)
@@ -197,7 +198,7 @@ def _write_buckets(
                 table = table.append_column(_RANK, pa.array(ranks[start : start + len(table)]))
                 for bucket, rows in _bucket_slices(table, buckets[start : start + len(table)]):
                     if bucket not in writers:
-                        stream = stack.enter_context(files[bucket].open("wb"))
+                        stream = stack.enter_context(open_new(files[bucket]))
                         writers[bucket] = stack.enter_context(pa.ipc.new_stream(stream, table.schema, options=options))
                     writers[bucket].write_table(rows)
                 start += len(table)
@@ -214,7 +215,7 @@ def _bucket_slices(table: pa.Table, buckets: npt.NDArray[np.int64]) -> Iterator[
 
 
 def _write_bucket(file: Path, writer: ResultWriter) -> None:
-    with file.open("rb") as stream, pa.ipc.open_stream(stream) as reader:
+    with open_own(file) as stream, pa.ipc.open_stream(stream) as reader:
         table = reader.read_all()
     order = np.argsort(table[_RANK].to_numpy())
     _write_sorted(table.drop_columns(_RANK), order, writer)

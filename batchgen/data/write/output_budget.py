@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchgen.data.files import files_in, size_of
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import OutputError
 from batchgen.request.printable import format_size
@@ -21,8 +22,8 @@ class OutputBudget:
         """The budget of a job, with the parts committed in `work` counted as used."""
         if limit is None:
             return cls(None)
-        files = [*work.part_files(), *(work.states.glob("*.states") if work.states.is_dir() else ())]
-        return cls(limit, sum(file.stat().st_size for file in files))
+        files = [*work.part_files(), *files_in(work.states, "*.states")]
+        return cls(limit, sum(map(size_of, files)))
 
     def check(self, size: int) -> None:
         """Check that `size` more bytes fit.

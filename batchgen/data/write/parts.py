@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.types as pat
 
 from batchgen.data.carry import carried_columns
+from batchgen.data.files import exists, size_of
 from batchgen.data.write.durable_files import parquet_writer, write_durably
 from batchgen.data.write.output_budget import OutputBudget
 from batchgen.data.write.schema import (
@@ -32,6 +34,8 @@ from batchgen.data.write.schema import (
 )
 from batchgen.data.write.states import records_of, states_part, write_states_part
 from batchgen.data.write.work_folder import WorkFolder
+from batchgen.errors import ErrorInfo, apart, row_error
+from batchgen.request.completion import Completion
 
 STATES_KEY = b"batchgen.states"
 """Footer key: number of hidden-state records of the part; absent if there are none."""
@@ -80,6 +84,8 @@ class PartWriter:
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
         self._clock = clock
+        self.before_part: Callable[[], None] | None = None
+        """Called before each part is written, to make durable what has to be there before it."""
         self._number = _next_number(work.part_files())
         self._changed = threading.Condition()
         self._buffer: list[OutputRow] = []
@@ -134,7 +140,7 @@ class PartWriter:
             OutputError: they exceed `max_bytes`.
         """
         states = states_part(part)
-        size = part.stat().st_size + (states.stat().st_size if states.exists() else 0)
+        size = size_of(part) + (size_of(states) if exists(states) else 0)
         self._budget.check(size)
         self._budget.add(size)
 
@@ -225,13 +231,15 @@ class PartWriter:
             return rows
 
     def _commit(self, rows: list[OutputRow]) -> None:
+        if self.before_part is not None:
+            self.before_part()
         path = self.next_part()
+        rows, table = _writable(rows, self._work.identity.carried)
         count = sum(len(row.completion.states or ()) for row in rows)
         states_bytes = 0
         if count:
             records = (record for row in rows for record in records_of(row))
             states_bytes = write_states_part(states_part(path), records, self._budget.check)
-        table = _table(rows, self._work.identity.carried)
 
         def write(stream: BinaryIO) -> None:
             with parquet_writer(stream, part_schema(self._work, count)) as writer:
@@ -239,7 +247,7 @@ class PartWriter:
             self._budget.check(states_bytes + stream.tell())
 
         write_durably(path, write)
-        self._budget.add(states_bytes + path.stat().st_size)
+        self._budget.add(states_bytes + size_of(path))
 
 
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
@@ -248,6 +256,28 @@ def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
     return results_schema(work.identity.carried).with_metadata(
         keys | ({STATES_KEY: str(states).encode()} if states else {})
     )
+
+
+def _writable(rows: list[OutputRow], carried: Sequence[pa.Field]) -> tuple[list[OutputRow], pa.Table]:
+    """Whole groups and their table; a group that cannot be converted is replaced by its row's error."""
+    try:
+        return rows, _table(rows, carried)
+    except Exception as error:
+        row_error(error, "writing the row")  # raises what is not a row's
+    groups = [list(group) for _, group in groupby(rows, lambda row: row.completion.key[:2])]
+    tables = apart(groups, lambda several: [_table(group, carried) for group in several], "writing the row")
+    kept = [
+        [_failed(group[0], table)] if isinstance(table, ErrorInfo) else group
+        for group, table in zip(groups, tables, strict=True)
+    ]
+    rows = [row for group in kept for row in group]
+    return rows, _table(rows, carried)
+
+
+def _failed(row: OutputRow, error: ErrorInfo) -> OutputRow:
+    """The error row of a group; its id stays, and nothing else that may be what cannot be written."""
+    done = row.completion
+    return OutputRow(Completion(done.row_index, done.prompt_index, error=error, seed=done.seed), row.id)
 
 
 def _table(rows: list[OutputRow], carried: Sequence[pa.Field]) -> pa.Table:

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.files import open_named
 from batchgen.data.write.committed import Committed, read_keys
 from batchgen.data.write.durable_files import parquet_writer, read_footer, write_durably
 from batchgen.data.write.lines import is_lines
@@ -73,7 +74,7 @@ def _commit_good_rows(work: WorkFolder, keys: Committed) -> None:
 
     def write(stream: BinaryIO) -> None:
         schema = part_schema(work, states)
-        with parquet_writer(stream, schema) as writer, work.paths.result.open("rb") as result:
+        with parquet_writer(stream, schema) as writer, open_named(work.paths.result) as result:
             file = pq.ParquetFile(result, pre_buffer=False, page_checksum_verification=True)
             start = 0
             for group in range(file.num_row_groups):

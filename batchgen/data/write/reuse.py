@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.data.files import open_named, open_own
 from batchgen.data.write.committed import find_prompts, first_of_prompt
 from batchgen.data.write.durable_files import open_parquet, parquet_writer, part_errors, write_durably
 from batchgen.data.write.parts import STATES_KEY
@@ -73,7 +74,7 @@ class Moves:
 def part_file(part: Path) -> ReuseFile | None:
     """A committed part as a file whose rows may be reused; None if it or its states are damaged."""
     with suppress(OSError, pa.ArrowException, ValueError), part_errors(part):
-        with part.open("rb") as stream:
+        with open_own(part) as stream:
             metadata = pq.ParquetFile(stream).metadata.metadata or {}
         count = int(metadata.get(STATES_KEY, 0))
         if not count:
@@ -103,7 +104,7 @@ def find_moves(files: Sequence[ReuseFile], wanted: Prompts) -> list[Moves]:
 def _good_prompts(path: Path) -> Prompts:
     """The prompts of which no sample failed and that have a hash, in order."""
     try:
-        with path.open("rb") as stream:
+        with open_named(path) as stream:
             file = pq.ParquetFile(stream, page_checksum_verification=True)
             if _HASH not in file.schema_arrow.names:
                 return _no_prompts()
@@ -188,7 +189,7 @@ def _moved_tables(moves: Moves) -> Iterator[pa.Table]:
     """The moved rows of the file with their new indexes, a row group at a time."""
     path = moves.file.path
     try:
-        with path.open("rb") as stream:
+        with open_named(path) as stream:
             file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group, use_threads=False).replace_schema_metadata(None)
@@ -239,7 +240,7 @@ def _records(states: Path) -> Iterator[StateRecord]:
         yield from records_of_result(states)
         return
     index = read_index(states)
-    with states.open("rb") as stream:
+    with open_own(states) as stream:
         for entry in index:
             yield read_record(stream, entry)
 

@@ -17,7 +17,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.data.write.durable_files import output_errors, sync_file
+from batchgen.data.files import open_new, open_own_to_change, remove_file, sync_stream, system
+from batchgen.data.write.durable_files import output_errors
 from batchgen.request.columns import Columns
 
 _BUFFER = 1 << 20
@@ -34,7 +35,7 @@ class _Spool:
     def __init__(self, path: Path, kept_bytes: int | None) -> None:
         self.path = path
         with output_errors(path):
-            self._file = path.open("w+b" if kept_bytes is None else "r+b", buffering=_BUFFER)
+            self._file = (open_new if kept_bytes is None else open_own_to_change)(path, _BUFFER)
         if kept_bytes is not None and self._file.seek(0, os.SEEK_END) != kept_bytes:
             self._file.close()
             raise ValueError(f"{path} has an unexpected size")
@@ -52,8 +53,8 @@ class _Spool:
 
     def sync(self) -> None:
         """Flush and fsync the file."""
-        self._flush()
-        sync_file(self.path)
+        with output_errors(self.path):
+            sync_stream(self._file)
 
     def close(self, *, keep: bool = False) -> None:
         """Close the file and remove it unless `keep`. Further calls do nothing."""
@@ -64,7 +65,7 @@ class _Spool:
         with suppress(OSError):
             self._file.close()
         if not keep:
-            self.path.unlink(missing_ok=True)
+            remove_file(self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +124,7 @@ class BlobSpool(_Spool, Columns):
             self._flush()
             if self._map is not None:
                 self._map.close()
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = system.mmap(self._file.fileno())
         return self._map
 
     def close(self, *, keep: bool = False) -> None:
@@ -158,6 +159,5 @@ class TokenSpool(_Spool):
         """[total] int32: all ids so far, memory-mapped and read-only; they stay readable after `close`."""
         if len(self._map) != self._count:
             self._flush()
-            mapped = np.memmap(self.path, np.int32, mode="r", shape=(self._count,))
-            self._map = mapped.view(np.ndarray)  # slicing a plain array is much faster than slicing a np.memmap
+            self._map = np.frombuffer(system.mmap(self._file.fileno()), np.int32)
         return self._map

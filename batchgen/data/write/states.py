@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.data.write.durable_files import write_durably
+from batchgen.data.files import make_durably, open_own
+from batchgen.data.write.durable_files import output_errors, write_durably
 from batchgen.data.write.schema import OutputRow
 from batchgen.request.completion import StateBlock
 
@@ -89,7 +90,8 @@ def write_states_part(
         stream.write(_TRAILER.pack(len(entries), zlib.crc32(index), _MAGIC))
         size = stream.tell()
 
-    path.parent.mkdir(exist_ok=True)
+    with output_errors(path.parent):
+        make_durably(path.parent)
     write_durably(path, write)
     return size
 
@@ -124,7 +126,7 @@ def read_index(path: Path) -> Index:
     Raises:
         OSError: the part cannot be read, or is incomplete or damaged.
     """
-    with path.open("rb") as stream:
+    with open_own(path) as stream:
         end = stream.seek(0, 2)
         stream.seek(max(0, end - _TRAILER.size))
         tail = stream.read()

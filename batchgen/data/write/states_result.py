@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.files import open_named, open_own
 from batchgen.data.write.durable_files import damaged_part, part_errors, states_writer, write_durably
 from batchgen.data.write.schema import STATES_CONTENTS, with_footer
 from batchgen.data.write.states import INDEX_DTYPE, Index, StateRecord, read_index, read_record, write_states_part
@@ -117,7 +118,7 @@ class _OpenParts:
             if file not in self._streams:
                 if len(self._streams) == _OPEN_FILES:
                     self._streams.popitem(last=False)[1].close()
-                self._streams[file] = self._parts[file].open("rb")
+                self._streams[file] = open_own(self._parts[file])
             self._streams.move_to_end(file)
             with part_errors(self._parts[file]):
                 return read_record(self._streams[file], entry)
@@ -173,7 +174,7 @@ def records_of_result(result: Path) -> Iterator[StateRecord]:
     Raises:
         OSError, pa.ArrowException: the file is damaged.
     """
-    with result.open("rb") as stream:
+    with open_named(result) as stream:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
         for group in range(file.num_row_groups):
             yield from _records(file.read_row_group(group, use_threads=False))

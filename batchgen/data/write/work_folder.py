@@ -15,30 +15,49 @@ results.parquet.work/
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import NoneType
+from typing import Any, Final, Literal, Self
 
 import pyarrow as pa
 
-from batchgen.data.write.durable_files import (
-    output_errors,
-    read_footer,
-    refuse_special,
+from batchgen.data.files import (
+    exists,
+    files_in,
+    followed,
+    is_folder,
+    make_durably,
+    open_own,
+    remove_tree,
+    rename,
+    size_of,
+    status_of,
     sync_folder,
-    write_durably,
+    system,
 )
+from batchgen.data.write.durable_files import output_errors, read_footer, refuse_special, write_durably
 from batchgen.data.write.job_changes import changes
 from batchgen.data.write.lines import errors_path, is_lines, lines_of_job, written_by
 from batchgen.data.write.lock import LOCK_NAME, RunLock
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files, part_owners
 from batchgen.errors import FingerprintError, OutputError
+from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json_stream, typed
 
 Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
+
+_STATE: Final[Kinds] = {
+    "fingerprint": str,
+    "info": dict,
+    "overwrite": bool,
+    "emptied_by": (str, NoneType),
+    "replaces": (int, NoneType),
+    "clock": (str, NoneType),
+}
+"""Types in run.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +87,12 @@ class OutputPaths:
 
 
 def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths:
-    """`OUT` and `OUT.work`; for a shard `OUT/part-00007-of-00016.parquet` and `OUT.work/part-00007-of-00016`.
+    """`OUT`, or where the link `OUT` leads to, and `OUT.work`; of a shard, files in the folders `OUT` and `OUT.work`.
 
     Hidden states are in `OUT` with `.hidden` before its suffix, also a folder if `OUT` is one. A folder of shards
     contains nothing else, because readers treat every file in it as data.
     """
+    out = followed(out)
     work = out.with_name(out.name + ".work")
     states = out.with_name(f"{out.name.removesuffix('.parquet')}.hidden.parquet")
     if shard is None:
@@ -138,6 +158,11 @@ class WorkFolder:
         """The folder of committed hidden states; exists only if rows return them."""
         return self.paths.work / "states"
 
+    @property
+    def foreign(self) -> list[Path]:
+        """New names of what was found in the folder and is not ours."""
+        return self._lock.foreign
+
     def part_files(self) -> list[Path]:
         """Committed parts, in order."""
         return part_files(self.paths.work)
@@ -155,9 +180,9 @@ class WorkFolder:
         _empty(self.paths.work)
         self._lock.release(remove=True)
         with suppress(OSError):
-            self.paths.work.rmdir()
+            system.rmdir(self.paths.work)
             if self.identity.shard is not None:
-                self.paths.work.parent.rmdir()
+                system.rmdir(self.paths.work.parent)
 
     def __enter__(self) -> Self:
         return self
@@ -185,9 +210,9 @@ def recorded_clock(paths: OutputPaths, identity: RunIdentity, policy: Policy = "
         old = None
     records = [old, None if policy == "overwrite" else _footer_of(paths.result, identity.fingerprint)]
     if identity.shard is not None:
-        files = (file for file in sorted(paths.result.parent.glob("part-*.parquet")) if file != paths.result)
+        files = (file for file in files_in(paths.result.parent, "part-*.parquet") if file != paths.result)
         records += [_footer_of(file, identity.fingerprint) for file in files]
-        folders = (folder for folder in sorted(paths.work.parent.glob("part-*")) if folder != paths.work)
+        folders = (folder for folder in files_in(paths.work.parent, "part-*") if folder != paths.work)
         states = filter(None, map(read_state, folders))
         records += [state for state in states if state["fingerprint"].startswith(identity.fingerprint)]
     return next((record["clock"] for record in records if record and record.get("clock")), None)
@@ -230,7 +255,7 @@ def open_work(
     refuse_special(paths.result)
     refuse_special(paths.states)
     replaces = policy in ("overwrite", "retry")
-    if not replaces and is_complete(paths, identity) and not paths.work.exists():
+    if not replaces and is_complete(paths, identity) and not exists(paths.work):
         return None
     lock = RunLock(paths.work, paths.result)
     try:
@@ -239,13 +264,14 @@ def open_work(
             if has_other_work(paths, identity) or _is_replacement(paths):
                 lock.release()
             else:
+                sync_folder(paths.result.parent)  # a killed run may have renamed the output without that
                 WorkFolder(paths, identity, lock).remove()
             return None
         with output_errors(paths.work):
             state = {**_state(paths, identity, info, policy), "clock": clock}
             return _prepare(paths, identity, lock, state)
     except BaseException:
-        _release_refused(paths.work, lock)
+        lock.release_unused()
         raise
 
 
@@ -268,31 +294,21 @@ def _is_replacement(paths: OutputPaths) -> bool:
 
 
 def _inode(path: Path) -> int | None:
-    return path.stat().st_ino if path.exists() else None
-
-
-def _release_refused(work: Path, lock: RunLock) -> None:
-    """Release the lock of a refused job, and remove the folder if it contains nothing else."""
-    empty = [entry.name for entry in work.iterdir()] == [LOCK_NAME]
-    lock.release(remove=empty)
-    if empty:
-        with suppress(OSError):
-            work.rmdir()
+    status = status_of(path)
+    return None if status is None else status.st_ino
 
 
 def _prepare(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:
     work = WorkFolder(paths, identity, lock)
-    shutil.rmtree(work.scratch, ignore_errors=True)
+    remove_tree(work.scratch)
     for folder in (work.parts, work.tokenized, work.scratch, paths.result.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_durably(folder)
     content = json.dumps(state, ensure_ascii=False, indent=1, sort_keys=True).encode()
-    write_durably(paths.work / "run.json", lambda stream: _write(stream, content))
-    sync_folder(paths.work.parent)
+    write_durably(paths.work / "run.json", lambda stream: stream.write(content))
+    # Also what a killed run may have made.
+    for folder in (paths.work, paths.work.parent, *([] if identity.shard is None else [paths.work.parent.parent])):
+        sync_folder(folder)
     return work
-
-
-def _write(stream: Any, content: bytes) -> None:
-    stream.write(content)
 
 
 def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
@@ -316,11 +332,11 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
         _empty(paths.work)
         own, old = True, None
     if policy == "resume-anyway":
-        if paths.result.exists() and read_footer(paths.result) is None:
+        if exists(paths.result) and read_footer(paths.result) is None:
             _refuse_other_output(paths, identity)
         if not own:
             _set_aside(paths.work)
-        others = paths.result.exists() or paths.states.exists()
+        others = exists(paths.result) or exists(paths.states)
         return fresh | (old if own and old is not None else {}) | (replaces if others else {}) | {"info": dict(info)}
     if not (own and old is not None and old["overwrite"]):
         _refuse_other_output(paths, identity)
@@ -346,7 +362,7 @@ def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
         files = files[1:]
     for path, contents in files:
         # States of this job may exist already: they are renamed just before the results.
-        if path.exists() and not (contents and belongs_to(read_footer(path, contents), identity)):
+        if exists(path) and not (contents and belongs_to(read_footer(path, contents), identity)):
             raise OtherJobError(
                 f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o.",
                 (read_footer(path, contents) or {}).get("job"),
@@ -361,7 +377,7 @@ def _refuse_other_lines(result: Path, identity: RunIdentity) -> None:
     Raises:
         OtherJobError: they exist.
     """
-    found = next((file for file in (result, errors_path(result)) if file.exists() and file.stat().st_size), None)
+    found = next((file for file in (result, errors_path(result)) if exists(file) and size_of(file)), None)
     if found is not None and (found == result or not written_by(found, identity.fingerprint)):
         raise OtherJobError(
             f"{found} exists and is not this job's output. Replace it with --overwrite, or name another with -o. JSON "
@@ -372,12 +388,12 @@ def _refuse_other_lines(result: Path, identity: RunIdentity) -> None:
 
 def _set_aside(work: Path) -> None:
     """Move the parts of another job, with their states, to a folder of `earlier`."""
-    number = 1 + max((int(folder.name) for folder in (work / "earlier").glob("*")), default=-1)
+    number = 1 + max((int(folder.name) for folder in files_in(work / "earlier")), default=-1)
     target = work / "earlier" / f"{number:03d}"
-    target.mkdir(parents=True)
+    make_durably(target)
     for name in ("states", "parts"):  # a part without its states counts as damaged
-        if (work / name).is_dir():
-            (work / name).replace(target / name)
+        if is_folder(work / name):
+            rename(work / name, target / name)
     sync_folder(target)
     sync_folder(work)
 
@@ -398,15 +414,13 @@ def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Pol
 
 def read_state(work: Path) -> dict[str, Any] | None:
     """The content of run.json; None if it is missing or damaged (each part records its job as well)."""
-    with suppress(FileNotFoundError, NotADirectoryError, ValueError):
-        state = json.loads((work / "run.json").read_bytes())
-        if isinstance(state, dict) and {"fingerprint", "info", "overwrite"} <= state.keys():
-            return {"emptied_by": None, "replaces": None} | state
+    with suppress(FileNotFoundError, NotADirectoryError, ForeignTextError), open_own(work / "run.json") as stream:
+        return {"emptied_by": None, "replaces": None} | typed(read_json_stream(stream), _STATE)
     return None
 
 
 def _empty(work: Path) -> None:
     """Remove everything but the lock, run.json last, so that a half-removed folder still records its job."""
-    for entry in sorted(work.iterdir(), key=lambda path: (path.name == "run.json", path.name)):
+    for entry in sorted(files_in(work), key=lambda path: (path.name == "run.json", path.name)):
         if entry.name != LOCK_NAME:
-            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+            remove_tree(entry)

@@ -9,18 +9,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.data.files import files_in, open_own
 from batchgen.data.write.durable_files import part_errors
 from batchgen.data.write.schema import FINGERPRINT_KEY
 
 
 def part_files(work: Path) -> list[Path]:
     """Committed parts of a work folder, in order."""
-    return sorted((work / "parts").glob("part-*.parquet"))
+    return files_in(work / "parts", "part-*.parquet")
 
 
 def earlier_parts(work: Path) -> list[Path]:
     """Parts that jobs with another input left in a work folder, those of the latest job first."""
-    return sorted((work / "earlier").glob("*/parts/part-*.parquet"), reverse=True)
+    return [part for job in reversed(files_in(work / "earlier")) for part in reversed(part_files(job))]
 
 
 def has_results(work: Path) -> bool:
@@ -33,7 +34,7 @@ def has_results(work: Path) -> bool:
 
 
 def _has_result(part: Path) -> bool:
-    with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), part.open("rb") as stream:
+    with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), open_own(part) as stream:
         statuses = pq.ParquetFile(stream).read(["status"])["status"]
         return bool(pc.any(pc.equal(statuses, "ok")).as_py())
     return False
@@ -47,6 +48,6 @@ def part_owners(work: Path) -> set[str]:
     """
     found = set()
     for part in part_files(work):
-        with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), part.open("rb") as stream:
+        with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), open_own(part) as stream:
             found.add((pq.ParquetFile(stream).metadata.metadata or {})[FINGERPRINT_KEY].decode())
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.errors import ErrorCode, ErrorInfo, row_error
 from batchgen.kernels.bitmask import bitmask_width
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
@@ -70,8 +71,8 @@ class GrammarState:
         self._stop_words = _words_of(self.stop_ids, grammars.vocab_size)
         try:
             self.matcher: Any = grammars.matcher(constraint, self.stop_ids)
-        except (RuntimeError, MemoryError) as error:
-            self._fail(f"its matcher cannot be created: {error}")
+        except Exception as error:
+            self._fail_with(error, "its matcher cannot be created")
 
     def accept(self, token: int) -> bool:
         """Accept the sampled token; True if only the end can follow. Sets `error` on failure."""
@@ -84,8 +85,8 @@ class GrammarState:
                 return False
             self._next_mask = None
             ended = bool(self.matcher.is_completed()) and self._only_stops()
-        except RuntimeError as error:
-            self._fail(f"its matcher failed: {error}")
+        except Exception as error:
+            self._fail_with(error, "its matcher failed")
             return False
         self._spend(time.perf_counter() - began)
         return ended
@@ -110,9 +111,9 @@ class GrammarState:
         began = time.perf_counter()
         try:
             self.matcher.fill_next_token_bitmask(torch.from_numpy(words[None]))
-        except RuntimeError as error:
+        except Exception as error:
             words.fill(-1)
-            self._fail(f"its matcher failed: {error}")
+            self._fail_with(error, "its matcher failed")
         self._spend(time.perf_counter() - began)
 
     @property
@@ -131,6 +132,14 @@ class GrammarState:
         self.seconds += seconds
         if self.seconds > _MAX_SECONDS:
             self._fail(f"following it took more than {_MAX_SECONDS:g} seconds; make it less ambiguous")
+
+    def _fail_with(self, error: Exception, problem: str) -> None:
+        """End the row with what its matcher raised: its own errors are `RuntimeError`s."""
+        info = row_error(error, "following the constraint")
+        if type(error) is RuntimeError:
+            self._fail(f"{problem}: {error}")
+        else:
+            self.error = replace(info, param=self.constraint.kind)
 
     def _fail(self, problem: str) -> None:
         field = self.constraint.kind
@@ -179,7 +188,7 @@ class GrammarMasks:
 def _fill_together(matchers: list[Any], places: list[int], words: MaskWords) -> bool:
     try:
         _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), places)
-    except RuntimeError:
+    except Exception:
         return False  # fill one by one, to find the failing matcher
     return True
 

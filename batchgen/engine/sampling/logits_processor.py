@@ -10,7 +10,6 @@ A custom logit processor is called once a step for all rows that name it; an err
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,7 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.counts import Penalties
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
+from batchgen.request.foreign_text import read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor, LogitProcessor, ProcessorRow
 from batchgen.request.table import Request
@@ -54,7 +54,7 @@ class ProcessorView(ProcessorRow):
     def params(self) -> Mapping[str, Any]:
         """The row's `custom_params`."""
         text = self._request.params.custom_params
-        return json.loads(text) if text is not None else {}
+        return read_json(text) if text is not None else {}
 
 
 def run_processor(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request.foreign_text import read_json
 from batchgen.request.params import Constraint
 from batchgen.text.grammar.guidance import GuidanceMatcher, byte_tokenizer, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Source
@@ -100,14 +101,14 @@ def _compile_xgrammar(source: Source, tokenizer: Any) -> Any:
 
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     if source.form == "json_schema":
-        grammar = schema_grammar(json.loads(source.text), any_whitespace=False)
+        grammar = schema_grammar(read_json(source.text), any_whitespace=False)
         if "$ref" in source.text and not can_end(str(grammar)):
             raise ValueError("every value that it allows contains another one without end")
         return compiler.compile_grammar(grammar)
     if source.form == "regex":
         return compiler.compile_regex(source.text)
     if source.form == "structural_tag":
-        return compiler.compile_structural_tag(json.dumps(_with_schema_grammars(json.loads(source.text))))
+        return compiler.compile_structural_tag(json.dumps(_with_schema_grammars(read_json(source.text))))
     grammar = xgrammar.Grammar.from_ebnf(source.text)
     rule = left_recursive_rule(source.text, str(grammar))
     if rule is not None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
-from batchgen.errors import ErrorInfo, OutputError, RowError
+from batchgen.errors import ErrorInfo, OutputError, RowError, apart
 from batchgen.request.params import Constraint
 from batchgen.text.grammar.compilation import LLGUIDANCE
 from batchgen.text.grammar.compiler import GrammarCompiler, stop_compiler
@@ -78,18 +78,25 @@ class Grammars:
     def prepare(self, constraints: Iterable[Constraint]) -> None:
         """Compile new constraints in parallel; `error` returns their errors.
 
+        One that raises anything is its rows' error.
+
         Raises:
             OutputError: the temporary folder has no room for them.
         """
         new = list(dict.fromkeys(c for c in constraints if c not in self._results))
-        if not new:
-            return
+        for constraint, error in zip(new, apart(new, self._compile, "compiling the constraint"), strict=True):
+            if error is not None:
+                self._results[constraint] = replace(error, param=constraint.kind)
+
+    def _compile(self, constraints: Sequence[Constraint]) -> list[None]:
+        """Compile constraints and keep their results."""
         try:
-            for constraint, result in self._compiler.compile(new):
+            for constraint, result in self._compiler.compile(constraints) if constraints else ():
                 self.compiled += 1
                 self._results[constraint] = result if isinstance(result, ErrorInfo) else self._store(result)
         except RowError as error:  # an error of the tokenizer holds for all constraints
-            self._results.update((c, replace(error.info, param=c.kind)) for c in new)
+            self._results.update((c, replace(error.info, param=c.kind)) for c in constraints)
+        return [None] * len(constraints)
 
     def error(self, constraint: Constraint) -> ErrorInfo | None:
         """Error of a prepared constraint; None if it can be used."""

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.request.foreign_text import read_json
+
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON in one line, spaced as xgrammar does."""
 _HEADER = '%llguidance {"no_forcing": true}'
@@ -57,7 +59,7 @@ def guidance_matcher(schema: str, tokenizer: Any) -> Any:
     """
     from llguidance import LLMatcher
 
-    options = json.dumps({**json.loads(schema), "x-guidance": _OPTIONS})
+    options = json.dumps({**read_json(schema), "x-guidance": _OPTIONS})
     matcher = LLMatcher(tokenizer, f"{_HEADER}\nstart: %json {options}", log_level=0)
     if matcher.is_error():
         raise ValueError(matcher.get_error())

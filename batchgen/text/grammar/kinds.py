@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.params import ConstraintKind
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 
@@ -49,7 +50,7 @@ class GrammarKind:
 def _choice(text: str, lenient: bool) -> Iterator[Source]:
     """Grammar of exactly the strings of a JSON list."""
     # Grammar strings use JSON's escapes, except for surrogate pairs, so other characters are not escaped.
-    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+    choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in read_json(text))
     yield Source("ebnf", f"root ::= {choices}")
 
 
@@ -70,11 +71,9 @@ def _pattern(text: str, field: str) -> str:
 
 def _structural_tag(text: str, lenient: bool) -> Iterator[Source]:
     try:
-        tag = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RowError(
-            ErrorCode.INVALID_GRAMMAR, f"`structural_tag` is not valid JSON: {error}", "structural_tag"
-        ) from None
+        tag = read_json(text)
+    except ForeignTextError as error:
+        raise RowError(ErrorCode.INVALID_GRAMMAR, f"`structural_tag` {error}", "structural_tag") from None
     if type(tag) is not dict:
         raise RowError(ErrorCode.INVALID_GRAMMAR, "`structural_tag` must be an object", "structural_tag")
     is_older = "format" not in tag and "structures" in tag
@@ -125,7 +124,7 @@ def _format(part: Any, lenient: bool, depth: int) -> Any:
         return part
     if part.get("type") == "json_schema" and "json_schema" in part:
         schema = next(_schemas(json.dumps(part["json_schema"]), "structural_tag", lenient)).text
-        return {"max_whitespace_cnt": _TAG_WHITESPACE, **part, "json_schema": json.loads(schema)}
+        return {"max_whitespace_cnt": _TAG_WHITESPACE, **part, "json_schema": read_json(schema)}
     if part.get("type") == "regex" and type(part.get("pattern")) is str:
         return {**part, "pattern": _pattern(part["pattern"], "structural_tag")}
     return {key: _format(value, lenient, depth + 1) for key, value in part.items()}
@@ -157,7 +156,7 @@ def _pattern_check(text: str) -> Check:
 
 
 def _choice_check(text: str) -> Check:
-    return frozenset(json.loads(text)).__contains__
+    return frozenset(read_json(text)).__contains__
 
 
 KINDS: dict[ConstraintKind, GrammarKind] = {

@@ -7,7 +7,6 @@ never true.
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import regex
 from jsonschema.validators import validator_for
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS
 from batchgen.text.grammar.keywords import unchecked_keywords
 from batchgen.text.grammar.patterns import has_one_reading, with_escaped_braces
@@ -81,9 +81,9 @@ class Schema:
             RowError: `invalid_grammar`: the text is not a valid schema; the message names `field`.
         """
         try:
-            root = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
-        except (ValueError, RecursionError) as error:
-            raise _invalid(field, f"is not valid JSON: {error}") from None
+            root = read_json(text, constants=False, unique_keys=True)
+        except ForeignTextError as error:
+            raise _invalid(field, str(error)) from None
         if type(root) not in (dict, bool):
             raise _invalid(field, "must be an object, true or false")
         declared = root.get("$schema") if isinstance(root, dict) else None
@@ -124,9 +124,9 @@ class Schema:
         None: it breaks no keyword that is checked, but the schema has others, or cannot be followed to its end.
         """
         try:
-            value = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            return False
+            value = read_json(text, constants=False)
+        except ForeignTextError as error:
+            return None if error.is_limit else False
         if self._unchecked is None:
             self._unchecked = any(True for _ in unchecked_keywords(self.root, self.resolve))
         verdict = self._verdict(value, self._validator)
@@ -168,20 +168,6 @@ def _with_own_checks(base: Any) -> Any:
 def _is_multiple(value: float, factor: float) -> bool:
     """Whether a number is a whole multiple of another, as both are written in decimals."""
     return math.isfinite(value) and (Fraction(repr(value)) / Fraction(repr(factor))).denominator == 1
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Object with the given pairs; a repeated key is an error, since one value would be ignored."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {repeated[:80]!r} occurs twice in one object")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _invalid(field: str, problem: str) -> RowError:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.request.foreign_text import read_json
 from batchgen.request.params import Constraint
 from batchgen.text.grammar.compilation import compile_constraint, invalid_grammar
 
@@ -228,7 +229,7 @@ def _read_fork(descriptor: int, fork: _Fork) -> tuple[int, bytes | ErrorInfo] | 
     if code == 0 and data[:1] == b"G":
         return fork.job.number, data[1:]
     if code == 0 and data[:1] == b"E":
-        name, message, param = json.loads(data[1:])
+        name, message, param = read_json(data[1:])
         return fork.job.number, ErrorInfo(ErrorCode(name), message, param)
     limits = fork.job.limits
     if -code in (signal.SIGXCPU, signal.SIGKILL):

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.data.files import FileSystem
 from batchgen.data.write import parts
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.parts import PartWriter
@@ -251,7 +252,7 @@ class TestCommitted:
             commit(work, [[with_states(sample(4))]])
             for file, retry in product((work.part_files()[0], *work.states.iterdir()), (False, True)):
                 with monkeypatch.context() as patched:
-                    patched.setattr(Path, "open", open_failing_for(file, problem))
+                    patched.setattr(FileSystem, "open", open_failing_for(file, problem))
                     with pytest.raises(OutputError, match=f"{file.name} cannot be read .*{message}.* kept"):
                         Committed.read(work, retry_errors=retry)
             assert len(Committed.read(work)) == 2
@@ -293,14 +294,17 @@ def with_states(row: OutputRow) -> OutputRow:
 
 
 def open_failing_for(file: Path, problem: BaseException) -> Any:
-    """`Path.open` that raises `problem` when `file` is read."""
-    real = Path.open
+    """`FileSystem.open` that raises `problem` when `file` is read."""
+    real = FileSystem.open
 
-    class Failing(io.BufferedReader):
-        def read(self, size: int | None = -1) -> bytes:
+    class Failing(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
             raise problem
 
-    def opens(path: Path, *arguments: Any, **options: Any) -> Any:
-        return Failing(io.FileIO(path)) if path == file else real(path, *arguments, **options)
+        def readall(self) -> bytes:
+            raise problem
+
+    def opens(system: FileSystem, path: Path, flags: int) -> io.FileIO:
+        return Failing(path) if path == file else real(system, path, flags)
 
     return opens

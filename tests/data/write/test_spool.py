@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.data.files import FileSystem
 from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.errors import OutputError
 
@@ -49,9 +51,19 @@ def test_a_token_spool_behaves_as_a_list(tmp_path_factory: pytest.TempPathFactor
     assert not path.exists()
 
 
-def test_a_full_disk_is_an_output_error(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_output_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "full"
-    path.symlink_to("/dev/full")
-    with BlobSpool(path) as spool, pytest.raises(OutputError, match="Free some space"):
+    with monkeypatch.context() as full:
+        full.setattr(FileSystem, "open", lambda _, opened, flags: io.FileIO("/dev/full", "r+"))
+        spool = BlobSpool(path)
+    with spool, pytest.raises(OutputError, match="Free some space"):
         spool.append(b"x" * (2 << 20))
-    assert not path.is_symlink()
+
+
+def test_a_spool_replaces_a_file_and_leaves_what_a_link_names(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"not a spool")
+    (tmp_path / "blobs").symlink_to(kept)
+    with BlobSpool(tmp_path / "blobs") as spool:
+        spool.append(b"blob")
+    assert kept.read_bytes() == b"not a spool"

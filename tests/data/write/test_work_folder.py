@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from batchgen.data.files import FileSystem
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lock import RunLock
@@ -269,18 +271,18 @@ def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> Non
 def test_the_lock_of_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that opened the lock file just before another run removed it does not hold the lock."""
     first = RunLock(tmp_path / "w", Path("out"))
-    real_open = os.open
-    opened: list[int] = []
+    real_open = FileSystem.open
+    opened: list[Path] = []
 
-    def open_then_remove(path: Path, flags: int, mode: int = 0o777) -> int:
-        descriptor = real_open(path, flags, mode)
+    def open_then_remove(system: FileSystem, path: Path, flags: int) -> io.FileIO:
+        file = real_open(system, path, flags)
         if not opened:
             first.release(remove=True)
             (tmp_path / "w").rmdir()
-        opened.append(descriptor)
-        return descriptor
+        opened.append(path)
+        return file
 
-    monkeypatch.setattr(os, "open", open_then_remove)
+    monkeypatch.setattr(FileSystem, "open", open_then_remove)
     second = RunLock(tmp_path / "w", Path("out"))
     monkeypatch.undo()
     assert len(opened) == 2

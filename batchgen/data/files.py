@@ -1,0 +1,315 @@
+"""Every file operation of a job's output goes through here: one object has the system calls, and tests replace it.
+
+Files of a work folder are opened without following links; files that the user named may be links.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import mmap
+import os
+import stat
+import zlib
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import BinaryIO
+
+BUFFER = 1 << 17
+"""Bytes of a stream's buffer; larger blocks are read and written directly."""
+_FOREIGN = ".foreign"
+
+
+class FileSystem:
+    """Operations on files, one system call's worth each; so are the methods of the files that `open` gives.
+
+    Raises:
+        OSError: (every method) the system call fails.
+    """
+
+    def open(self, path: Path, flags: int) -> io.FileIO:
+        """Open a file without a buffer, with the flags of `os.open`; a new file gets the permissions of the umask."""
+        mode = {os.O_RDONLY: "r", os.O_WRONLY: "w", os.O_RDWR: "r+"}[flags & os.O_ACCMODE]
+        return io.FileIO(path, mode, opener=lambda name, _: os.open(name, flags | os.O_CLOEXEC, 0o666))
+
+    def fsync(self, descriptor: int) -> None:
+        """Make the content of an open file durable."""
+        os.fsync(descriptor)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def stat(self, path: Path, *, follow: bool = True) -> os.stat_result:
+        """State of a file, or of the link itself unless `follow`."""
+        return path.stat(follow_symlinks=follow)
+
+    def fstat(self, descriptor: int) -> os.stat_result:
+        """State of an open file."""
+        return os.fstat(descriptor)
+
+    def access(self, path: Path, mode: int) -> bool:
+        """Whether the process may use a path in the mode of `os.access`."""
+        return os.access(path, mode)
+
+    def listdir(self, folder: Path) -> list[str]:
+        """Names in a folder."""
+        return [path.name for path in folder.iterdir()]
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename a file or folder, replacing a file of the new name."""
+        old.replace(new)
+
+    def unlink(self, path: Path) -> None:
+        """Remove the name of a file."""
+        path.unlink()
+
+    def mkdir(self, folder: Path) -> None:
+        """Create a folder."""
+        folder.mkdir()
+
+    def rmdir(self, folder: Path) -> None:
+        """Remove an empty folder."""
+        folder.rmdir()
+
+    def flock(self, descriptor: int, operation: int) -> None:
+        """Lock or unlock an open file."""
+        fcntl.flock(descriptor, operation)
+
+    def mmap(self, descriptor: int) -> mmap.mmap:
+        """Map an open file, which is not empty, for reading."""
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+
+    def mmap_shared(self, descriptor: int) -> mmap.mmap:
+        """Map an open file, which is not empty, for writing: what is stored outlives the process, not the machine."""
+        return mmap.mmap(descriptor, 0)
+
+
+system = FileSystem()
+"""The operations in use."""
+
+
+def open_named(path: Path) -> io.BufferedReader:
+    """Open a file that the user named for reading."""
+    return io.BufferedReader(system.open(path, os.O_RDONLY), BUFFER)
+
+
+def open_own(path: Path) -> io.BufferedReader:
+    """Open a file of a work folder for reading.
+
+    Raises:
+        OSError: it is missing, is a link, or cannot be read.
+    """
+    return io.BufferedReader(system.open(path, os.O_RDONLY | os.O_NOFOLLOW), BUFFER)
+
+
+def open_own_to_change(path: Path, buffer: int = BUFFER) -> io.BufferedRandom:
+    """Open a file of a work folder for reading and writing, as `open_own`."""
+    return io.BufferedRandom(system.open(path, os.O_RDWR | os.O_NOFOLLOW), buffer)
+
+
+def open_new(path: Path, buffer: int = BUFFER) -> io.BufferedRandom:
+    """Create a file for reading and writing. An earlier one is removed; what is not ours is set aside."""
+    make_free(path)
+    return io.BufferedRandom(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW), buffer)
+
+
+def open_to_append(path: Path) -> io.BufferedRandom:
+    """Open a file that the user named for reading and writing, from its begin."""
+    return io.BufferedRandom(system.open(path, os.O_RDWR), BUFFER)
+
+
+def open_to_replace(path: Path) -> io.BufferedWriter:
+    """Open a file, pipe or device that the user named for writing; a file is created, or emptied."""
+    return io.BufferedWriter(system.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), BUFFER)
+
+
+def sync_stream(stream: BinaryIO) -> None:
+    """Write the buffer of a file and make its content durable."""
+    stream.flush()
+    system.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: new files, renames and removals."""
+    try:
+        system.sync_folder(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that syncs names by itself
+            raise
+
+
+def make_durably(folder: Path) -> None:
+    """Create a folder, and those above it, unless they exist, and make their names durable."""
+    if is_folder(folder):
+        return
+    make_durably(folder.parent)
+    try:
+        system.mkdir(folder)
+    except FileExistsError:
+        if not is_folder(folder):  # otherwise another process made it
+            raise
+    sync_folder(folder.parent)
+
+
+def status_of(path: Path, *, follow: bool = True) -> os.stat_result | None:
+    """State of a file; None if there is none."""
+    try:
+        return system.stat(path, follow=follow)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder of this name."""
+    return status_of(path) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file of this name."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder of this name."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file."""
+    return system.stat(path).st_size
+
+
+def same_file(first: Path, second: Path) -> bool:
+    """Whether two existing paths lead to one file."""
+    return os.path.samestat(system.stat(first), system.stat(second))
+
+
+def files_in(folder: Path, pattern: str = "*") -> list[Path]:
+    """Paths in a folder whose names match a pattern, sorted; none if the folder is missing."""
+    try:
+        names = system.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a file or folder, replacing a file of the new name. Durable after `sync_folder`."""
+    system.rename(old, new)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if there is one."""
+    try:
+        system.unlink(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, or a folder with its content. What is not ours, or cannot be removed, stays."""
+    with suppress(OSError):
+        status = status_of(path, follow=False)
+        if status is None or is_set_aside(path) or is_foreign(path, status):
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            remove_file(path)
+            return
+        for entry in files_in(path):
+            remove_tree(entry)
+        system.rmdir(path)
+
+
+def is_foreign(path: Path, status: os.stat_result) -> bool:
+    """Whether a name in a folder of ours is not: a link, a special file, or another user's.
+
+    Root's files count as ours: root needs no trick. So do files of the user that new files there belong to, which on
+    some network file systems is not the user of the process.
+
+    Args:
+        path: the name.
+        status: its state, of the link itself if it is one.
+    """
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        return True
+    return status.st_uid not in (0, os.geteuid()) and status.st_uid != _creator(path.parent)
+
+
+@lru_cache(64)
+def _creator(folder: Path) -> int:
+    """The user that a new file in a folder belongs to."""
+    path = folder / f".owner-{os.getpid()}"
+    try:
+        with system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as file:
+            owner = system.fstat(file.fileno()).st_uid
+        remove_file(path)
+    except OSError:
+        return os.geteuid()
+    return owner
+
+
+def make_free(path: Path) -> Path | None:
+    """Make a name free: a file of ours is removed, anything else set aside. Returns the name that this got, if any."""
+    status = status_of(path, follow=False)
+    if status is None:
+        return None
+    if is_foreign(path, status) or stat.S_ISDIR(status.st_mode):
+        return set_aside(path)
+    remove_file(path)
+    return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what is not ours to a free name, `NAME.foreign`, without touching what it is or leads to."""
+    names = (f"{path.name}{_FOREIGN}{f'-{number}' if number else ''}" for number in count())
+    target = next(found for found in map(path.with_name, names) if status_of(found, follow=False) is None)
+    system.rename(path, target)
+    return target
+
+
+def is_set_aside(path: Path) -> bool:
+    """Whether a name is one that `set_aside` gives."""
+    return path.suffix.startswith(_FOREIGN)
+
+
+def set_aside_foreign(folder: Path) -> list[Path]:
+    """Set aside what is not ours in a folder of ours and in the folders below it. Returns the new names."""
+    found = []
+    for path in files_in(folder):
+        status = status_of(path, follow=False)
+        if status is None or is_set_aside(path):
+            continue
+        if is_foreign(path, status):
+            found.append(set_aside(path))
+        elif stat.S_ISDIR(status.st_mode):
+            found += set_aside_foreign(path)
+    return found
+
+
+def followed(path: Path) -> Path:
+    """Where a name leads to that the user gave a file to write: a link's target, unless the link is another user's."""
+    status = status_of(path, follow=False)
+    if status is None or not stat.S_ISLNK(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+        return path
+    return resolved(path)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the folder of a file, for its content while it is written; short even if the name is long."""
+    return path.with_name(f".batchgen-{zlib.crc32(os.fsencode(path.name)):08x}.tmp")
+
+
+def resolved(path: Path) -> Path:
+    """The absolute path with every link followed; a missing end of it stays as it is."""
+    return Path(os.path.realpath(path))

@@ -1,0 +1,248 @@
+"""The reader of JSON and TOML that is not a row: files of a model, configurations, fields that hold JSON as text.
+
+Nobody else calls the decoders: they raise errors of several types about texts that somebody else has written, and give
+values that break what is done with them later. `json_text` reads rows, more strictly, with the same limits.
+
+`typed` is the view of a file's object: the types of the keys that are used are stated and checked at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, BinaryIO, Final
+
+import orjson
+
+from batchgen.request.checks import json_type
+
+MAX_DEPTH: Final = 200
+"""Deepest nesting of arrays and objects, below the limit of every JSON writer and every recursion used later."""
+MAX_DIGITS: Final = 300
+"""Most digits of an integer: it still fits a double, and is converted in no time."""
+MAX_FILE_BYTES: Final = 256 << 20
+"""Largest file that is read as a whole."""
+_BOM: Final = b"\xef\xbb\xbf"
+ESCAPED_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
+_LONG_INTEGER: Final = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
+_NO_DOUBLE_INTEGER: Final = b"0" * 19
+"""Found in an integer of more than 64 bits after every digit is replaced by zero."""
+_DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
+
+
+class ForeignTextError(ValueError):
+    """A text that cannot be read: the message is what to say after its name, such as "is not JSON: ..."."""
+
+    def __init__(self, problem: str, *, is_limit: bool = False) -> None:
+        """`is_limit`: the text is of its format, but past a limit of this reader."""
+        super().__init__(problem)
+        self.is_limit = is_limit
+
+
+def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = False) -> Any:
+    """The value of a JSON text, as Python's decoder gives it.
+
+    Args:
+        text: UTF-8, with or without a byte-order mark.
+        constants: whether NaN and Infinity are numbers, as in files that Python wrote.
+        unique_keys: whether a key may occur only once in an object; else the last value counts.
+
+    Raises:
+        ForeignTextError: it is not JSON, is nested more than `MAX_DEPTH` deep, has an integer of more than `MAX_DIGITS`
+            digits or half of a surrogate pair.
+    """
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text.removeprefix(_BOM)
+    value = None if unique_keys else _quickly(data)
+    if value is None:
+        value = _decoded(data, constants, unique_keys)
+    check_depth(value, data.count(b"[") + data.count(b"{"))
+    return value
+
+
+def _quickly(data: bytes) -> Any:
+    """The value of a text that the fast decoder reads as Python's does; None for any other, and for null."""
+    try:
+        value = orjson.loads(data)
+    except ValueError:
+        return None
+    # It reads longer integers as doubles.
+    return None if _NO_DOUBLE_INTEGER in data.translate(_DIGITS_TO_ZERO) else value
+
+
+def _decoded(data: bytes, constants: bool, unique_keys: bool) -> Any:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ForeignTextError(f"is not JSON: byte {error.start + 1} is not UTF-8") from None
+    try:
+        hook = _unique if unique_keys else None
+        value = json.loads(text, parse_constant=None if constants else _refused, object_pairs_hook=hook)
+    except json.JSONDecodeError as error:
+        raise ForeignTextError(f"is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # the interpreter limits the digits of an integer that it converts
+        raise _limit_of(error) from None
+    _check_values(value, text)
+    return value
+
+
+def _refused(name: str) -> Any:
+    raise ForeignTextError(f"is not JSON: {name} is not one of its numbers")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    key = repeated_key(pairs)
+    if key is not None:
+        raise ForeignTextError(f"is not JSON: the key {key[:80]!r} occurs twice in one object")
+    return dict(pairs)
+
+
+def repeated_key(pairs: list[tuple[str, Any]]) -> str | None:
+    """The first key that occurs twice among the pairs of an object; a dictionary would lose one of its values."""
+    seen: set[str] = set()
+    if len(dict(pairs)) < len(pairs):
+        for key, _ in pairs:
+            if key in seen:
+                return key
+            seen.add(key)
+    return None
+
+
+def _limit_of(error: ValueError) -> ForeignTextError:
+    long = ForeignTextError(f"has an integer of more than {MAX_DIGITS} digits", is_limit=True)
+    return error if isinstance(error, ForeignTextError) else long
+
+
+def _too_deep() -> ForeignTextError:
+    return ForeignTextError(f"is nested more than {MAX_DEPTH} deep", is_limit=True)
+
+
+def _check_values(value: Any, text: str) -> None:
+    """Check the integers and strings of a decoded text.
+
+    Raises:
+        ForeignTextError: an integer is too long, or a string has half of a surrogate pair.
+    """
+    if _has_long_integer(value, text):
+        raise ForeignTextError(f"has an integer of more than {MAX_DIGITS} digits", is_limit=True)
+    if ESCAPED_SURROGATE.search(text) and has_surrogate(value):
+        problem = "has a \\u escape that is half of a surrogate pair without the other half"
+        raise ForeignTextError(problem, is_limit=True)
+
+
+def check_depth(value: Any, brackets: int) -> None:
+    """Check the nesting of a value whose text has so many opening brackets.
+
+    Raises:
+        ForeignTextError: it is too deep.
+    """
+    if brackets <= MAX_DEPTH:
+        return
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _children(value: Any) -> list[Any]:
+    return [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _has_long_integer(value: Any, text: str) -> bool:
+    """Whether the value of `text` has an integer of more than `MAX_DIGITS` digits."""
+    waiting, most = [value] if _LONG_INTEGER.search(text) else [], 10**MAX_DIGITS
+    while waiting:
+        found = waiting.pop()
+        if type(found) is int and abs(found) >= most:
+            return True
+        waiting += _children(found)
+    return False
+
+
+def has_surrogate(value: Any) -> bool:
+    """Whether a string of a JSON value cannot be encoded."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def read_json_file(path: Path, most: int = MAX_FILE_BYTES) -> Any:
+    """The value in a JSON file of at most `most` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ForeignTextError: as `read_json`, or it is larger.
+    """
+    with path.open("rb") as stream:
+        return read_json_stream(stream, most)
+
+
+def read_json_stream(stream: BinaryIO, most: int = MAX_FILE_BYTES) -> Any:
+    """The value in the rest of a JSON file, as by `read_json_file`."""
+    return read_json(_content(stream, most))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file.
+
+    Raises:
+        OSError: it cannot be read.
+        ForeignTextError: it is not TOML, or past a limit as in `read_json`.
+    """
+    with path.open("rb") as stream:
+        data = _content(stream, MAX_FILE_BYTES)
+    try:
+        text = data.decode()
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise _too_deep() from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ForeignTextError(f"is not valid TOML: {error}") from None
+    except ValueError as error:
+        raise _limit_of(error) from None
+    if _has_long_integer(table, text):
+        raise _limit_of(ValueError())
+    check_depth(table, text.count("[") + text.count("{") + text.count("."))
+    return table
+
+
+def _content(stream: BinaryIO, most: int) -> bytes:
+    data = stream.read(most + 1)
+    if len(data) > most:
+        raise ForeignTextError(f"is larger than {most >> 20} MiB", is_limit=True)
+    return data
+
+
+Kinds = Mapping[str, type | tuple[type, ...]]
+"""Key -> type, or types, of its value; `NoneType` among them: the key may be absent."""
+
+
+def typed(value: Any, kinds: Kinds) -> dict[str, Any]:
+    """An object whose keys that are used have the types that they need; booleans are no integers.
+
+    Raises:
+        ForeignTextError: it is no object, lacks a key, or has one of another type.
+    """
+    if not isinstance(value, dict):
+        raise ForeignTextError(f"must hold an object, and holds {json_type(value)}")
+    for key, kind in kinds.items():
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if type(value.get(key)) not in allowed:
+            wanted = " or ".join(_NAMES.get(each, each.__name__) for each in allowed if each is not NoneType)
+            problem = f"has {json_type(value[key])}" if key in value else "has nothing"
+            raise ForeignTextError(f"{problem} as `{key}`, which must be {wanted}")
+    return value
+
+
+_NAMES: Final[Mapping[type, str]] = {
+    str: "a string", int: "an integer", float: "a number", bool: "true or false", dict: "an object", list: "a list",
+}  # fmt: skip
