@@ -290,6 +290,7 @@ class RowReader:
             if item.error is None:
                 self._add_to_table(item)
             yield item
+            del item  # so that a large row is gone when the next is read
 
     @staticmethod
     def _prepare(item: ProcessedRow, prepare: Callable[[ProcessedRow], object]) -> None:

@@ -149,6 +149,7 @@ def ingest(
                 _add_bad(result, row, config, on_bad)
             else:
                 _add_good(result, row)
+            del row  # so that a large row is gone when the next is read
         result.truncated = setup.front_end.encoder.truncated
         result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
         result.carried_options = dict(setup.defaults.carried_options.rows)

@@ -18,6 +18,11 @@ from batchgen.errors import ErrorCode, RowError
 
 Check = Callable[[str, Any], Any]
 
+MAX_STOP_CHARACTERS = 10_000
+"""Longest stop string: each token of a row with events is compared with all its beginnings."""
+MAX_OPTION_SIZE = 1 << 23
+"""Largest value of one option of a row, such as a schema or a list of words: its characters, and 8 for a number."""
+
 INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 
@@ -161,6 +166,12 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
     return found
 
 
+def short_strings(name: str, found: tuple[str, ...]) -> None:
+    """Refuse stop strings longer than `MAX_STOP_CHARACTERS`."""
+    if any(len(text) > MAX_STOP_CHARACTERS for text in found):
+        raise invalid(name, f"has a string of more than {MAX_STOP_CHARACTERS} characters; shorten it")
+
+
 def ids(name: str, value: Any) -> tuple[int, ...]:
     """Check a list of token ids (0 to 2^31 - 1); the vocabulary size is checked once the model is known."""
     if type(value) not in (list, tuple):
@@ -204,6 +215,19 @@ def string_or_mapping(name: str, value: Any) -> str | dict[str, Any]:
     if type(value) is not dict and (type(value) is not str or not value):
         raise invalid(name, f"must be a string or an object, got {show(value)}")
     return value
+
+
+def bounded(name: str, value: Any) -> Any:
+    """The stored value of an option, refused if it exceeds `MAX_OPTION_SIZE`."""
+    if type(value) in (str, tuple) and _size(value) > MAX_OPTION_SIZE:
+        raise invalid(name, f"is too large; at most {MAX_OPTION_SIZE} characters, a number counting as 8")
+    return value
+
+
+def _size(value: Any) -> int:
+    if type(value) is str:
+        return len(value)
+    return 8 + sum(map(_size, value)) if type(value) is tuple else 8
 
 
 def one_of(*values: str) -> Check:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from batchgen.request import field_checks
+from batchgen.request import checks, field_checks
 from batchgen.request.checks import (
     Check,
     Integer,
@@ -279,7 +279,7 @@ class SamplingParams(_HashedOnce):
             if value is None and not optional:
                 raise invalid(name, "must not be null; leave it out for its default")
             if value is not None:
-                object.__setattr__(self, name, _stored(name, check, value))
+                object.__setattr__(self, name, checks.bounded(name, _stored(name, check, value)))
         self._check_lengths()
         self._check_stops()
         self._check_constraint()
@@ -297,6 +297,7 @@ class SamplingParams(_HashedOnce):
         for name, given, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
             if len(given) > MAX_STOPS:
                 raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(given)}")
+        checks.short_strings("stop", self.stop)
         if not self.stop_regex:
             return
         from batchgen.request.stop_patterns import compile_pattern  # imports regex, which is slow to start

@@ -26,6 +26,8 @@ from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenProm
 from batchgen.request.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.request.table import ParsedRow
 
+MAX_ROW_PROMPTS = 1 << 17
+"""Most prompts of a row, and most pairs of a prompt and a text to score."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NESTED = "sampling_params"
 _SCORING_FIELDS = frozenset({"lora_path"})
@@ -149,6 +151,7 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: M
     if not values or (source == "input_ids" and () in values):
         spelled = row.spelled[source]
         raise RowError(ErrorCode.EMPTY_PROMPT, f"`{spelled}` is empty; give at least one prompt", spelled)
+    _check_count(row, source, len(values))
     if source == "messages":
         return (chat_prompt(row, layout, values, defaults),)
     if source == "text" and defaults.chat:
@@ -160,6 +163,18 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: M
     if source == "input_embeds":
         return tuple(map(EmbedsPrompt, values))
     return tuple(map(TokenPrompt, values))
+
+
+def _check_count(row: RowValues, source: str, prompts: int) -> None:
+    texts: Any = row.values.get("completions")
+    if prompts > MAX_ROW_PROMPTS and source != "messages":
+        problem = f"has {prompts} prompts; a row may have {MAX_ROW_PROMPTS}: give them in several rows"
+        raise invalid(row.spelled[source], problem)
+    if texts is not None and (pairs := prompts * len(texts)) > MAX_ROW_PROMPTS:
+        problem = (
+            f"and the row's prompts make {pairs} pairs; a row may have {MAX_ROW_PROMPTS}: give them in several rows"
+        )
+        raise invalid("completions", problem)
 
 
 def is_openai_line(value: Mapping[str, Any]) -> bool:
@@ -234,6 +249,7 @@ def _body_prompts(row: RowValues, layout: Layout, body: Mapping[str, Any], defau
         raise RowError(ErrorCode.EMPTY_PROMPT, f"`{needed}` is empty; give {what}", needed)
     if needed == "messages":
         return (chat_prompt(row, layout, found, defaults),)
+    _check_count(row, "prompt", len(found))
     return tuple([TextPrompt(item) if type(item) is str else TokenPrompt(item) for item in found])
 
 

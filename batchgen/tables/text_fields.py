@@ -13,7 +13,7 @@ from batchgen.errors import RowError
 from batchgen.request.checks import Integer, invalid
 from batchgen.request.field import Field
 from batchgen.request.fields import LOOKUP, SOURCES, Place
-from batchgen.request.json_text import parse_json
+from batchgen.request.row_memory import parse_cell
 
 _BLANK = " \t\r\n"
 _STARTS = frozenset(f"[{{{_BLANK}")
@@ -88,7 +88,7 @@ def _structured(name: str, field: Field, text: str) -> Any:
     """The value of a text that begins like a list or an object."""
     if not _accepts(field, name, text):
         try:
-            return parse_json(text.encode())
+            return parse_cell(text.encode())
         except RowError as error:
             problem = f"`{name}` is text that is not JSON ({error.info.message})"
             raise RowError(error.info.code, problem, name) from None
@@ -125,7 +125,7 @@ def conversation(text: str) -> list[dict[str, Any]] | None:
 def _parsed(text: str) -> Any:
     """The JSON value of a text, or the text if it is not JSON."""
     try:
-        return parse_json(text.encode())
+        return parse_cell(text.encode())
     except (RowError, UnicodeEncodeError):
         return text
 

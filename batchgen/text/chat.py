@@ -31,6 +31,7 @@ from batchgen.text.chat_forms import (
     shape,
 )
 from batchgen.text.chat_template import ChatTemplate
+from batchgen.text.template_budget import OverBudget
 
 _MAX_SHAPES: Final = 4096
 """Most kinds of conversations that are remembered."""
@@ -76,11 +77,12 @@ class ChatRenderer:
             RowError: `invalid_field`: the template refuses the conversation; `unsupported_field`: it leaves out a
                 part of it.
         """
+        self._template.budget.renew()
         try:
             return self._render(prompt)
         except RowError:
             raise
-        except Exception as error:  # a template may raise anything about any message
+        except (Exception, OverBudget) as error:  # a template may raise anything about any message
             raise _refused(error) from None
 
     def render_all(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
@@ -121,6 +123,7 @@ class ChatRenderer:
         roles = _plain_roles(prompt)
         if not roles or self._call_plain is None:
             return None
+        self._template.budget.renew()
         try:
             lost = self._lost_of_plain.get(roles)
             if lost is None:
@@ -128,7 +131,7 @@ class ChatRenderer:
             if lost and any(prompt.messages[index]["content"].strip() for index in lost):
                 return None
             return str(self._call_plain(list(prompt.messages)))
-        except Exception:  # `render` reports it
+        except (Exception, OverBudget):  # `render` reports it
             return None
 
     def _find_lost(self, prompt: ChatPrompt, roles: tuple[str, ...]) -> tuple[int, ...]:
@@ -206,9 +209,10 @@ def _plain_roles(prompt: ChatPrompt) -> tuple[str, ...] | None:
     return tuple(roles)
 
 
-def _refused(error: Exception) -> RowError:
+def _refused(error: Exception | OverBudget) -> RowError:
     lines = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    reason = str(error) if isinstance(error, OverBudget) else reason
     message = f"`messages` cannot be rendered by the model's chat template: {reason}"
     return RowError(ErrorCode.INVALID_FIELD, message, "messages")
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.chat_forms import plain_json
+from batchgen.text.template_budget import Budget, OverBudget, budgeted
 
 _CLOCK = "strftime_now"
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -46,12 +47,15 @@ class ChatTemplate:
         self._clock = clock
         self._special_tokens = dict(hf.special_tokens_map)
         self._templates: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self.budget = Budget()
+        """What the renderings may still do until it is renewed."""
 
     def render(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
         """Text of `messages` with the settings of `prompt`, whose own messages are not used.
 
         Raises:
             ValueError: a message cannot be continued.
+            OverBudget: the template does more than `budget` allows.
             Exception: whatever the template or the library raises.
         """
         if prompt.continue_final_message:
@@ -67,6 +71,10 @@ class ChatTemplate:
             if any(_CLOCK in source for source in self.sources):
                 raise ValueError("the template reads the time, and the tokenizer's class renders it in its own way")
             options = {"add_generation_prompt": prompt.add_generation_prompt, "tokenize": False}
+            with suppress(Exception):  # the library counts nothing, so the work is measured first
+                self._call(
+                    self.source(prompt), {**self._special_tokens, **settings, "tools": tools, "messages": messages}
+                )
             return str(self._hf.apply_chat_template(messages, tools=tools, **options, **settings))
         given = {"tools": tools, "add_generation_prompt": prompt.add_generation_prompt, "messages": messages}
         return self._call(self.source(prompt), {"documents": None, **self._special_tokens, **settings, **given})
@@ -150,11 +158,9 @@ class ChatTemplate:
         """The template as compiled by the library, and its globals with this job's clock."""
         found = self._templates.get(source)
         if found is None:
-            from transformers.utils import chat_template_utils  # as in `Tokenizer.load`
-
             if re.search(r"\|\s*random\b", source):
                 _refuse_chance()
-            template = chat_template_utils._compile_jinja_template(source)
+            template = budgeted(_environment(), source, self.budget)
             own = {_CLOCK: self._strftime_now, "lipsum": _refuse_chance}
             found = self._templates[source] = template, {**template.globals, **own}
         return found
@@ -177,7 +183,7 @@ class ChatTemplate:
                 found = self._call(source, {**given, "add_generation_prompt": True, "messages": messages})
                 if not self._same(messages, found):
                     return False
-        except Exception:  # the template refuses the probe
+        except (Exception, OverBudget):  # the template refuses the probe
             return True
         return True
 
@@ -185,6 +191,13 @@ class ChatTemplate:
         if any(_CLOCK in source for source in self.sources):
             return True  # the library's text has another time
         return bool(self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == text)
+
+
+def _environment() -> Any:
+    """The library's sandbox. It is taken from an empty template: to compile another one may compute its constants."""
+    from transformers.utils import chat_template_utils  # as in `Tokenizer.load`
+
+    return chat_template_utils._compile_jinja_template("").environment
 
 
 def _refuse_chance(*_: object) -> NoReturn:
@@ -195,10 +208,8 @@ def _refuse_chance(*_: object) -> NoReturn:
 def _template_reads(source: str) -> TemplateReads:
     """What a template names, from its syntax tree."""
     from jinja2 import meta, nodes
-    from transformers.utils import chat_template_utils
 
-    environment = chat_template_utils._compile_jinja_template(source).environment
-    tree = environment.parse(source)
+    tree = _environment().parse(source)
     constants = (node.value for node in tree.find_all(nodes.Const) if not isinstance(node.value, bool))
     named = sum(node.name == _CLOCK for node in tree.find_all(nodes.Name))
     tested = sum(getattr(test.node, "name", None) == _CLOCK for test in tree.find_all(nodes.Test))

@@ -9,8 +9,9 @@ from itertools import islice
 from threading import Event
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from batchgen.errors import ErrorCode, ErrorInfo, RowError, apart, row_error
+from batchgen.errors import ErrorCode, ErrorInfo, RowError, row_error
 from batchgen.request import checks
+from batchgen.request.checks import invalid
 from batchgen.request.hidden_states import CaptureSupport
 from batchgen.request.params import SAMPLING_FIELDS, Constraint, SamplingParams
 from batchgen.request.parser import derive_seed
@@ -20,15 +21,23 @@ from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.hidden_stops import check_stops
+from batchgen.text.prompt_texts import (
+    Encoded,
+    LongText,
+    PromptTexts,
+    TextPart,
+    TokenizerInput,
+    characters_of,
+    next_batch,
+    refuse_with_embeds,
+)
 from batchgen.text.scoring import join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
 Truncate = Literal["none", "left", "right"]
-_TokenizerInput = str | list[int] | ErrorInfo
-"""A prompt before tokenization: text, ids given by the row, or the error of a conversation that cannot be rendered."""
-
-_BATCH_ROWS = 256
-_BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that the encodings of two batches stay small
+SCORED_TOKENS = 1 << 24
+"""Most tokens of all texts to score of a row, each counted with its prompt."""
+_LARGE_CHARACTERS = 1 << 23  # no other batch is read or kept beside a larger one
 _ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 _MAX_CHECKED = 256  # values that are remembered as checked
@@ -64,9 +73,9 @@ class _Batch(NamedTuple, Generic[_Tag]):
     """Rows that are being tokenized."""
 
     items: list[_Item[_Tag]]
-    texts: list[_TokenizerInput]
+    texts: list[TokenizerInput]
     """Inputs of the rows' prompts, in order."""
-    ids: Future[list[list[int] | ErrorInfo]]
+    ids: Future[list[Encoded]]
     """Token ids or errors of the rows' prompts, in order."""
 
 
@@ -107,6 +116,7 @@ class Encoder:
         self._truncate = truncate
         self._run_seed = run_seed
         self._fim = find_fim(tokenizer, vocab_size)
+        self._texts = PromptTexts(tokenizer, context_length, truncate, fim=self._fim is not None)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
         self._check_params_once = lru_cache(_MAX_CHECKED)(self._check_params)  # an error is not remembered
         self._check_bad_words_once = lru_cache(_MAX_CHECKED)(self._check_bad_words)
@@ -125,9 +135,11 @@ class Encoder:
         source = iter(rows)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor:
             pending: list[_Batch[_Tag]] = []
-            while items := _next_batch(source):
+            while items := next_batch(source):
+                characters = sum(characters_of(row) for _, row in items)
                 pending.append(self._begin_batch(items, executor))
-                if len(pending) > 1:
+                del items  # so that a large row is gone when the next is read
+                while len(pending) > (0 if characters > _LARGE_CHARACTERS else 1):
                     yield from self._finish_batch(pending.pop(0))
             for batch in pending:
                 yield from self._finish_batch(batch)
@@ -139,12 +151,9 @@ class Encoder:
 
     def _begin_batch(self, items: list[_Item[_Tag]], executor: Executor) -> _Batch[_Tag]:
         rows = [row for _, row in items if row is not None]
-        prompts = [prompt for row in rows for prompt in row.prompts]
-        chats = [prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]
-        rendered = iter(apart(chats, self._tokenizer.render_chats, "the chat template"))
-        texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _tokenizer_input(prompt) for prompt in prompts]
+        texts = self._texts.inputs(rows)
         started = Event()
-        ids = executor.submit(self._encode_texts, texts, started)
+        ids = executor.submit(self._texts.encode, texts, started)
         started.wait()  # else the thread waits for the interpreter's switch interval, longer than most batches take
         distinct = dict.fromkeys(row.params for row in rows)
         constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
@@ -166,41 +175,22 @@ class Encoder:
                 found = row_error(error, "checking the tokens of the prompt")
             yield tag, found
 
-    def _encode_texts(self, texts: Sequence[_TokenizerInput], started: Event) -> list[list[int] | ErrorInfo]:
-        """Tokenize the strings among `texts` in one call, nothing added; others are returned unchanged.
-
-        `started` is set when the call begins.
-        """
-        started.set()
-        strings = [text for text in texts if isinstance(text, str)]
-        try:
-            encoded = iter(self._tokenizer.encode_plain(strings) if strings else [])
-        except Exception:  # one text of the batch fails: find out which
-            return [self._encode_text(text) if isinstance(text, str) else text for text in texts]
-        return [next(encoded) if isinstance(text, str) else text for text in texts]
-
-    def _encode_text(self, text: str) -> list[int] | ErrorInfo:
-        try:
-            return self._tokenizer.encode_plain([text])[0]
-        except Exception as error:
-            if type(error) is not Exception:  # as the Rust side raises about a text
-                return row_error(error, "tokenizing the prompt")
-            return ErrorInfo(ErrorCode.INVALID_FIELD, f"the prompt cannot be tokenized: {error}")
-
-    def _finish_scored_row(
-        self, row: ParsedRow, results: list[tuple[_TokenizerInput, list[int] | ErrorInfo]]
-    ) -> list[EncodedPrompt]:
+    def _finish_scored_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
         """Each prompt followed by each of the row's texts to score."""
         given = [token for text in row.completions if not isinstance(text, str) for token in text]
         if given and max(given) >= self._vocab_size:
             raise self._out_of_range(scored_field(row.completions), max(given))
-        encoded = []
-        for index, (prompt, (source, ids)) in enumerate(zip(row.prompts, results, strict=True)):
-            if isinstance(ids, ErrorInfo):
-                raise RowError(ids.code, ids.message, ids.param)
-            text = source if isinstance(source, str) else None
+        name, bos, encoded = scored_field(row.completions), self._tokenizer.prefix_ids, list[EncodedPrompt]()
+        total = 0
+        for given_text in row.completions:
+            if isinstance(given_text, str):
+                self._part(name, given_text)
+        for index, (prompt, result) in enumerate(zip(row.prompts, results, strict=True)):
+            text, ids = self._known(*result)
             for number, joined in enumerate(join_texts(self._tokenizer, text, ids, row.completions)):
                 whole = self._add_bos(row, prompt, joined.ids)
+                if ids[: len(bos)] == bos != whole[: len(bos)]:
+                    whole = bos + whole  # of a conversation whose beginning was cut off
                 start = joined.start + len(whole) - len(joined.ids)
                 if start == 0:
                     param = _field_of(row, prompt)
@@ -209,21 +199,24 @@ class Encoder:
                 fitted = self._fit_scored(prompt, whole, start)
                 embeds = self._embeds(prompt, len(fitted))
                 both = fitted + whole[start:]
+                total += len(both)
+                if total > SCORED_TOKENS:
+                    problem = (
+                        f"and the row's prompts have more than {SCORED_TOKENS} tokens together, each text with its"
+                    )
+                    raise invalid(name, f"{problem} prompt; give fewer of them in a row")
                 encoded.append(EncodedPrompt(index, both, 0, 0, row.params, embeds, len(fitted), number))
         return encoded
 
-    def _finish_row(
-        self, row: ParsedRow, results: list[tuple[_TokenizerInput, list[int] | ErrorInfo]]
-    ) -> list[EncodedPrompt]:
+    def _finish_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
         params = row.params
         seed = row.seed if row.seed is not None else derive_seed(self._run_seed, row.id)
         self._check_params_once(params)
         encoded = []
-        for index, (prompt, (_, ids)) in enumerate(zip(row.prompts, results, strict=True)):
-            if isinstance(ids, ErrorInfo):
-                raise RowError(ids.code, ids.message, ids.param)
+        for index, (prompt, result) in enumerate(zip(row.prompts, results, strict=True)):
+            _, ids = self._known(*result)
             if isinstance(prompt, StoredPrompt):
-                _refuse_with_embeds(params)
+                refuse_with_embeds(params)
             if params.suffix is not None and self._fim is not None and not isinstance(prompt, ChatPrompt):
                 fitted = self._fit_fim(self._fim, row, prompt, ids, params.suffix)
                 chosen = self._fim.params(params)
@@ -238,6 +231,36 @@ class Encoder:
                 self._limits.check(params, len(fitted), limit)
             encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, self._embeds(prompt, len(fitted))))
         return encoded
+
+    def _known(self, given: TokenizerInput, found: Encoded) -> tuple[str | None, list[int]]:
+        """The text and the ids of a prompt that is not too long, or may be truncated; no text if it was given as ids.
+
+        Raises:
+            RowError: it could not be tokenized, or exceeds the context.
+        """
+        if type(found) is list:
+            return given if isinstance(given, str) else None, found
+        if isinstance(found, ErrorInfo):
+            raise RowError(found.code, found.message, found.param)
+        assert isinstance(found, TextPart)
+        assert isinstance(given, LongText)
+        if not found.is_whole and self._truncate == "none":
+            raise self._too_long(_size(given.text, found), "shorten it, or allow --truncate left or right")
+        return found.text, found.ids
+
+    def _part(self, name: str, text: str) -> str:
+        """A suffix or a text to score, or as much of a suffix from its start on as the context may need.
+
+        Raises:
+            RowError: `context_length_exceeded`.
+        """
+        if len(text) <= self._texts.long.piece:
+            return text
+        part = self._texts.long.part(text, "start")
+        if not part.is_whole and (self._truncate == "none" or name != "suffix"):
+            message = f"`{name}` {_size(text, part)}, and the context is {self._context}; shorten it"
+            raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, name)
+        return part.text
 
     def _embeds(self, prompt: Prompt, kept: int) -> StoredPrompt | None:
         """The prompt's embeddings, cut to the `kept` tokens that truncation left; None for a prompt of ids."""
@@ -341,7 +364,7 @@ class Encoder:
         Raises:
             RowError: see `_add_bos` and `_fit`; also if the layout alone exceeds the length of a truncated prompt.
         """
-        after = fim.suffix_ids(suffix)
+        after = fim.suffix_ids(self._part("suffix", suffix))
         whole = self._add_bos(row, prompt, fim.prompt(ids, after, 0, "none"))
         keep = self._kept_length(len(whole), row.params.max_new_tokens)
         if keep >= len(whole):
@@ -349,7 +372,7 @@ class Encoder:
         bos = len(whole) - len(fim.prompt(ids, after, 0, "none"))
         fitted = self._add_bos(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate))
         if len(fitted) > keep:
-            raise self._too_long(len(whole), "shorten it")
+            raise self._too_long(f"has {len(whole)} tokens", "shorten it")
         self.truncated += 1
         return fitted
 
@@ -362,23 +385,17 @@ class Encoder:
         if count < self._context:
             return count
         if self._truncate == "none" or self._context < 2:
-            raise self._too_long(count, "shorten it, or allow --truncate left or right")
+            raise self._too_long(f"has {count} tokens", "shorten it, or allow --truncate left or right")
         wanted = _DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
         return self._context - max(1, min(wanted, self._context // 2))
 
-    def _too_long(self, count: int, remedy: str) -> RowError:
-        message = f"the prompt has {count} tokens and the context is {self._context}, which leaves no room"
+    def _too_long(self, size: str, remedy: str) -> RowError:
+        message = f"the prompt {size}, and the context is {self._context}, which leaves no room"
         return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
 
 
-def _tokenizer_input(prompt: Prompt) -> str | list[int]:
-    """The text to tokenize, or the ids given by the row."""
-    if isinstance(prompt, TextPrompt):
-        return prompt.text
-    if isinstance(prompt, TokenPrompt):
-        return list(prompt.ids)
-    assert isinstance(prompt, StoredPrompt), "conversations are rendered and embeddings stored before this"
-    return [0] * prompt.length
+def _size(text: str, part: TextPart) -> str:
+    return f"has {len(text)} characters, the first {len(part.text)} of which are {len(part.ids)} tokens"
 
 
 def _field_of(row: ParsedRow, prompt: Prompt) -> str:
@@ -390,32 +407,3 @@ def _field_of(row: ParsedRow, prompt: Prompt) -> str:
     if isinstance(prompt, StoredPrompt):
         return "input_embeds"
     return "text" if isinstance(prompt, TextPrompt) else "input_ids"
-
-
-def _refuse_with_embeds(params: SamplingParams) -> None:
-    """Reject parameters that need a prompt of text or ids.
-
-    Raises:
-        RowError: `unsupported_field`: such a parameter is set.
-    """
-    asked = {
-        "echo": params.echo,
-        "suffix": params.suffix is not None,
-        "logprob_start_len": params.return_logprob and params.logprob_start_len >= 0,
-    }
-    for name in (name for name, value in asked.items() if value):
-        message = f"`{name}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
-
-
-def _next_batch(source: Iterator[_Item[_Tag]]) -> list[_Item[_Tag]]:
-    """The next rows of `source`, up to a bounded number of rows and characters."""
-    batch: list[_Item[_Tag]] = []
-    characters = 0
-    for item in islice(source, _BATCH_ROWS):
-        batch.append(item)
-        if item[1] is not None:
-            characters += sum(len(prompt.text) for prompt in item[1].prompts if isinstance(prompt, TextPrompt))
-        if characters >= _BATCH_CHARACTERS:
-            break
-    return batch

@@ -7,10 +7,11 @@ so is text after a prompt of ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.text.prompt_texts import calls
 from batchgen.text.tokenizer import Tokenizer
 
 
@@ -25,8 +26,8 @@ class PromptWithText:
 
 def join_texts(
     tokenizer: Tokenizer, prompt: str | None, prompt_ids: list[int], texts: Sequence[str | tuple[int, ...]]
-) -> list[PromptWithText]:
-    """The prompt followed by each of the texts.
+) -> Iterator[PromptWithText]:
+    """The prompt followed by each of the texts, in order; texts are tokenised some at a time.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -37,25 +38,27 @@ def join_texts(
     Raises:
         RowError: `invalid_field` for a text that has no tokens or cannot be tokenized.
     """
-    strings = [text for text in texts if isinstance(text, str)]
-    try:
+    name = scored_field(texts)
+    encoded = _encoded(tokenizer, prompt, prompt_ids, [text for text in texts if isinstance(text, str)])
+    for text in texts:
+        try:
+            joined = next(encoded) if isinstance(text, str) else PromptWithText([*prompt_ids, *text], len(prompt_ids))
+        except Exception as error:  # the Rust side raises plain Exception
+            raise RowError(ErrorCode.INVALID_FIELD, f"`{name}` cannot be tokenized: {error}", name) from None
+        if joined.start == len(joined.ids):
+            problem = f"`{name}` holds a text without tokens; give it some or drop it"
+            raise RowError(ErrorCode.INVALID_FIELD, problem, name)
+        yield joined
+
+
+def _encoded(
+    tokenizer: Tokenizer, prompt: str | None, prompt_ids: list[int], strings: Sequence[str]
+) -> Iterator[PromptWithText]:
+    for call in calls(strings, len(prompt or "")):
         if prompt is None:
-            plain = tokenizer.encode_plain(strings) if strings else []
-            encoded = iter([PromptWithText(prompt_ids + ids, len(prompt_ids)) for ids in plain])
+            yield from (PromptWithText(prompt_ids + ids, len(prompt_ids)) for ids in tokenizer.encode_plain(call))
         else:
-            split = tokenizer.encode_continuations(prompt, strings) if strings else []
-            encoded = iter([PromptWithText(ids, start) for ids, start in split])
-    except Exception as error:  # the Rust side raises plain Exception
-        name = scored_field(texts)
-        raise RowError(ErrorCode.INVALID_FIELD, f"`{name}` cannot be tokenized: {error}", name) from None
-    joined = [
-        next(encoded) if isinstance(text, str) else PromptWithText([*prompt_ids, *text], len(prompt_ids))
-        for text in texts
-    ]
-    if any(item.start == len(item.ids) for item in joined):
-        name = scored_field(texts)
-        raise RowError(ErrorCode.INVALID_FIELD, f"`{name}` holds a text without tokens; give it some or drop it", name)
-    return joined
+            yield from (PromptWithText(ids, start) for ids, start in tokenizer.encode_continuations(prompt, call))
 
 
 def scored_field(texts: Sequence[str | tuple[int, ...]]) -> str:

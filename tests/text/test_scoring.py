@@ -86,7 +86,7 @@ def test_given_ids_are_concatenated_unchanged(tokenizer: Tokenizer) -> None:
 
 def test_a_text_without_tokens_is_an_error(tokenizers: dict[str, Tokenizer]) -> None:
     with pytest.raises(RowError, match="without tokens") as caught:
-        join_texts(tokenizers["wordpiece"], "The fox", [5], [" dog", "  "])
+        list(join_texts(tokenizers["wordpiece"], "The fox", [5], [" dog", "  "]))
     assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, "completions")
 
 

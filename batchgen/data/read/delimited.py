@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
-from itertools import chain
 from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
 
 from batchgen.data.read.parquet import named_twice
-from batchgen.data.read.pieces import MAX_LINE_BYTES, RowFilter
+from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, InputError, RowError, row_error
 from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.tables.text_fields import TextFields
 
 TAB = "\t"
-_MAX_CELL = 1 << 26
-"""Longest cell in characters, so that a quotation mark without its other half does not fill the memory."""
+MAX_CELL_CHARACTERS = 1 << 26
+"""Longest cell, so that a quotation mark without its other half does not fill the memory."""
+MAX_ROW_CHARACTERS = 1 << 27
+"""Longest row, with all its cells."""
 _CUT = "unexpected end of data"
 """What the `csv` module says of a quoted cell that the file ends in."""
 
@@ -40,25 +40,51 @@ class _Reader(Protocol):
     def __iter__(self) -> Iterator[list[str]]: ...
 
 
+class _Lines(Iterator[str]):
+    """Lines that go on after an error, which a generator does not."""
+
+    def __init__(self, first: str, read: Callable[[], str]) -> None:
+        self._first = first
+        self._read = read
+
+    def __next__(self) -> str:
+        line, self._first = self._first or self._read(), ""
+        if not line:
+            raise StopIteration
+        return line
+
+
 class _Cells:
     """The rows of a file as lists of cells, the header first."""
 
     def __init__(self, stream: BinaryIO, delimiter: str | None) -> None:
         """`delimiter`: None for a comma, or a semicolon if the first line has no comma."""
-        csv.field_size_limit(max(_MAX_CELL, csv.field_size_limit()))
+        csv.field_size_limit(max(MAX_CELL_CHARACTERS, csv.field_size_limit()))
         # Bytes that are not UTF-8 become surrogates, so that they spoil their own row only.
         self._text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
         self._delimiter = delimiter
         self._reader: _Reader | None = None
         self.ended = True
         """Whether the last row ends in a line end."""
+        self._row_characters = 0
         self.line = 1
         """Line that the last row begins in."""
 
-    def _lines(self) -> Iterator[str]:
-        for line in iter(partial(self._text.readline, MAX_LINE_BYTES), ""):
-            self.ended = line.endswith(("\n", "\r"))
-            yield line
+    def _next_line(self) -> str:
+        """The next line; an empty text at the end.
+
+        Raises:
+            csv.Error: the row is too long; a longer line is skipped.
+        """
+        line = self._text.readline(MAX_ROW_CHARACTERS + 1)
+        self.ended = line.endswith(("\n", "\r"))
+        self._row_characters += len(line)
+        if self._row_characters <= MAX_ROW_CHARACTERS:
+            return line
+        del line
+        while not self.ended and (rest := self._text.readline(1 << 20)):
+            self.ended = rest.endswith(("\n", "\r"))
+        raise csv.Error(f"it is longer than {MAX_ROW_CHARACTERS} characters")
 
     def close(self) -> None:
         """Leave the stream to its owner."""
@@ -71,11 +97,11 @@ class _Cells:
             csv.Error: the row is malformed; the next one may be read.
             DamagedStream: the file ends early.
         """
+        self._row_characters = 0
         if self._reader is None:
-            lines = self._lines()
-            first = next(lines, "")
+            first = self._next_line()
             delimiter = self._delimiter or _separator(first)
-            self._reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+            self._reader = csv.reader(_Lines(first, self._next_line), delimiter=delimiter, strict=True)
         while True:
             self.line = self._reader.line_num + 1
             cells = next(self._reader, None)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from batchgen.data.read.pieces import MAX_LINE_BYTES, Peeked, Piece, RowFilter, piece_rows
-from batchgen.request.json_text import is_cut, parse_json_object
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
+from batchgen.request.row_memory import line_is_cut, parse_line
 
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+"|["{}\[\],\n]')
 """A whole string, or a sign of structure; a quotation mark alone begins a string that the buffer does not end."""
@@ -133,7 +133,7 @@ def json_rows(
     text_columns: frozenset[str] = frozenset(),
 ) -> Iterator[RawRow | None]:
     """Rows of JSON text: an array of objects, or objects one after another, whatever is between them."""
-    return piece_rows(_pieces(stream), source, first_index, keep, parse_json_object, is_cut, readable_id)
+    return piece_rows(_pieces(stream), source, first_index, keep, parse_line, line_is_cut, readable_id)
 
 
 def _pieces(stream: BinaryIO) -> Iterator[Piece]:

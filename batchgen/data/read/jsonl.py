@@ -12,9 +12,10 @@ from typing import Any, BinaryIO
 from batchgen.data.read.json_elements import ElementScanner
 from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, RowFilter, lines_of, piece_rows, raw_lines
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.json_text import decode_utf8, is_cut, parse_json_object
+from batchgen.request.json_text import decode_utf8
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
+from batchgen.request.row_memory import line_is_cut, parse_line
 
 
 def json_line_rows(
@@ -26,7 +27,7 @@ def json_line_rows(
 ) -> Iterator[RawRow | None]:
     """Rows of JSON lines, one per line that is not blank; a stream that begins with `[` is read as a document."""
     return piece_rows(
-        _json_pieces(stream, document=False), source, first_index, keep, parse_json_object, is_cut, readable_id
+        _json_pieces(stream, document=False), source, first_index, keep, parse_line, line_is_cut, readable_id
     )
 
 
@@ -42,7 +43,7 @@ def json_document_rows(
     If its first line is an object, every line is read by itself: a bad line then spoils no other row.
     """
     return piece_rows(
-        _json_pieces(stream, document=True), source, first_index, keep, parse_json_object, is_cut, readable_id
+        _json_pieces(stream, document=True), source, first_index, keep, parse_line, line_is_cut, readable_id
     )
 
 
@@ -87,7 +88,7 @@ def _json_pieces(stream: BinaryIO, *, document: bool) -> Iterator[tuple[int, byt
 
 def _is_object(text: bytes) -> bool:
     with suppress(RowError):
-        parse_json_object(text)
+        parse_line(text)
         return True
     return False
 

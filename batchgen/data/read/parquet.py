@@ -8,17 +8,23 @@ from itertools import chain
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.read.pieces import RowFilter
-from batchgen.errors import ErrorCode, InputError
+from batchgen.errors import ErrorCode, InputError, RowError
 from batchgen.request.raw_row import RawRow, UnreadableRow
+from batchgen.request.row_memory import ROW_MEMORY
 from batchgen.tables.arrow_values import JSON_EXTENSION, Value, columns_of_text, read_rows
 from batchgen.tables.text_fields import TextFields
 
 _BATCH_ROWS = 1024
 _LARGE_BATCH_ROWS = 16
 """Rows per batch for a file with embeddings."""
+BATCH_BYTES = 1 << 25
+"""Bytes of a batch's columns, if a row is not larger."""
+_COSTS = (40, 232)
+"""Bytes of memory of an element of a list, and of an object."""
 
 
 def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
@@ -95,11 +101,11 @@ def parquet_rows(
         return
     size = _LARGE_BATCH_ROWS if "input_embeds" in file.schema_arrow.names else _BATCH_ROWS
     fields = TextFields(columns_of_text(file.schema_arrow), named=text_columns)
-    read = partial(read_rows, fields=fields, text_columns=text_columns)
+    read = partial(_read, fields=fields, text_columns=text_columns)
     row = 0
     for group in range(file.metadata.num_row_groups):
         end = row + file.metadata.row_group(group).num_rows
-        batches = file.iter_batches(size, row_groups=[group], use_threads=False)
+        batches = _batches(file, group, size)
         while row < end:
             try:
                 batch = next(batches)
@@ -120,6 +126,54 @@ def parquet_rows(
                     yield RawRow.failed(index, source, row, value.info.code, value.info.message).with_found(value.found)
                 else:
                     yield RawRow(index, source, row, value)
+
+
+def _read(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset[str]) -> list[Value]:
+    """As `read_rows`; a row whose values would take too much memory has an error."""
+    try:
+        _check_memory(batch)
+    except RowError as error:
+        return [UnreadableRow(error, {})]
+    return read_rows(batch, fields, text_columns)
+
+
+def _batches(file: pq.ParquetFile, group: int, size: int) -> Iterator[pa.RecordBatch]:
+    """Batches of a row group of at most `size` rows, and of fewer if they are large."""
+    whole = file.metadata.row_group(group)
+    average = whole.total_byte_size // max(1, whole.num_rows)
+    rows = max(1, min(size, BATCH_BYTES // max(1, average)))
+    for batch in file.iter_batches(rows, row_groups=[group], use_threads=False):
+        step = max(1, batch.num_rows * BATCH_BYTES // max(BATCH_BYTES, batch.nbytes))
+        for start in range(0, batch.num_rows, step):
+            yield batch.slice(start, step)
+
+
+def _check_memory(batch: pa.RecordBatch) -> None:
+    """Refuse a row whose values would take more than `ROW_MEMORY`.
+
+    Raises:
+        RowError: `invalid_field`.
+    """
+    if batch.num_rows == 1 and batch.nbytes > ROW_MEMORY >> 5 and (size := _memory(batch.columns)) > ROW_MEMORY:
+        problem = f"the row's values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
+        raise RowError(ErrorCode.INVALID_FIELD, f"{problem}: split the row")
+
+
+def _memory(arrays: Sequence[pa.Array]) -> int:
+    """Bytes of memory that the values of arrays take as Python's."""
+    found = 0
+    for array in arrays:
+        kind = array.type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            wide = 1 if pc.all(pc.string_is_ascii(array)).as_py() is not False else 4
+            found += len(array) * _COSTS[0] + wide * (pc.sum(pc.utf8_length(array)).as_py() or 0)
+        elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            found += len(array) * _COSTS[0] + _memory([array.flatten()])
+        elif pa.types.is_struct(kind):
+            found += len(array) * _COSTS[1] + _memory(array.flatten())
+        else:
+            found += len(array) * _COSTS[0] + array.nbytes
+    return found
 
 
 def _unreadable(group: int, error: Exception) -> tuple[ErrorCode, str]:

@@ -23,10 +23,13 @@ from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 from batchgen.request.params import Constraint, SamplingParams
 from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.stops import all_stop_token_ids
 
 _MAX_SECONDS = 30.0
 """Most time for the grammar of one sample; a normal grammar takes less than a millisecond per token."""
+_CHECK_SECONDS = 0.5
+"""Time in the matcher after which it does not follow the finished text a second time."""
 _SLOW_FILL_SECONDS = 0.25
 """Time to fill one step's masks after which the next step fills and times each mask separately."""
 
@@ -97,7 +100,12 @@ class GrammarState:
             self._fail("it and the row's other masks left no token to sample; allow more tokens in this row")
 
     def satisfied(self, text: str, ids: Seq[int] | None) -> bool | None:
-        """Whether a finished text satisfies the constraint (None: not known); `ids`: its tokens, if they spell it."""
+        """Whether a finished text satisfies the constraint (None: not known); `ids`: its tokens, if they spell it.
+
+        The grammar itself checks some kinds, in one call that cannot be ended: not if it was slow already.
+        """
+        if KINDS[self.constraint.kind].check is None and self.seconds > _CHECK_SECONDS:
+            return None
         return self._grammars.satisfied(self.constraint, text, ids)
 
     def fill(self, words: MaskWords) -> None:

@@ -1,15 +1,18 @@
 """Validation of finished texts against schemas and patterns, independent of the grammar compilers.
 
-Nothing here uses the network (a `$ref` to another document is not found). Patterns have a time limit, since a
-backtracking matcher may run forever on a text that does not match. What nothing here can check makes a verdict None,
-never true.
+Nothing here uses the network (a `$ref` to another document is not found). A text's check has a limit of steps, since
+alternatives within alternatives double the work with each level, and of time, since a backtracking matcher may run
+forever on a text that does not match. What nothing here can check makes a verdict None, never true.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -25,8 +28,48 @@ from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS
 from batchgen.text.grammar.keywords import unchecked_keywords
 from batchgen.text.grammar.patterns import has_one_reading, with_escaped_braces
 
-_SECONDS = 1.0
-"""Time limit in seconds for one pattern in one text."""
+CHECK_STEPS = 50_000
+"""Most keywords of a schema that are evaluated on the values of one text; a list of values counts as more."""
+CHECK_SECONDS = 0.8
+"""Processor time in seconds for the check of one text."""
+_STEP_VALUES = 16
+"""Elements of a keyword's list, or of the value, that count as one step."""
+
+
+class _OverBudget(Exception):
+    """The check of a text takes more than its budget."""
+
+
+class _Budget:
+    """What is left for the check of one text."""
+
+    def __init__(self) -> None:
+        self._steps = CHECK_STEPS
+        self._deadline = time.thread_time() + CHECK_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """Processor time that is left."""
+        return max(self._deadline - time.thread_time(), 1e-6)
+
+    def spend(self, *values: Any) -> None:
+        """Count one step, and further ones for long lists and objects."""
+        self._steps -= 1 + sum(len(value) for value in values if isinstance(value, list | dict)) // _STEP_VALUES
+        if self._steps < 0 or time.thread_time() > self._deadline:
+            raise _OverBudget
+
+
+_budget: ContextVar[_Budget] = ContextVar("_budget")
+
+
+@contextmanager
+def _bounded() -> Iterator[_Budget]:
+    """The budget of one text's check."""
+    token = _budget.set(found := _Budget())
+    try:
+        yield found
+    finally:
+        _budget.reset(token)
 
 
 def _format_checker() -> jsonschema.FormatChecker:
@@ -45,16 +88,28 @@ _FORMAT_CHECKER = _format_checker()
 def pattern_found(pattern: str, text: str, *, on_failure: bool = True) -> bool:
     """Whether `pattern` matches somewhere in `text`; `on_failure` if the search times out or the pattern is invalid."""
     try:
-        return regex.search(_judged(pattern), text, timeout=_SECONDS) is not None
+        return regex.search(_judged(pattern), text, timeout=CHECK_SECONDS) is not None
     except (TimeoutError, regex.error):
         return on_failure
 
 
-def matches_whole(pattern: str, text: str) -> bool:
-    """Whether `pattern` matches all of `text`; False if the search times out."""
+def matches_whole(pattern: str, text: str) -> bool | None:
+    """Whether `pattern` matches all of `text`; None if the search times out."""
     try:
-        return regex.fullmatch(_judged(pattern), text, timeout=_SECONDS) is not None
-    except (TimeoutError, regex.error):
+        return regex.fullmatch(_judged(pattern), text, timeout=CHECK_SECONDS) is not None
+    except TimeoutError:
+        return None
+    except regex.error:
+        return False
+
+
+def _found(pattern: str, text: str) -> bool:
+    """Whether a schema's pattern matches somewhere in `text`; False if it is invalid."""
+    try:
+        return regex.search(_judged(pattern), text, timeout=_budget.get().seconds) is not None
+    except TimeoutError:
+        raise _OverBudget from None
+    except regex.error:
         return False
 
 
@@ -121,7 +176,8 @@ class Schema:
     def satisfied_by(self, text: str) -> bool | None:
         """Whether `text` is valid JSON and its value satisfies the schema.
 
-        None: it breaks no keyword that is checked, but the schema has others, or cannot be followed to its end.
+        None: it breaks no keyword that is checked, but the schema has others, or it cannot be followed to its end, or
+        not within `CHECK_STEPS` and `CHECK_SECONDS`.
         """
         try:
             value = read_json(text, constants=False)
@@ -134,19 +190,20 @@ class Schema:
 
     def _verdict(self, value: Any, validator: Any) -> bool | None:
         try:
-            return bool(validator.is_valid(value))
-        except (referencing.exceptions.Unresolvable, RecursionError, ArithmeticError):
+            with _bounded():
+                return bool(validator.is_valid(value))
+        except (referencing.exceptions.Unresolvable, RecursionError, ArithmeticError, _OverBudget):
             return None
 
 
 @cache
 def _with_own_checks(base: Any) -> Any:
-    """Validator class `base` with a time limit for patterns, and with exact decimals."""
+    """Validator class `base` with a budget, with exact decimals, and with errors that are not collected."""
 
     def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[Any]:
         if not validator.is_type(instance, "string") or not has_one_reading(wanted):
             return
-        if not pattern_found(wanted, instance, on_failure=False):
+        if not _found(wanted, instance):
             yield jsonschema.ValidationError(f"{instance!r} does not match {wanted!r}")
 
     def pattern_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
@@ -154,15 +211,41 @@ def _with_own_checks(base: Any) -> Any:
             return
         for expression, part in wanted.items():
             for name, value in instance.items():
-                if has_one_reading(expression) and pattern_found(expression, name):
+                if has_one_reading(expression) and _found(expression, name):
                     yield from validator.descend(value, part, path=name, schema_path=expression)
 
     def multiple_of(validator: Any, factor: Any, instance: Any, schema: Any) -> Iterator[Any]:
         if validator.is_type(instance, "number") and not _is_multiple(instance, factor):
             yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {factor!r}")
 
-    checks = {"pattern": pattern, "patternProperties": pattern_properties, "multipleOf": multiple_of}
-    return jsonschema.validators.extend(base, checks)
+    def unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        if wanted and validator.is_type(instance, "array") and len(set(map(_comparable, instance))) < len(instance):
+            yield jsonschema.ValidationError("two elements are equal")
+
+    def any_of(validator: Any, parts: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        if all(next(validator.descend(instance, part), None) is not None for part in parts):
+            yield jsonschema.ValidationError("none of the alternatives holds")
+
+    checks = {**base.VALIDATORS, "pattern": pattern, "patternProperties": pattern_properties, "multipleOf": multiple_of}
+    checks |= {name: check for name, check in (("uniqueItems", unique_items), ("anyOf", any_of)) if name in checks}
+    return jsonschema.validators.extend(base, {name: _counted(check) for name, check in checks.items()})
+
+
+def _counted(check: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(validator: Any, wanted: Any, instance: Any, schema: Any) -> Any:
+        _budget.get().spend(wanted, instance)
+        return check(validator, wanted, instance, schema)
+
+    return counted
+
+
+def _comparable(value: Any) -> Any:
+    """A hashable value that is equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, dict):
+        return (dict, frozenset((key, _comparable(item)) for key, item in value.items()))
+    if isinstance(value, list):
+        return (list, *map(_comparable, value))
+    return (bool, value) if isinstance(value, bool) else value
 
 
 def _is_multiple(value: float, factor: float) -> bool:

@@ -1,0 +1,72 @@
+"""Checks of finished texts end: a verdict within the budget, None beyond it, and never a hang."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from batchgen.text.grammar import validation
+from batchgen.text.grammar.kinds import KINDS
+from batchgen.text.grammar.validation import CHECK_SECONDS, CHECK_STEPS, Schema
+
+pytestmark = pytest.mark.field("json_schema", "regex")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Alternatives that are tried twice at each level."""
+    parts = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(depth)}
+    return {"$defs": {**parts, f"a{depth}": {"type": "string"}}, "$ref": "#/$defs/a0"}
+
+
+SLOW, TEXT = "^(a|aa)+$", "a" * 80 + "b"
+HOSTILE: dict[str, tuple[Any, Any]] = {
+    "anyOf of $refs": (nested(40), 1),
+    "oneOf": (json.loads(json.dumps(nested(40)).replace("anyOf", "oneOf")), "text"),
+    "not": (json.loads(json.dumps(nested(40)).replace("anyOf", "allOf")), "text"),
+    "pattern": ({"pattern": SLOW}, TEXT),
+    "patternProperties": ({"patternProperties": {SLOW: False}}, {TEXT: 1}),
+    "many patterns": ({"items": {"not": {"pattern": SLOW}}}, ["a" * size + "b" for size in range(20, 40)]),
+    "enum": ({"items": {"enum": list(range(20_000))}}, [19_999] * 20_000),
+    "many items": ({"items": {"type": "integer", "minimum": 0}}, list(range(CHECK_STEPS))),
+}
+"""Name -> schema and value."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_check_that_takes_too_long_gives_no_verdict(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "CHECK_SECONDS", 0.2)
+    schema, value = HOSTILE[name]
+    check = Schema(schema)
+    began = time.thread_time()
+    assert check.satisfied_by(json.dumps(value)) is None
+    assert time.thread_time() - began < 1.0
+    assert CHECK_SECONDS < 1.0, "the limit of a run"
+
+
+def test_a_pattern_that_takes_too_long_gives_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "CHECK_SECONDS", 0.2)
+    check = KINDS["regex"].check
+    assert check is not None
+    assert check("(a|aa)+c?")("a" * 80 + "b") is None
+    assert [check("(a|aa)+c?")(text) for text in ("aaa", "b")] == [True, False]
+
+
+def test_the_steps_end_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = Schema({"properties": {"a": {"type": "integer"}, "b": {"minimum": 1}}})
+    monkeypatch.setattr(validation, "CHECK_STEPS", 3)
+    assert schema.satisfied_by('{"a": 1, "b": 2}') is True
+    assert schema.satisfied_by('{"a": 1, "b": 0}') is False
+    monkeypatch.setattr(validation, "CHECK_STEPS", 2)
+    assert schema.satisfied_by('{"a": 1, "b": 2}') is None
+
+
+def test_unique_items_are_found_in_time_that_grows_with_their_number() -> None:
+    schema = Schema({"uniqueItems": True})
+    many = [{"a": [number, str(number)]} for number in range(20_000)]
+    assert schema.satisfied_by(json.dumps(many)) is True
+    assert schema.satisfied_by(json.dumps([*many, many[0]])) is False
+    for value, unique in (([1, True], True), ([1, 1.0], False), ([[1], {"1": 1}, "1", None, 0, False], True)):
+        assert schema.satisfied_by(json.dumps(value)) is unique, value
