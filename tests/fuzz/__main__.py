@@ -120,18 +120,18 @@ class Supervisor:
             one.process.wait()
         elif code is None:
             return
-        elif code == 0:
+        elif code == 0 or (one.task.guided and not state.since):  # libFuzzer ends with 77 whatever it is told
             del self.running[key]
             return
         else:
             problem = f"end: the process ended with {code}"
         self.ended_early += 1
         keep_failure(one.task, state, problem)
-        left = one.task.seconds - (time.monotonic() - self._began)
         del self.running[key]
-        if left > 0 and state.inputs:
+        seconds, inputs = one.task.seconds - (time.monotonic() - self._began), one.task.inputs - state.inputs
+        if seconds > 0 and state.inputs and (inputs > 0 or not one.task.inputs):
             seed = key + 1000
-            self.running[seed] = start(replace(one.task, seed=seed, seconds=left))
+            self.running[seed] = start(replace(one.task, seed=seed, seconds=seconds, inputs=max(0, inputs)))
 
 
 def _arguments() -> argparse.Namespace:
@@ -144,7 +144,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="do not use atheris")
     parser.add_argument("--folder", type=Path, default=_FOLDER, help="receives failures, found inputs and counts")
     given = parser.parse_args()
-    unknown = [name for name in given.names if name not in MODULES]
+    unknown = [name for name in given.names if name not in MODULES and find_spec(f"tests.fuzz.{name}") is None]
     if unknown:
         parser.error(f"no fuzzer {', '.join(unknown)}; there are {', '.join(MODULES)}")
     return given

@@ -73,6 +73,6 @@ MODULES = {
 
 
 def fuzzer(name: str) -> Fuzzer:
-    """The fuzzer of a name."""
-    found: tuple[Fuzzer, ...] = import_module(f"tests.fuzz.{MODULES[name]}").FUZZERS
+    """The fuzzer of a name; one that is not in the table is in the module of its name."""
+    found: tuple[Fuzzer, ...] = import_module(f"tests.fuzz.{MODULES.get(name, name)}").FUZZERS
     return next(one for one in found if one.name == name)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import io
 import json
+import os
 import shutil
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -54,13 +56,29 @@ def model_folder() -> Path:
 
 
 @contextmanager
-def instant_model() -> Iterator[None]:
-    """Commands run the model that computes nothing."""
-    with (
-        patch("batchgen.job.setup.checked_spec", instant.inspect),
-        patch("batchgen.job.setup.load_checked", instant.load),
-    ):
+def instant_model(load: Callable[..., Any] = instant.load) -> Iterator[None]:
+    """Commands run the model that computes nothing, or one that `load` gives."""
+    with patch("batchgen.job.setup.checked_spec", instant.inspect), patch("batchgen.job.setup.load_checked", load):
         yield
+
+
+def interrupted(words: Sequence[object], folder: Path, steps: int) -> None:
+    """Run a job that is stopped, as by SIGUSR1, when its model is asked for the step of this number."""
+
+    class Stopping(instant.InstantModel):
+        left = steps
+
+        def hidden(self, inputs: Any) -> Any:
+            self.left -= 1
+            if not self.left:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return super().hidden(inputs)
+
+    def load(checked: Any, *, products: Any, **options: Any) -> Any:
+        return Stopping(instant.inspect(checked, **options))
+
+    with instant_model(load):
+        run(words, folder, 75)
 
 
 def command(words: Sequence[object], folder: Path, stdin: bytes = b"") -> ProcessResult:
@@ -118,7 +136,8 @@ def check_engine(reader: Callable[..., Any], data: bytes) -> Hashable:
 def check_job(name: str, data: bytes) -> Hashable:
     """`batchgen run` writes one row for each row of the file, in order."""
     kind = _FORMATS[name]
-    rows = list(BY_KEY[kind].rows(io.BytesIO(data), "in"))
+    reader = BY_KEY[kind].named_rows or BY_KEY[kind].rows
+    rows = list(reader(io.BytesIO(data), "in"))
     if not _is_small([row.value for row in rows if row is not None and row.value is not None]):
         return None
     folder = Path(tempfile.mkdtemp(dir=scratch()))

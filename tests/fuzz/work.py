@@ -18,9 +18,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from tests.e2e.runner import interrupt
+from tests.e2e.runner import parts_of
 from tests.fuzz.fuzzer import Fuzzer
-from tests.fuzz.jobs import command, instant_model, model_folder, scratch
+from tests.fuzz.jobs import command, interrupted, model_folder, scratch
 from tests.fuzz.mutations import TEXTS, any_value, dump, load
 from tests.fuzz.parsing import require
 
@@ -63,8 +63,8 @@ def _interrupted() -> tuple[Path, dict[str, list[Any]], tuple[str, ...]]:
     folder.mkdir()
     (folder / "in.jsonl").write_text(_lines())
     words = [*_WORDS, "--model", model_folder()]
-    with instant_model():
-        require(interrupt(words, folder) >= 2, "the prepared job is interrupted")
+    interrupted([*words, "--commit-every", "5", "--max-num-seqs", "4"], folder, 44)
+    require(len(parts_of(folder / "out.parquet")) > 1, "the prepared job has parts:", parts_of(folder / "out.parquet"))
     whole = Path(tempfile.mkdtemp(dir=scratch()))
     shutil.copy(folder / "in.jsonl", whole)
     require(command(words, whole).code == 0, "the prepared job is done")

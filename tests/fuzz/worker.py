@@ -28,6 +28,8 @@ import psutil
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer, fuzzer
 from tests.fuzz.record import Record
 
+_INSTRUMENTED = [f"batchgen.{part}" for part in ("config", "data", "models", "request", "tables", "text")]
+"""What reads foreign data; instrumented code takes longer to import and to run."""
 _MAX_POOL = 4000
 _MINIMISE_SECONDS = 5.0
 _MEMORY = 8 << 30
@@ -181,7 +183,13 @@ def _fuzz_guided(session: Session) -> None:
     rng = Random(task.seed)
     for number, data in enumerate([*target.inputs(), *(target.make(rng) for _ in range(50))]):
         (seeds / str(number)).write_bytes(data)
-    options = [f"-seed={task.seed}", f"-max_len={MAX_BYTES}", "-timeout=0", "-rss_limit_mb=0", "-print_final_stats=0"]
+    options = [
+        f"-seed={task.seed}",
+        f"-max_len={MAX_BYTES}",
+        "-timeout=0",
+        "-rss_limit_mb=0",
+        f"-artifact_prefix={task.folder}/",
+    ]
     atheris.Setup(["fuzz", *options, str(found), str(seeds)], one, custom_mutator=mutate)
     atheris.Fuzz()
 
@@ -205,12 +213,12 @@ def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # what the record holds stays
     random.seed(task.seed)
     if task.guided:
         import atheris
 
-        with atheris.instrument_imports(include=["batchgen"]):
+        with atheris.instrument_imports(include=_INSTRUMENTED):
             target = fuzzer(task.name)
     else:
         target = fuzzer(task.name)
