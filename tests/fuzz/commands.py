@@ -20,20 +20,26 @@ from tests.fuzz.mutations import TEXTS, dump, load, mutate_bytes
 from tests.fuzz.parsing import require
 
 _COMMANDS = ("run", "run", "run", "check", "show", "report", "merge", "export", "verify", "help", "--help", "--version")
-_FLAGS = tuple(sorted({option.flag for option in BY_NAME.values() if option.flag})) + (
-    "-o", "--rows", "--row", "--errors", "--format", "--json", "--dry-run", "--help", "--no-chat", "--output", "--yes", "--force",
+_FLAGS = (
+    *sorted({option.flag for option in BY_NAME.values() if option.flag}),
+    "-o", "--rows", "--row", "--errors", "--format", "--json", "--dry-run", "--help", "--no-chat", "--output", "--yes",
+    "--force",
 )  # fmt: skip
 _VALUES = (
-    "in.jsonl", "bad.jsonl", "empty.jsonl", "table.csv", "out.parquet", "new.parquet", "new.jsonl", "folder", "folder/new.parquet", "absent",
-    "*.jsonl", "-", "jsonl", "openai-batch", "0", "1", "-1", "2", "0.5", "50%", "auto", "none", "error", "skip", "fail", "cpu", "cuda",
-    "float32", "bfloat16", "torch", "1s", "2h", "1-02:00:00", "1MiB", "0B", "9" * 30, "nan", "inf", "true", "false", "id", "text", "0/2", "1/2",
-    "2/2", "a=b", "fr=absent", "config.toml", "@schema.json", '{"type": "object"}', "[1]", "{", "", "topics", "sampling", "=", "--", "all",
+    "in.jsonl", "bad.jsonl", "empty.jsonl", "table.csv", "out.parquet", "new.parquet", "new.jsonl", "folder",
+    "folder/new.parquet", "absent",
+    "*.jsonl", "-", "jsonl", "openai-batch", "0", "1", "-1", "2", "0.5", "50%", "auto", "none", "error", "skip", "fail",
+    "cpu", "cuda",
+    "float32", "bfloat16", "torch", "1s", "2h", "1-02:00:00", "1MiB", "0B", "9" * 30, "nan", "inf", "true", "false",
+    "id", "text", "0/2", "1/2",
+    "2/2", "a=b", "fr=absent", "config.toml", "@schema.json", '{"type": "object"}', "[1]", "{", "", "topics",
+    "sampling", "=", "--", "all",
 )  # fmt: skip
 _TOML = "temperature = 0.5\nmax_new_tokens = 2\n[unknown]\nx = 1\n"
 _UNTESTED = ("bench", "--tensor-parallel", "--slurm")
 """What takes minutes, or starts other programs."""
 _FILES = {
-    "in.jsonl": '{"text": "a", "max_new_tokens": 2}\n{"messages": [{"role": "user", "content": "b"}], "max_tokens": 2}\n',
+    "in.jsonl": '{"text": "a", "max_new_tokens": 2}\n{"messages": [{"role": "user", "content": "b"}], "n": 2}\n',
     "bad.jsonl": '{"text": \n{"text": "a", "n": 0}\n[1]\n',
     "empty.jsonl": "",
     "table.csv": "text,id\na,1\n",

@@ -23,32 +23,44 @@ _REFUSALS = {
     ErrorCode.UNSUPPORTED_FIELD, ErrorCode.INVALID_UNICODE,
 }  # fmt: skip
 _SCHEMA_WORDS = (
-    "type", "properties", "required", "items", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const",
-    "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format", "$ref",
-    "$defs", "definitions", "#/$defs/a", "#/$defs/b", "#", "additionalProperties", "patternProperties", "propertyNames", "minItems",
-    "maxItems", "uniqueItems", "minProperties", "maxProperties", "contains", "dependentRequired", "unevaluatedProperties", "$schema",
-    "$id", "$anchor", "title", "description", "default", "object", "string", "integer", "number", "boolean", "null", "array", "a", "b",
+    "type", "properties", "required", "items", "prefixItems", "anyOf", "oneOf", "allOf", "not", "if", "then", "else",
+    "enum", "const",
+    "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "format", "$ref",
+    "$defs", "definitions", "#/$defs/a", "#/$defs/b", "#", "additionalProperties", "patternProperties", "propertyNames",
+    "minItems",
+    "maxItems", "uniqueItems", "minProperties", "maxProperties", "contains", "dependentRequired",
+    "unevaluatedProperties", "$schema",
+    "$id", "$anchor", "title", "description", "default", "object", "string", "integer", "number", "boolean", "null",
+    "array", "a", "b",
     "date", "date-time", "email", "uuid", "ipv4", "uri", "regex", "[0-9]+", "^a+$", "(a|b)*", "nullable",
 )  # fmt: skip
 _PATTERN_WORDS = tuple(
     word.encode()
     for word in (
-        "(", ")", "[", "]", "{", "}", "|", "*", "+", "?", "^", "$", ".", "\\", "\\d", "\\w", "\\s", "\\b", "\\B", "\\A", "\\Z", "\\1", "\\g<1>", "(?:",
-        "(?=", "(?!", "(?<=", "(?<!", "(?P<a>", "(?P=a)", "(?i)", "(?s:", "(?>", "(?R)", "(?1)", "(?(1)a|b)", "[^", "[a-z]", "[z-a]", "[[:alpha:]]",
-        "{2}", "{2,}", "{,3}", "{1000}", "{1000000}", "*?", "++", "(a*)*", "(a|a)*", "(a|aa)+$", "\\p{L}", "\\x41", "\\u00e9", "\\U0001F600", "\\N{DASH}",
+        "(", ")", "[", "]", "{", "}", "|", "*", "+", "?", "^", "$", ".", "\\", "\\d", "\\w", "\\s", "\\b", "\\B", "\\A",
+        "\\Z", "\\1", "\\g<1>", "(?:",
+        "(?=", "(?!", "(?<=", "(?<!", "(?P<a>", "(?P=a)", "(?i)", "(?s:", "(?>", "(?R)", "(?1)", "(?(1)a|b)", "[^",
+        "[a-z]", "[z-a]", "[[:alpha:]]",
+        "{2}", "{2,}", "{,3}", "{1000}", "{1000000}", "*?", "++", "(a*)*", "(a|a)*", "(a|aa)+$", "\\p{L}", "\\x41",
+        "\\u00e9", "\\U0001F600", "\\N{DASH}",
         "é", "日", "😀", "\n", "a", "ab", "(?r)", "(?e)(a){e<=1}", "\\K", "\\G", "\\X", "\\R",
     )
 )  # fmt: skip
 _GRAMMAR_WORDS = tuple(
     word.encode()
     for word in (
-        "root ::= ", "a ::= ", "b ::= ", "root", " a", " b", '"x"', '""', '"\\n"', "[a-z]", "[^a]", "|", "*", "+", "?", "(", ")", "{2,3}", "{,5}", "\n", "#",
-        "root ::= root", "a ::= a a", "(=", "Regex(", "TagDispatch(", '"\\u00e9"', '"\\xff"', '"', "[", "]", "é", "::=", "{1000000}", "lookahead",
+        "root ::= ", "a ::= ", "b ::= ", "root", " a", " b", '"x"', '""', '"\\n"', "[a-z]", "[^a]", "|", "*", "+", "?",
+        "(", ")", "{2,3}", "{,5}", "\n", "#",
+        "root ::= root", "a ::= a a", "(=", "Regex(", "TagDispatch(", '"\\u00e9"', '"\\xff"', '"', "[", "]", "é", "::=",
+        "{1000000}", "lookahead",
     )
 )  # fmt: skip
 _TAG_WORDS = (
-    "type", "format", "structural_tag", "begin", "end", "content", "tag", "tags", "triggers", "triggered_tags", "sequence", "elements",
-    "or", "any_text", "const_string", "value", "json_schema", "regex", "pattern", "grammar", "<a>", "</a>", "structures", "schema",
+    "type", "format", "structural_tag", "begin", "end", "content", "tag", "tags", "triggers", "triggered_tags",
+    "sequence", "elements",
+    "or", "any_text", "const_string", "value", "json_schema", "regex", "pattern", "grammar", "<a>", "</a>",
+    "structures", "schema",
     "at_least_one", "stop_after_first", "tags_with_separator", "separator", "qwen_xml_parameter", "excludes", "token",
 )  # fmt: skip
 _SCHEMAS: tuple[Any, ...] = (

@@ -34,14 +34,22 @@ _WEIGHTS = "model.safetensors"
 _FILES = (*_JSON, _WEIGHTS, "chat_template.jinja", "added_tokens.json", "special_tokens_map.json")
 _READ_BY_TOKENIZER = frozenset(_FILES) - {_WEIGHTS, "model.safetensors.index.json"}
 _WORDS = (
-    "model_type", "architectures", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size",
-    "head_dim", "rope_scaling", "rope_theta", "rope_parameters", "rope_type", "type", "factor", "max_position_embeddings", "sliding_window",
-    "layer_types", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "quant_method", "text_config", "auto_map",
-    "eos_token_id", "bos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "llama", "qwen2", "gpt2", "mixtral", "gemma2",
-    "LlamaForCausalLM", "yarn", "linear", "llama3", "bfloat16", "float32", "int8", "weight_map", "metadata", "total_size", "data_offsets",
-    "shape", "F32", "BF16", "model.norm.weight", "lm_head.weight", "__metadata__", "tokenizer_class", "chat_template", "added_tokens_decoder",
-    "model_max_length", "add_bos_token", "PreTrainedTokenizerFast", "vocab", "merges", "pre_tokenizer", "decoder", "normalizer", "post_processor",
-    "ByteLevel", "BPE", "special", "content", "id", "hidden_act", "silu", "rms_norm_eps", "attention_bias", "attention_dropout",
+    "model_type", "architectures", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size",
+    "vocab_size",
+    "head_dim", "rope_scaling", "rope_theta", "rope_parameters", "rope_type", "type", "factor",
+    "max_position_embeddings", "sliding_window",
+    "layer_types", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "quant_method", "text_config",
+    "auto_map",
+    "eos_token_id", "bos_token_id", "pad_token_id", "temperature", "top_k", "top_p", "llama", "qwen2", "gpt2",
+    "mixtral", "gemma2",
+    "LlamaForCausalLM", "yarn", "linear", "llama3", "bfloat16", "float32", "int8", "weight_map", "metadata",
+    "total_size", "data_offsets",
+    "shape", "F32", "BF16", "model.norm.weight", "lm_head.weight", "__metadata__", "tokenizer_class", "chat_template",
+    "added_tokens_decoder",
+    "model_max_length", "add_bos_token", "PreTrainedTokenizerFast", "vocab", "merges", "pre_tokenizer", "decoder",
+    "normalizer", "post_processor",
+    "ByteLevel", "BPE", "special", "content", "id", "hidden_act", "silu", "rms_norm_eps", "attention_bias",
+    "attention_dropout",
 )  # fmt: skip
 
 

@@ -22,8 +22,10 @@ from tests.rows import CHAT, COMPLETIONS, line, text
 _PLACES = ("row", "params", "completions", "chat")
 _WORDS = tuple(sorted({spelling for field in FIELDS for spelling in field.spellings}))
 _INNER = (
-    "type", "function", "name", "parameters", "role", "content", "text", "layers", "tokens", "pool", "schema", "json_schema",
-    "image_url", "tool_calls", "arguments", "tool_call_id", "properties", "required", "items", "$ref", "enum", "format", "user",
+    "type", "function", "name", "parameters", "role", "content", "text", "layers", "tokens", "pool", "schema",
+    "json_schema",
+    "image_url", "tool_calls", "arguments", "tool_call_id", "properties", "required", "items", "$ref", "enum", "format",
+    "user",
     "system", "assistant", "tool", "object", "string", "include_usage", "1", "all", "last", "mean", "json_object",
 )  # fmt: skip
 _PARAMETERS = tuple(field.name for field in SAMPLING_FIELDS if "params" in field.places)

@@ -31,9 +31,12 @@ _KEYS = (*LOOKUP["row"], "sampling_params", "note", "Temperature", "max_length")
 _BODY_KEYS = (*LOOKUP["chat"], *LOOKUP["completions"], "note", "n_probs")
 _LINE_KEYS = ("custom_id", "method", "url", "body", "note", "id")
 _TOKENS = (
-    b"{", b"}", b"[", b"]", b",", b":", b'"', b"\n", b"\r\n", b"\\", b"\\u", b"\\ud83d", b"\\ude00", b"\\u003a", b"null", b"true", b"false",
-    b"NaN", b"-Infinity", b"1e999", b"1E400", b"-0", b"0.1", b"00", b"9" * 20, b"9" * 5000, b"[" * 200, b"{\"a\":" * 199, b"[" * 3000,
-    b'"text": "a"', b'{"text": "a"}', b'{"a":1,"a":2}', _BOM, b"\x00", b"\xff", b"\xed\xa0\x80", b"\xe2\x80\xa8", b"\x0c",
+    b"{", b"}", b"[", b"]", b",", b":", b'"', b"\n", b"\r\n", b"\\", b"\\u", b"\\ud83d", b"\\ude00", b"\\u003a",
+    b"null", b"true", b"false",
+    b"NaN", b"-Infinity", b"1e999", b"1E400", b"-0", b"0.1", b"00", b"9" * 20, b"9" * 5000, b"[" * 200,
+    b"{\"a\":" * 199, b"[" * 3000,
+    b'"text": "a"', b'{"text": "a"}', b'{"a":1,"a":2}', _BOM, b"\x00", b"\xff", b"\xed\xa0\x80", b"\xe2\x80\xa8",
+    b"\x0c",
     *(f'"{name}": '.encode() for name in LOOKUP["row"]),
 )  # fmt: skip
 

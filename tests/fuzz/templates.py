@@ -24,20 +24,31 @@ from tests.text.chat_families import FAMILIES
 _TOKENS = tuple(
     word.encode()
     for word in (
-        "{{ ", " }}", "{% ", " %}", "{#", "#}", "messages", "message", "m.content", "m['role']", "tools", "loop", "loop.index",
-        "for m in messages", "for a in range(9)", "for a in range(10**9)", "endfor", "if ", "elif", "else", "endif", "set x = ", "set ns.x = ",
-        "namespace()", "macro f(a)", "endmacro", "f(1)", "f(f)", "call", "filter upper", "endfilter", "| tojson", "| trim", "| length",
-        "| join(',')", "| map(attribute='content')", "| list", "| selectattr('role', 'equalto', 'user')", "| replace('a', 'b' * 9)",
-        "| center(99999999)", "| indent(9999)", "| batch(2)", "| random", "| safe", "| e", "| int", "| string", "| first", "| last", "| sort",
-        "raise_exception('no')", "strftime_now('%d')", "strftime_now('%9999d')", "add_generation_prompt", "bos_token", "is defined", "is string",
-        "is mapping", "not in", "~", "*", "**", "//", "%", "x", "''", "'a'", "'\\ud800'", "10**99", "[0] * 999999999", "'a' * 999999999",
-        "x.__class__", "x.format", "'%99999999d' % 1", "'{:99999999}'.format(1)", "cycler", "joiner", "lipsum()", "dict(a=1)", "recursive",
-        "loop(messages)", "break", "continue", "generation", "endgeneration", "caller()", "self", "varargs", "include 'x'", "import 'x'",
+        "{{ ", " }}", "{% ", " %}", "{#", "#}", "messages", "message", "m.content", "m['role']", "tools", "loop",
+        "loop.index",
+        "for m in messages", "for a in range(9)", "for a in range(10**9)", "endfor", "if ", "elif", "else", "endif",
+        "set x = ", "set ns.x = ",
+        "namespace()", "macro f(a)", "endmacro", "f(1)", "f(f)", "call", "filter upper", "endfilter", "| tojson",
+        "| trim", "| length",
+        "| join(',')", "| map(attribute='content')", "| list", "| selectattr('role', 'equalto', 'user')",
+        "| replace('a', 'b' * 9)",
+        "| center(99999999)", "| indent(9999)", "| batch(2)", "| random", "| safe", "| e", "| int", "| string",
+        "| first", "| last", "| sort",
+        "raise_exception('no')", "strftime_now('%d')", "strftime_now('%9999d')", "add_generation_prompt", "bos_token",
+        "is defined", "is string",
+        "is mapping", "not in", "~", "*", "**", "//", "%", "x", "''", "'a'", "'\\ud800'", "10**99", "[0] * 999999999",
+        "'a' * 999999999",
+        "x.__class__", "x.format", "'%99999999d' % 1", "'{:99999999}'.format(1)", "cycler", "joiner", "lipsum()",
+        "dict(a=1)", "recursive",
+        "loop(messages)", "break", "continue", "generation", "endgeneration", "caller()", "self", "varargs",
+        "include 'x'", "import 'x'",
     )
 )  # fmt: skip
 _KEYS = (
-    "messages", "role", "content", "name", "tool_calls", "function", "arguments", "tool_call_id", "reasoning_content", "type", "text",
-    "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "parameters", "user", "assistant", "system",
+    "messages", "role", "content", "name", "tool_calls", "function", "arguments", "tool_call_id", "reasoning_content",
+    "type", "text",
+    "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "parameters", "user",
+    "assistant", "system",
     "tool", "id", "enable_thinking", "documents", "description", "properties", "developer",
 )  # fmt: skip
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

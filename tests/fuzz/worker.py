@@ -1,7 +1,7 @@
 """The process that checks inputs: `python -m tests.fuzz.worker` with a `Task` as JSON. It is started by `__main__`.
 
-Inputs are changed from a pool: the committed ones, and those whose outcome was new. With atheris, libFuzzer selects them
-by the coverage of the package's code, and ours are its mutations.
+Inputs are changed from a pool: the committed ones, and those whose outcome was new. With atheris, libFuzzer selects
+them by the coverage of the package's code, and ours are its mutations.
 """
 
 from __future__ import annotations
