@@ -159,7 +159,7 @@ def row_error(error: Exception, step: str) -> ErrorInfo:
     - other `BatchgenError`s: the output, the device, the options, a stop request;
     - `OSError`s of the machine: a full or read-only disk, no more file handles;
     - errors of the device: torch's own types, and messages of its libraries; the loop handles memory of the device;
-    - what is no `Exception`: `KeyboardInterrupt`, `SystemExit`.
+    - exceptions that are not an `Exception`: `KeyboardInterrupt`, `SystemExit`.
 
     Args:
         error: what was raised while only this row was at work.

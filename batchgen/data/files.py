@@ -84,13 +84,13 @@ class FileSystem:
         """Lock or unlock an open file."""
         fcntl.flock(descriptor, operation)
 
-    def mmap(self, descriptor: int) -> mmap.mmap:
-        """Map an open file, which is not empty, for reading."""
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-
     def mmap_shared(self, descriptor: int) -> mmap.mmap:
         """Map an open file, which is not empty, for writing: what is stored outlives the process, not the machine."""
         return mmap.mmap(descriptor, 0)
+
+    def mmap(self, descriptor: int) -> mmap.mmap:
+        """Map an open file, which is not empty, for reading."""
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
 
 
 system = FileSystem()

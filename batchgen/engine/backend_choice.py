@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.quantization import refuse_quantization
@@ -18,9 +19,11 @@ from batchgen.kernels.backend import (
     choose_backend,
     refuse_deterministic,
 )
+from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.linear import Products
 from batchgen.kernels.measure import TypicalStep
 from batchgen.models.base import ModelSpec
+from batchgen.plan.config import GROUP_MIN_SAVING
 
 
 def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
@@ -126,3 +129,13 @@ def typical_step(
         shared=int(np.average(shared, weights=samples)) if count > 1 else 0,
         chunk=max(0, min(tree.distinct_tokens // steps, tokens - rows)),
     )
+
+
+def group_min_saving(device: torch.device, backend: Backend | None = None) -> int:
+    """Least number of cached tokens whose reads a prefix group must save per step.
+
+    On a GPU from the chip's tuning; on a CPU measured once per process if the backend supports it; else a constant.
+    """
+    if device.type == "cuda":
+        return chip_tuning(device).prefix_pass_tokens
+    return GROUP_MIN_SAVING if backend is None or backend.group_saving is None else backend.group_saving.measure()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
+from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.loop import Loop
@@ -33,7 +33,6 @@ from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
 from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.kernels.backend import Backend
-from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import Device, cpu_quota, device_for
 from batchgen.kernels.linear import describe_products
 from batchgen.kernels.types import KVPool
@@ -44,7 +43,7 @@ from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import load_checked
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import cache_bytes
-from batchgen.plan.config import GROUP_MIN_SAVING, Admit, Order
+from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import Completion, StreamEvent
 from batchgen.request.embeds_store import EmbedsStore
@@ -76,7 +75,9 @@ class Running:
 
     def alone(self, row: int) -> Running:
         """The run of one row that this job has held, in the same pool, when this job has run."""
-        workload = self.workload.alone(row)
+        workload, record = self.workload.alone(row), self.loop.settings.record
+        if record is not None:
+            record.run_alone(row)
         kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
         scheduler = Scheduler(workload.tree, workload.samples, workload.max_tokens, self.scheduler.config, kinds)
         return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)
@@ -238,19 +239,19 @@ class Engine:
         self,
         table: RequestTable,
         done: npt.NDArray[np.bool_] | None = None,
+        record: WorkRecord | None = None,
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,
-        record: WorkRecord | None = None,
     ) -> Running:
         """Plan a job, allocate its KV pool and create its loop.
 
         Args:
             table: every prompt of the job.
             done: [N] requests finished by an earlier run.
+            record: receives which samples are running, and names rows that do not run, or not with others.
             prompt_ids: whether completions contain their prompt's ids.
             emit: called after each step with the events of rows that have `stream`.
-            record: is told which samples are running, and tells which rows do not run, or not with others.
         """
         config, spec = self.config, self.model.spec
         # Compile grammars now, so that no step waits for one.
@@ -258,14 +259,13 @@ class Engine:
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
         if table.embeds_id is not None and not self.model.accepts_embeds():
             workload.refuse_embeds(spec.name)
-        if record is not None:
-            workload.set_aside(record.set_aside)
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
         pool, pages, tokens = self._pool_for(workload, seqs, tokens)
         workload.skip_too_large(pages - 1, config.page_size)
         if record is not None:
+            workload.set_aside(record.set_aside)
             workload.hold(record.alone)
         scheduler = self._scheduler(workload, pages, seqs, tokens)
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record)
@@ -372,16 +372,6 @@ def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
         seqs = min(256, tokens or 256)  # many rows per step spread the cost of a step in Python
     # On a CPU, a step's activations should fit into the last-level cache.
     return seqs, tokens or max(8192 if cuda else 1024, seqs)
-
-
-def group_min_saving(device: torch.device, backend: Backend | None = None) -> int:
-    """Least number of cached tokens whose reads a prefix group must save per step.
-
-    On a GPU from the chip's tuning; on a CPU measured once per process if the backend supports it; else a constant.
-    """
-    if device.type == "cuda":
-        return chip_tuning(device).prefix_pass_tokens
-    return GROUP_MIN_SAVING if backend is None or backend.group_saving is None else backend.group_saving.measure()
 
 
 def prepare_device(config: EngineConfig) -> None:

@@ -42,7 +42,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class ReadRecord(Protocol):
-    """Is told which rows are being read, and knows which of them ended earlier runs. Rows are given by their index."""
+    """Receives which rows are being read, and knows which of them ended earlier runs. Rows are given by their index."""
 
     @property
     def refused(self) -> Mapping[int, ErrorInfo]:
@@ -255,10 +255,10 @@ class RowReader:
         Args:
             rows: the rows, or why they cannot be read.
             prepare: called with each row before it is in the table; gives its `prepared`, None if it raises.
-            record: is told which rows are being read; rows that it suspects are read one by one.
+            record: receives which rows are being read; rows that it suspects are read one by one.
         """
         if record is None:
-            yield from self._read(rows, prepare, _parsing_nothing)
+            yield from self._read(rows, prepare)
             return
         refused = record.refused
         if refused:
@@ -267,19 +267,15 @@ class RowReader:
         if record.has_suspects:
             groups = groupby(rows, key=lambda raw: raw.index if record.is_suspect(raw.index) else None)
         for suspect, group in groups:
-            for item in self._read(group, prepare, record.parsing if suspect is None else record.parsing_alone):
+            parsing = record.parsing if suspect is None else record.parsing_alone
+            for item in self._read(_reported(group, parsing), prepare):
                 yield item
                 record.parsed(item.raw.index)
         record.end_reading()
 
-    def _read(
-        self,
-        rows: Iterable[RawRow],
-        prepare: Callable[[ProcessedRow], object] | None,
-        parsing: Callable[[int], None],
-    ) -> Iterator[ProcessedRow]:
+    def _read(self, rows: Iterable[RawRow], prepare: Callable[[ProcessedRow], object] | None) -> Iterator[ProcessedRow]:
         # Values are freed one by one: embeddings are on disk once their row is parsed.
-        items = ((item, item.row) for item in (self._parse(raw) for raw in rows if parsing(raw.index) is None))
+        items = ((item, item.row) for item in map(self._parse, rows))
         for item, prompts in self._encoder.encode_rows(items):
             if isinstance(prompts, ErrorInfo):
                 item.error = prompts
@@ -355,8 +351,11 @@ class RowReader:
                 self._table.set_score_start(prompt.score_start)
 
 
-def _parsing_nothing(row: int) -> None:
-    """For rows of which no record is kept."""
+def _reported(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterator[RawRow]:
+    """The rows; `parsing` is called with the index of each just before it is parsed."""
+    for raw in rows:
+        parsing(raw.index)
+        yield raw
 
 
 def _refused(raw: RawRow, error: ErrorInfo) -> RawRow:

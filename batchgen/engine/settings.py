@@ -19,7 +19,7 @@ from batchgen.text.tokenizer import Tokenizer
 
 
 class WorkRecord(Protocol):
-    """Is told which rows are in work, and knows which rows ended earlier runs. Rows are given by their index."""
+    """Receives which rows are in work, and knows which rows ended earlier runs. Rows are given by their index."""
 
     @property
     def set_aside(self) -> Mapping[int, ErrorInfo]:
@@ -37,6 +37,10 @@ class WorkRecord(Protocol):
 
     def end(self, number: int) -> None:
         """Sample `number` has ended, and its completion is made."""
+        ...
+
+    def run_alone(self, row: int) -> None:
+        """The next samples are those of one of the rows in `alone`."""
         ...
 
     def step(self) -> None:
@@ -78,4 +82,4 @@ class LoopSettings:
     queue_bytes: int = QUEUE_BYTES
     """Most bytes of hidden states and prompt logprobs that are being copied to the host"""
     record: WorkRecord | None = None
-    """Is told which samples are running; None: nobody asks"""
+    """Receives which samples are running; None: no record is kept"""

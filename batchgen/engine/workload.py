@@ -106,7 +106,7 @@ class JobWorkload:
             self.failed.update(dict.fromkeys(self._skip(self._computed_for(row)), error))
 
     def hold(self, rows: Iterable[int]) -> None:
-        """Let rows, and what they duplicate, wait for runs of their own: `alone` gives their workloads."""
+        """Let rows, and what they duplicate, wait until all others are done: `alone` gives their workloads."""
         for row in rows:
             requests = self._computed_for(row)
             if len(requests):
@@ -123,8 +123,9 @@ class JobWorkload:
     def _computed_for(self, row: int) -> npt.NDArray[np.int64]:
         """The requests that are computed for a row: its own, and those whose results it copies."""
         own = np.flatnonzero((self.table.row_index == row) & ~self.done)
-        found = np.unique(np.where(self.samples[own] > 0, own, self.leader[own]))
-        return found[self.samples[found] > 0]
+        computed = np.unique(np.where(self.samples[own] > 0, own, self.leader[own]))
+        found: npt.NDArray[np.int64] = computed[self.samples[computed] > 0]
+        return found
 
     def _skip(self, requests: npt.NDArray[np.int64]) -> list[int]:
         """Skip requests, with all other scored texts of their prompts; returns the first request of each prompt."""

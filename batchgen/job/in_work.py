@@ -8,8 +8,8 @@ one that was finished, or the rows whose samples were running. From death to dea
 - Generation: rows that were in work at two deaths run by themselves, one after the other, when all others are done.
 
 A row is set aside, as an error row with `engine_crash`, only if two runs have died while it alone was in work: of a row
-that generates, after the same number of steps, or `_MOST_ALONE` times after any number. So somebody who kills a healthy
-job, however often, loses no row: that hits another row, or another step. A run that ends by an exception or a signal
+that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job that is killed,
+however often, loses no row: each kill hits another row, or another step. A run that ends by an exception or a signal
 that it handles leaves nothing in work.
 """
 
@@ -32,7 +32,7 @@ from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, ty
 _RECORD, _HISTORY = "in-work", "deaths.json"
 _JOB, _STAMP, _LOW, _HIGH, _READ, _ALONE, _STEPS, _ROWS = range(8)
 """Cells: checksum of the job's key; time of the run's start; first row that is being read and last one (index plus
-one, 0 for none); number of rows that were read; row that is alone in work (index plus one); steps since a sample
+one, 0 for none); number of rows that were read before; row that is alone in work (index plus one); steps since a sample
 started; first of the rows with running samples (index plus one, 0 for none)."""
 _CELLS: Final = 4096
 _MAX_RANGES: Final = 16
@@ -91,7 +91,7 @@ class _History:
     def add(self, cells: Sequence[int]) -> None:
         """Learn from what a run has left, dead or not."""
         self.counted = cells[_STAMP]
-        read = cells[_READ]
+        read = max(cells[_READ], cells[_LOW] - 1)
         self.reading = [(max(low, read), high) for low, high in self.reading if high >= read]  # it got past the others
         for row, known in self.rows.items():
             if row < read and not known.set_aside:
@@ -128,12 +128,12 @@ class InWork:
         """
         self._job = zlib.crc32(work.identity.key.encode())
         history = _History.read(work)
-        left = self._left(work)
+        left, known = self._left(work), bool(history.rows or history.reading)
         if retry_errors:  # those of earlier runs; a row that the last one died of may be set aside now
             history.rows = {row: known for row, known in history.rows.items() if not known.set_aside}
         if left is not None and left[_STAMP] != history.counted:
             history.add(left)
-        if left is not None or history.rows or history.reading:
+        if known or history.rows or history.reading:
             history.write(work)
         self._ranges = history.reading
         aside = {row: known for row, known in history.rows.items() if known.set_aside}
@@ -171,7 +171,7 @@ class InWork:
     def close(self) -> None:
         """Nothing is in work any more. May be called from any thread, and again."""
         self.end_all()
-        self._cells[_LOW] = self._cells[_HIGH] = 0
+        self.end_reading()
 
     # Reading.
 
@@ -190,7 +190,6 @@ class InWork:
 
     def parsed(self, row: int) -> None:
         """A row and all before it are read."""
-        self._cells[_READ] = row + 1
         self._cells[_LOW] = row + 2
 
     def parsing_alone(self, row: int) -> None:
@@ -200,12 +199,14 @@ class InWork:
 
     def end_reading(self) -> None:
         """No row is being read."""
-        self._cells[_LOW] = self._cells[_HIGH] = self._cells[_ALONE] = 0
+        cells = self._cells
+        cells[_READ] = max(cells[_READ], cells[_LOW] - 1)
+        cells[_LOW] = cells[_HIGH] = cells[_ALONE] = 0
 
     # Generation.
 
     def run_alone(self, row: int) -> None:
-        """The rows of the next samples stand for this row."""
+        """The next samples are those of this row."""
         self._cells[_ALONE], self._cells[_STEPS] = row + 1, 0
 
     def start(self, number: int, row: int) -> None:

@@ -127,7 +127,7 @@ def ingest(
         folder: receives the files `tokens`, `texts` and `bad`, which the caller removes.
         scratch: receives the embeddings given in rows, in a file that has no name.
         on_row: called with the number of rows read so far.
-        record: is told which rows are being read.
+        record: receives which rows are being read.
         on_bad: called for each bad row, also for those that are skipped.
 
     Raises:
@@ -161,7 +161,7 @@ def ingest(
 
 
 class _Prepared(NamedTuple):
-    """What the output needs of a row besides its result."""
+    """What the output needs of a row in addition to its result."""
 
     extra: str | None
     """Its carried fields, as JSON"""

@@ -122,9 +122,9 @@ class _Job:
         if work is None:
             return finished_summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()
-        self.in_work = InWork(work, retry_errors=self.config.retry_errors)
-        self.stop.abandon = self.in_work.close
-        with work, self.in_work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
+        with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
+            self.in_work = self.opened.enter_context(InWork(work, retry_errors=self.config.retry_errors))
+            self.stop.abandon = self.in_work.close
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
             for path in work.foreign:
@@ -170,21 +170,19 @@ class _Job:
             with self._phase("reading"):
                 hashes = RequestHashes(setup, rows)
                 reuse = self._find_reuse(files, rows, hashes, committed)
-            done = reuse.done
-            self._init_row_counts(rows, done)
+            self._init_row_counts(rows, reuse.done)
             with self._phase("loading"):
                 engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
-                ids = self.config.include_prompt_ids
-                running = engine.start(rows.table, done, prompt_ids=ids, emit=emit, record=self.in_work)
+                given = rows.table, reuse.done, self.in_work
+                running = engine.start(*given, prompt_ids=config.include_prompt_ids, emit=emit)
                 reuse.commit(rows, running.workload, work, writer)
             if self.progress.shows_time_left:
                 self.eta = EtaTracker.of_job(running, setup.spec)
             with self._phase("generating"):
                 self._generate(running, rows, hashes, writer)
                 for row in running.workload.held:
-                    self.in_work.run_alone(row)
                     self._generate(running.alone(row), rows, hashes, writer)
             for note in running.loop.notes:
                 self.progress.note(note)

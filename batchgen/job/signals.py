@@ -124,7 +124,8 @@ def _watch(reader: socket.socket, stop: StopRequest, exit_now: Callable[[int], N
             if number in (signal.SIGINT, signal.SIGTERM):
                 stops += 1
                 if stops > 1:
-                    stop.abandon()
+                    with suppress(Exception):
+                        stop.abandon()
                     exit_now(128 + number)
                 else:
                     timer = threading.Timer(grace, _on_grace_expired, (stop, exit_now, 128 + number))
@@ -138,9 +139,10 @@ def _on_grace_expired(stop: StopRequest, exit_now: Callable[[int], None], status
     """The loop did not end in time: commit, then end the process."""
     with suppress(Exception):
         stop.commit()
+    with suppress(Exception):
+        stop.abandon()
     with suppress(OSError, ValueError):
         sys.stderr.write("stopped during a long step; finished rows are committed. Run the same command again.\n")
-    stop.abandon()
     exit_now(stop.exit_status or status)
 
 

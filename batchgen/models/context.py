@@ -22,7 +22,7 @@ def scaled_context(model_type: str, longest: int, rope: Mapping[str, Any], origi
         original: its own `original_max_position_embeddings`, which has precedence over that of the settings.
     """
     kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
-    if kind not in ("yarn", "linear") or type(factor) not in (int, float) or "gemma3" in model_type:
+    if kind not in ("yarn", "linear") or not isinstance(factor, int | float) or "gemma3" in model_type:
         return longest
     if not 0 < factor < _MAX_FACTOR:
         return longest

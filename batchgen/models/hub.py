@@ -96,7 +96,7 @@ def read_weight_map(file: Path) -> dict[str, str]:
 
     Raises:
         OSError: it cannot be read.
-        ForeignTextError: it is no index.
+        ForeignTextError: it is not an index.
     """
     found: dict[str, str] = typed(read_json_file(file), {"weight_map": dict})["weight_map"]
     if not found or any(type(shard) is not str or not shard or "\0" in shard for shard in found.values()):

@@ -1,6 +1,6 @@
 """The reader of JSON and TOML that is not a row: files of a model, configurations, fields that hold JSON as text.
 
-Nobody else calls the decoders: they raise errors of several types about texts that somebody else has written, and give
+No other module calls the decoders: they raise errors of several types about texts that others have written, and give
 values that break what is done with them later. `json_text` reads rows, more strictly, with the same limits.
 
 `typed` is the view of a file's object: the types of the keys that are used are stated and checked at once.
@@ -227,10 +227,10 @@ Kinds = Mapping[str, type | tuple[type, ...]]
 
 
 def typed(value: Any, kinds: Kinds) -> dict[str, Any]:
-    """An object whose keys that are used have the types that they need; booleans are no integers.
+    """An object whose keys that are used have the types that they need; booleans are not integers.
 
     Raises:
-        ForeignTextError: it is no object, lacks a key, or has one of another type.
+        ForeignTextError: it is not an object, lacks a key, or has one of another type.
     """
     if not isinstance(value, dict):
         raise ForeignTextError(f"must hold an object, and holds {json_type(value)}")

@@ -157,8 +157,7 @@ class Encoder:
         started.wait()  # else the thread waits for the interpreter's switch interval, longer than most batches take
         distinct = dict.fromkeys(row.params for row in rows)
         constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
-        if constraints:
-            self.grammars.prepare(constraints)
+        self.grammars.prepare(constraints)
         return _Batch(items, texts, ids)
 
     def _finish_batch(self, batch: _Batch[_Tag]) -> Iterator[tuple[_Tag, list[EncodedPrompt] | ErrorInfo | None]]:

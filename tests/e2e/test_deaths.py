@@ -141,7 +141,7 @@ def test_killing_a_healthy_job_loses_no_row(model: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_orderly_ends_suspect_nothing(model: Path, folder: Path) -> None:
-    """Signals that the run handles, a second one too, and errors are no deaths."""
+    """Signals that the run handles, a second one too, do not count as deaths."""
     write_lines(folder / "in.jsonl", plain_rows(40, tokens=200))
     for _ in range(3):
         job = start(command(model), folder)

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: hostile texts and wrongly typed values give one clear error, never a traceback."""
+"""Files that others wrote: hostile texts and wrongly typed values give one clear error, never a traceback."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import batchgen
@@ -113,7 +115,7 @@ OWN_TEXT = {
 DECODERS = ("json.loads", "json.load", "json.JSONDecoder", "orjson.loads", "tomllib.loads", "tomllib.load")
 
 
-def test_nobody_else_decodes_foreign_text() -> None:
+def test_no_other_module_decodes_foreign_text() -> None:
     package = Path(batchgen.__file__).parent
     found = set()
     for file in package.rglob("*.py"):
@@ -277,3 +279,11 @@ def test_a_hostile_run_json_or_lock_ends_no_run_with_a_traceback(model: Path, tm
     (work / "run.json").write_bytes(whole)
     run(command, tmp_path)
     assert len(rows_of(tmp_path / "out.parquet")) == 40
+
+
+def test_a_column_name_that_is_not_utf_8_exits_with_4(model: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a"], "qzqz": [1]}), tmp_path / "in.parquet", store_schema=False)
+    data = (tmp_path / "in.parquet").read_bytes()
+    (tmp_path / "in.parquet").write_bytes(data.replace(b"qzqz", b"q\xff\xfeq"))
+    done = run(["run", "in.parquet", "--model", model], tmp_path, expect=4)
+    assert "in.parquet: the name of a column is not UTF-8" in done.stderr

@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 import torch
 
-from batchgen.engine.engine import group_min_saving
+from batchgen.engine.backend_choice import group_min_saving
 from batchgen.kernels import chips
 from batchgen.kernels.chips import (
     candidate_tunings,

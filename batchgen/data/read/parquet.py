@@ -40,8 +40,9 @@ def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
     except pa.ArrowNotImplementedError as error:
         raise InputError(f"{source} cannot be read by pyarrow {pa.__version__}: {_first_line(error)}") from None
     except UnicodeDecodeError:
-        raise InputError(f"{source}: the name of a column is not UTF-8; rename it.") from None
-    except (pa.ArrowException, OSError):
+        raise InputError(f"{source}: the name of a column is not UTF-8; write the file with other names.") from None
+    except Exception as error:  # of a damaged footer pyarrow raises many types
+        _raise_memory(error)
         return None
     if twice := named_twice(schema.names):
         raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
@@ -85,8 +86,8 @@ def parquet_rows(
 ) -> Iterator[RawRow | None]:
     """Rows of a Parquet file, read in bounded batches; None for a row that `keep` rejects.
 
-    A file without a readable footer, or with one that contradicts itself, gives one `truncated_input` row; a damaged row
-    group gives one for each row that cannot be read. What pyarrow cannot do is `unsupported_field`, never damage.
+    A file without a readable footer, or with one that contradicts itself, gives one `truncated_input` row; a damaged
+    row group gives one for each row that cannot be read. What pyarrow cannot do is `unsupported_field`, never damage.
 
     Args:
         stream: the file, seekable.
@@ -99,7 +100,8 @@ def parquet_rows(
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
         names = file.schema_arrow.names
         _check_counts(file.metadata)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except Exception as error:
+        _raise_memory(error)
         problem = f"the Parquet file is cut or damaged and none of its rows can be read ({_first_line(error)})"
         wanted = keep is None or keep(first_index)
         yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
@@ -114,7 +116,7 @@ def parquet_rows(
         while row < end:
             try:
                 batch = next(batches)
-            except (StopIteration, pa.ArrowException, OSError) as error:
+            except Exception as error:
                 code, problem = _unreadable(group, error)
                 for index in range(first_index + row, first_index + end):
                     wanted = keep is None or keep(index)
@@ -198,12 +200,17 @@ def _unreadable(group: int, error: Exception) -> tuple[ErrorCode, str]:
     Raises:
         MemoryError: there was no memory for it.
     """
-    if isinstance(error, MemoryError):
-        raise error
+    _raise_memory(error)
     if isinstance(error, pa.ArrowNotImplementedError):
         remedy = f"pyarrow {pa.__version__} cannot read it ({_first_line(error)}); write the file with other types"
         return ErrorCode.UNSUPPORTED_FIELD, f"row group {group}: {remedy}, or in smaller row groups"
     return ErrorCode.TRUNCATED_INPUT, f"row group {group} cannot be read ({_first_line(error)})"
+
+
+def _raise_memory(error: Exception) -> None:
+    """Raise an error that is about this machine's memory, and not about the file."""
+    if isinstance(error, MemoryError):
+        raise error
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,6 +37,15 @@ _RECORD: Kinds = {
     "row_shapes": (str, NoneType),
 }
 """Types in the run record of a footer."""
+STATE: Kinds = {
+    "fingerprint": str,
+    "info": dict,
+    "overwrite": bool,
+    "emptied_by": (str, NoneType),
+    "replaces": (int, NoneType),
+    "clock": (str, NoneType),
+}
+"""Types in the run.json of a work folder."""
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 

@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 import pyarrow as pa
 
@@ -38,26 +37,16 @@ from batchgen.data.files import (
     sync_folder,
     system,
 )
-from batchgen.data.write.durable_files import output_errors, read_footer, refuse_special, write_durably
+from batchgen.data.write.durable_files import STATE, output_errors, read_footer, refuse_special, write_durably
 from batchgen.data.write.job_changes import changes
 from batchgen.data.write.lines import errors_path, is_lines, lines_of_job, written_by
 from batchgen.data.write.lock import LOCK_NAME, RunLock
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files, part_owners
 from batchgen.errors import FingerprintError, OutputError
-from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json_stream, typed
+from batchgen.request.foreign_text import ForeignTextError, read_json_stream, typed
 
 Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
-
-_STATE: Final[Kinds] = {
-    "fingerprint": str,
-    "info": dict,
-    "overwrite": bool,
-    "emptied_by": (str, NoneType),
-    "replaces": (int, NoneType),
-    "clock": (str, NoneType),
-}
-"""Types in run.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +404,7 @@ def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Pol
 def read_state(work: Path) -> dict[str, Any] | None:
     """The content of run.json; None if it is missing or damaged (each part records its job as well)."""
     with suppress(FileNotFoundError, NotADirectoryError, ForeignTextError), open_own(work / "run.json") as stream:
-        return {"emptied_by": None, "replaces": None} | typed(read_json_stream(stream), _STATE)
+        return {"emptied_by": None, "replaces": None} | typed(read_json_stream(stream), STATE)
     return None
 
 
