@@ -19,7 +19,7 @@ from batchgen.errors import ErrorCode, RowError
 Check = Callable[[str, Any], Any]
 
 MAX_STOP_CHARACTERS = 10_000
-"""Longest stop string: each token of a row with events is compared with all its beginnings."""
+"""Longest stop string, whose beginnings are looked for at each token of a row with events; longest of `bad_words`."""
 MAX_OPTION_SIZE = 1 << 23
 """Largest value of one option of a row, such as a schema or a list of words: its characters, and 8 for a number."""
 
@@ -167,7 +167,7 @@ def strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def short_strings(name: str, found: tuple[str, ...]) -> None:
-    """Refuse stop strings longer than `MAX_STOP_CHARACTERS`."""
+    """Refuse stop strings, or words, longer than `MAX_STOP_CHARACTERS`."""
     if any(len(text) > MAX_STOP_CHARACTERS for text in found):
         raise invalid(name, f"has a string of more than {MAX_STOP_CHARACTERS} characters; shorten it")
 

@@ -16,11 +16,15 @@ from batchgen.request.checks import (
     nonempty_ids,
     nonempty_string,
     one_of,
+    short_strings,
     show,
     strings,
     whole,
 )
 from batchgen.request.padding import message_without_padding, schema_without_nulls, without_nulls
+
+MAX_ID_CHARACTERS = 65_536
+"""Longest id of a row."""
 
 _bias_id = Integer(0, 1 << 31)
 _bias_value = Number(-100.0, 100.0)
@@ -66,8 +70,10 @@ class StreamOptions:
 
 
 def row_id(name: str, value: Any) -> str:
-    """Check an id: a string, or an integer, which becomes its decimal text."""
+    """Check an id: a string that is not too long, or an integer, which becomes its decimal text."""
     if type(value) is str:
+        if len(value) > MAX_ID_CHARACTERS:
+            raise invalid(name, f"has {len(value)} characters; an id has at most {MAX_ID_CHARACTERS}")
         return value
     number = whole(value)
     if number is None and type(value) is float and value.is_integer():
@@ -138,6 +144,7 @@ def bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
         raise invalid(name, f"must be a list, got {show(value)}")
     if any(item in ("", [], ()) for item in value):
         raise invalid(name, "must not contain an empty string or list")
+    short_strings(name, tuple(item for item in value if type(item) is str))
     return tuple(item if type(item) is str else ids(name, item) for item in value)
 
 

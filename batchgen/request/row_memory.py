@@ -15,8 +15,8 @@ from batchgen.request.json_text import is_cut, parse_json, parse_json_object
 
 ROW_MEMORY: Final = 1 << 29
 """Most bytes that the values of one row may take, as estimated."""
-_UNCHECKED: Final = ROW_MEMORY >> 7
-"""Bytes of a line whose values cannot take more: none takes more than 128 bytes for a byte of text."""
+_PER_BYTE: Final = 1 << 7
+"""Most bytes of memory for a byte of text: shorter lines are not looked at."""
 _BLOCK: Final = 1 << 20
 
 _COSTS: Final = {b",": 32, b"[": 88, b"{": 232, b":": 32, b'"': 28}
@@ -33,7 +33,7 @@ def check_memory(line: bytes) -> None:
     Raises:
         RowError: `invalid_json`.
     """
-    if len(line) > _UNCHECKED and (size := estimated_memory(line)) > ROW_MEMORY:
+    if len(line) * _PER_BYTE > ROW_MEMORY and (size := estimated_memory(line)) > ROW_MEMORY:
         problem = f"its values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
         raise RowError(ErrorCode.INVALID_JSON, f"{problem}: split the row")
 
@@ -56,7 +56,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
     Raises:
         RowError: see both.
     """
-    check_memory(line)
+    if len(line) * _PER_BYTE > ROW_MEMORY:
+        check_memory(line)
     return parse_json_object(line)
 
 

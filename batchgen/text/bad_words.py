@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.text.prompt_texts import calls
 from batchgen.text.tokenizer import Tokenizer
 
 _LINE_BREAK = "\n"
@@ -23,7 +24,7 @@ def bad_word_sequences(
         RowError: `invalid_field` for a string that gives no tokens.
     """
     texts = [text for word in words if isinstance(word, str) for text in _spellings(word)]
-    encoded = iter(tokenizer.encode_plain([_LINE_BREAK, *texts]))
+    encoded = iter([ids for call in calls([_LINE_BREAK, *texts]) for ids in tokenizer.encode_plain(call)])
     line_break = next(encoded)
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -27,7 +27,6 @@ from batchgen.text.prompt_texts import (
     PromptTexts,
     TextPart,
     TokenizerInput,
-    characters_of,
     next_batch,
     refuse_with_embeds,
 )
@@ -37,7 +36,7 @@ from batchgen.text.tokenizer import Tokenizer
 Truncate = Literal["none", "left", "right"]
 SCORED_TOKENS = 1 << 24
 """Most tokens of all texts to score of a row, each counted with its prompt."""
-_LARGE_CHARACTERS = 1 << 23  # no other batch is read or kept beside a larger one
+_LARGE_CHARACTERS = 1 << 23  # while a larger batch is in memory, no other one is
 _ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 _MAX_CHECKED = 256  # values that are remembered as checked
@@ -135,8 +134,10 @@ class Encoder:
         source = iter(rows)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor:
             pending: list[_Batch[_Tag]] = []
-            while items := next_batch(source):
-                characters = sum(characters_of(row) for _, row in items)
+            while True:
+                items, characters = next_batch(source)
+                if not items:
+                    break
                 pending.append(self._begin_batch(items, executor))
                 del items  # so that a large row is gone when the next is read
                 while len(pending) > (0 if characters > _LARGE_CHARACTERS else 1):

@@ -222,10 +222,14 @@ class PromptTexts:
         rendered = iter(apart(chats, self._tokenizer.render_chats, "the chat template"))
         found: list[TokenizerInput] = []
         for row in rows:
+            first = row.prompts[0]
+            if len(row.prompts) == 1 and type(first) is TextPrompt and len(first.text) <= self.long.piece:
+                found.append(first.text)  # most rows
+                continue
             before = len(found)
             for prompt in row.prompts:
                 is_chat = isinstance(prompt, ChatPrompt)
-                given = next(rendered) if is_chat else _given(prompt)
+                given: TokenizerInput = next(rendered) if is_chat else _given(prompt)
                 if type(given) is str and len(given) > self.long.piece:
                     has_suffix = row.params.suffix is not None and not is_chat
                     given = LongText(given, self._fim_side if has_suffix else self._side)
@@ -318,22 +322,28 @@ def refuse_with_embeds(params: SamplingParams) -> None:
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
 
 
-def next_batch(source: Iterator[tuple[_Tag, ParsedRow | None]]) -> list[tuple[_Tag, ParsedRow | None]]:
-    """The next rows of `source`, up to a bounded number of rows and characters."""
+def next_batch(
+    source: Iterator[tuple[_Tag, ParsedRow | None]],
+) -> tuple[list[tuple[_Tag, ParsedRow | None]], int]:
+    """The next rows of `source`, up to a bounded number of rows and characters, and the number of characters."""
     batch: list[tuple[_Tag, ParsedRow | None]] = []
     characters = 0
     for item in islice(source, _BATCH_ROWS):
         batch.append(item)
-        characters += characters_of(item[1])
+        row = item[1]
+        if row is not None:
+            first = row.prompts[0]
+            if type(first) is TextPrompt and len(row.prompts) == 1 and not row.extra:
+                characters += len(first.text)  # most rows
+            else:
+                characters += _characters_of(row)
         if characters >= _BATCH_CHARACTERS:
             break
-    return batch
+    return batch, characters
 
 
-def characters_of(row: ParsedRow | None) -> int:
+def _characters_of(row: ParsedRow) -> int:
     """Characters of a row's prompts and carried fields; what is in lists and objects is left out."""
-    if row is None:
-        return 0
     found = sum(len(value) for value in row.extra.values() if type(value) is str) if row.extra else 0
     for prompt in row.prompts:
         if isinstance(prompt, TextPrompt):

@@ -14,7 +14,7 @@ from batchgen.text.detokenize import REPLACEMENT, Detokenizer
 from batchgen.text.hidden_stops import HiddenSearch, HiddenStrings
 
 SEARCH_SECONDS = 1.0
-"""Processor time in seconds that the patterns of a sample may take in total, plus ..."""
+"""Processor time in seconds that the patterns of a sample may take after one token, and in total plus ..."""
 SEARCH_SECONDS_PER_TOKEN = 0.005
 """... this many seconds for each of its tokens."""
 
@@ -159,6 +159,8 @@ class _PatternSearch:
         self._searched = False
         """Whether the current text was searched."""
         self._seconds_left = SEARCH_SECONDS
+        self._step_seconds_left = SEARCH_SECONDS
+        """Of these, for the current token: other samples wait for it."""
 
     def append(self, piece: str, tail: str, fresh: int, can_stop: bool) -> Match | None:
         """Add new text and return the first match in the whole text."""
@@ -167,6 +169,7 @@ class _PatternSearch:
             self._tail = tail
             self._searched = False
         self._seconds_left += SEARCH_SECONDS_PER_TOKEN
+        self._step_seconds_left = min(self._seconds_left, SEARCH_SECONDS)
         if self._searched or not can_stop:
             return None
         self._searched = True
@@ -188,7 +191,7 @@ class _PatternSearch:
                 self._text + self._tail,
                 state.start - self._offset,
                 partial=partial,
-                timeout=max(self._seconds_left, 1e-6),
+                timeout=max(self._step_seconds_left, 1e-6),
             )
         except TimeoutError:
             raise RowError(
@@ -197,7 +200,9 @@ class _PatternSearch:
                 "(repeats within repeats, such as (a+)+, may take forever)",
                 "stop_regex",
             ) from None
-        self._seconds_left -= time.thread_time() - began
+        spent = time.thread_time() - began
+        self._seconds_left -= spent
+        self._step_seconds_left -= spent
         if match is not None and not match.partial:
             return match
         if partial:

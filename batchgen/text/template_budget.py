@@ -36,7 +36,7 @@ _TEXT, _TICK, _MADE = "batchgen_text", "batchgen_tick", "batchgen_made"
 
 
 class OverBudget(BaseException):
-    """A template does more than its budget allows; no `Exception`, so that it is not taken for an error of its own."""
+    """A template does more than its budget allows; no `Exception`, so that it is not taken for one that it raises."""
 
 
 class Budget:

@@ -9,6 +9,7 @@ import pytest
 from batchgen.errors import RowError
 from batchgen.request import checks, parser
 from batchgen.request.checks import MAX_OPTION_SIZE, MAX_STOP_CHARACTERS
+from batchgen.request.field_checks import MAX_ID_CHARACTERS
 from tests.rows import parse, text
 
 
@@ -23,6 +24,22 @@ def refused(**options: Any) -> str | None:
 def test_stop_strings_have_a_longest_length() -> None:
     assert parse(text(stop=["a", "b" * MAX_STOP_CHARACTERS]))
     assert refused(stop=["a", "b" * (MAX_STOP_CHARACTERS + 1)]) == "stop"
+
+
+@pytest.mark.field("bad_words")
+def test_bad_words_have_a_longest_length() -> None:
+    assert parse(text(bad_words=["b" * MAX_STOP_CHARACTERS, [1]]))
+    assert refused(bad_words=["b" * (MAX_STOP_CHARACTERS + 1), [1]]) == "bad_words"
+
+
+@pytest.mark.field("id")
+@pytest.mark.parametrize("name", ["id", "custom_id"])
+def test_an_id_has_a_longest_length(name: str) -> None:
+    row = {"text": "a"} if name == "id" else {"url": "/v1/completions", "method": "POST", "body": {"prompt": "a"}}
+    assert parse({**row, name: "i" * MAX_ID_CHARACTERS}).id == "i" * MAX_ID_CHARACTERS
+    with pytest.raises(RowError) as caught:
+        parse({**row, name: "i" * (MAX_ID_CHARACTERS + 1)})
+    assert caught.value.info.param == name
 
 
 SIZED: dict[str, Any] = {

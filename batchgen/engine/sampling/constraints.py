@@ -26,7 +26,7 @@ from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.stops import all_stop_token_ids
 
-_MAX_SECONDS = 30.0
+MAX_SECONDS = 30.0
 """Most time for the grammar of one sample; a normal grammar takes less than a millisecond per token."""
 _CHECK_SECONDS = 0.5
 """Time in the matcher after which it does not follow the finished text a second time."""
@@ -138,8 +138,8 @@ class GrammarState:
 
     def _spend(self, seconds: float) -> None:
         self.seconds += seconds
-        if self.seconds > _MAX_SECONDS:
-            self._fail(f"following it took more than {_MAX_SECONDS:g} seconds; make it less ambiguous")
+        if self.seconds > MAX_SECONDS:
+            self._fail(f"following it took more than {MAX_SECONDS:g} seconds; make it less ambiguous")
 
     def _fail_with(self, error: Exception, problem: str) -> None:
         """End the row with what its matcher raised: its own errors are `RuntimeError`s."""

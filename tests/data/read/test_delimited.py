@@ -15,6 +15,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.data.read import delimited
 from batchgen.data.read.delimited import TAB, delimited_rows, delimited_schema
 from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import open_inputs
@@ -173,3 +174,14 @@ def test_a_cut_compressed_file_ends_in_one_error(pack: Any, tmp_path: Path) -> N
     assert [row.value for row in rows[:-1]] == [{"text": f"row {i} {i * i * 7919}"} for i in range(len(rows) - 1)]
     assert rows[-1].error is not None
     assert rows[-1].error.code == ErrorCode.TRUNCATED_INPUT
+
+
+def test_a_row_has_a_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a row of many lines, as of a quotation mark without its other half."""
+    monkeypatch.setattr(delimited, "MAX_ROW_CHARACTERS", 20)
+    assert values("a,b\n" + "1" * 17 + ",2\n") == [{"a": "1" * 17, "b": "2"}]
+    after = {"a": "x", "b": "y"}
+    assert values("a,b\n" + "1" * 18 + ",2\nx,y\n") == [ErrorCode.INVALID_JSON, after]
+    assert values("a,b\n" + "1" * 5_000_000 + ",2\nx,y\n") == [ErrorCode.INVALID_JSON, after]
+    assert values('a,b\n1,"' + "\n12345678" * 2 + "\nx,y\n") == [ErrorCode.INVALID_JSON, after]
+    assert "longer than 20 characters" in str(read("a,b\n" + "1" * 30 + ",2\n")[0].error)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.data.read import parquet
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError
@@ -342,3 +343,21 @@ def test_json_text_inside_bodies_and_parameters_is_read_too() -> None:
     ]
     mail = {"text": ["Summarise."], "body": ['{"mail": 1}']}
     assert read(pa.table(mail)) == [{"text": "Summarise.", "body": '{"mail": 1}'}], "a column that is carried"
+
+
+def test_a_row_of_parquet_has_a_largest_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its columns compress well; the rows around it are read."""
+    nested = [[0] * 100] * 100
+    rows = [{"text": "a", "x": [[1]]}, {"text": "b", "x": nested}, {"text": "c" * 3000, "x": [[1]]}]
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 64)
+    monkeypatch.setattr(parquet, "ROW_MEMORY", 100 * 40 + 100 * 100 * (40 + 8) - 1)
+    first, second, third = parquet_rows(write_parquet(pa.Table.from_pylist(rows)), "in.parquet")
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert (first.value, third.value) == (rows[0], rows[2])
+    assert second.error is not None
+    assert second.error.code == ErrorCode.INVALID_FIELD
+    assert "the row's values take about 0 MiB" in second.error.message
+    monkeypatch.setattr(parquet, "ROW_MEMORY", 1 << 20)
+    assert read(pa.Table.from_pylist(rows)) == rows

@@ -406,7 +406,7 @@ def test_a_grammar_that_takes_too_long_ends_its_row(engine: Engine, monkeypatch:
         {"id": "free", "text": "Row", "temperature": 0.0},
     ]
     before = named(run(engine, rows))
-    monkeypatch.setattr("batchgen.engine.sampling.constraints._MAX_SECONDS", 1e-4)
+    monkeypatch.setattr("batchgen.engine.sampling.constraints.MAX_SECONDS", 1e-4)
     slow, free = run(engine, rows)
     assert slow.error.code == "grammar_error"
     assert "took more than" in slow.error.message
