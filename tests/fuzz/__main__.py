@@ -1,6 +1,6 @@
 """`python -m tests.fuzz NAME... [--seconds S | --inputs N] [--seed K] [--jobs J]`: fuzz, and print what was found.
 
-Each fuzzer runs in processes of its own, which are watched: one that dies, hangs or takes too much memory is ended, its
+Each fuzzer runs in processes that are watched: one that dies, hangs or takes too much memory is ended, its
 input is kept as a failure, and another one goes on. Failures, found inputs and counts are below `--folder`.
 """
 
@@ -120,7 +120,7 @@ class Supervisor:
             one.process.wait()
         elif code is None:
             return
-        elif code == 0 or (one.task.guided and not state.since):  # libFuzzer ends with 77 whatever it is told
+        elif code == 0 or (one.task.guided and not state.since):  # libFuzzer ends with 77 whatever the exit status
             del self.running[key]
             return
         else:
@@ -142,6 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first process of each fuzzer")
     parser.add_argument("--jobs", type=int, default=1, help="processes of each fuzzer")
     parser.add_argument("--plain", action="store_true", help="do not use atheris")
+    parser.add_argument("--shallow", action="store_true", help="leave out the checks that run an engine")
     parser.add_argument("--folder", type=Path, default=_FOLDER, help="receives failures, found inputs and counts")
     given = parser.parse_args()
     unknown = [name for name in given.names if name not in MODULES and find_spec(f"tests.fuzz.{name}") is None]
@@ -159,7 +160,9 @@ def fuzz(name: str, given: argparse.Namespace) -> int:
     guided = not given.plain and find_spec("atheris") is not None
     began = time.monotonic()
     seeds = range(given.seed, given.seed + given.jobs)
-    work = Supervisor([Task(name, str(folder), seed, given.seconds, given.inputs, guided) for seed in seeds])
+    work = Supervisor(
+        [Task(name, str(folder), seed, given.seconds, given.inputs, guided, given.shallow) for seed in seeds]
+    )
     signal.signal(signal.SIGTERM, work.stop)
     signal.signal(signal.SIGINT, work.stop)
     work.run()

@@ -1,6 +1,6 @@
 """Fuzzer of command lines: a list of words. Whatever they are, the exit code is documented and nothing is a traceback.
 
-Words name files of a small folder that is made anew for each; `bench`, which measures for minutes, is left out.
+Words name files of a small folder that is made again for each; `bench`, which measures for minutes, is left out.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request.fields import FIELDS, LOOKUP
 from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
 from tests.fuzz.fuzzer import Fuzzer
-from tests.fuzz.jobs import check_engine
 from tests.fuzz.mutations import any_value, dump, load, value_mutator
 from tests.fuzz.parsing import check_cached, check_error, check_row, outcome_of, require
+from tests.fuzz.rows import check_engine
 from tests.request.wrong_values import wrong_values
 from tests.rows import CHAT, COMPLETIONS, line, text
 

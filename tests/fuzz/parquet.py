@@ -20,9 +20,9 @@ from batchgen.errors import ErrorCode, InputError
 from batchgen.request.fields import LOOKUP
 from batchgen.request.raw_row import RawRow
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer
-from tests.fuzz.jobs import check_engine
 from tests.fuzz.mutations import dump, load, mutate_bytes, value_mutator
 from tests.fuzz.parsing import check_error, check_row, require
+from tests.fuzz.rows import check_engine
 from tests.tables.arrow_types import CASES, column
 
 READING = {

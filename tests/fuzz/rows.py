@@ -20,7 +20,6 @@ from batchgen.request.fields import LOOKUP
 from batchgen.request.json_text import MAX_DEPTH
 from batchgen.request.raw_row import RawRow
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer
-from tests.fuzz.jobs import check_engine, check_job
 from tests.fuzz.mutations import any_value, dump, load, mutate_bytes, mutate_value
 from tests.fuzz.parsing import check_cached, check_error, check_row, require
 from tests.rows import CHAT, COMPLETIONS, HELLO
@@ -112,7 +111,7 @@ def _check_document(rows: list[RawRow], text: bytes) -> str:
         if type(element) is dict and row.value is not None:
             require(json.dumps(row.value) == json.dumps(element), "a value is what the element says:", element)
         elif type(element) is not dict:
-            require(row.error is not None, "an element that is no object is an error row:", element)
+            require(row.error is not None, "an element that is not an object is an error row:", element)
     return "JSON"
 
 
@@ -132,6 +131,20 @@ def check_delimited(data: bytes) -> Hashable:
     except InputError as error:
         return "input error", str(error).partition(":")[2][:20]
     return _outcome(rows)
+
+
+def check_engine(reader: Callable[..., Any], data: bytes) -> Hashable:
+    """As `jobs.check_engine`, which imports torch."""
+    from tests.fuzz import jobs
+
+    return jobs.check_engine(reader, data)
+
+
+def check_job(name: str, data: bytes) -> Hashable:
+    """As `jobs.check_job`."""
+    from tests.fuzz import jobs
+
+    return jobs.check_job(name, data)
 
 
 def check_again(reader: Callable[..., Any], data: bytes) -> Hashable:

@@ -123,7 +123,7 @@ def _check(data: bytes) -> Hashable:
         return error.info.code
     encoder = _encoder(template)
     ((_, first), (_, second)) = encoder.encode_rows([(0, row), (1, row)])
-    require(_told(first) == _told(second), "a conversation is the same prompt twice:", (template, values))
+    require(_comparable(first) == _comparable(second), "a conversation is the same prompt twice:", (template, values))
     if isinstance(first, ErrorInfo):
         check_error(first)
         return first.code, first.param, first.message[:30]
@@ -132,7 +132,7 @@ def _check(data: bytes) -> Hashable:
     return "prompt", len(first)
 
 
-def _told(result: Any) -> Any:
+def _comparable(result: Any) -> Any:
     return result if isinstance(result, ErrorInfo) else [prompt.ids for prompt in result]
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +30,8 @@ from tests.fuzz.record import Record
 
 _INSTRUMENTED = [f"batchgen.{part}" for part in ("config", "data", "models", "request", "tables", "text")]
 """What reads foreign data; instrumented code takes longer to import and to run."""
+_FEW = 100
+"""A check of every so many inputs, or fewer, is one of few inputs."""
 _MAX_POOL = 4000
 _MINIMISE_SECONDS = 5.0
 _MEMORY = 8 << 30
@@ -49,6 +51,8 @@ class Task:
     """Most inputs; 0 for no limit."""
     guided: bool
     """Whether atheris guides it."""
+    shallow: bool = False
+    """Whether the checks of few inputs, which run an engine, are left out."""
 
     @property
     def record(self) -> Path:
@@ -222,6 +226,8 @@ def main() -> None:
             target = fuzzer(task.name)
     else:
         target = fuzzer(task.name)
+    if task.shallow:
+        target = replace(target, deeper=tuple(one for one in target.deeper if one[0] < _FEW))
     session = Session(task, target)
     try:
         _prepare(session.record, target)
