@@ -40,7 +40,7 @@ def check_error(error: ErrorInfo) -> None:
     """An error can be written, and says something short."""
     error.message.encode()
     (error.param or "").encode()
-    require(error.message and len(error.message) < _LONGEST_MESSAGE, "an error has a short message:", error.message)
+    require(error.message and len(error.message) <= _LONGEST_MESSAGE, "an error has a short message:", error.message)
     require(error.code != "internal", "no row is an internal error:", error.message)
 
 
