@@ -64,6 +64,11 @@ class ErrorInfo:
     param: str | None = None
 
 
+_MAX_ROW_MESSAGE: Final = 2000
+_MAX_PARAM: Final = 200
+"""Most characters of the message of a row's error, and of the name of its field."""
+
+
 class BatchgenError(Exception):
     """Base of all errors that batchgen raises. `exit_code` is the exit code of the process."""
 
@@ -71,11 +76,19 @@ class BatchgenError(Exception):
 
 
 class RowError(BatchgenError):
-    """One input row is wrong or failed. `info` is written to its output row."""
+    """One input row is wrong or failed. `info` is written to its output row.
+
+    A row may have keys of any length: what is too long of a message or a name is cut.
+    """
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+        message = _cut(message, _MAX_ROW_MESSAGE)
         super().__init__(message)
-        self.info = ErrorInfo(code, message, param)
+        self.info = ErrorInfo(code, message, None if param is None else _cut(param, _MAX_PARAM))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class UsageError(BatchgenError):

@@ -50,6 +50,9 @@ class InstantModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits.repeat(len(hidden), 1)
 
+    def accepts_embeds(self) -> bool:
+        return True
+
 
 def inspect(checked: CheckedModel, **options: Any) -> ModelSpec:
     spec = checked_spec(checked, **options)

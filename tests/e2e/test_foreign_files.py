@@ -221,15 +221,16 @@ def test_a_hostile_tensor_file_that_a_row_names_is_the_error_of_that_row(
     assert second["error"] is None
 
 
-@pytest.mark.parametrize("arguments", [DEEP, LONG, '{"a": ' + LONG + "}", r'{"a": "\ud800"}', '{"a": ' * 900])
-def test_hostile_arguments_of_a_tool_call_are_at_most_the_error_of_that_row(
-    model: Path, tmp_path: Path, arguments: str
-) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    write_lines(tmp_path / "in.jsonl", [{"messages": messages}, {"text": "Hello", "max_new_tokens": 1}])
+ARGUMENTS = [DEEP, LONG, '{"a": ' + LONG + "}", r'{"a": "\ud800"}', '{"a": ' * 900]
+
+
+def test_hostile_arguments_of_tool_calls_are_at_most_the_errors_of_their_rows(model: Path, tmp_path: Path) -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": text}} for text in ARGUMENTS]
+    asked = {"role": "user", "content": "1+1?"}
+    rows = [{"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]} for call in calls]
+    write_lines(tmp_path / "in.jsonl", [*rows, {"text": "Hello", "max_new_tokens": 1}])
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model], tmp_path)
-    assert rows_of(tmp_path / "out.parquet")[1]["error"] is None
+    assert rows_of(tmp_path / "out.parquet")[-1]["error"] is None
 
 
 @pytest.mark.parametrize(

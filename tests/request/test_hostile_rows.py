@@ -234,6 +234,14 @@ def test_response_format_without_a_schema_requires_an_object() -> None:
         assert json.loads(found.text) == {"type": "object"}
 
 
+@pytest.mark.parametrize("key", ["a" * 10**6, "\ud800" * 10**5])
+@pytest.mark.parametrize("row", [lambda fields: text(sampling_params=fields), lambda fields: line(**fields)])
+def test_errors_are_short_whatever_the_length_of_a_key(key: str, row: Any) -> None:
+    with pytest.raises(RowError) as caught:
+        parse(row({key: 1}))
+    assert len(f"{caught.value.info.message}{caught.value.info.param}{caught.value}".encode()) < 5000
+
+
 @pytest.mark.parametrize(
     "value",
     [text(sampling_params={"\x1b]0;a\x07\nb\x9b": 1}), line(**{"\u2028\r\n": 1})],

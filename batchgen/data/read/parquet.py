@@ -86,8 +86,8 @@ def parquet_rows(
 ) -> Iterator[RawRow | None]:
     """Rows of a Parquet file, read in bounded batches; None for a row that `keep` rejects.
 
-    A file without a readable footer gives one `truncated_input` row; a damaged row group gives one for each row that
-    cannot be read. What pyarrow cannot do is `unsupported_field`, never damage.
+    A file without a readable footer, or with one that contradicts itself, gives one `truncated_input` row; a damaged
+    row group gives one for each row that cannot be read. What pyarrow cannot do is `unsupported_field`, never damage.
 
     Args:
         stream: the file, seekable.
@@ -98,13 +98,15 @@ def parquet_rows(
     """
     try:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
+        names = file.schema_arrow.names
+        _check_counts(file.metadata)
     except Exception as error:
         _raise_memory(error)
         problem = f"the Parquet file is cut or damaged and none of its rows can be read ({_first_line(error)})"
         wanted = keep is None or keep(first_index)
         yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
         return
-    size = _LARGE_BATCH_ROWS if "input_embeds" in file.schema_arrow.names else _BATCH_ROWS
+    size = _LARGE_BATCH_ROWS if "input_embeds" in names else _BATCH_ROWS
     fields = TextFields(columns_of_text(file.schema_arrow), named=text_columns)
     read = partial(_read, fields=fields, text_columns=text_columns)
     row = 0
@@ -131,6 +133,17 @@ def parquet_rows(
                     yield RawRow.failed(index, source, row, value.info.code, value.info.message).with_found(value.found)
                 else:
                     yield RawRow(index, source, row, value)
+
+
+def _check_counts(metadata: pq.FileMetaData) -> None:
+    """Check that the row groups have as many rows as the file: else rows would be missing, or too many, unseen.
+
+    Raises:
+        ArrowInvalid: they have not.
+    """
+    counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
+        raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, and {sum(counts)} in its row groups")
 
 
 def _read(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset[str]) -> list[Value]:

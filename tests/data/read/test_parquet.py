@@ -179,6 +179,20 @@ def test_a_cut_file_is_one_error_row(keep: int) -> None:
     assert "in.parquet" in rows[0].error.message
 
 
+@pytest.mark.parametrize("total", [0, 4, 6, -5])
+def test_a_footer_that_contradicts_itself_is_one_error_row(total: int) -> None:
+    """Row groups that count other rows than the file would lose some, or make some up."""
+    data = write_parquet(pa.table({"text": ["a"] * 5}), row_group_size=3).getvalue()
+    count, groups = bytes([0x16, 2 * 5]), bytes([0x19, 0x2C])  # Thrift: 5 rows, a list of two row groups
+    assert data.count(count + groups) == 1
+    wrong = bytes([0x16, 2 * total if total >= 0 else -2 * total - 1])
+    (row,) = parquet_rows(io.BytesIO(data.replace(count + groups, wrong + groups)), "in.parquet")
+    assert row is not None
+    assert row.error is not None
+    assert row.error.code == ErrorCode.TRUNCATED_INPUT
+    assert f"its footer counts {total} rows, and 5 in its row groups" in row.error.message
+
+
 def test_a_damaged_row_group_gives_error_rows_for_that_group_only() -> None:
     table = pa.table({"text": [f"row {i}" for i in range(300)]})
     stream = write_parquet(
