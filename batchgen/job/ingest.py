@@ -147,8 +147,8 @@ def ingest(
     carried_names = () if isinstance(config.carry, str) else config.carry
     wanted = NamedFields({**dict.fromkeys(carried_names, "--carry"), config.id_column: "--id-column"})
     decode = setup.decode_prompt if config.include_prompt else None
-    given = inputs.rows(config.prompt_column, config.id_column, selection, wanted)
     try:
+        given = inputs.rows(config.prompt_column, config.id_column, selection, wanted)
         for row in reader.read(given, lambda row: _prepared(row, carry, decode), record):
             result.rows += 1
             on_row(result.rows)
