@@ -156,7 +156,6 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         counts, steps = _plan(config, setup, workload)
-        tokens = int((workload.samples.astype(np.int64) * table.max_new_tokens).sum())
         output = estimate_output(rows, config, setup.spec)
         planned = time.monotonic()
     report = CheckReport(
@@ -175,7 +174,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         sharing_ratio=round(counts.sharing_ratio, 4),
         deduplicated_rows=len(workload.followers),
         grammar_backends=rows.grammar_backends,
-        max_completion_tokens=tokens,
+        max_completion_tokens=int((workload.samples.astype(np.int64) * table.max_new_tokens).sum()),
         kv_peak_bytes=cache_bytes(cache_groups(setup.spec, config.engine.page_size), counts.kv_peak_pages),
         page_waste=round(counts.page_waste, 4),
         estimated_steps=steps.steps,

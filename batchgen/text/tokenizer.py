@@ -283,8 +283,7 @@ def _find_folder(path: str | Path, revision: str | None = None) -> Path:
     """
     if Path(path).is_dir():
         return Path(path)
-    # Imported here: only hub ids need the library.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # only hub ids need the library
 
     try:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
