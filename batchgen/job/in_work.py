@@ -8,8 +8,8 @@ one that was finished, or the rows whose samples were running. From death to dea
 - Generation: rows that were in work at two deaths run by themselves, one after the other, when all others are done.
 
 A row is set aside, as an error row with `engine_crash`, only if two runs have died while it alone was in work: of a row
-that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job that is killed,
-however often, loses no row: each kill hits another row, or another step. A run that ends by an exception or a signal
+that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job that is killed
+loses no row, since each kill is likely to hit another row, or another step. A run that ends by an exception or a signal
 that it handles leaves nothing in work.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "batchgen" / "docs" / "security.md"
+DOCS = ROOT / "batchgen" / "docs"
 
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle", "yaml", "imp"}
 """Modules that make objects, and so run code, of data."""
@@ -122,7 +122,8 @@ def test_harmless_lines_pass() -> None:
     assert not list(faults(lines, "data/read/jsonl.py"))
 
 
-def test_the_tests_that_the_page_names_exist() -> None:
-    named = set(re.findall(r"`(tests/[\w/.]+)`", PAGE.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("page", ["security.md", "reliability.md"])
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    named = set(re.findall(r"`(tests/[\w/.]+)`", (DOCS / page).read_text(encoding="utf-8")))
     assert named
     assert not {name for name in named if not (ROOT / name).exists()}
