@@ -252,6 +252,7 @@ class Engine:
         pool, pages, tokens = self._pool_for(workload, seqs, tokens)
         workload.skip_too_large(pages - 1, config.page_size)
         scheduler = self._scheduler(workload, pages, seqs, tokens)
+        workload = workload.reordered(scheduler.tree)  # so that there is one tree
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run

@@ -35,7 +35,8 @@ from batchgen.job.output import write_output
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
 from batchgen.job.reasons import Reasons
-from batchgen.job.reuse import RequestHashes, Reuse, find_reuse, reusable_files
+from batchgen.job.request_hashes import RequestHashes
+from batchgen.job.reuse import Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary, finished_summary, run_summary
@@ -157,7 +158,7 @@ class _Job:
             estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
             setup.note_unused_options(rows.table.params, self.progress.note)
             with self._phase("reading"):
-                hashes = RequestHashes(setup, rows)
+                hashes = RequestHashes(setup, rows.table)
                 reuse = self._find_reuse(files, rows, hashes, committed)
             done = reuse.done
             self._init_row_counts(rows, done)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.write.durable_files import output_errors, sync_file
-from batchgen.request.columns import Columns
+from batchgen.request.columns import Column, Columns
 
 _BUFFER = 1 << 20
 
@@ -76,7 +76,7 @@ class _Spool:
 
 
 class BlobSpool(_Spool, Columns):
-    """Spool of byte strings, by index; 8 bytes of memory each.
+    """Spool of byte strings, by index; 4 bytes of memory each, 8 in a file of more than 2 GiB.
 
     Args:
         path: path of the file.
@@ -86,17 +86,21 @@ class BlobSpool(_Spool, Columns):
     _columns = ("_ends",)
 
     def __init__(self, path: Path, kept: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
-        self._ends = array("q")
+        self._ends = Column("q", narrowest="i")
         """End offset of each blob."""
+        self._size = 0
         self._map: mmap.mmap | None = None
         if kept is not None:
             self.restore_columns(kept)
+            self._size = self._ends[len(self) - 1] if len(self) else 0
         super().__init__(path, None if kept is None else self.size)
 
     def append(self, blob: bytes) -> int:
         """Append a blob and return its index."""
+        self.pack(self._ends)
         self._write(blob)
-        self._ends.append(self.size + len(blob))
+        self._size += len(blob)
+        self._ends.append(self._size)
         return len(self._ends) - 1
 
     def __len__(self) -> int:
@@ -105,7 +109,7 @@ class BlobSpool(_Spool, Columns):
     @property
     def size(self) -> int:
         """Total bytes of all blobs."""
-        return self._ends[-1] if self._ends else 0
+        return self._size
 
     def __getitem__(self, index: int) -> bytes:
         """The blob at `index`.
