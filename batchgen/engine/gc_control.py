@@ -59,6 +59,10 @@ class DeferredGC:
         rounds = self._ticks // self._every
         gc.collect(0 if rounds % _OLDER else 1 if rounds % (_OLDER * _OLDER) else 2)
 
+    def collect(self) -> None:
+        """Collect all objects created since the start, now that much has become garbage."""
+        gc.collect()
+
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:

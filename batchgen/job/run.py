@@ -39,7 +39,7 @@ from batchgen.job.request_hashes import RequestHashes
 from batchgen.job.reuse import Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
-from batchgen.job.summary import RunSummary, finished_summary, run_summary
+from batchgen.job.summary import RunCounts, RunSummary, finished_summary, run_summary
 from batchgen.job.tokenized_cache import (
     discard_tokenized,
     load_rows,
@@ -178,20 +178,24 @@ class _Job:
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
+        advice, counts, kernels = input_advice(rows, running.workload, setup), RunCounts.of(running), engine.kernels
         self.opened.close()
+        self.eta = None
+        del running, engine  # frees the plan, before the keys of the whole output are in memory
+        self.collector.collect()
         with self._phase("writing"):
-            totals = write_output(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
+            totals = write_output(work, rows, {**identity.record, "kernels": kernels}, setup)
         resumed = len(np.unique(committed.row_index)) + reuse.rows
-        summary = run_summary(self.result, identity.run.fingerprint, rows, totals, running, self.seconds)
-        counts = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
+        summary = run_summary(self.result, identity.run.fingerprint, rows, totals, counts, self.seconds)
+        written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
             summary,
             rows_resumed=resumed,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
-            kernels=engine.kernels,
-            advice=[*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)],
-            engine={**summary.engine, **counts},
+            kernels=kernels,
+            advice=[*advice, *output_advice(totals, rows.table)],
+            engine={**summary.engine, **written},
         )
 
     def _find_reuse(
@@ -268,7 +272,11 @@ class _Job:
 
         A prompt counts once, however many texts are scored with it: its completions arrive as one group.
         """
-        row, prompt = rows.table.row_index[~done], rows.table.prompt_index[~done]
+        row = rows.table.row_index
+        if (row[1:] > row[:-1]).all():  # one prompt in every row
+            self.rows_done = rows.rows - int(np.count_nonzero(~done))
+            return
+        row, prompt = row[~done], rows.table.prompt_index[~done]
         unfinished, prompts = np.unique(row[first_of_prompt(row, prompt)], return_counts=True)
         several = prompts > 1
         self.prompts_left = dict(zip(unfinished[several].tolist(), prompts[several].tolist(), strict=True))

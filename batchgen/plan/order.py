@@ -97,8 +97,8 @@ def _values(
     """[N] sort key of each request, higher first: its expected tokens, or by its number. The least without samples."""
     if config.order == "first-come":
         return np.where(samples > 0, -np.arange(len(samples), dtype=np.int32), np.int32(-len(samples)))
-    expected = expected.astype(np.int32, copy=False)
-    return expected if (samples > 0).all() else np.where(samples > 0, expected, np.int32(0))
+    tokens: Int32s = expected.astype(np.int32, copy=False)
+    return tokens if (samples > 0).all() else np.where(samples > 0, tokens, np.int32(0))
 
 
 def renumber(tree: PrefixTree, key: Int64s, value: Int32s) -> tuple[PrefixTree, Int32s]:

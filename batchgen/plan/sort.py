@@ -217,7 +217,9 @@ class _Keys:
 
     def sorting(self) -> Int64s:
         """[rows] places that sort the rows; equal ones keep their order."""
-        return np.argsort(self.pairs, kind="stable") if self.side is None else np.lexsort((self.pairs, self.side))
+        if self.side is None:
+            return np.argsort(self.pairs, kind="stable")
+        return np.asarray(np.lexsort((self.pairs, self.side)), np.int64)
 
     def take(self, places: Int64s) -> _Keys:
         """The keys at `places`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -140,7 +140,11 @@ class Columns:
 
     def columns(self) -> Mapping[str, npt.NDArray[Any]]:
         """The columns as read-only arrays of their declared types, by attribute name without the leading underscore."""
-        return {name.lstrip("_"): getattr(self, name).values() for name in self._columns}
+        return dict(self.each_column())
+
+    def each_column(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """The items of `columns()`, made one after the other."""
+        return ((name.lstrip("_"), getattr(self, name).values()) for name in self._columns)
 
     def restore_columns(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Replace the content by the `columns()` of another object.

@@ -21,6 +21,8 @@ from batchgen.data.write.durable_files import output_errors, sync_file
 from batchgen.request.columns import Column, Columns
 
 _BUFFER = 1 << 20
+_DROP_EVERY = 1 << 10
+"""Number of reads after which the pages of a mapped file leave the process again; the system still caches them."""
 
 
 class _Spool:
@@ -75,6 +77,21 @@ class _Spool:
         self.close()
 
 
+class _Mapped:
+    """Memory map of a file, of which few pages stay in the process however much is read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        self._reads = 0
+
+    def read(self) -> mmap.mmap:
+        """The map, for one read."""
+        self._reads += 1
+        if self._reads % _DROP_EVERY == 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED)
+        return self.map
+
+
 class BlobSpool(_Spool, Columns):
     """Spool of byte strings, by index; 4 bytes of memory each, 8 in a file of more than 2 GiB.
 
@@ -89,7 +106,7 @@ class BlobSpool(_Spool, Columns):
         self._ends = Column("q", narrowest="i")
         """End offset of each blob."""
         self._size = 0
-        self._map: mmap.mmap | None = None
+        self._map: _Mapped | None = None
         if kept is not None:
             self.restore_columns(kept)
             self._size = self._ends[len(self) - 1] if len(self) else 0
@@ -123,17 +140,17 @@ class BlobSpool(_Spool, Columns):
         return self._mapped(end)[start:end] if end > start else b""
 
     def _mapped(self, end: int) -> mmap.mmap:
-        if self._map is None or len(self._map) < end:
+        if self._map is None or len(self._map.map) < end:
             self._flush()
             if self._map is not None:
-                self._map.close()
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._map
+                self._map.map.close()
+            self._map = _Mapped(self._file.fileno())
+        return self._map.read()
 
     def close(self, *, keep: bool = False) -> None:
         """Close the file and remove it unless `keep`. Further calls do nothing."""
         if self._map is not None:
-            self._map.close()
+            self._map.map.close()
             self._map = None
         super().close(keep=keep)
 
@@ -149,7 +166,8 @@ class TokenSpool(_Spool):
     def __init__(self, path: Path, kept: int | None = None) -> None:
         super().__init__(path, None if kept is None else 4 * kept)
         self._count = kept or 0
-        self._map = np.zeros(0, np.int32)
+        self._map: _Mapped | None = None
+        self._ids = np.zeros(0, np.int32)
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Append the ids of a prompt."""
@@ -160,8 +178,10 @@ class TokenSpool(_Spool):
 
     def ids(self) -> npt.NDArray[np.int32]:
         """[total] int32: all ids so far, memory-mapped and read-only; they stay readable after `close`."""
-        if len(self._map) != self._count:
+        if len(self._ids) != self._count:
             self._flush()
-            mapped = np.memmap(self.path, np.int32, mode="r", shape=(self._count,))
-            self._map = mapped.view(np.ndarray)  # slicing a plain array is much faster than slicing a np.memmap
-        return self._map
+            self._map = _Mapped(self._file.fileno())
+            self._ids = np.frombuffer(self._map.map, np.int32)
+        elif self._map is not None:
+            self._map.read()
+        return self._ids
