@@ -33,7 +33,7 @@ class JobWorkload:
     """[N] finished in an earlier run"""
     followers: npt.NDArray[np.int64]
     """[F] duplicate requests that copy their leader's result, sorted by leader"""
-    followed: npt.NDArray[np.int64]
+    followed: npt.NDArray[np.int32]
     """[F] leader of each of `followers`"""
     idle: npt.NDArray[np.int64]
     """[I] requests that remain but compute nothing: they return neither tokens nor prompt values"""

@@ -41,46 +41,54 @@ class PageAllocator:
         """Number of pages that can be in use at once."""
         self.peak = 0
         """Peak number of pages in use at once."""
-        self._free = list(range(1, num_pages))  # a heap
-        self._ref_counts = [0] * num_pages
+        self._freed: list[int] = []
+        """Heap of the pages that were in use and are free."""
+        self._ref_counts = [0]
+        """By page, up to the last one that was ever in use."""
 
     @property
     def free_count(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return self.capacity - self.used_count
 
     @property
     def used_count(self) -> int:
         """Number of pages in use."""
-        return self.capacity - len(self._free)
+        return len(self._ref_counts) - 1 - len(self._freed)
 
     def ref_count(self, page: int) -> int:
         """Reference count of `page`."""
-        return self._ref_counts[page]
+        return self._ref_counts[page] if page < len(self._ref_counts) else 0
 
     def alloc(self, count: int) -> list[int]:
         """Allocate `count` pages with one reference each. The caller has checked `free_count`."""
-        assert 0 <= count <= len(self._free), f"{count} pages requested, {len(self._free)} free"
-        pages = [heapq.heappop(self._free) for _ in range(count)]
+        assert 0 <= count <= self.free_count, f"{count} pages requested, {self.free_count} free"
+        again = min(count, len(self._freed))
+        pages = [heapq.heappop(self._freed) for _ in range(again)]
         for page in pages:
             self._ref_counts[page] = 1
-        self.peak = max(self.peak, self.capacity - len(self._free))
+        if again < count:
+            first = len(self._ref_counts)
+            self._ref_counts += [1] * (count - again)
+            pages += range(first, len(self._ref_counts))
+        self.peak = max(self.peak, self.used_count)
         return pages
 
     def share(self, page: int) -> None:
         """Add a reference to a page in use."""
-        assert self._ref_counts[page] > 0, f"page {page} is not in use"
+        assert self.ref_count(page) > 0, f"page {page} is not in use"
         self._ref_counts[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
         """Drop one reference from each page; a page without references is free."""
         ref_count = self._ref_counts
         for page in pages:
+            assert page < len(ref_count), f"page {page} was never in use"
             left = ref_count[page] - 1
             assert left >= 0, f"page {page} freed twice"
             ref_count[page] = left
             if left == 0:
-                heapq.heappush(self._free, page)
+                heapq.heappush(self._freed, page)
 
 
 COMPUTING = -1

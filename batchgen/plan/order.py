@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.estimate import plan_counts
-from batchgen.plan.tree import BLOCK, PrefixTree, blocks
+from batchgen.plan.tree import PrefixTree, blocks
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -316,14 +316,13 @@ def _last_stretch(tree: PrefixTree, row: int, config: SchedulerConfig) -> int:
 
 def _first_of_last(order: Int32s, value: Int32s, samples: npt.NDArray[np.integer[Any]], most: int) -> int:
     """First index in `order` from which on the samples have at most `most` tokens to generate."""
-    end, left = len(order), most
-    while end:
-        begin = max(0, end - BLOCK)
-        last = order[begin:end][::-1]
+    left = most
+    for part in reversed([*blocks(len(order))]):
+        last = order[part][::-1]
         sums = np.cumsum(value[last].astype(np.int64) * samples[last])
         if sums[-1] > left:
-            return end - int(np.searchsorted(sums, left, side="right"))
-        end, left = begin, left - int(sums[-1])
+            return part.stop - int(np.searchsorted(sums, left, side="right"))
+        left -= int(sums[-1])
     return 0
 
 
