@@ -104,12 +104,13 @@ class _Requests:
 
     def by_params(self, values: list[int]) -> Int64s:
         """The value of each request's parameter set."""
-        return np.array(values, np.int64)[self.params_id]
+        found: Int64s = np.array(values, np.int64)[self.params_id]
+        return found
 
     @property
     def computed(self) -> Int64s:
         """Tokens whose positions are computed."""
-        return self.prompt + np.maximum(self.new - 1, 0)
+        return np.asarray(self.prompt + np.maximum(self.new - 1, 0))
 
     def result_bytes(self, experts: int) -> Int64s:
         """Bytes of the results of one sample; `experts`: chosen in all layers for one token."""
@@ -118,7 +119,7 @@ class _Requests:
         inputs = self.by_params([_input_bytes(p) for p in self.params]) * scored
         routed = self.by_params([experts * p.return_routed_experts for p in self.params]) * self.computed
         scores = np.where(self.score_start >= 0, _SCORE_BYTES + _LOGPROB_BYTES * (self.prompt - self.score_start), 0)
-        return output + inputs + routed + scores
+        return np.asarray(output + inputs + routed + scores)
 
     def echo_bytes(self) -> int:
         """Bytes of the prompts in front of the texts, of all."""

@@ -106,7 +106,7 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
 
 def _write_column(archive: zipfile.ZipFile, name: str, values: npt.NDArray[Any]) -> None:
     with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-        np.lib.format.write_array(member, values, allow_pickle=False)
+        np.save(member, values, allow_pickle=False)
 
 
 def load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:

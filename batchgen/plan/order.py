@@ -321,7 +321,7 @@ def _first_of_last(order: Int32s, value: Int32s, samples: npt.NDArray[np.integer
         last = order[part][::-1]
         sums = np.cumsum(value[last].astype(np.int64) * samples[last])
         if sums[-1] > left:
-            return part.stop - int(np.searchsorted(sums, left, side="right"))
+            return int(part.stop) - int(np.searchsorted(sums, left, side="right"))
         left -= int(sums[-1])
     return 0
 

@@ -253,18 +253,19 @@ def _in_order(
         start = np.where(parent >= 0, tree.end[parent], np.int32(0))
         np.add.at(computed, first[reached], tree.end[part][reached] - start)
     del before
-    requests, count = tree.order[live], count[live].astype(np.int32, copy=False)
+    requests = tree.order[live]
+    each: Int32s = count[live].astype(np.int32, copy=False)
     del live
     if order.rank is not None:
         turn = np.argsort(order.rank[tree.node_of_request[requests]], kind="stable").astype(np.int32)
-        requests, computed, count = requests[turn], computed[turn], count[turn]
+        requests, computed, each = requests[turn], computed[turn], each[turn]
         del turn
     outputs = lengths[requests].astype(np.int32, copy=False)
-    del requests
-    ends = np.cumsum(count, dtype=np.int32)
+    del requests, count
+    ends = np.cumsum(each, dtype=np.int32)
     if int(ends[-1]) == len(ends):
-        return _Queue(computed, outputs, count)
+        return _Queue(computed, outputs, each)
     prompts = np.zeros(int(ends[-1]), np.int32)
-    prompts[ends - count] = computed
-    unbegun = np.repeat(ends, count) - np.arange(len(prompts), dtype=np.int32)
-    return _Queue(prompts, np.repeat(outputs, count), unbegun)
+    prompts[ends - each] = computed
+    unbegun = np.repeat(ends, each) - np.arange(len(prompts), dtype=np.int32)
+    return _Queue(prompts, np.repeat(outputs, each), unbegun)

@@ -217,9 +217,12 @@ class _Keys:
 
     def sorting(self) -> Int64s:
         """[rows] places that sort the rows; equal ones keep their order."""
+        places: Int64s
         if self.side is None:
-            return np.argsort(self.pairs, kind="stable")
-        return np.asarray(np.lexsort((self.pairs, self.side)), np.int64)
+            places = np.argsort(self.pairs, kind="stable")
+        else:
+            places = np.lexsort((self.pairs, self.side))
+        return places
 
     def take(self, places: Int64s) -> _Keys:
         """The keys at `places`."""
