@@ -217,11 +217,8 @@ class _Keys:
 
     def sorting(self) -> Int64s:
         """[rows] places that sort the rows; equal ones keep their order."""
-        places: Int64s
-        if self.side is None:
-            places = np.argsort(self.pairs, kind="stable")
-        else:
-            places = np.lexsort((self.pairs, self.side))
+        columns = (self.pairs,) if self.side is None else (self.pairs, self.side)
+        places: Int64s = np.lexsort(columns)
         return places
 
     def take(self, places: Int64s) -> _Keys:
