@@ -10,7 +10,7 @@ BatchgenError
 ├── OutputError           exit 5: output cannot be written
 ├── ModelError            exit 6: the model cannot be loaded
 ├── DeviceError           exit 7: device failure that cannot be isolated
-└── Interrupted           exit 75, 130 or 143: stopped early, resumable
+└── Interrupted           exit 75, 129, 130 or 143: stopped early, resumable
 ```
 
 A message says what is wrong and how to fix it, in one or two sentences, and is printed without a traceback.
@@ -115,7 +115,7 @@ class DeviceError(BatchgenError):
 
 
 class Interrupted(BatchgenError):
-    """The run stopped early after committing all finished rows. `exit_status` is 75, 130 or 143."""
+    """The run stopped early after committing all finished rows. `exit_status` is 75, 129, 130 or 143."""
 
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)

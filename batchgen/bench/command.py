@@ -91,7 +91,7 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
             write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
 
     try:
-        with _interrupt_on_sigterm():
+        with _interrupt_on_signals():
             _run_engineless(config, keep)
             print_others([json.loads(line) for line in lines], console)
             if engines:
@@ -148,8 +148,8 @@ def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:
 
 
 @contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
-    """Raise an error at SIGTERM, so that the run ends its processes and removes its temporary files.
+def _interrupt_on_signals() -> Iterator[None]:
+    """Raise an error at SIGTERM and SIGHUP, so that the run ends its processes and removes its temporary files.
 
     Raises:
         Interrupted: at the signal.
@@ -159,10 +159,13 @@ def _interrupt_on_sigterm() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Interrupted("ended by SIGTERM; the figures printed so far are valid", 128 + number)
+        name = signal.Signals(number).name
+        raise Interrupted(f"ended by {name}; the figures printed so far are valid", 128 + number)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    ends = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

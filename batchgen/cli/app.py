@@ -7,17 +7,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, TextIO, cast
 
 import typer
 from typer.main import get_command
 
 from batchgen import __version__
 from batchgen.cli import bench, help, jobs, results
-from batchgen.errors import BatchgenError, Interrupted, OutputError
-from batchgen.request.printable import printable
+from batchgen.errors import BatchgenError, Interrupted, OutputError, UsageError
+from batchgen.request.printable import EscapedText, printable
 
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """ClickException of the copy of click that typer contains."""
@@ -60,7 +59,12 @@ def main() -> None:
     if _COMPLETION in os.environ:
         app(prog_name="batchgen")
     _replace_closed_streams()
-    sys.exit(run_command(sys.argv[1:]))
+    status = run_command(sys.argv[1:])
+    try:
+        sys.stderr.flush()
+    except OSError:  # otherwise the interpreter, which flushes it at exit, would end with another code
+        _discard(sys.stderr)
+    sys.exit(status)
 
 
 def _replace_closed_streams() -> None:
@@ -74,7 +78,20 @@ def _replace_closed_streams() -> None:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; errors become one line on stderr."""
+    """Run one command line and return its exit code; errors become one line on stderr.
+
+    Both standard streams escape what is written to them, and messages that cannot be written are dropped.
+    """
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stdout = cast("TextIO", EscapedText(stdout, lasting=False))
+    sys.stderr = cast("TextIO", EscapedText(stderr, lasting=True))
+    try:
+        return _run_reported(arguments)
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+
+
+def _run_reported(arguments: Sequence[str]) -> int:
     try:
         return _invoke(arguments)
     except _CommandLineError as error:
@@ -89,7 +106,7 @@ def run_command(arguments: Sequence[str]) -> int:
         _print_error("interrupted")
         return _SIGINT_STATUS
     except BrokenPipeError:
-        _discard_stdout()
+        _discard(sys.stdout)
         return _SIGPIPE_STATUS
     except OSError as error:
         return _report_os_error(error)
@@ -97,16 +114,22 @@ def run_command(arguments: Sequence[str]) -> int:
         return _report_internal_error(error)
 
 
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null, so that the interpreter does not fail to flush its buffer at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null, so that the interpreter does not fail to flush its buffer at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _report_os_error(error: OSError) -> int:
-    """Report a failed write to stdout, recognised by its errno and missing file name; other errors are internal."""
+    """Report a failed write to stdout, recognised by its errno and missing file name, and a name that is too long.
+
+    Other errors are internal.
+    """
+    if error.errno == errno.ENAMETOOLONG:  # of a path that is put together
+        _print_error(f"{str(error.filename)[:80]}...: the name is too long; shorten it")
+        return UsageError.exit_code
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
         return _report_internal_error(error)
-    _discard_stdout()
+    _discard(sys.stdout)
     _print_error(f"stdout cannot be written ({os.strerror(error.errno).lower()})")
     return OutputError.exit_code
 
@@ -130,10 +153,12 @@ def command_names() -> list[str]:
 
 
 def _print_error(message: str) -> None:
-    """Print one error with control characters escaped, because it may quote a row, a file name or a library."""
-    shown = printable(message, keep="\n")
-    with suppress(OSError):
-        print(f"error: {shown}", file=sys.stderr, flush=True)
+    """Print one error with control characters escaped, because it may quote a row, a file name or a library.
+
+    Lines after the first are indented, so that what is quoted cannot pass for another message.
+    """
+    shown = "\n  ".join(map(printable, message.split("\n")))
+    print(f"error: {shown}", file=sys.stderr, flush=True)
 
 
 def _report_usage_error(error: Exception) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from batchgen.bench.config import OPTIONS, WORKLOADS_HELP
 from batchgen.cli.flags import GroupedCommand
@@ -36,9 +35,10 @@ def bench(**given: Any) -> None:
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
     from batchgen.bench.command import run_given  # not needed by --help
+    from batchgen.job.console import SafeConsole
 
     figures, config = given.pop("figures"), given.pop("config")
-    run_given(given, figures, config, typer.echo, Console(stderr=True, highlight=False))
+    run_given(given, figures, config, typer.echo, SafeConsole(stderr=True))
 
 
 def _parameters() -> list[inspect.Parameter]:

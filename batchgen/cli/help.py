@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Final
@@ -13,6 +14,7 @@ import typer
 
 from batchgen.cli.flags import GroupedCommand
 from batchgen.errors import UsageError
+from batchgen.request.printable import unescaped
 
 _GROUPS: Final = {
     "First steps": ("install", "input", "output", "errors", "resume", "check"),
@@ -20,7 +22,9 @@ _GROUPS: Final = {
         "fields", "sampling", "stops", "chat", "constraints", "logprobs", "scoring", "hidden-states", "streaming",
         "processors", "lora", "other-systems",
     ),
-    "Jobs and results": ("configuration", "sharding", "export", "verify", "deterministic", "python", "reference"),
+    "Jobs and results": (
+        "configuration", "sharding", "export", "verify", "deterministic", "python", "reference", "security",
+    ),
     "How it works": ("models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary"),
     "Working on batchgen": ("contributing", "gpu-check", "conformance"),
 }  # fmt: skip
@@ -99,7 +103,8 @@ def _show_markdown(text: str, paged: bool) -> None:
     os.environ.setdefault("LESS", "-RFX")  # colours pass through; a page that fits the screen needs no pager
     page = Markdown(_LINK.sub(_spoken, text), hyperlinks=False)
     if paged:
-        with console.pager(styles=True):
+        # The pager may write the page, which holds sequences for its colours, to standard output itself.
+        with redirect_stdout(unescaped(sys.stdout)), console.pager(styles=True):
             console.print(page)
     else:
         console.print(page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from batchgen.cli.flags import GroupedCommand, gather
-from batchgen.config.units import STDIN, check_local
+from batchgen.config.units import STDIN, check_file_to_write, check_local
+from batchgen.request.printable import printable
 
 EXIT_DIFFERENT = 8
 """Exit code of `verify` if a row differs."""
@@ -23,15 +25,19 @@ class Format(StrEnum):
     JSONL = "jsonl"
 
 
-def _local_path(text: str) -> Path:
+def _local_path(text: str, check: Callable[[str], str] = check_local) -> Path:
     try:
-        return Path(check_local(text))
+        return Path(check(text))
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from None
 
 
-def _local_name(text: str) -> str:
-    return text if text == STDIN else str(_local_path(text))
+def _file_to_write(text: str) -> Path:
+    return _local_path(text, check_file_to_write)
+
+
+def _name_to_write(text: str) -> str:
+    return text if text == STDIN else str(_file_to_write(text))
 
 
 def _argument(metavar: str, text: str) -> Any:
@@ -66,7 +72,9 @@ Limit: TypeAlias = Annotated[
 ]
 Merged: TypeAlias = Annotated[
     Path,
-    typer.Option("--output", "-o", metavar="PATH", parser=_local_path, help="File to write. Example: -o all.parquet"),
+    typer.Option(
+        "--output", "-o", metavar="PATH", parser=_file_to_write, help="File to write. Example: -o all.parquet"
+    ),
 ]
 Overwrite: TypeAlias = Annotated[bool, _switch("--overwrite", "Replace an existing output file. Example: --overwrite")]
 OverwriteFiles: TypeAlias = Annotated[bool, _switch("--overwrite", "Replace existing files. Example: --overwrite")]
@@ -91,7 +99,7 @@ Exported: TypeAlias = Annotated[
         "Example: -o batch_output.jsonl",
         "--output",
         "-o",
-        parser=_local_name,
+        parser=_name_to_write,
     ),
 ]
 MovedTokenizer: TypeAlias = Annotated[
@@ -166,7 +174,7 @@ def merge(
     from batchgen.data.merge import merge as merge_shards  # imports pyarrow, which is slow
 
     rows = merge_shards(parts, output, overwrite, allow_duplicate_ids=allow_duplicate_ids)
-    typer.echo(f"{output}: {rows:,} rows", err=True)
+    print(printable(f"{output}: {rows:,} rows"), file=sys.stderr)
 
 
 def export(

@@ -42,7 +42,10 @@ class EngineConfig:
         PATH,
     )
     revision: str | None = MODEL.option(
-        None, "Branch, tag or commit of the model on the Hugging Face Hub. Example: --revision main", NAME
+        None,
+        "Branch, tag or commit of the model on the Hugging Face Hub. Example: --revision main",
+        NAME,
+        reach="files",
     )
     tokenizer: str | None = MODEL.option(
         None, "Tokenizer folder or Hugging Face id; the default is the model's. Example: --tokenizer ./tok", PATH
@@ -61,7 +64,7 @@ class EngineConfig:
         "Compiled library of vllm-flash-attn or its folder; not needed if vLLM is installed. "
         "Example: --flash-library ./_vllm_fa3_C.abi3.so",
         PATH,
-        runs_code=True,
+        reach="code",
     )
     quantization: Literal["none", "int8"] = MODEL.option(
         "none",
@@ -122,7 +125,6 @@ class EngineConfig:
         "Python function that rows select by NAME in `custom_logit_processor`; repeatable. "
         "Example: --logit-processor calm=my_module:calm",
         NAME_FUNCTION,
-        runs_code=True,
     )
     """(name, "module:function" or the function itself); a mapping is accepted, too."""
     stop_on_repeat: int | None = SAMPLING.option(

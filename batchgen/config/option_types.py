@@ -10,6 +10,7 @@ from datetime import date
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from batchgen.config.units import (
+    check_file_to_write,
     check_local,
     parse_bool,
     parse_clock,
@@ -34,6 +35,9 @@ _KEY = "option"
 Target = Literal["engine", "run", "sampling", "meta"]
 """Part of the configuration that an option sets; `meta` options are read while it is resolved."""
 
+Reach = Literal["code", "files"]
+"""What a value reaches beyond the rows: code that it runs, or files that it lets the job read, write or replace."""
+
 
 @dataclass(frozen=True, slots=True)
 class ValueType:
@@ -54,6 +58,8 @@ class ValueType:
     """Whether `@PATH` is replaced by the text of that file."""
     to_text: Callable[[Any], Any] | None = None
     """Converts a mapping or list from TOML, JSON or Python to text or a list of texts."""
+    reach: Reach | None = None
+    """What every value of this type reaches; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,8 @@ class Option:
     choice_flags: bool = False
     """Whether each choice is a separate flag; `help` has one line for each."""
     short: str | None = None
-    runs_code: bool = False
-    """Whether the value runs code: the command must name it, because `./batchgen.toml` may come from another user."""
+    reach: Reach | None = None
+    """What the values reach; None: what those of the value type do."""
 
     @property
     def flag(self) -> str:
@@ -95,6 +101,15 @@ class Option:
         if self.value_type is BOOL:
             return self.flag, self.negative
         return (self.flag, self.short) if self.short else (self.flag,)
+
+    def reach_of(self, value: object = None) -> Reach | None:
+        """What a value reaches; None: nothing, so that `./batchgen.toml`, which may be anybody's, may give it.
+
+        Args:
+            value: as given by a source; `@PATH` reads a file if the option accepts one.
+        """
+        names_file = self.value_type.accepts_file and isinstance(value, str) and value.startswith("@")
+        return "files" if names_file else self.reach or self.value_type.reach
 
     @property
     def metavar(self) -> str:
@@ -145,13 +160,18 @@ def _path(text: str) -> str:
     return check_local(_nonempty(text))
 
 
+def _file_to_write(text: str) -> str:
+    return check_file_to_write(_nonempty(text))
+
+
 def _carry(text: str) -> str | tuple[str, ...]:
     return text if text in ("all", "none") else parse_columns(text)
 
 
 TEXT = ValueType("TEXT", str)
 NAME = ValueType("NAME", _nonempty)
-PATH = ValueType("PATH", _path, (str, os.PathLike))
+FILE = ValueType("PATH", _file_to_write, (str, os.PathLike), reach="files")
+PATH = ValueType("PATH", _path, (str, os.PathLike), reach="files")
 BOOL = ValueType("", parse_bool, (str, bool))
 NUMBER = ValueType("X", parse_float, (str, int, float))
 SIZE = ValueType("SIZE", parse_size, (str, int))
@@ -163,8 +183,10 @@ THRESHOLD = ValueType("N|P%", parse_threshold, (str, int))
 COLUMNS = ValueType("all|none|COL,...", _carry, comma_separated=True)
 TOKEN_IDS = ValueType("ID,...", parse_token_ids, (str, int), comma_separated=True)
 SHARD = ValueType("auto|I/N", _nonempty)
-NAME_PATH = ValueType("NAME=PATH", parse_name_path, (str, os.PathLike), named_pairs=True)
-NAME_FUNCTION = ValueType("NAME=module:function", parse_name_function, named_pairs=True, accepts_functions=True)
+NAME_PATH = ValueType("NAME=PATH", parse_name_path, (str, os.PathLike), named_pairs=True, reach="files")
+NAME_FUNCTION = ValueType(
+    "NAME=module:function", parse_name_function, named_pairs=True, accepts_functions=True, reach="code"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +202,7 @@ class Group:
         value_type: ValueType | None = None,
         *,
         choice_flags: bool = False,
-        runs_code: bool = False,
+        reach: Reach | None = None,
     ) -> _T:
         """Attribute of a configuration that declares an option of this section.
 
@@ -189,9 +211,9 @@ class Group:
             help: as in `Option`.
             value_type: type of the value; None if it follows from the annotation, a bool or a `Literal`.
             choice_flags: as in `Option`.
-            runs_code: as in `Option`.
+            reach: as in `Option`.
         """
-        declared = {"group": self.title, "help": help, "choice_flags": choice_flags, "runs_code": runs_code}
+        declared = {"group": self.title, "help": help, "choice_flags": choice_flags, "reach": reach}
         return dataclasses.field(default=default, metadata={_KEY: (value_type, declared)})
 
 

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.config.option_types import NAME_PATH, PATH, Option, coerce
+from batchgen.config.option_types import NAME_PATH, Option, Reach, coerce
 from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shard
-from batchgen.config.units import STDIN, check_local
+from batchgen.config.units import STDIN, check_file_to_write, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.constraint import CONSTRAINT_KINDS
@@ -25,7 +27,10 @@ from batchgen.request.params import SamplingParams
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})
 _DEFAULT_FILE: Final = "batchgen.toml"
-"""File in the current folder that is read by default."""
+"""File in the current folder that is read by default. The command does not name it, so its options reach nothing."""
+_DEFAULT_FILE_BYTES: Final = 1 << 20
+"""Largest size of that file."""
+_WOULD: Final[Mapping[Reach, str]] = {"code": "run code", "files": "read or write files"}
 _PREFIX = "BATCHGEN_"
 _OTHER_VARIABLES = frozenset({"BATCHGEN_TRACEBACK"})
 """Variables with the prefix that are not options."""
@@ -69,8 +74,10 @@ def _check_unicode(values: Mapping[str, Any]) -> None:
     with _as_usage_error():
         for name, value in values.items():
             value_type = BY_NAME[name].value_type
-            if value_type is not PATH:
-                check_unicode([key for key, _ in value] if value_type is NAME_PATH else value, name)
+            if value_type is NAME_PATH:
+                check_unicode([key for key, _ in value], name)
+            elif value_type.reach != "files":
+                check_unicode(value, name)
 
 
 def _check_sampling(sampling: Mapping[str, Any]) -> None:
@@ -120,6 +127,13 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path, sharded
             raise UsageError(f"input {problem}") from None
     if output is None:
         return _default_output(inputs, cwd)
+    _check_output_name(output, sharded)
+    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
+        raise UsageError(f"`--output` {output} is an input file; give another name")
+    return Path(output)
+
+
+def _check_output_name(output: str, sharded: bool) -> None:
     if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
         raise UsageError(
             f"`--output` must be a Parquet file such as results.parquet, or .jsonl for JSON lines, got {output!r}"
@@ -129,9 +143,10 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path, sharded
             f"`--output` {output} with --shard: shards are Parquet. Name a folder such as results, then run "
             "batchgen merge and batchgen export"
         )
-    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
-        raise UsageError(f"`--output` {output} is an input file; give another name")
-    return Path(output)
+    try:
+        check_file_to_write(output.rstrip("/") if sharded else output)  # shards are in a folder
+    except ValueError as problem:
+        raise UsageError(f"`--output` {problem}") from None
 
 
 def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
@@ -144,11 +159,17 @@ def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
     path = Path(name)
     if not path.name:
         raise UsageError(f"{path} is a folder without a name: name the result file with -o results.parquet")
-    if (cwd / path).is_dir():
-        return path.with_name(path.name + ".out.parquet")
-    if path.suffix.lower() in _COMPRESSED:
-        path = path.with_suffix("")
-    return path.with_name(path.stem + ".out.parquet")
+    stem = path.name
+    if not (cwd / path).is_dir():
+        stem = (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).stem
+    made = path.with_name(f"{stem}.out.parquet")
+    try:
+        check_file_to_write(str(made))
+    except ValueError:
+        raise UsageError(
+            "the input's name is too long for that of an output: name one with -o results.parquet"
+        ) from None
+    return made
 
 
 def _given_options(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> dict[str, tuple[Any, str]]:
@@ -161,16 +182,17 @@ def _given_options(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
 
     Raises:
         UsageError: an unknown key or variable, a wrong value, a file that cannot be read, or an option that runs code
-            and is set only by `./batchgen.toml`.
+            or names files and is set only by `./batchgen.toml`.
     """
     given: dict[str, tuple[Any, str]] = {}
     for option, value, label, origin, explicit in _sources(flags, env, cwd):
         if option.name in given or option.target == "meta":
             continue
-        if option.runs_code and not explicit:
+        if not explicit and (reach := option.reach_of(value)) is not None:
+            flag = f"--{value}" if option.choice_flags and value in option.choices else option.flags[0]
             raise UsageError(
-                f"`{label}` would run code because of a file in the current folder; name it with "
-                f"{option.flag}, or the file with --config {_DEFAULT_FILE}"
+                f"`{label}` would {_WOULD[reach]} because of a file in the current folder; name it with "
+                f"{flag}, or the file with --config {_DEFAULT_FILE}"
             )
         if not _overridden_constraint(option, origin, given):
             given[option.name] = (coerce(option, _read_at_path(option, value, label, cwd), label), origin)
@@ -203,9 +225,47 @@ def _sources(
     default = cwd / _DEFAULT_FILE
     named = None if file is None else cwd / coerce(BY_NAME["config"], file[0], file[1])
     if file is not None and named is not None:
-        yield from ((*found, True) for found in _read_file(named, str(file[0]), file[1]))
-    if default.is_file() and (named is None or named.resolve() != default.resolve()):
-        yield from ((*found, False) for found in _read_file(default, f"./{_DEFAULT_FILE}", _DEFAULT_FILE))
+        with _reading(str(file[0]), file[1]):
+            data = named.read_bytes()
+        yield from ((*found, True) for found in _options_of(data, str(file[0])))
+    if os.path.lexists(default) and (named is None or named.resolve() != default.resolve()):
+        shown = f"./{_DEFAULT_FILE}"
+        with _reading(shown, _DEFAULT_FILE), _open_at_once(default) as stream:
+            _check_default_file(stream, default, shown)
+            data = stream.read(_DEFAULT_FILE_BYTES)
+        yield from ((*found, False) for found in _options_of(data, shown))
+
+
+@contextmanager
+def _reading(shown: str, source: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise UsageError(f"`{source}`: cannot read {shown}: {problem.strerror}") from None
+
+
+def _open_at_once(path: Path) -> BinaryIO:
+    """Open a file for reading, without waiting for the writer of a pipe."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def _check_default_file(stream: BinaryIO, path: Path, shown: str) -> None:
+    """Refuse a default file that may have been left for this user by another one.
+
+    Raises:
+        UsageError: it is not a regular file, too large, or it or the link to it belongs to neither this user nor root.
+    """
+    status = os.fstat(stream.fileno())
+    remedy = f"name it with --config {_DEFAULT_FILE} to use it, or run in another folder"
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{shown} is not a regular file, so it is not read unless it is named; {remedy}")
+    owner = next((uid for uid in (path.lstat().st_uid, status.st_uid) if uid not in (os.geteuid(), 0)), None)
+    if owner is not None:
+        raise UsageError(
+            f"{shown} belongs to another user (uid {owner}), so it is not read unless it is named; {remedy}"
+        )
+    if status.st_size > _DEFAULT_FILE_BYTES:
+        raise UsageError(f"{shown} is larger than 1 MiB, so it is not read unless it is named; {remedy}")
 
 
 def _overridden_constraint(option: Option, origin: str, given: Mapping[str, tuple[Any, str]]) -> bool:
@@ -240,13 +300,13 @@ def _env_value(option: Option, text: str) -> Any:
         raise UsageError(f"`{option.env}` begins with [ but is not a JSON list: {problem}") from None
 
 
-def _read_file(path: Path, shown: str, source: str) -> Iterator[tuple[Option, Any, str, str]]:
+def _options_of(data: bytes, shown: str) -> Iterator[tuple[Option, Any, str, str]]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise UsageError(f"`{source}`: cannot read {shown}: {problem.strerror}") from None
+        table = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise UsageError(f"{shown} is not valid TOML: {problem}") from None
+    except RecursionError:
+        raise UsageError(f"{shown} is not valid TOML: it is nested too deeply") from None
     seen: set[str] = set()
     for key, value in table.items():
         option = BY_NAME.get(key.replace("-", "_"))

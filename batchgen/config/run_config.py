@@ -14,6 +14,7 @@ from batchgen.config.engine_config import ENGINE, ENGINE_OPTIONS, INPUT, JOB, MO
 from batchgen.config.option_types import (
     COLUMNS,
     DURATION,
+    FILE,
     NAME,
     PATH,
     POSITIVE_DURATION,
@@ -99,7 +100,7 @@ class RunConfig:
         False, "Write the token ids of each prompt to the output. Example: --include-prompt-ids"
     )
     report: str | None = OUTPUT.option(
-        None, "Write counts and timings of the run as JSON to this file; - is stdout. Example: --report run.json", PATH
+        None, "Write counts and timings of the run as JSON to this file; - is stdout. Example: --report run.json", FILE
     )
     max_output_bytes: int | None = OUTPUT.option(
         None,
@@ -114,6 +115,7 @@ class RunConfig:
         "Continue although the input or an option has changed: reuse the rows that stay the same. "
         "Example: --resume-anyway",
         choice_flags=True,
+        reach="files",
     )
     reuse: str | None = JOB.option(
         None,
@@ -145,7 +147,7 @@ class RunConfig:
         None,
         "Write events of rows with `stream` to this file, one JSON line per token; - is stdout. "
         "Example: --events events.jsonl",
-        PATH,
+        FILE,
     )
     dry_run: bool = JOB.option(
         False, "Only check the input and print the plan, like `batchgen check`. Example: --dry-run"
@@ -187,7 +189,7 @@ class RunConfig:
             UsageError: this version does not know an option, or a value is wrong.
         """
         described = description["options"].items()
-        code = {option.name for option in OPTIONS if option.runs_code}
+        code = {option.name for option in OPTIONS if option.reach_of() == "code"}
         values: dict[str, Any] = {name: item["value"] for name, item in described if name not in code}
         values |= {name: value for name, value in changes.items() if value is not None and name != "inputs"}
         unknown = sorted(values.keys() - BY_NAME.keys())

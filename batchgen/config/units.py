@@ -6,6 +6,7 @@ A parser raises `ValueError` with a message that follows the option's name, such
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,12 @@ from datetime import datetime
 
 STDIN = "-"
 """Name of a standard stream in place of a file: input for inputs, output for reports and events."""
+
+NAME_BYTES = 255
+"""Longest name in a folder that file systems take."""
+SUFFIX_BYTES = 25
+"""Bytes that the names of work folders, hidden states, errors and temporary files add to that of an output."""
+_PATH_BYTES = 4095
 
 _SIZE_UNITS = {
     "": 1,
@@ -41,6 +48,8 @@ _SHARD = re.compile(r"([0-9]+)/([0-9]+)", re.ASCII)
 _INT = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*", re.ASCII)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _MIN_MEMORY = 2**20
+_SHOWN = 40
+"""Characters of a long path in a message."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -224,14 +233,37 @@ def parse_name_path(text: str) -> tuple[str, str]:
 
 
 def check_local(path: str) -> str:
-    """Return a path that names no scheme (`s3://`), which is refused rather than taken for the name of a folder."""
+    """Return the path of a local file, with `~/` replaced by the user's home as a shell does.
+
+    Refused are paths that no file can have, and those with a scheme (`s3://`), which would name a folder.
+    """
+    if "\0" in path:
+        raise ValueError(f"{path!r} contains a NUL character, which no file name has")
+    longest = max(map(len, os.fsencode(path).split(b"/")))
+    if longest > NAME_BYTES or len(os.fsencode(path)) > _PATH_BYTES:
+        size, most = (longest, NAME_BYTES) if longest > NAME_BYTES else (len(os.fsencode(path)), _PATH_BYTES)
+        raise ValueError(f"{path[:_SHOWN]!r}... has a name of {size} bytes, and a file has at most {most}; shorten it")
     scheme = _SCHEME.match(path)
     if scheme is None:
-        return path
+        return os.path.expanduser(path) if path.partition("/")[0] == "~" else path  # noqa: PTH111 - keeps "./"
     if scheme[1].lower() == "file":
         raise ValueError(f"{path!r} has the scheme file://; write the path without it")
     remedy = "copy the file, or mount the storage; a later version will use it directly"
     raise ValueError(f"{path!r} is not a local path ({scheme[0]}), and batchgen reads and writes local files: {remedy}")
+
+
+def check_file_to_write(path: str) -> str:
+    """Return a path, as `check_local`, of a file whose name leaves room for those of temporary files."""
+    local = check_local(path)
+    if local.endswith("/"):
+        raise ValueError(f"{path!r} is the name of a folder; name a file in it, such as {path}results.parquet")
+    size = len(os.fsencode(local.rpartition("/")[2]))
+    if size > NAME_BYTES - SUFFIX_BYTES:
+        raise ValueError(
+            f"{path[:_SHOWN]!r}... has a name of {size} bytes; names of files to write have at most "
+            f"{NAME_BYTES - SUFFIX_BYTES}, as names of temporary files are made of them"
+        )
+    return local
 
 
 def parse_name_function(text: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from batchgen.data.view import Results
 from batchgen.data.write.committed import Committed, read_keys
 from batchgen.data.write.durable_files import open_parquet, output_errors, read_footer, refuse_existing
 from batchgen.data.write.finish import CommittedRows, write_output
+from batchgen.data.write.job_changes import changes, describe_changes
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.schema import STATES_CONTENTS
@@ -272,7 +273,11 @@ def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> 
     first = footers[0]
     for file, footer in zip(files, footers, strict=True):
         if footer["fingerprint"] != first["fingerprint"] or footer["shard"][1] != first["shard"][1]:
-            raise FingerprintError(f"{file} and {files[0]} are shards of different jobs. Merge shards of one job.")
+            was, now = first.get("job") or {}, footer.get("job") or {}
+            what = f" ({describe_changes(found, was, now)})" if (found := changes(was, now)) else ""
+            raise FingerprintError(
+                f"{file} and {files[0]} are shards of different jobs{what}. Merge shards of one job."
+            )
         if footer.get("clock_text") != first.get("clock_text"):
             raise FingerprintError(
                 f"{file} and {files[0]} saw different times, {footer.get('clock')} and {first.get('clock')}, and the "

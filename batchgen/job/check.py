@@ -28,7 +28,7 @@ from batchgen.job.ingest import ingest
 from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.reasons import Reasons
-from batchgen.job.setup import Setup, prepare
+from batchgen.job.setup import Setup, prepare, wait_for_hashes
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import cache_bytes
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
@@ -37,7 +37,7 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
-from batchgen.request.printable import encodable, format_size, printable
+from batchgen.request.printable import format_size, json_printable, printable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
@@ -105,9 +105,10 @@ def check_job(job: CheckedJob, as_json: bool = False) -> int:
     """
     config = job.config
     report, output = _build_report(job)
-    text = encodable(json.dumps(asdict(report), indent=2, ensure_ascii=False))
+    text = json_printable(json.dumps(asdict(report), indent=2, ensure_ascii=False))
     if not as_json:
-        (sys.stderr if config.report == STDIN else sys.stdout).write("\n".join(_lines(report)) + "\n")
+        lines = "".join(f"{printable(line)}\n" for line in _lines(report))
+        (sys.stderr if config.report == STDIN else sys.stdout).write(lines)
     if as_json or config.report == STDIN:
         write_report(text, STDIN)
     if config.report is not None and config.report != STDIN:
@@ -140,6 +141,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     began = time.monotonic()
     setup = prepare(job, _print_note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
+    wait_for_hashes(job.hashes, _print_note)
     identity = identify_job(setup, inputs)
     set_clock(setup, identity, output_paths(config.output, identity.run.shard))
     started = time.monotonic()
@@ -198,7 +200,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
 
 
 def _print_note(message: str) -> None:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
 
 
 def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats]:
@@ -237,7 +239,7 @@ def _lines(report: CheckReport) -> list[str]:
     lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,}{skipped})"]
     lines += [f"  {code}: {count:,}" for code, count in sorted(report.errors.items())]
     for error in report.row_errors:
-        lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {printable(error['message'])}")
+        lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {error['message']}")
     more = sum(report.errors.values()) - len(report.row_errors)
     if more:
         lines.append(f"  ... and {more:,} more")
@@ -262,7 +264,7 @@ def _lines(report: CheckReport) -> list[str]:
         lines.append(f"constraints     {sum(report.grammar_backends.values()):,} compiled ({by_compiler})")
     if report.first_prompt is not None:
         lines.append("first prompt, as the model sees it:")
-        lines += [f"  | {printable(line)}" for line in report.first_prompt.split("\n")]
+        lines += [f"  | {line}" for line in report.first_prompt.split("\n")]
     return lines
 
 

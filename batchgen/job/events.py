@@ -10,12 +10,13 @@ from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import orjson
 
 from batchgen.errors import OutputError
 from batchgen.request.completion import StreamEvent
+from batchgen.request.printable import EscapedJson
 
 _IDS_KEPT = 1 << 14
 
@@ -76,7 +77,7 @@ def open_events(target: str, *, append: bool) -> EventWriter:
         OutputError: the file cannot be opened.
     """
     if target == "-":
-        return EventWriter(sys.stdout.buffer, "stdout", close=False)
+        return EventWriter(cast("BinaryIO", EscapedJson(sys.stdout.buffer)), "stdout", close=False)
     path = Path(target)
     try:
         stream = path.open("r+b" if append and path.is_file() else "wb")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from batchgen.config.units import STDIN
 from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
@@ -18,6 +18,7 @@ from batchgen.data.write.durable_files import refuse_existing, write_durably
 from batchgen.data.write.lines import errors_path
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, UsageError
+from batchgen.request.printable import EscapedJson, printable
 
 ExportFormat = Literal["openai-batch", "jsonl"]
 DEMO = "demonstration model"
@@ -53,12 +54,12 @@ def export_results(
         return write_openai(results, streams[0], streams[-1], _piece_lookup(run, tokenizer))
 
     if target == STDIN:
-        counts, where = write([sys.stdout.buffer]), ""
+        counts, where = write([cast("BinaryIO", EscapedJson(sys.stdout.buffer))]), ""
     else:
         _refuse_overwriting_sources(files, out, run)
         counts, where = write_files(files, write, overwrite), f"{', '.join(map(str, files))}: "
     what = "samples" if shape == "jsonl" else "rows"
-    print(f"{where}{counts.lines:,} {what}, {counts.errors:,} failed", file=sys.stderr)
+    print(printable(f"{where}{counts.lines:,} {what}, {counts.errors:,} failed"), file=sys.stderr)
 
 
 def write_files(

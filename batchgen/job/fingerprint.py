@@ -60,10 +60,11 @@ class JobIdentity:
 
 
 def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
-    """Compute the fingerprint of a job from its options, its model and its opened input files; needs no weights.
+    """Compute the fingerprint of a job from its options, its model and its opened input files; loads no weights.
 
     Raises:
         UsageError: a name given by `--carry` cannot be a column of the output.
+        ModelError: a file of weights cannot be hashed.
     """
     config, model, sampling = setup.config, setup.identity, setup.sampling
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
@@ -81,8 +82,8 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
     info = {
         "schema_version": SCHEMA_VERSION,
-        # The digest identifies the model; the path of its folder may differ between machines.
-        **{f"model {name}": value for name, value in model.items() if name != "model"},
+        # The digests identify the model; the path of its folder may differ between machines.
+        **{f"model {name}": value for name, value in model.items() if name not in ("model", "model_digest")},
         **{f"sampling default {name}": value for name, value in sampling.items()},
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         "--logit-processor": processors,

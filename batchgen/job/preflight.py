@@ -21,6 +21,7 @@ from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.check import CheckedModel, check_model
+from batchgen.models.file_hashes import FileHashes
 from batchgen.request.processors import LoadedProcessor, load_processors
 
 
@@ -33,6 +34,8 @@ class CheckedJob:
     inputs: tuple[FoundInput, ...]
     processors: Mapping[str, LoadedProcessor]
     """Custom logit processors by name."""
+    hashes: FileHashes
+    """Digests of all weights, which are hashed from the checks on."""
 
 
 def preflight(config: RunConfig) -> CheckedJob:
@@ -46,10 +49,11 @@ def preflight(config: RunConfig) -> CheckedJob:
         OutputError: the report cannot be written.
     """
     model = check_engine_model(config.engine)
+    hashes = model.hashes()
     inputs = tuple(find_inputs(config.inputs, reserved_paths(config), config.input_format))
     check_output_targets(config, inputs)
     # Last: a processor may import torch.
-    return CheckedJob(config, model, inputs, load_processors(config.engine.logit_processor))
+    return CheckedJob(config, model, inputs, load_processors(config.engine.logit_processor), hashes)
 
 
 def check_engine_model(engine: EngineConfig) -> CheckedModel:

@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Literal, Self, TextIO
+from typing import IO, Literal, Self, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
+
+from batchgen.job.console import LastingStream, SafeConsole
+from batchgen.request.printable import json_printable, printable
 
 Phase = Literal["starting", "compiling", "reading", "planning", "loading", "generating", "writing"]
 _BEFORE_ROWS: tuple[Phase, ...] = ("starting", "compiling")
@@ -93,8 +96,8 @@ class Progress:
         """Report the current state. Cheap enough for every step."""
 
     def note(self, message: str) -> None:
-        """Print one message, above a live display if there is one."""
-        self._write(message)
+        """Print one message on one line, above a live display if there is one."""
+        self._write(printable(message))
 
     def close(self) -> None:
         """Report the last state and restore the terminal."""
@@ -124,7 +127,7 @@ def make_progress(
     movable = stream.isatty() and env.get("TERM", "") != "dumb"
     if mode == "plain" or not movable or (mode == "auto" and env.get("NO_COLOR")):
         return PlainProgress(stream, clock)
-    return BarProgress(Console(file=stream, highlight=False), clock)
+    return BarProgress(SafeConsole(file=cast("TextIO", LastingStream(stream))), clock)
 
 
 class _Rates:
@@ -224,7 +227,7 @@ class JsonProgress(_LineProgress):
 
     def note(self, message: str) -> None:
         """Write `{"note": message}`."""
-        self._write(json.dumps({"note": message}, ensure_ascii=False))
+        self._write(json_printable(json.dumps({"note": message}, ensure_ascii=False)))
 
     def _is_due(self, state: ProgressState, now: float) -> bool:
         due = now >= self._due or self._written is None or state.phase != self._written.phase
@@ -273,7 +276,7 @@ class BarProgress(Progress):
     def note(self, message: str) -> None:
         """Print one line above the display."""
         with suppress(OSError):
-            self._console.print(Text(message))
+            self._console.print(Text(printable(message)))
 
     def close(self) -> None:
         """Remove the display."""

@@ -25,7 +25,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
-_MODEL_FACTS: Final = ("model_digest", "tokenizer_digest", "eos_ids", "dtype", "implementation")
+_MODEL_FACTS: Final = ("config_digest", "weights", "tokenizer_digest", "eos_ids", "dtype", "implementation")
 _OPTIONS: Final = (
     "deterministic",
     "quantization",
@@ -71,9 +71,9 @@ class RequestHashes:
     """
 
     def __init__(self, setup: Setup, table: RequestTable) -> None:
-        facts = environment(setup)
+        facts, adapters = environment(setup), setup.identity.get("adapters", {})
         self._table = table
-        self._begun = [_hash_of_params(setup, facts, params) for params in table.params]
+        self._begun = [_hash_of_params(setup, facts, adapters, params) for params in table.params]
 
     def of(self, row: int, prompt: int) -> int:
         """The hash of a prompt of the job."""
@@ -105,7 +105,7 @@ class RequestHashes:
         return found if table.embeds_id is None else _with_embeds(table, request, found)
 
 
-def _hash_of_params(setup: Setup, facts: Mapping[str, Any], params: SamplingParams) -> Any:
+def _hash_of_params(setup: Setup, facts: Mapping[str, Any], adapters: Mapping[str, str], params: SamplingParams) -> Any:
     """A hash of the environment and a parameter set, to be continued; fields at their defaults do not count."""
     named = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
     for name in _JSON & named.keys():
@@ -113,7 +113,7 @@ def _hash_of_params(setup: Setup, facts: Mapping[str, Any], params: SamplingPara
             named[name] = json.loads(named[name])  # its spaces do not count
     parts: dict[str, Any] = {"environment": facts, "params": named}
     if params.lora_path is not None:
-        parts["adapter"] = dict(setup.spec.adapters)[params.lora_path]
+        parts["adapter"] = adapters[params.lora_path]
     if params.custom_logit_processor is not None:
         processor = setup.front_end.processors[params.custom_logit_processor]
         parts["processor"] = [processor.source, processor.digest]

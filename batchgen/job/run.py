@@ -37,7 +37,7 @@ from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
 from batchgen.job.reasons import Reasons
 from batchgen.job.request_hashes import RequestHashes
 from batchgen.job.reuse import Reuse, find_reuse, reusable_files
-from batchgen.job.setup import Setup, prepare
+from batchgen.job.setup import Setup, prepare, wait_for_hashes
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunCounts, RunSummary, finished_summary, run_summary
 from batchgen.job.tokenized_cache import (
@@ -110,6 +110,7 @@ class _Job:
         with self._phase("starting"):  # the cost of a job of any size
             setup = prepare(self.job, self.progress.note, compiling=self._compiling)
             inputs = open_inputs(self.job.inputs, include_source=self.config.include_source)
+            wait_for_hashes(self.job.hashes, self.progress.note, self.stop)
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,18 +23,24 @@ from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.job.preflight import CheckedJob
+from batchgen.job.signals import StopRequest
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
+from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.request.params import SamplingParams
+from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.unknown_keys import CarriedOptions
 from batchgen.text.tokenizer import Tokenizer
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
+
+_NOTED_AFTER = 1.0
+"""Seconds of waiting for the digests of the weights after which a line says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +52,18 @@ class Setup:
     spec: ModelSpec
     front_end: FrontEnd
     defaults: RowDefaults
+    hashes: FileHashes
 
     def load_model(self) -> Model:
         """Load the weights.
 
         Raises:
-            ModelError: they cannot be loaded.
+            ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
         """
         engine = self.config.engine
-        return load_checked(self.model, dtype=engine.dtype, device=engine.device, products=products_of(engine))
+        loaded = load_checked(self.model, dtype=engine.dtype, device=engine.device, products=products_of(engine))
+        self.hashes.check_unchanged()
+        return loaded
 
     def engine(self, model: Model) -> Engine:
         """The engine of the job, with its loaded model."""
@@ -62,17 +76,27 @@ class Setup:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Properties of the model that results depend on, for the fingerprint."""
-        tokenizer = self.front_end.tokenizer
+        """Properties of the model that results depend on, for the fingerprint; waits until all weights are hashed.
+
+        `model` and `model_digest` say nothing that the other entries do not.
+
+        Raises:
+            ModelError: a file of weights cannot be read, or changed since the checks.
+        """
+        tokenizer, folder, hashes = self.front_end.tokenizer, self.model.folder, self.hashes.done.result()
+        weights = {os.path.relpath(file, folder.path): hashes[file] for file in folder.files}
+        adapters = {each.name: _digest([each.config_digest, hashes[each.weights]]) for each in self.model.adapters}
         return {
             "model": self.config.engine.model or "demonstration model",
-            "model_digest": self.spec.digest,
+            "model_digest": _digest([folder.config_digest, weights]),
+            "config_digest": folder.config_digest,
+            "weights": weights,
             "tokenizer_digest": tokenizer.digest,
             "template_digest": tokenizer.template_digest,
             "eos_ids": sorted(tokenizer.eos_ids),
             "dtype": str(self.spec.dtype).removeprefix("torch."),
             "implementation": self.spec.implementation,
-            **({"adapters": dict(self.spec.adapters)} if self.spec.adapters else {}),
+            **({"adapters": adapters} if adapters else {}),
         }
 
     def note_unused_options(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:
@@ -138,7 +162,26 @@ def prepare(
     carried = () if isinstance(config.carry, str) else config.carry
     options = CarriedOptions(carried, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
-    return Setup(config, job.model, spec, front_end, defaults)
+    return Setup(config, job.model, spec, front_end, defaults, job.hashes)
+
+
+def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:
+    """Wait until all weights are hashed; `note` is called with a line if that takes long.
+
+    Raises:
+        Interrupted: `stop` requests a stop.
+    """
+    began, noted = time.monotonic(), False
+    while not wait([hashes.done], timeout=0.1).done:
+        if stop is not None and stop.requested:
+            raise stop.error_at_start()
+        if not noted and time.monotonic() - began > _NOTED_AFTER:
+            note(f"hashing {format_size(hashes.size)} of weights, to tell them from others when the job is run again")
+            noted = True
+
+
+def _digest(values: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _wants_gpu(engine: EngineConfig) -> bool:

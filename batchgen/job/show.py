@@ -17,7 +17,8 @@ from rich.text import Text
 from batchgen.data.view import Results, open_results
 from batchgen.data.write.schema import non_finite_to_none
 from batchgen.errors import InputError
-from batchgen.request.printable import printable
+from batchgen.job.console import SafeConsole
+from batchgen.request.printable import json_printable, printable
 
 Record = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ def show_results(
         InputError: there are no results to read.
         UsageError: a folder without results.
     """
-    console = console or Console(highlight=False)
+    console = console or SafeConsole()
     results = _open_with_note(out, finished)
     rows = islice(results.rows(errors=errors_only, columns=_LISTED), limit)
     if not console.is_terminal:
@@ -68,7 +69,7 @@ def show_row(out: Path, row_index: int, *, finished: bool = False, console: Cons
         InputError: there are no results to read, or the row is not in them.
         UsageError: a folder without results.
     """
-    console = console or Console(highlight=False)
+    console = console or SafeConsole()
     results = _open_with_note(out, finished)
     found = False
     for row in results.rows(row=row_index):
@@ -77,7 +78,8 @@ def show_row(out: Path, row_index: int, *, finished: bool = False, console: Cons
         if console.is_terminal:
             console.print(_block(present))
         else:
-            sys.stdout.write(json.dumps(non_finite_to_none(present), ensure_ascii=False, allow_nan=False) + "\n")
+            line = json.dumps(non_finite_to_none(present), ensure_ascii=False, allow_nan=False)
+            sys.stdout.write(json_printable(line) + "\n")
     if not found:
         state = "is not in the results" if results.complete else "is not finished yet, or not in the input"
         raise InputError(f"row {row_index} {state}: {out}")
@@ -127,7 +129,7 @@ def _block(row: Record) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in row.items():
-        table.add_row(name, Text(_format_value(value)))
+        table.add_row(Text(printable(name)), Text(_format_value(value)))
     table.add_row("", "")
     return table
 
@@ -143,8 +145,10 @@ def _format_value(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_format_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "\n".join(f"{name}: {_format_value(item)}" for name, item in value.items() if item is not None)
-    return str(value)
+        return "\n".join(
+            f"{printable(name)}: {_format_value(item)}" for name, item in value.items() if item is not None
+        )
+    return printable(str(value))
 
 
 def _label(row: Record) -> str:

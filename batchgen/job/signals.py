@@ -2,10 +2,13 @@
 
 | event | exit status | what happens |
 |---|---|---|
-| SIGINT, SIGTERM | 130, 143 | the loop ends after its current step and commits every finished row |
+| SIGINT, SIGTERM, SIGHUP | 130, 143, 129 | the loop ends after its current step and commits every finished row |
 | 15 s after one of these | the same | if the loop has not ended by then, a thread commits and ends the process |
-| a second one of these | the same | the process ends at once; committed rows are kept |
+| SIGINT or SIGTERM after one of these | the same | the process ends at once; committed rows are kept |
 | SIGUSR1, `--max-time` | 75 | as the first line |
+
+A terminal that closes sends SIGHUP twice, from its shell and from the kernel, and service managers send it after
+SIGTERM, so a second SIGHUP changes nothing. It stays ignored if it was at the start, as by nohup.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from batchgen.errors import Interrupted
+from batchgen.request.printable import unescaped
 
 RESUMABLE = 75
 """Exit status of a run that stopped early by design (EX_TEMPFAIL)."""
@@ -28,6 +32,7 @@ RESUMABLE = 75
 GRACE_SECONDS = 15.0
 """Seconds that the loop may take to end after a signal; the documented limit is 20 s."""
 
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -61,7 +66,7 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int | None:
-        """75, 130 or 143; None without a request."""
+        """75, 129, 130 or 143; None without a request."""
         return self._request[1] if self._request else None
 
     def error(self, rows_done: int, rows: int | None = None) -> Interrupted:
@@ -74,6 +79,12 @@ class StopRequest:
             status,
         )
 
+    def error_at_start(self) -> Interrupted:
+        """The error that the job raises before it looks for committed rows."""
+        assert self._request is not None
+        reason, status = self._request
+        return Interrupted(f"stopped by {reason} at the start. Run the same command again to continue.", status)
+
 
 @contextmanager
 def handle_signals(
@@ -81,14 +92,16 @@ def handle_signals(
 ) -> Iterator[StopRequest]:
     """Turn signals into requests on `stop`; restore the former handlers on exit.
 
-    On a second SIGINT or SIGTERM, `exit_now` (default: `os._exit`) ends the process. `grace` seconds after the first,
-    `stop.commit` and then `exit_now` are called. Outside the main thread, where Python allows no handlers, nothing is
-    installed.
+    On a SIGINT or SIGTERM after an earlier stop, `exit_now` (default: `os._exit`) ends the process. `grace` seconds
+    after the first, `stop.commit` and then `exit_now` are called. Outside the main thread, where Python allows no
+    handlers, nothing is installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    statuses = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: RESUMABLE}
+    statuses = {number: 128 + number for number in _STOPS} | {signal.SIGUSR1: RESUMABLE}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        del statuses[signal.SIGHUP]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.request(signal.Signals(number).name, statuses[signal.Signals(number)])
@@ -119,11 +132,11 @@ def _watch(reader: socket.socket, stop: StopRequest, exit_now: Callable[[int], N
     timer: threading.Timer | None = None
     while numbers := reader.recv(64):
         for number in numbers:
-            if number in (signal.SIGINT, signal.SIGTERM):
+            if number in _STOPS:
                 stops += 1
-                if stops > 1:
+                if stops > 1 and number != signal.SIGHUP:
                     exit_now(128 + number)
-                else:
+                elif stops == 1:
                     timer = threading.Timer(grace, _on_grace_expired, (stop, exit_now, 128 + number))
                     timer.daemon = True
                     timer.start()
@@ -144,6 +157,6 @@ def _exit_now(status: int) -> None:
     """End the process without unwinding; committed parts are durable."""
     with suppress(OSError, ValueError):
         if sys.stderr.isatty():
-            sys.stderr.write(_SHOW_CURSOR)
+            unescaped(sys.stderr).write(_SHOW_CURSOR)
         sys.stderr.flush()
     os._exit(status)

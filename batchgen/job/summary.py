@@ -20,7 +20,8 @@ from batchgen.data.view import Totals, first_answer, read_totals
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.lines import errors_path, is_lines, lines_of_job
 from batchgen.errors import BatchgenError, OutputError
-from batchgen.request.printable import encodable, format_size, printable
+from batchgen.job.console import SafeConsole
+from batchgen.request.printable import format_size, json_printable, printable
 from batchgen.request.unknown_keys import carried_summary
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class RunSummary:
 
     def to_json(self) -> str:
         """The summary as an indented JSON object."""
-        return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
+        return json_printable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,25 +229,17 @@ def print_summary(summary: RunSummary, console: Console | None = None) -> None:
 
     The first answer is for a reader, not for a log: it is printed on a terminal only.
     """
-    console = console or _Console(stderr=True, highlight=False)
+    console = console or SafeConsole(stderr=True)
     text = _summary_text(summary, folded=console.is_terminal, width=console.width)
     with suppress(OSError):
         # In a log, a line with a long path is not wrapped.
         console.print(text, soft_wrap=isinstance(text, Text))
 
 
-class _Console(Console):
-    """A console whose reader may be gone: a broken pipe does not fail a job that is done."""
-
-    def on_broken_pipe(self) -> None:
-        """Stop printing; rich would end the process."""
-        self.quiet = True
-
-
 def _summary_text(summary: RunSummary, *, folded: bool, width: int) -> Table | Text:
     if summary.already_done:
-        return Text(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do")
-    lines = _lines(summary)
+        return Text(printable(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do"))
+    lines = [(label, Text(printable(value.plain), style=value.style)) for label, value in _lines(summary)]
     label_width = max(len(label) for label, _ in lines)
     if not folded:
         return Text("\n").join(Text(f"{label:{label_width}}  ") + value for label, value in lines)

@@ -23,12 +23,22 @@ from batchgen.job.preflight import CheckedJob, check_engine_model, reserved_path
 from batchgen.job.setup import Setup, prepare
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.fields import ID_NAMES
+from batchgen.request.printable import printable
 from batchgen.request.processors import LoadedProcessor, load_processors
 from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
 
 _NAME_INPUTS = "Name the original files: batchgen verify OUT INPUT..."
-_MODEL_FACTS = ("model_digest", "tokenizer_digest", "template_digest", "eos_ids", "dtype", "implementation", "adapters")
+_MODEL_FACTS = (
+    "config_digest",
+    "weights",
+    "tokenizer_digest",
+    "template_digest",
+    "eos_ids",
+    "dtype",
+    "implementation",
+    "adapters",
+)
 
 ROUNDING = (
     "The run was not deterministic: matrix products round differently in a batch than for one row alone, much more so "
@@ -77,14 +87,15 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     inputs = _same_inputs(found, run)
     processors = _same_processors(config, run["logit_processors"])
     _check_library(config, run)
-    job = CheckedJob(config, check_engine_model(config.engine), found, processors)
+    model = check_engine_model(config.engine)
+    job = CheckedJob(config, model, found, processors, model.hashes())
     setup = prepare(job, lambda note: None)
     _check_model(setup, run)
     chosen = choose_rows(out, rows, seed)
     same = 0
     for replay in _replays(inputs, setup, results, chosen):
         same += replay.difference is None and replay.refused is None
-        print(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}")
+        print(printable(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}"))
     print(f"{same:,} of {len(chosen):,} rows are the same")
     if same < len(chosen):
         print(ELSEWHERE if run["deterministic"] else ROUNDING)
@@ -154,6 +165,11 @@ def _check_library(config: RunConfig, run: Mapping[str, Any]) -> None:
 
 def _check_model(setup: Setup, run: Mapping[str, Any]) -> None:
     now = setup.identity
+    if "weights" not in run:
+        raise FingerprintError(
+            "the output was written by a version that did not hash all weights, so it is not known whether "
+            f"{setup.front_end.name} is the model of the run. Compute the output again."
+        )
     was = {"eos_ids": now["eos_ids"], **run}  # outputs of older versions do not record them
     differing = [name for name in _MODEL_FACTS if now.get(name) != was.get(name)]
     if differing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,9 +33,6 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     parameters: int
-    digest: str
-    """sha256 over configuration, weight files' names, sizes and headers, and samples of the weights; part of the run's
-    fingerprint."""
     state_layers: int | None = None
     """Number of blocks, the last layer whose states can be captured; None if the blocks cannot be found."""
     moe_layers: tuple[int, ...] = ()
@@ -44,8 +40,8 @@ class ModelSpec:
     experts_per_token: int = 0
     num_heads: int = 1
     """Number of query heads of the first layer."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """LoRA adapter name -> digest, in the order of their indexes."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters, in the order of their indexes."""
     embedding_size: int | None = None
     """Width of the token embeddings; None if it is `hidden_size`."""
 

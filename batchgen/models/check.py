@@ -10,6 +10,7 @@ from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Implementation, Requested, choose_implementation
+from batchgen.models.file_hashes import FileHashes
 from batchgen.models.folder import ModelFolder, check_model_folder
 from batchgen.models.lora_config import Adapter, NamePath, fit_adapter, read_adapters
 from batchgen.models.native_config import NativeConfig, parse_native_config
@@ -31,6 +32,11 @@ class CheckedModel:
     max_model_len: int | None
     adapters: tuple[Adapter, ...] = ()
     """LoRA adapters; on the native path already checked against the model's layers."""
+
+    def hashes(self) -> FileHashes:
+        """Begin to hash the weights of the model and of its adapters."""
+        stamps = {**self.folder.stamps, **{adapter.weights: adapter.stamp for adapter in self.adapters}}
+        return FileHashes(stamps, [*self.folder.files, *(adapter.weights for adapter in self.adapters)])
 
 
 def check_model(

@@ -1,4 +1,4 @@
-"""Model folder on disk: configuration, weight files, headers and digest, checked before any weight is read.
+"""Model folder on disk: configuration, weight files and headers, checked before any weight is read.
 
 Does not import torch, so that a missing or incomplete folder is rejected immediately.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
-from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
+from batchgen.models.safetensors_header import TensorInfo, read_header
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -32,8 +33,10 @@ class ModelFolder:
     """Safetensors files, sorted by name."""
     tensors: Mapping[str, TensorInfo]
     """Tensors of all files, by name."""
-    digest: str
-    """sha256 over config.json, the names, sizes and headers of the files, and samples of their weights."""
+    config_digest: str
+    """sha256 of config.json."""
+    stamps: Mapping[Path, FileStamp]
+    """Stamps of config.json and the safetensors files, taken before they were read."""
 
     @property
     def model_type(self) -> str:
@@ -48,23 +51,21 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
         ModelError: the message names what is missing or damaged, and the remedy.
     """
     folder = resolve_model(path, revision)
+    # Before the file is read, so that a change while it is read shows.
+    stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
     raw, config = _read_config(folder)
     _check_unquantised(folder, config)
     index, files = _weight_files(folder)
-    digest = hashlib.sha256(raw)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        held, header = read_header(file)
-        digest.update(f"{file.name}:{file.stat().st_size}:".encode() + header)
+        held, stamps[file] = read_header(file)
         if double := tensors.keys() & held.keys():
             raise ModelError(f"{min(double)} is stored in two files of {folder}, {file.name} and another. Remove one.")
         tensors.update(held)
-    for sample in sample_tensors(tensors):
-        digest.update(sample)
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise ModelError(f"{file} lacks {name}, which {_INDEX} says it holds. Copy the folder again.")
-    return ModelFolder(folder, config, tuple(files), tensors, digest.hexdigest())
+    return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
 
 
 def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:

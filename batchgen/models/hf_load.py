@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -127,7 +128,6 @@ def _silence_library() -> Iterator[None]:
 
 def transformers_spec(
     config: Any,
-    folder: ModelFolder,
     dtype: torch.dtype,
     device: torch.device,
     context: int,
@@ -154,11 +154,10 @@ def transformers_spec(
         dtype=dtype,
         device=device,
         parameters=sum(p.numel() for p in model.parameters()),
-        digest=folder.digest,
         state_layers=len(hooks.blocks) or None,
         moe_layers=hooks.layers,
         experts_per_token=hooks.experts_per_token,
-        adapters={adapter.name: adapter.digest for adapter in adapters},
+        adapters=tuple(adapter.name for adapter in adapters),
         num_heads=uses[0].num_heads if uses else 1,
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
     )
@@ -318,6 +317,11 @@ def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if (folder.path / "adapter_config.json").exists():
+        raise ModelError(
+            f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
+            "row. Move the adapter to a separate folder, and name it with --lora."
+        )
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder.path,
@@ -339,7 +343,19 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
+    if spec.device.type == "cpu":
+        _copy_from_files(model)
     return model.eval().to(spec.device)
+
+
+def _copy_from_files(model: Any) -> None:
+    """Move the weights to memory of the process.
+
+    The library maps the files where their dtype is that of the model. A later change of a file would change the model
+    in the middle of a job, and a shorter file would end the process.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
+from batchgen.models.file_hashes import FileStamp
+from batchgen.models.safetensors_header import TensorInfo, read_header
 
 NamePath = tuple[str, str]
 """(name, folder) of an adapter."""
@@ -62,9 +63,16 @@ class Adapter:
     path: Path
     layers: Mapping[str, AdaptedLayer]
     """Module name in the model, such as `model.layers.0.self_attn.q_proj` -> its matrices."""
-    digest: str
-    """sha256 over the configuration, the weight file's header and samples of its weights."""
     config: Mapping[str, Any]
+    config_digest: str
+    """sha256 of the configuration file."""
+    stamp: FileStamp
+    """Stamp of the weight file, taken before it was read."""
+
+    @property
+    def weights(self) -> Path:
+        """The weight file."""
+        return self.path / _WEIGHTS
 
     def error(self, problem: str) -> ModelError:
         """Create an error that names the adapter."""
@@ -119,13 +127,10 @@ def _read(name: str, path: str | os.PathLike[str]) -> Adapter:
         pickled = (folder / "adapter_model.bin").is_file()
         reason = "has its weights in a pickle, which can run code; save it as safetensors" if pickled else "has none"
         raise _error(name, f"{folder} needs {_WEIGHTS}; it {reason}")
-    tensors, header = read_header(file)
-    digest = hashlib.sha256(raw + header)
-    for sample in sample_tensors(tensors):
-        digest.update(sample)
+    tensors, stamp = read_header(file)
     try:
         layers = {module: _layer(name, config, module, pair) for module, pair in _pairs(name, tensors).items()}
-        adapter = Adapter(name, folder, layers, digest.hexdigest(), config)
+        adapter = Adapter(name, folder, layers, config, hashlib.sha256(raw).hexdigest(), stamp)
         for module in layers:
             if not adapter.targets(module):
                 raise _error(name, f"{_WEIGHTS} changes {module}, which {_CONFIG} does not name as a target")

@@ -176,7 +176,6 @@ class _Step:
 def native_spec(
     config: NativeConfig,
     layout: NativeLayout,
-    folder: ModelFolder,
     dtype: torch.dtype,
     device: torch.device,
     context_length: int,
@@ -195,10 +194,9 @@ def native_spec(
         dtype=dtype,
         device=device,
         parameters=sum(_numel(fused) for fused in layout),
-        digest=folder.digest,
         state_layers=config.num_layers,
         num_heads=config.num_heads,
-        adapters={adapter.name: adapter.digest for adapter in adapters},
+        adapters=tuple(adapter.name for adapter in adapters),
     )
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.models.file_hashes import FileStamp
 
 DTYPE_BYTES: Final[dict[str, float]] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -22,8 +22,6 @@ DTYPE_BYTES: Final[dict[str, float]] = {
 }  # fmt: skip
 _MAX_HEADER: Final = 100_000_000
 """Limit of the format, in bytes."""
-_SAMPLED_TENSORS: Final = 512
-_SAMPLE_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +35,16 @@ class TensorInfo:
     nbytes: int
 
 
-def read_header(file: Path) -> tuple[dict[str, TensorInfo], bytes]:
-    """Read the tensors of one file, and its raw header for a digest.
+def read_header(file: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
+    """Read the tensors of one file, and the stamp that it had before.
 
     Raises:
         ModelError: the file cannot be read, is cut short, or is not a safetensors file.
     """
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
+            stamp = FileStamp.of(os.fstat(stream.fileno()))
+            size = stamp.size
             prefix = stream.read(8)
             if len(prefix) < 8:
                 raise _damaged(file, f"it holds {size} bytes; a copy or download was probably interrupted")
@@ -61,23 +60,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], bytes]:
         ) from None
     tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in _parse(file, raw).items()}
     _check_size(file, size, max((t.start + t.nbytes for t in tensors.values()), default=8 + length))
-    return tensors, raw
-
-
-def sample_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[bytes]:
-    """Bytes from the middle of tensors spread over the files, for a digest.
-
-    A fine-tuned or merged model has the same names, shapes and sizes as its base model, and hashing all weights is
-    slow.
-    """
-    names = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))
-    chosen = names[:: max(1, len(names) // _SAMPLED_TENSORS)]
-    for file, group in groupby(chosen, key=lambda name: tensors[name].file):
-        with file.open("rb", buffering=0) as stream:
-            for name in group:
-                tensor = tensors[name]
-                stream.seek(tensor.start + max(0, tensor.nbytes // 2 - _SAMPLE_BYTES // 2))
-                yield stream.read(min(_SAMPLE_BYTES, tensor.nbytes))
+    return tensors, stamp
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import datetime
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -36,6 +37,7 @@ _SAMPLES: Final = ("The quick brown fox jumps over the lazy dog.", "Prices: 1,23
 """Texts on which a converted vocabulary is compared with its own library."""
 _OTHER_FILES = (
     "added_tokens.json",
+    "config.json",  # the class of the tokenizer may follow from it
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
@@ -56,6 +58,7 @@ class Tokenizer:
     def __init__(self, hf: Any, folder: Path, generation: GenerationConfig | None = None) -> None:
         """Wrap `hf`, a transformers tokenizer with a Rust backend, loaded from `folder`."""
         self._hf = hf
+        self._stamps = _stamps(folder)
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
@@ -98,6 +101,7 @@ class Tokenizer:
         folder = _find_folder(path, revision)
         _check_vocabulary(folder, path)
         try:
+            stamps = _stamps(folder)
             # Imported here: transformers is slow to import, and commands that need no model start without it.
             # It imports sentencepiece, if that is installed, which brings another OpenMP runtime.
             with short_openmp_spins():
@@ -113,7 +117,10 @@ class Tokenizer:
         if not getattr(hf, "is_fast", False):
             raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
         _check_conversion(hf.backend_tokenizer, folder, path)
-        return cls(hf, folder, load_generation_config(_find_folder(model, revision)) if model is not None else None)
+        generation = load_generation_config(_find_folder(model, revision)) if model is not None else None
+        made = cls(hf, folder, generation)
+        made._stamps = stamps  # from before the files were read
+        return made
 
     def _probe_prefix(self) -> list[int]:
         if not self._rust.encode("a", add_special_tokens=False).ids:
@@ -237,16 +244,24 @@ class Tokenizer:
         token: int | None = self._rust.token_to_id(spelled)
         return token
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 of the names and contents of the tokenizer's files."""
-        digest = hashlib.sha256()
-        for name in sorted((*_VOCABULARY_FILES, *_OTHER_FILES)):
-            path = self.folder / name
-            if path.is_file():
-                content = path.read_bytes()
-                digest.update(f"{name} {len(content)}\n".encode())
-                digest.update(content)
+        """SHA-256 of the names and contents of all files that the tokenizer is made from.
+
+        Raises:
+            ModelError: a file cannot be read, or changed since the tokenizer was loaded.
+        """
+        digest, named = hashlib.sha256(), {*_OTHER_FILES, *_VOCABULARY_FILES, *self._hf.vocab_files_names.values()}
+        names = sorted(name for name in self._stamps if name in named or name.startswith("tokenizer"))
+        try:
+            for name in names:
+                content = (self.folder / name).read_bytes()
+                digest.update(f"{name} {len(content)}\n".encode() + content)
+            now = _stamps(self.folder)
+        except OSError as error:
+            raise ModelError(f"cannot read {error.filename}: {error.strerror or error}") from None
+        if changed := [name for name in names if now.get(name) != self._stamps[name]]:
+            raise ModelError(f"{self.folder / changed[0]} changed while it was read. Run the command again")
         return digest.hexdigest()
 
     @property
@@ -274,6 +289,12 @@ def _find_folder(path: str | Path, revision: str | None = None) -> Path:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
     except Exception as error:  # not a valid id, or not in the cache
         raise ModelError(f"{path} is neither a model folder nor a model in the local cache") from error
+
+
+def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Size, time of modification and of change of the files of a folder, by name."""
+    found = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+    return {name: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in found.items()}
 
 
 def _check_vocabulary(folder: Path, path: object) -> None:

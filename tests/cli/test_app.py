@@ -195,7 +195,7 @@ def test_exit_codes(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = {BatchgenError: 1, UsageError: 2, FingerprintError: 2, TooManyErrors: 3, InputError: 4, OutputError: 5}
     kinds |= {ModelError: 6, DeviceError: 7}
     errors = [(kind("x"), status) for kind, status in kinds.items()]
-    errors += [(Interrupted("x", status), status) for status in (75, 130, 143)]
+    errors += [(Interrupted("x", status), status) for status in (75, 129, 130, 143)]
     for error, status in errors:
         job(error)
         assert run_command(["run", "p.jsonl"]) == status
@@ -204,9 +204,9 @@ def test_exit_codes(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_control_characters_never_reach_the_terminal(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    job(InputError("`\x1b]0;title\x07\x9b2J\r` says\na library"))
+    job(InputError("`\x1b]0;title\x07\x9b2J\r` says\nerror: a library"))
     assert run_command(["run", "p.jsonl"]) == 4
-    assert capsys.readouterr().err == "error: `\\x1b]0;title\\x07\\x9b2J\\r` says\na library\n"
+    assert capsys.readouterr().err == "error: `\\x1b]0;title\\x07\\x9b2J\\r` says\n  error: a library\n"
 
 
 def test_keyboard_interrupt(job: Any, capsys: pytest.CaptureFixture[str]) -> None:

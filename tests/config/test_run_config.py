@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.config.option_types import NAME_PATH, PATH, Option
+from batchgen.config.option_types import NAME_PATH, Option
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, RunConfig
 from batchgen.config.units import Shard, Threshold
@@ -84,8 +84,8 @@ def found(config: RunConfig, name: str) -> Any:
 def test_values_through_flags_environment_and_files(name: str, text: str, value: Any, tmp_path: Path) -> None:
     assert found(resolve(tmp_path, {name: text}), name) == value
     assert found(resolve(tmp_path, env={BY_NAME[name].env: text}), name) == value
-    (tmp_path / "batchgen.toml").write_text(f"{name} = {json.dumps(text)}\n")
-    assert found(resolve(tmp_path), name) == value
+    (tmp_path / "job.toml").write_text(f"{name} = {json.dumps(text)}\n")
+    assert found(resolve(tmp_path, {"config": "job.toml"}), name) == value
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,6 @@ def test_toml_types(line: str, name: str, value: Any, tmp_path: Path) -> None:
         ('config = "a.toml"', "unknown key `config` in ./batchgen.toml"),
         ("[engine]\nseed = 1", "unknown key `engine` in ./batchgen.toml"),
         ("top-k = 1\ntop_k = 2", "`top_k` is given twice in ./batchgen.toml, with - and with _; keep one of them"),
-        ("lora = ['a']", "`lora in ./batchgen.toml` must be NAME=PATH, got 'a'"),
         ("logit_bias = 5", "`logit_bias in ./batchgen.toml` must be ID=X,..., got 5"),
         ("logit_bias = [5]", "`logit_bias in ./batchgen.toml` must be ID=X,..., got 5"),
         ("logit_bias = {13 = true}", "`logit_bias in ./batchgen.toml` must be a number, got 'True'"),
@@ -149,12 +148,23 @@ def test_toml_types(line: str, name: str, value: Any, tmp_path: Path) -> None:
             "`json_schema in ./batchgen.toml` has a value that JSON cannot represent: Object of type date is not JSON "
             "serializable",
         ),
-        ("lora = ['a=b', 'a=c']", "`lora in ./batchgen.toml` names 'a' twice; use a different name for each"),
     ],
 )
 def test_wrong_toml_values(line: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "batchgen.toml").write_text(line)
     assert error_message(tmp_path) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("lora = ['a']", "`lora in job.toml` must be NAME=PATH, got 'a'"),
+        ("lora = ['a=b', 'a=c']", "`lora in job.toml` names 'a' twice; use a different name for each"),
+    ],
+)
+def test_wrong_pairs_in_a_named_file(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(line)
+    assert error_message(tmp_path, {"config": "job.toml"}) == message
 
 
 def test_unreadable_toml_files(tmp_path: Path) -> None:
@@ -431,7 +441,7 @@ def test_default_output_of_a_folder(tmp_path: Path) -> None:
         assert resolve(tmp_path, {"inputs": (name,)}).output == Path("data.v1.out.parquet")
 
 
-PATH_OPTIONS = [option for option in OPTIONS if option.value_type in (PATH, NAME_PATH)]
+PATH_OPTIONS = [option for option in OPTIONS if option.value_type.reach == "files"]
 
 
 @pytest.mark.parametrize("option", PATH_OPTIONS, ids=lambda option: option.name)

@@ -56,8 +56,13 @@ def _load(checked: CheckedModel, *, products: Any, **options: Any) -> Model:
     return InstantModel(inspect(checked, **options))
 
 
-def main() -> int:
+def install() -> None:
+    """Let jobs of this process run the instant model."""
     setup.checked_spec, setup.load_checked = inspect, _load
+
+
+def main() -> int:
+    install()
     code = run_command(sys.argv[1:])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return code

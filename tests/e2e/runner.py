@@ -145,11 +145,15 @@ def run(
     *,
     stdin: bytes = b"",
     env: Mapping[str, str] | None = None,
+    terminal: bool = False,
 ) -> ProcessResult:
-    """Run `batchgen ARGUMENTS` in `folder`, in this process, to its end with the exit code `expect` (None: any)."""
+    """Run `batchgen ARGUMENTS` in `folder`, in this process, to its end with the exit code `expect` (None: any).
+
+    `terminal`: whether its standard streams are a terminal's.
+    """
     from batchgen.cli.app import run_command
 
-    with _as_process(folder, stdin, env) as (stdout, stderr):
+    with _as_process(folder, stdin, env, _Terminal if terminal else io.TextIOWrapper) as (stdout, stderr):
         code = run_command([str(argument) for argument in arguments])
     texts = (stream.getvalue().decode(errors="replace") for stream in (stdout, stderr))
     done = ProcessResult(code, *texts)
@@ -184,14 +188,21 @@ def parts_of(out: Path) -> list[Path]:
     return sorted((out.with_name(out.name + ".work") / "parts").glob("part-*.parquet"))
 
 
+class _Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
 @contextmanager
-def _as_process(folder: Path, stdin: bytes, env: Mapping[str, str] | None) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+def _as_process(
+    folder: Path, stdin: bytes, env: Mapping[str, str] | None, kind: type[io.TextIOWrapper]
+) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
     """Give a command its own streams, folder and environment; modules that it imports from the folder are dropped."""
     stdout, stderr = io.BytesIO(), io.BytesIO()
     streams = {
         "stdin": io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"),
-        "stdout": io.TextIOWrapper(stdout, encoding="utf-8"),
-        "stderr": io.TextIOWrapper(stderr, encoding="utf-8", errors="backslashreplace", write_through=True),
+        "stdout": kind(stdout, encoding="utf-8"),
+        "stderr": kind(stderr, encoding="utf-8", errors="backslashreplace", write_through=True),
     }
     importlib.invalidate_caches()
     with (
@@ -249,6 +260,7 @@ def _child(words: list[str], folder: str, streams: str, env: dict[str, str], fil
 
     os.chdir(folder)
     os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     for number, name, flags in ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY)):
         descriptor = os.open(f"{streams}/{name}", flags)
         os.dup2(descriptor, number)

@@ -43,7 +43,7 @@ def test_footer(done: Path, model: Path) -> None:
     assert footer["sampling_defaults"] == DEFAULTS
     assert footer["logprobs_mode"] == "raw"
     assert footer["layer_ids"] is None
-    for name in ("model_digest", "tokenizer_digest", "template_digest", "fingerprint"):
+    for name in ("model_digest", "config_digest", "tokenizer_digest", "template_digest", "fingerprint"):
         assert len(footer[name]) == 64, name
     assert footer["rows"] == len(read(done / "out.parquet"))
     assert footer["shard"] is None

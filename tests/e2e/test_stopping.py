@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def wait_until_generating(job: Job, folder: Path) -> None:
     time.sleep(0.3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
 def test_a_signal_commits_finished_rows_and_the_same_command_resumes(
     long: Long, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -140,6 +141,41 @@ def test_a_signal_does_not_wait_for_a_step_of_minutes(model: Path, tmp_path: Pat
     parts = sorted((tmp_path / "out.parquet.work" / "parts").iterdir())
     assert sum(len(read(part)) for part in parts) > 5
     assert not (tmp_path / "out.parquet").exists()
+
+
+IN_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+sys.path.insert(0, os.environ["ROOT"])
+from batchgen.cli.app import main
+from tests.e2e.instant import install
+install()
+main()
+"""
+
+
+def test_a_terminal_that_is_closed_while_it_shows_the_progress(model: Path, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and every later write to the terminal fails."""
+    rows = [{"text": text, "max_new_tokens": 3 + i % 4, "ignore_eos": True} for i, text in enumerate(prompts(4000, 4))]
+    write_lines(tmp_path / "in.jsonl", rows)
+    options = ["--model", str(model), "--max-num-seqs", "8", "-o", "out.parquet", "--progress", "bar"]
+    words = [sys.executable, "-c", IN_A_TERMINAL, "run", "in.jsonl", *options]
+    env = os.environ | {"ROOT": str(ROOT), "TERM": "xterm"}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        while b"running" not in seen:  # the bar shows rows in progress
+            seen += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(20) == 129
+    assert not (tmp_path / "out.parquet").exists()
+    parts = sorted((tmp_path / "out.parquet.work" / "parts").iterdir())
+    assert sum(len(read(part)) for part in parts) > 0
+    run(["show", "out.parquet"], tmp_path)
 
 
 def test_the_console_script_has_the_same_exit_codes(model: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_another_model_is_refused(done: Path, model: Path, tmp_path: Path) -> No
     """End-of-sequence ids are in generation_config.json, which neither digest covers."""
     path = shutil.copytree(model, tmp_path / "other-eos") / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1]}))
-    for other, different in ((model_path(), "model_digest"), (path.parent, "(different: eos_ids)")):
+    for other, different in ((model_path(), "weights"), (path.parent, "(different: eos_ids)")):
         refused = run(["verify", "out.parquet", "--model", other], done, expect=2).stderr
         assert "not the model of the run" in refused
         assert different in refused

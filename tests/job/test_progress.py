@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -250,3 +252,32 @@ def test_bar_on_a_terminal_leaves_nothing_behind() -> None:
     assert "above" in text
     assert "\x1b[?25l" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE, errno.ENOSPC])
+@pytest.mark.parametrize("mode", ["bar", "plain", "json", "none"])
+def test_a_stream_that_is_gone_ends_nothing(mode: str, number: int) -> None:
+    """As of a terminal that was closed: neither the job nor the thread that draws fails."""
+
+    class Gone(Stream):
+        def write(self, text: str = "") -> int:
+            raise OSError(number, "gone")
+
+        def flush(self) -> None:
+            self.write()
+
+    with make_progress(mode, Gone(terminal=True), {"TERM": "xterm"}) as progress:  # type: ignore[arg-type]
+        progress.note("a note")
+        progress.update(state(1))
+        time.sleep(0.3)  # the display is drawn four times a second
+        progress.note("another note")
+
+
+def test_notes_are_one_escaped_line_each() -> None:
+    for mode in ("bar", "plain", "json", "none"):
+        stream = Stream(terminal=mode == "bar")
+        with make_progress(mode, stream, {"TERM": "xterm"}) as progress:  # type: ignore[arg-type]
+            progress.note("a\nb\x1b[31m\x9b\u202e")
+        text = stream.getvalue()
+        expected = "a\\nb\\x1b[31m\\x9b\\u202e" if mode != "json" else '{"note": "a\\nb\\u001b[31m\\u009b\\u202e"}'
+        assert text == f"{expected}\n", mode

@@ -6,13 +6,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from batchgen.job.signals import StopRequest, handle_signals
 
-SIGNALS = [(signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143), (signal.SIGUSR1, "SIGUSR1", 75)]
+SIGNALS = [
+    (signal.SIGINT, "SIGINT", 130),
+    (signal.SIGTERM, "SIGTERM", 143),
+    (signal.SIGHUP, "SIGHUP", 129),
+    (signal.SIGUSR1, "SIGUSR1", 75),
+]
+
+
+@pytest.fixture(autouse=True)
+def _hangups() -> Iterator[None]:
+    """As if the tests did not run under nohup."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
 
 
 @pytest.mark.parametrize(("number", "reason", "status"), SIGNALS)
@@ -54,6 +68,31 @@ def test_a_second_stop_signal_ends_at_once() -> None:
                 break
             time.sleep(0.01)
     assert ended == [130]
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_a_hangup_after_another_stop_changes_nothing(first: signal.Signals) -> None:
+    """A terminal that closes sends it twice, and service managers send it after SIGTERM."""
+    ended: list[int] = []
+    with handle_signals(StopRequest(), ended.append) as stop:
+        for number in (first, signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        time.sleep(0.05)
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(200):
+            if ended:
+                break
+            time.sleep(0.01)
+    assert (ended, stop.reason) == ([143], first.name)
+
+
+def test_a_hangup_that_was_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with handle_signals(StopRequest()) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_max_time_requests_a_stop() -> None:

@@ -16,6 +16,7 @@ from batchgen.errors import ModelError
 from batchgen.models import architectures
 from batchgen.models.check import check_model
 from batchgen.models.load import load_model
+from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import MORE_TYPES, RECENT_TYPES, TYPES, save_tiny, tiny_config
 
 torch.set_num_threads(1)
@@ -87,6 +88,14 @@ def test_missing_weights_of_a_library_model_are_rejected(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"missing_keys: model.layers.1.mlp.up_proj.weight"):
         load_model(tmp_path, dtype="float32", device="cpu")
+
+
+def test_an_adapter_in_the_folder_of_a_library_model_is_rejected(tmp_path: Path) -> None:
+    """The library would apply it to every row, if peft is installed. The native decoder does not read it."""
+    save_adapter(save_tiny("llama", tmp_path), tmp_path, **KINDS["two"])
+    with pytest.raises(ModelError, match=r"also holds an adapter \(adapter_config.json\)"):
+        load_model(tmp_path, implementation="transformers", dtype="float32", device="cpu")
+    assert load_model(tmp_path, implementation="native", dtype="float32", device="cpu").spec.adapters == ()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_context_is_the_scaled_one(tmp_path: Path, rope: dict[str, Any], con
         raw = {**BASE, "rope_theta": 10_000.0, spelling: dict(rope)}
         assert parse_native_config(raw).context_length == context
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        folder = ModelFolder(tmp_path, raw, (), {}, "")
+        folder = ModelFolder(tmp_path, raw, (), {}, "", {})
         assert read_transformers_config(folder, None)[1] == context
         with pytest.raises(ModelError, match=f"past the model's context of {context}"):
             read_transformers_config(folder, context + 1)

@@ -222,6 +222,17 @@ def test_digests_follow_content(folders: dict[str, Path], tmp_path: Path) -> Non
     assert changed.template_digest != original.template_digest
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.4.0.0.json", "added_tokens.json", "tokenizer.model.v3"])
+def test_the_digest_covers_every_file_that_may_be_read(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(folders["bytelevel"], tmp_path / "copy")
+    (folder / name).write_text("{}")
+    before = Tokenizer.load(folder)
+    (folder / name).write_text("{ }")
+    assert Tokenizer.load(folder).digest != Tokenizer.load(folders["bytelevel"]).digest
+    with pytest.raises(ModelError, match=f"{name} changed while it was read"):
+        _ = before.digest
+
+
 def test_truncation_and_padding_of_the_file_are_off(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(folders["bytelevel"], folder)

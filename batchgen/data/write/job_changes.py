@@ -9,6 +9,10 @@ from batchgen.request.printable import printable
 
 INPUT_FILES = "input files"
 """Name of the input files' sizes and digests among these values."""
+WEIGHTS = "model weights"
+"""Name of the digests of the weight files among these values."""
+_FILES = {WEIGHTS: "the weights differ", "model adapters": "the adapters differ"}
+"""Names of digests by file or adapter, and what to say of them."""
 _SHOWN = 60
 """Most characters of a value."""
 
@@ -33,6 +37,8 @@ def describe_changes(
     found = [
         _describe_inputs(old.get(name) or [], new.get(name) or [], inputs)
         if name == INPUT_FILES
+        else _describe_files(_FILES[name], old.get(name) or {}, new.get(name) or {})
+        if name in _FILES
         else f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}"
         for name in names
     ]
@@ -48,6 +54,16 @@ def _describe_inputs(old: Sequence[Any], new: Sequence[Any], inputs: Sequence[st
         if list(was) != list(now)
     ]
     return ", ".join(changed)
+
+
+def _describe_files(what: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    if not old and what == _FILES[WEIGHTS]:
+        return "the weights may differ (a version that did not hash them all computed the earlier rows)"
+    differing = sorted(name for name in {**old, **new} if old.get(name) != new.get(name))
+    name = differing[0]
+    was, now = (f"sha256 {files[name][:8]}" if name in files else "not there" for files in (old, new))
+    more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+    return f"{what} ({printable(name)} was {was}, is {now}{more})"
 
 
 def _shown(value: Any) -> str:

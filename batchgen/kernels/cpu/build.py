@@ -91,7 +91,7 @@ def built_library(building: Callable[[], AbstractContextManager[None]] = nullcon
         with building(), work as made_in:
             made = _compile(compiler, sorted(_SOURCES.glob("*.cpp")), Path(made_in))
             made.replace(folder / name)  # if another process was first, the file is the same
-        _prune(folder)
+        _prune(folder, folder / name)
         return folder / name
     raise CompilerMissing("no folder for the compiled kernels can be written; set XDG_CACHE_HOME to one that can")
 
@@ -121,11 +121,15 @@ def _is_ours(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _prune(folder: Path) -> None:
-    """Remove the least recently used libraries and their measurements. Processes that have one loaded keep it."""
+def _prune(folder: Path, made: Path) -> None:
+    """Remove the least recently used libraries and their measurements. Processes that have one loaded keep it.
+
+    `made` is kept, whatever its time: a clock that was set back makes it the oldest.
+    """
     with suppress(OSError):
-        by_use = sorted(folder.glob("batchgen-*.so"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        for old in by_use[_KEPT:]:
+        others = (path for path in folder.glob("batchgen-*.so") if path != made)
+        by_use = sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for old in by_use[_KEPT - 1 :]:
             for each in (*folder.glob(f"{old.stem}-*.json"), old):
                 each.unlink()
 

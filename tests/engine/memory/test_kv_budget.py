@@ -42,7 +42,6 @@ SPEC = ModelSpec(
     dtype=torch.float32,
     device=torch.device("cpu"),
     parameters=1,
-    digest="",
 )
 
 

@@ -94,6 +94,16 @@ def test_old_libraries_are_removed(cache: Path, sources: Path) -> None:
 
 
 @here
+def test_a_clock_that_was_set_back_does_not_cost_the_new_library(cache: Path, sources: Path) -> None:
+    cache.mkdir(parents=True, mode=0o700)
+    for age in range(12):
+        later = cache / f"batchgen-{age}.so"
+        later.touch()
+        os.utime(later, (4e9 + age, 4e9 + age))
+    assert built_library().is_file()
+
+
+@here
 def test_the_temporary_folder_replaces_a_cache_that_cannot_be_written(
     cache: Path, sources: Path, tmp_path: Path
 ) -> None:
