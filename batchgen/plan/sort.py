@@ -295,6 +295,6 @@ class _Sides:
         """The keys of some rows."""
         group, after = self.group[rows].astype(np.int64), self.after[rows]
         more = self.agreed[rows] - self.depth[group]
-        return group * (2 * self.span + 1) + np.where(
-            after < 0, more, np.where(after == 0, self.span, 2 * self.span - more)
-        )
+        group *= 2 * self.span + 1
+        group += np.where(after < 0, more, np.where(after == 0, self.span, 2 * self.span - more))
+        return group
