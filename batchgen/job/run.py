@@ -164,8 +164,7 @@ class _Job:
             done = reuse.done
             self._init_row_counts(rows, done)
             with self._phase("loading"):
-                loaded = self._wait_for_model(model, rows)
-                engine = setup.engine(loaded)
+                engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
@@ -186,12 +185,11 @@ class _Job:
         self.collector.collect()
         with self._phase("writing"):
             totals = write_output(work, rows, {**identity.record, "kernels": kernels}, setup)
-        resumed = len(np.unique(committed.row_index)) + reuse.rows
         summary = run_summary(self.result, identity.run.fingerprint, rows, totals, counts, self.seconds)
         written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
             summary,
-            rows_resumed=resumed,
+            rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=kernels,
