@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import InputError
-from batchgen.request.columns import Columns
+from batchgen.request.columns import Column, Columns
 
 
 class RowShape(NamedTuple):
@@ -32,22 +31,23 @@ class RowShape(NamedTuple):
 
 
 class RowShapes(Columns):
-    """Request shapes by row index, added in ascending order; 9 bytes per row in memory."""
+    """Request shapes by row index, added in ascending order."""
 
     _columns = ("_rows", "_bits")
 
     def __init__(self) -> None:
-        self._rows = array("q")
-        self._bits = array("B")
+        self._rows = Column("q")
+        self._bits = Column("B")
 
     def add(self, row_index: int, chat: bool = False, echo: bool = False, line: bool = False) -> None:
         """Add a row; of a bad row only `line` is known."""
+        self.pack(self._rows)
         self._rows.append(row_index)
         self._bits.append(chat | echo << 1 | line << 2)
 
     def encode(self) -> str:
         """All shapes in order of their rows, as text for the footer."""
-        return _encode(bytes(self._bits))
+        return _encode(self._bits.values().tobytes())
 
     @staticmethod
     def decode(text: str) -> list[RowShape]:

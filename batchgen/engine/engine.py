@@ -14,6 +14,7 @@ from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
+from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
 from batchgen.engine.memory.dummy_run import (
@@ -253,6 +254,7 @@ class Engine:
         # Compile grammars now, so that no step waits for one.
         self.grammars.prepare(table.constraints(done))
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
+        trim_heap()
         if table.embeds_id is not None and not self.model.accepts_embeds():
             workload.refuse_embeds(spec.name)
         seqs, tokens = step_limits(config, spec.device)
@@ -264,6 +266,8 @@ class Engine:
             workload.set_aside(record.set_aside)
             workload.hold(record.alone)
         scheduler = self._scheduler(workload, pages, seqs, tokens)
+        workload = workload.reordered(scheduler.tree)  # so that there is one tree
+        trim_heap()
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -154,8 +154,13 @@ class Scores:
         self._tree = workload.tree
         self._prompts = prompts
         self._prompt_ids = prompt_ids
-        self._first = workload.first_text
+        self._workload = workload
         self._open: dict[int, _OpenTexts] = {}
+
+    @cached_property
+    def _first(self) -> npt.NDArray[np.int64]:
+        """`first_text` of the workload, made for the first text: most jobs have none."""
+        return self._workload.first_text
 
     def add(self, request: Request, failed: ErrorInfo | None) -> list[Completion]:
         """Add a finished or failed request with a text to score; returns its prompt's completion if it was the last."""

@@ -28,13 +28,13 @@ class JobWorkload:
     tree: PrefixTree
     samples: npt.NDArray[np.int32]
     """[N] number of samples to run; 0 if finished before, copied from a leader, or nothing is computed"""
-    leader: npt.NDArray[np.int64]
+    leader: npt.NDArray[np.int32]
     """[N] index of the identical greedy request that this one duplicates; its own index if none"""
     done: npt.NDArray[np.bool_]
     """[N] finished in an earlier run"""
     followers: npt.NDArray[np.int64]
     """[F] duplicate requests that copy their leader's result, sorted by leader"""
-    followed: npt.NDArray[np.int64]
+    followed: npt.NDArray[np.int32]
     """[F] leader of each of `followers`"""
     idle: npt.NDArray[np.int64]
     """[I] requests that remain but compute nothing: they return neither tokens nor prompt values"""
@@ -57,8 +57,8 @@ class JobWorkload:
             repeats_end: whether samples that go round in circles are ended.
         """
         params = self.table.params
-        exact = np.array([p.runs_to_limit and not repeats_end for p in params], np.bool_)[self.table.params_id]
-        return np.where(exact | (self.max_tokens == 1), EXACT, self.table.params_id).astype(np.int32)
+        exact = self.table.by_params([p.runs_to_limit and not repeats_end for p in params], np.bool_)
+        return np.where(exact | (self.max_tokens == 1), np.int32(EXACT), self.table.params_id)
 
     @property
     def first_text(self) -> npt.NDArray[np.int64]:
@@ -69,6 +69,10 @@ class JobWorkload:
         more[1:] = (table.score_start[1:] >= 0) & (row[1:] == row[:-1]) & (prompt[1:] == prompt[:-1])
         return np.maximum.accumulate(np.where(more, 0, own)) if len(own) else own
 
+    def reordered(self, tree: PrefixTree) -> JobWorkload:
+        """The workload with the same prefix tree in another order; `cached_tokens` stay those of this order."""
+        return replace(self, tree=replace(tree, shared_len=self.tree.shared_len))
+
     def followers_of(self, leader: int) -> list[int]:
         """The duplicate requests that copy this one's result, in input order."""
         low = bisect_left(self.followed, leader)
@@ -78,9 +82,11 @@ class JobWorkload:
 
     def skip_too_large(self, pages: int, page_size: int) -> None:
         """Move requests that do not fit into `pages` pages even alone to `failed`."""
-        positions = np.diff(self.table.offsets) + self.max_tokens - 1
-        needed = -(-positions // page_size)
-        large = np.flatnonzero((needed > pages) & (self.samples > 0))
+        most = pages * page_size
+        positions = np.diff(self.table.offsets).astype(np.int64)
+        positions += self.max_tokens
+        positions -= 1
+        large = np.flatnonzero((positions > most) & (self.samples > 0))
         if not len(large):
             return
         for index in self._skip(large):
@@ -88,7 +94,7 @@ class JobWorkload:
             self.failed[index] = ErrorInfo(
                 ErrorCode.OOM,
                 f"the prompt ({len(request.prompt_ids)} tokens) and up to {request.max_new_tokens} new tokens need "
-                f"{needed[index]} KV pages of {page_size} tokens, but the pool has {pages}; "
+                f"{-(-int(positions[index]) // page_size)} KV pages of {page_size} tokens, but the pool has {pages}; "
                 "raise --kv-memory or lower max_new_tokens",
             )
 
@@ -156,17 +162,16 @@ def plan_workload(
     done = np.zeros(count, np.bool_) if done is None else done
     adapter = _adapters(table, adapters)
     tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_id))
-    own = np.arange(count, dtype=np.int64)
-    params_id = table.params_id
-    greedy = np.array([p.greedy for p in table.params], np.bool_)[params_id] if count else np.zeros(0, np.bool_)
+    own = leader = np.arange(count, dtype=np.int32)
     scored = table.score_start >= 0
-    leader = own
     if dedup:
-        leader = find_dedup(tree.node_of_request, params_id, greedy & ~scored, table.max_new_tokens)
-    num_samples = np.array([p.samples for p in table.params], np.int32)[params_id] if count else np.zeros(0, np.int32)
-    reads_prompt = np.array([p.returns_prompt_values for p in table.params], np.bool_)[params_id] if count else greedy
+        greedy = table.by_params([p.greedy for p in table.params], np.bool_)
+        leader = find_dedup(tree.node_of_request, table.params_id, greedy & ~scored, table.max_new_tokens)
+    num_samples = table.by_params([p.samples for p in table.params], np.int32)
+    reads_prompt = table.by_params([p.returns_prompt_values for p in table.params], np.bool_)
     idle = ~done & (table.max_new_tokens == 0) & ~reads_prompt & ~scored
-    samples = np.where(done | idle, 0, num_samples).astype(np.int32)
+    samples = np.where(done | idle, np.int32(0), num_samples)
+    del num_samples
     # A duplicate whose leader was committed by an earlier run is generated, because the leader's tokens are in a file.
     copies = (leader != own) & ~done & ~done[leader] & (samples > 0)
     samples[copies] = 0

@@ -11,6 +11,7 @@ from batchgen.data.view import Totals
 from batchgen.engine.workload import JobWorkload
 from batchgen.job.ingest import Ingested
 from batchgen.job.setup import Setup
+from batchgen.request.table import RequestTable
 
 _LOOKED_AT = 10_000
 """Most prompts whose tokens are looked at."""
@@ -37,9 +38,9 @@ def input_advice(rows: Ingested, workload: JobWorkload, setup: Setup) -> list[st
     return [line for line in (*found, _open_thought(rows, setup)) if line is not None]
 
 
-def output_advice(totals: Totals, workload: JobWorkload) -> list[str]:
+def output_advice(totals: Totals, table: RequestTable) -> list[str]:
     """Advice on the results of a whole job."""
-    return [*_empty_texts(totals), *_limited(totals, workload)]
+    return [*_empty_texts(totals), *_limited(totals, table)]
 
 
 def _plain_text(rows: Ingested, setup: Setup) -> str | None:
@@ -128,10 +129,9 @@ def _empty_texts(totals: Totals) -> Iterator[str]:
         )
 
 
-def _limited(totals: Totals, workload: JobWorkload) -> Iterator[str]:
+def _limited(totals: Totals, table: RequestTable) -> Iterator[str]:
     """Most answers are cut at their limit although they could have ended before it."""
-    table = workload.table
-    free = np.array([not p.runs_to_limit for p in table.params], np.bool_)[table.params_id] & (table.max_new_tokens > 1)
+    free = table.by_params([not p.runs_to_limit for p in table.params], np.bool_) & (table.max_new_tokens > 1)
     count = totals.finish_reasons["length"]
     if totals.answers >= _FEW and 2 * count > totals.answers and 2 * int(free.sum()) > len(table):
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +12,12 @@ from batchgen.config.run_config import RunConfig
 from batchgen.errors import UsageError
 from batchgen.job.ingest import Ingested
 from batchgen.models.base import ModelSpec
+from batchgen.plan.tree import blocks
 from batchgen.request.params import SamplingParams
 from batchgen.request.printable import format_size
 from batchgen.request.table import RequestTable
+
+Int64s = npt.NDArray[np.int64]
 
 _ROW_BYTES = 160
 """Approximate compressed bytes of an output row without its lists and text."""
@@ -68,37 +72,82 @@ def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> Outpu
     texts = _ROW_BYTES * (rows.rows - rows.skipped) + int(_TEXT_SHARE * (rows.texts.spool.size + rows.bad.size))
     if not len(table):
         return OutputEstimate(texts, 0)
-    prompt = np.diff(table.offsets)
-    new = table.max_new_tokens.astype(np.int64)
-    samples = _by_request(table, [p.n for p in table.params])
-    output = _by_request(table, [_output_bytes(p) for p in table.params]) * new
-    scored = np.maximum(prompt - _by_request(table, [max(p.logprob_start_len, 0) for p in table.params]), 0)
-    inputs = _by_request(table, [_input_bytes(p) for p in table.params]) * scored
-    computed = prompt + np.maximum(new - 1, 0)
+    offsets, params_id, limits, starts = table.offsets, table.params_id, table.max_new_tokens, table.score_start
     experts = len(spec.moe_layers) * spec.experts_per_token
-    routed = _by_request(table, [experts * p.return_routed_experts for p in table.params]) * computed
     value_bytes = 4 if config.engine.hidden_states_dtype == "float32" else spec.dtype.itemsize
-    states = _state_rows(table, prompt, new, computed) * spec.hidden_size * value_bytes
-    scores = np.where(table.score_start >= 0, _SCORE_BYTES + _LOGPROB_BYTES * (prompt - table.score_start), 0)
-    results = texts + int((samples * (output + inputs + routed + scores)).sum())
-    results += int((_by_request(table, [_ECHO_BYTES * p.echo for p in table.params]) * prompt).sum())
+    results, states = texts, 0
+    for part in blocks(len(table)):
+        prompts = np.diff(offsets[part.start : part.stop + 1]).astype(np.int64)
+        requests = _Requests(table.params, params_id[part], prompts, limits[part].astype(np.int64), starts[part])
+        samples = requests.by_params([p.n for p in table.params])
+        results += int((samples * requests.result_bytes(experts)).sum()) + requests.echo_bytes()
+        states += int((samples * requests.state_rows()).sum()) * spec.hidden_size * value_bytes
     if config.include_prompt_ids:
-        results += _PROMPT_ID_BYTES * _prompt_ids(table, prompt)
-    return OutputEstimate(results, int((samples * states).sum()))
+        results += _PROMPT_ID_BYTES * _prompt_ids(table)
+    return OutputEstimate(results, states)
 
 
-def _prompt_ids(table: RequestTable, prompt: npt.NDArray[np.int64]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Requests:
+    """Some requests, [R] each."""
+
+    params: Sequence[SamplingParams]
+    """Parameter sets."""
+    params_id: npt.NDArray[np.int32]
+    """Index of each one's set."""
+    prompt: Int64s
+    """Prompt tokens."""
+    new: Int64s
+    """Limits of new tokens."""
+    score_start: npt.NDArray[np.int32]
+    """Position at which the text to score begins; -1: there is none."""
+
+    def by_params(self, values: list[int]) -> Int64s:
+        """The value of each request's parameter set."""
+        found: Int64s = np.array(values, np.int64)[self.params_id]
+        return found
+
+    @property
+    def computed(self) -> Int64s:
+        """Tokens whose positions are computed."""
+        return np.asarray(self.prompt + np.maximum(self.new - 1, 0))
+
+    def result_bytes(self, experts: int) -> Int64s:
+        """Bytes of the results of one sample; `experts`: chosen in all layers for one token."""
+        output = self.by_params([_output_bytes(p) for p in self.params]) * self.new
+        scored = np.maximum(self.prompt - self.by_params([max(p.logprob_start_len, 0) for p in self.params]), 0)
+        inputs = self.by_params([_input_bytes(p) for p in self.params]) * scored
+        routed = self.by_params([experts * p.return_routed_experts for p in self.params]) * self.computed
+        scores = np.where(self.score_start >= 0, _SCORE_BYTES + _LOGPROB_BYTES * (self.prompt - self.score_start), 0)
+        return np.asarray(output + inputs + routed + scores)
+
+    def echo_bytes(self) -> int:
+        """Bytes of the prompts in front of the texts, of all."""
+        return int((self.by_params([_ECHO_BYTES * p.echo for p in self.params]) * self.prompt).sum())
+
+    def state_rows(self) -> Int64s:
+        """Rows of hidden states, over all layers, of one sample that runs to its limit."""
+        requested = [p.return_hidden_states for p in self.params]
+        layers = self.by_params([0 if states is None else len(states.layers) for states in requested])
+        spans = [
+            "none" if states is None else "last" if states.pool != "none" else states.tokens for states in requested
+        ]
+        rows: Int64s = np.select(
+            [self.by_params([span == name for span in spans]) > 0 for name in ("prompt", "output", "all", "last")],
+            [self.prompt, self.new, self.computed, np.ones_like(self.prompt)],
+            0,
+        )
+        total: Int64s = layers * rows
+        return total
+
+
+def _prompt_ids(table: RequestTable) -> int:
     """Number of token ids of all prompts, each counted once; prompts of embeddings have none."""
-    ids = np.where(table.score_start >= 0, table.score_start, prompt)
+    ids = np.where(table.score_start >= 0, table.score_start, np.diff(table.offsets))
     repeated = (np.diff(table.row_index, prepend=-1) == 0) & (np.diff(table.prompt_index, prepend=-1) == 0)
     if table.embeds_id is not None:
         repeated |= table.embeds_id >= 0
     return int(ids[~repeated].sum())
-
-
-def _by_request(table: RequestTable, by_params: list[int]) -> npt.NDArray[np.int64]:
-    """[N] int64: `by_params` of each request's parameter set."""
-    return np.array(by_params, np.int64)[table.params_id]
 
 
 def _output_bytes(params: SamplingParams) -> int:
@@ -114,19 +163,3 @@ def _input_bytes(params: SamplingParams) -> int:
 def _logprob_bytes(params: SamplingParams) -> int:
     text = _LOGPROB_BYTES * params.return_text_in_logprobs
     return text + _LOGPROB_BYTES * (1 + len(params.token_ids_logprob)) + _TOP_BYTES * params.top_logprobs_num
-
-
-def _state_rows(
-    table: RequestTable, prompt: npt.NDArray[np.int64], new: npt.NDArray[np.int64], computed: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """[N] int64: rows of hidden states, over all layers, of one sample that runs to its limit."""
-    requested = [p.return_hidden_states for p in table.params]
-    layers = _by_request(table, [0 if states is None else len(states.layers) for states in requested])
-    spans = ["none" if states is None else "last" if states.pool != "none" else states.tokens for states in requested]
-    rows: npt.NDArray[np.int64] = np.select(
-        [_by_request(table, [span == name for span in spans]) > 0 for name in ("prompt", "output", "all", "last")],
-        [prompt, new, computed, np.ones_like(prompt)],
-        0,
-    )
-    total: npt.NDArray[np.int64] = layers * rows
-    return total

@@ -65,11 +65,11 @@ class EtaTracker:
         """The tracker of a job that runs a model, before its first step."""
         workload = running.workload
         # Copies of an equal row took no work.
-        done = np.flatnonzero(workload.done & (workload.leader == np.arange(len(workload.done))))
-        committed = np.zeros(len(workload.done), np.int32)
-        samples = np.array([params.samples for params in workload.table.params], np.int32)
-        committed[done] = samples[workload.table.params_id[done]]
-        earlier = running.scheduler.work_of(committed) if len(done) else Work()
+        earlier = Work()
+        if workload.done.any():
+            done = workload.done & (workload.leader == np.arange(len(workload.done), dtype=np.int32))
+            samples = workload.table.by_params([params.samples for params in workload.table.params], np.int32)
+            earlier = running.scheduler.work_of(np.where(done, samples, np.int32(0)))
         return cls(running.scheduler, prior_costs(spec, torch.get_num_threads()), earlier)
 
     def tick(self, in_flight: bool) -> TimeLeft | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.engine.row_reader import ProcessedRow, ReadRecord
 from batchgen.errors import InputError, UsageError
 from batchgen.job.setup import Setup
-from batchgen.request.columns import Columns
+from batchgen.request.columns import Column, Columns
 from batchgen.request.completion import Completion
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.printable import printable
@@ -45,10 +44,11 @@ class RowTexts(Columns):
 
     def __init__(self, spool: BlobSpool) -> None:
         self.spool = spool
-        self._rows = array("q")
+        self._rows = Column("q")
 
     def add(self, row_index: int, texts: bytes) -> None:
         """Add a row: JSON of its id, carried fields and prompt texts. Rows must come in ascending order."""
+        self.pack(self._rows)
         self._rows.append(row_index)
         self.spool.append(texts)
 

@@ -29,8 +29,8 @@ from batchgen.data.write.work_state import read_state
 from batchgen.errors import BatchgenError, FingerprintError, UsageError
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import Ingested, ingest
-from batchgen.job.request_hashes import environment
-from batchgen.job.reuse import RequestHashes, files_of
+from batchgen.job.request_hashes import RequestHashes, environment
+from batchgen.job.reuse import files_of
 from batchgen.job.setup import Setup
 
 
@@ -149,8 +149,8 @@ class OpenedJob:
         """(rows of this job that could be reused, all its rows); None if the rows cannot be read."""
         try:
             with read_rows(self.setup, self.inputs) as rows:
-                hashes = RequestHashes(self.setup, rows)
-                moves = find_moves(files, hashes.prompts)
+                hashes = RequestHashes(self.setup, rows.table)
+                moves = find_moves(files, hashes.all())
                 found = [each.new.row_index for each in moves]
                 return (len(np.unique(np.concatenate(found))) if found else 0), rows.rows
         except BatchgenError:

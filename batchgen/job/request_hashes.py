@@ -9,18 +9,23 @@ rows adds (indexes, carried fields) is not covered: it is written again when a r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
+from struct import Struct
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from batchgen.data.write.committed import first_of_prompt
+from batchgen.data.write.reuse import Prompts
+from batchgen.data.write.schema import OutputRow
+from batchgen.errors import row_error
+from batchgen.job.ingest import RowTexts
 from batchgen.job.setup import Setup
 from batchgen.models.check import CheckedModel
+from batchgen.request.completion import Completion
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
@@ -39,8 +44,8 @@ _DEFAULTS: Final = asdict(SamplingParams())
 _JSON: Final = frozenset({"json_schema", "structural_tag", "custom_params"})
 """Parameters that are JSON text."""
 _BYTES: Final = 8
-
-Int64s = npt.NDArray[np.int64]
+_NUMBERS: Final = Struct("<qii")
+"""Seed, limit and start of the scored text of a request."""
 
 
 def environment(setup: Setup) -> dict[str, Any]:
@@ -62,26 +67,62 @@ def _context_changes_positions(model: CheckedModel) -> bool:
     return model.native is None or model.native[0].rope.kind in ("longrope", "dynamic")
 
 
-def request_hashes(setup: Setup, table: RequestTable) -> tuple[Int64s, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Hashes of the prompts of a job, with their row and prompt indexes, [P] each, in the table's order.
+class RequestHashes:
+    """Request hashes of a job's prompts, computed when they are asked for: some microseconds each.
 
-    Takes about a microsecond per prompt.
+    Args:
+        setup: the job's setup.
+        table: its prompts.
     """
-    facts, adapters = environment(setup), setup.identity.get("adapters", {})
-    begun = [_hash_of_params(setup, facts, adapters, params) for params in table.params]
-    fields = np.empty(len(table), [("seed", "<i8"), ("limit", "<i4"), ("score_start", "<i4")])
-    fields["seed"], fields["limit"], fields["score_start"] = table.seed, table.max_new_tokens, table.score_start
-    small, tokens = memoryview(fields.tobytes()), np.ascontiguousarray(table.tokens).view(np.uint8).data
-    ends, params_id = (4 * table.offsets).tolist(), table.params_id.tolist()
-    digests = []
-    for i, number in enumerate(params_id):
-        digest = begun[number].copy()
-        digest.update(small[16 * i : 16 * i + 16])
-        digest.update(tokens[ends[i] : ends[i + 1]])
-        digests.append(digest.digest())
-    if table.embeds_id is not None:
-        digests = [_with_embeds(table, i, digest) for i, digest in enumerate(digests)]
-    return _of_prompts(table, digests)
+
+    def __init__(self, setup: Setup, table: RequestTable) -> None:
+        facts, adapters = environment(setup), setup.identity.get("adapters", {})
+        self._table = table
+        self._begun = [_hash_of_params(setup, facts, adapters, params) for params in table.params]
+
+    def of(self, row: int, prompt: int) -> int:
+        """The hash of a prompt of the job."""
+        requests = self._table.requests_of(row, prompt)
+        return self._hash(requests.start, requests.stop)
+
+    def all(self) -> Prompts:
+        """The hashes of all prompts, in the table's order."""
+        row, prompt = self._table.row_index, self._table.prompt_index
+        starts = np.flatnonzero(first_of_prompt(row, prompt))
+        ends = np.append(starts[1:], len(row))
+        hashes = np.fromiter(map(self._hash, starts.tolist(), ends.tolist()), np.int64, len(starts))
+        return Prompts(row[starts], prompt[starts], hashes)
+
+    def _hash(self, first: int, end: int) -> int:
+        """One hash a prompt: each text that is scored with it is a separate request in the table."""
+        digest = self._digest(first)
+        if end > first + 1:
+            digest = blake2b(b"".join(map(self._digest, range(first, end))), digest_size=_BYTES).digest()
+        return int.from_bytes(digest, "little", signed=True)
+
+    def _digest(self, request: int) -> bytes:
+        table = self._table
+        params_id, *numbers = table.numbers(request)
+        digest = self._begun[params_id].copy()
+        digest.update(_NUMBERS.pack(*numbers))
+        digest.update(table.prompt_ids(request))
+        found: bytes = digest.digest()
+        return found if table.embeds_id is None else _with_embeds(table, request, found)
+
+
+def output_rows(group: Sequence[Completion], texts: RowTexts, hashes: RequestHashes) -> list[OutputRow]:
+    """What is written of the samples of one prompt; its row's error if that raises."""
+    first = group[0]
+    row_id = f"row-{first.row_index}"
+    try:
+        row_id, extra, prompts = texts[first.row_index]
+        prompt = prompts[first.prompt_index] if prompts else None
+        found = None if first.error is not None else hashes.of(first.row_index, first.prompt_index)
+    except Exception as error:
+        info = row_error(error, "reading the row's id and carried fields again")
+        done = Completion(first.row_index, first.prompt_index, error=info, seed=first.seed)
+        return [OutputRow(done, row_id)]
+    return [OutputRow(completion, row_id, extra, prompt, found) for completion in group]
 
 
 def _hash_of_params(setup: Setup, facts: Mapping[str, Any], adapters: Mapping[str, str], params: SamplingParams) -> Any:
@@ -106,16 +147,3 @@ def _with_embeds(table: RequestTable, index: int, digest: bytes) -> bytes:
     assert table.embeds is not None
     values = table.embeds.rows(prompt.first, prompt.first + prompt.length)
     return blake2b(digest + values.tobytes(), digest_size=_BYTES).digest()
-
-
-def _of_prompts(
-    table: RequestTable, digests: list[bytes]
-) -> tuple[Int64s, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """One hash a prompt: each text that is scored with a prompt is a separate request in the table."""
-    row, prompt = table.row_index, table.prompt_index
-    starts = np.flatnonzero(first_of_prompt(row, prompt))
-    if len(starts) < len(digests):
-        ends = [*starts[1:].tolist(), len(digests)]
-        joined = [b"".join(digests[a:b]) for a, b in zip(starts.tolist(), ends, strict=True)]
-        digests = [each if len(each) == _BYTES else blake2b(each, digest_size=_BYTES).digest() for each in joined]
-    return np.frombuffer(b"".join(digests), "<i8").astype(np.int64), row[starts], prompt[starts]

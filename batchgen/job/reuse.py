@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,47 +19,15 @@ from batchgen.data.write.committed import Committed, find_prompts
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter, part_schema
 from batchgen.data.write.results_file import DamagedFile, read_footer
-from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows, find_moves, has_hashes, part_file
-from batchgen.data.write.schema import SCHEMA, OutputRow
+from batchgen.data.write.reuse import Moves, ReuseFile, copy_rows, find_moves, has_hashes, part_file
+from batchgen.data.write.schema import SCHEMA
 from batchgen.data.write.work_folder import WorkFolder, output_paths
 from batchgen.data.write.work_state import read_state
 from batchgen.engine.workload import JobWorkload
-from batchgen.errors import UsageError, row_error
+from batchgen.errors import UsageError
 from batchgen.job.ingest import Ingested
-from batchgen.job.request_hashes import request_hashes
-from batchgen.job.setup import Setup
-from batchgen.request.completion import CachedTokens, Completion
-
-
-class RequestHashes:
-    """Request hashes of a job's prompts by (row_index, prompt_index), 20 bytes a prompt; what is written of them."""
-
-    def __init__(self, setup: Setup, rows: Ingested) -> None:
-        hashes, row, prompt = request_hashes(setup, rows.table)
-        self.prompts = Prompts(row, prompt, hashes)
-        self._rows = array("q", row.tobytes())
-        self._hashes = array("q", hashes.tobytes())
-        self._texts = rows.texts
-
-    def of(self, row: int, prompt: int) -> int:
-        """The hash of a prompt of the job."""
-        rows = self._rows  # with one prompt in every row, each row is at its own index
-        own = row < len(rows) and rows[row] == row and (not row or rows[row - 1] != row)
-        return self._hashes[(row if own else bisect_left(rows, row)) + prompt]
-
-    def output_rows(self, group: Sequence[Completion]) -> list[OutputRow]:
-        """What is written of the samples of one prompt; its row's error if that raises."""
-        first = group[0]
-        row_id = f"row-{first.row_index}"
-        try:
-            row_id, extra, prompts = self._texts[first.row_index]
-            prompt = prompts[first.prompt_index] if prompts else None
-            found = None if first.error is not None else self.of(first.row_index, first.prompt_index)
-        except Exception as error:
-            info = row_error(error, "reading the row's id and carried fields again")
-            done = Completion(first.row_index, first.prompt_index, error=info, seed=first.seed)
-            return [OutputRow(done, row_id)]
-        return [OutputRow(completion, row_id, extra, prompt, found) for completion in group]
+from batchgen.job.request_hashes import RequestHashes
+from batchgen.request.completion import CachedTokens
 
 
 def files_of(out: Path) -> list[ReuseFile]:
@@ -151,10 +117,11 @@ def find_reuse(hashes: RequestHashes, rows: Ingested, committed: Committed, file
     Raises:
         InputError: a file is damaged.
     """
-    table, prompts = rows.table, hashes.prompts
+    table = rows.table
     done = committed.contains(table.row_index, table.prompt_index)
     if not files:
         return Reuse((), done)
+    prompts = hashes.all()
     missing = np.flatnonzero(~committed.contains(prompts.row_index, prompts.prompt_index))
     moves = find_moves(files, prompts.take(missing))
     for each in moves:

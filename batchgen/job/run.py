@@ -37,10 +37,11 @@ from batchgen.job.output import write_output
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
 from batchgen.job.reasons import Reasons
-from batchgen.job.reuse import RequestHashes, Reuse, find_reuse, reusable_files
+from batchgen.job.request_hashes import RequestHashes, output_rows
+from batchgen.job.reuse import Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare, wait_for_hashes
 from batchgen.job.signals import StopRequest
-from batchgen.job.summary import RunSummary, finished_summary, run_summary
+from batchgen.job.summary import RunCounts, RunSummary, finished_summary, run_summary
 from batchgen.job.tokenized_cache import (
     discard_tokenized,
     load_rows,
@@ -168,41 +169,39 @@ class _Job:
             estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
             setup.note_unused_options(rows.table.params, self.progress.note)
             with self._phase("reading"):
-                hashes = RequestHashes(setup, rows)
+                hashes = RequestHashes(setup, rows.table)
                 reuse = self._find_reuse(files, rows, hashes, committed)
             self._init_row_counts(rows, reuse.done)
             with self._phase("loading"):
                 engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
-                emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
+                emit = None if events is None else events.listener(lambda row: rows.texts[row][0])
                 given = rows.table, reuse.done, self.in_work
                 running = engine.start(*given, prompt_ids=config.include_prompt_ids, emit=emit)
                 reuse.commit(rows, running.workload, work, writer)
-            if self.progress.shows_time_left:
-                self.eta = EtaTracker.of_job(running, setup.spec)
-            with self._phase("generating"):
-                self._generate(running, rows, hashes, writer)
-                for row in running.workload.held:
-                    self._generate(running.alone(row), rows, hashes, writer)
+            self._generate_all(running, rows, hashes, writer, setup)
             for note in running.loop.notes:
                 self.progress.note(note)
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
+        advice, counts, kernels = input_advice(rows, running.workload, setup), RunCounts.of(running), engine.kernels
         self.opened.close()
+        self.eta = None
+        del running, engine  # frees the plan, before the keys of the whole output are in memory
+        self.collector.collect()
         with self._phase("writing"):
-            totals = write_output(work, rows, {**identity.record, "kernels": engine.kernels}, setup)
-        taken = len(np.unique(committed.row_index)) + reuse.rows
-        summary = run_summary(self.result, identity.run.fingerprint, rows, totals, running, self.seconds)
-        counts = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
+            totals = write_output(work, rows, {**identity.record, "kernels": kernels}, setup)
+        summary = run_summary(self.result, identity.run.fingerprint, rows, totals, counts, self.seconds)
+        written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
             summary,
-            rows_resumed=taken,
+            rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
-            kernels=engine.kernels,
-            advice=[*input_advice(rows, running.workload, setup), *output_advice(totals, running.workload)],
-            engine={**summary.engine, **counts},
+            kernels=kernels,
+            advice=[*advice, *output_advice(totals, rows.table)],
+            engine={**summary.engine, **written},
         )
 
     def _find_reuse(
@@ -275,17 +274,32 @@ class _Job:
 
         A prompt counts once, however many texts are scored with it: its completions arrive as one group.
         """
-        row, prompt = rows.table.row_index[~done], rows.table.prompt_index[~done]
+        row = rows.table.row_index
+        if (row[1:] > row[:-1]).all():  # one prompt in every row
+            self.rows_done = rows.rows - int(np.count_nonzero(~done))
+            return
+        row, prompt = row[~done], rows.table.prompt_index[~done]
         unfinished, prompts = np.unique(row[first_of_prompt(row, prompt)], return_counts=True)
         several = prompts > 1
         self.prompts_left = dict(zip(unfinished[several].tolist(), prompts[several].tolist(), strict=True))
         self.rows_done = rows.rows - len(unfinished)
 
+    def _generate_all(
+        self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter, setup: Setup
+    ) -> None:
+        """Generate what is missing: all rows together, then each of those that run alone."""
+        if self.progress.shows_time_left:
+            self.eta = EtaTracker.of_job(running, setup.spec)
+        with self._phase("generating"):
+            self._generate(running, rows, hashes, writer)
+            for row in running.workload.held:
+                self._generate(running.alone(row), rows, hashes, writer)
+
     def _generate(self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter) -> None:
         for group in running.loop.run(lambda: self._tick(running)):
             began = time.perf_counter()
             self.generated = True
-            written = hashes.output_rows(group)
+            written = output_rows(group, rows.texts, hashes)
             writer.add(written)
             self.output_seconds += time.perf_counter() - began
             first = written[0].completion

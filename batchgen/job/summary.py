@@ -93,8 +93,33 @@ class RunSummary:
         return json_printable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
 
 
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    """What a job's plan and engine counted, apart from the job, so that its plan need not stay in memory."""
+
+    prompt_tokens: int
+    distinct_prompt_tokens: int
+    computed_prompt_tokens: int
+    output_tokens: int
+    kv_peak_bytes: int
+    engine: dict[str, Any]
+
+    @staticmethod
+    def of(running: Running) -> RunCounts:
+        """The counts of a job in the engine, after its last step."""
+        stats, tree = running.scheduler.stats, running.workload.tree
+        return RunCounts(
+            prompt_tokens=tree.prompt_tokens,
+            distinct_prompt_tokens=tree.distinct_tokens,
+            computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
+            output_tokens=running.loop.state.output_tokens,
+            kv_peak_bytes=stats.peak_pages * running.page_bytes,
+            engine={**stats.as_dict(), **running.loop.counts()},
+        )
+
+
 def run_summary(
-    result: Path, fingerprint: str, rows: Ingested, totals: Totals, running: Running, seconds: Mapping[str, float]
+    result: Path, fingerprint: str, rows: Ingested, totals: Totals, counts: RunCounts, seconds: Mapping[str, float]
 ) -> RunSummary:
     """The summary of a run that has finished its job, with what its rows, its output and its engine counted.
 
@@ -103,23 +128,23 @@ def run_summary(
         fingerprint: the job's.
         rows: the rows of the input.
         totals: the totals of the output.
-        running: the job in the engine, after its last step.
+        counts: what the plan and the engine counted.
         seconds: phase name -> seconds.
     """
-    stats, generating = running.scheduler.stats, seconds["generating"]
+    generating = seconds["generating"]
     return RunSummary(
         output=str(result),
         rows=rows.rows,
         **counted(totals),
         fingerprint=fingerprint,
         rows_skipped=rows.skipped,
-        prompt_tokens=running.workload.tree.prompt_tokens,
-        distinct_prompt_tokens=running.workload.tree.distinct_tokens,
-        computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
-        kv_peak_bytes=stats.peak_pages * running.page_bytes,
+        prompt_tokens=counts.prompt_tokens,
+        distinct_prompt_tokens=counts.distinct_prompt_tokens,
+        computed_prompt_tokens=counts.computed_prompt_tokens,
+        kv_peak_bytes=counts.kv_peak_bytes,
         seconds={phase: round(spent, 3) for phase, spent in seconds.items()},
-        output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
-        engine={**stats.as_dict(), **running.loop.counts()},
+        output_tokens_per_second=counts.output_tokens / generating if generating else 0.0,
+        engine=counts.engine,
     )
 
 

@@ -14,12 +14,13 @@ A cache that is incomplete, damaged or of another job is ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -94,16 +95,22 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
         "carried_options": rows.carried_options,
         "notes": rows.notes,
     }
-    columns = {
-        f"{name}.{column}": values for name, part in _parts(rows).items() for column, values in part.columns().items()
-    }
     for spool in (rows.tokens, rows.texts.spool, rows.bad):
         spool.sync()
     with output_errors(folder / _COLUMNS), open_new(folder / _COLUMNS) as stream:
-        np.savez(stream, **columns)  # type: ignore[arg-type]
+        _write_columns(stream, rows)
         sync_stream(stream)
     metadata["checksums"] = _checksums(folder)
     write_durably(folder / _ABOUT, lambda stream: stream.write(sealed(metadata)))
+
+
+def _write_columns(stream: BinaryIO, rows: Ingested) -> None:
+    """A file as of `np.savez`, of which one column at a time has its full width in memory."""
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, part in _parts(rows).items():
+            for column, values in part.each_column():
+                with archive.open(f"{name}.{column}.npy", "w", force_zip64=True) as member:
+                    np.save(member, values, allow_pickle=False)
 
 
 def load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
@@ -126,8 +133,7 @@ def load_tokenized(folder: Path, key: str) -> Ingested | None:
         if metadata["key"] != key or metadata["checksums"] != _checksums(folder):
             return None
         with open_own(folder / _COLUMNS) as stream, np.load(stream, allow_pickle=False) as archive:
-            columns = {name: archive[name] for name in archive.files}
-        return _restore(folder, metadata, columns)
+            return _restore(folder, metadata, archive)
     except Exception:  # whatever is wrong with a cache, the input is read again
         return None
 
@@ -136,14 +142,14 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
     """Build the rows from the cache; raises various errors if its files do not match."""
     with ExitStack() as opened:
         tokens = opened.enter_context(TokenSpool(folder / TOKENS, int(columns["table.offsets"][-1])))
-        texts = opened.enter_context(BlobSpool(folder / TEXTS, _columns_of("texts_spool", columns)))
-        bad = opened.enter_context(BlobSpool(folder / BAD, _columns_of("bad", columns)))
+        texts = opened.enter_context(BlobSpool(folder / TEXTS, _PartColumns("texts_spool", columns)))
+        bad = opened.enter_context(BlobSpool(folder / BAD, _PartColumns("bad", columns)))
         table = RequestTable(tokens=tokens)
         rows = Ingested(table, tokens, RowTexts(texts), bad)
         rows.rows, rows.skipped = metadata["rows"], metadata["skipped"]
         rows.plain, rows.truncated = metadata["plain"], metadata["truncated"]
         for name, part in _parts(rows).items():
-            part.restore_columns(_columns_of(name, columns))
+            part.restore_columns(_PartColumns(name, columns))
         rows.grammar_backends = metadata["grammar_backends"]
         rows.carried_options.update(metadata["carried_options"])
         rows.notes = metadata["notes"]
@@ -185,6 +191,18 @@ def _parts(rows: Ingested) -> Mapping[str, Columns]:
     }
 
 
-def _columns_of(part: str, columns: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """The columns of one part, without its prefix."""
-    return {name.partition(".")[2]: values for name, values in columns.items() if name.startswith(f"{part}.")}
+class _PartColumns(Mapping[str, npt.NDArray[Any]]):
+    """The columns of one part, without its prefix; each is read when it is asked for."""
+
+    def __init__(self, part: str, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._prefix = f"{part}."
+        self._columns = columns
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._columns[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in self._columns if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

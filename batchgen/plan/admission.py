@@ -211,7 +211,7 @@ class Admission:
         if candidate.path:
             pages += (
                 -(-self._block_manager.end[candidate.node] // self._page_size)
-                - self._block_manager.start[candidate.path[0]] // self._page_size
+                - self._block_manager.start_of(candidate.path[0]) // self._page_size
             )
         return pages
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, cache_bytes
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.step_plan import PageCopy
-from batchgen.plan.tree import PrefixTree
+from batchgen.plan.tree import PrefixTree, blocks
 
 
 class PageAllocator:
@@ -41,46 +41,53 @@ class PageAllocator:
         """Number of pages that can be in use at once."""
         self.peak = 0
         """Peak number of pages in use at once."""
-        self._free = list(range(1, num_pages))  # a heap
-        self._ref_counts = [0] * num_pages
+        self._freed: list[int] = []
+        """Heap of the pages that were in use and are free."""
+        self._ref_counts = [0]
+        """By page, up to the last one that was ever in use."""
 
     @property
     def free_count(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return self.capacity - self.used_count
 
     @property
     def used_count(self) -> int:
         """Number of pages in use."""
-        return self.capacity - len(self._free)
+        return len(self._ref_counts) - 1 - len(self._freed)
 
     def ref_count(self, page: int) -> int:
         """Reference count of `page`."""
-        return self._ref_counts[page]
+        return self._ref_counts[page] if page < len(self._ref_counts) else 0
 
     def alloc(self, count: int) -> list[int]:
         """Allocate `count` pages with one reference each. The caller has checked `free_count`."""
-        assert 0 <= count <= len(self._free), f"{count} pages requested, {len(self._free)} free"
-        pages = [heapq.heappop(self._free) for _ in range(count)]
+        assert 0 <= count <= self.free_count, f"{count} pages requested, {self.free_count} free"
+        again = min(count, len(self._freed))
+        pages = [heapq.heappop(self._freed) for _ in range(again)]
         for page in pages:
             self._ref_counts[page] = 1
-        self.peak = max(self.peak, self.capacity - len(self._free))
+        if again < count:
+            first = len(self._ref_counts)
+            self._ref_counts += [1] * (count - again)
+            pages += range(first, len(self._ref_counts))
+        self.peak = max(self.peak, self.used_count)
         return pages
 
     def share(self, page: int) -> None:
         """Add a reference to a page in use."""
-        assert self._ref_counts[page] > 0, f"page {page} is not in use"
+        assert self.ref_count(page) > 0, f"page {page} is not in use"
         self._ref_counts[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
         """Drop one reference from each page; a page without references is free."""
         ref_count = self._ref_counts
         for page in pages:
-            left = ref_count[page] - 1
+            left = ref_count[page] - 1 if page < len(ref_count) else -1
             assert left >= 0, f"page {page} freed twice"
             ref_count[page] = left
             if left == 0:
-                heapq.heappush(self._free, page)
+                heapq.heappush(self._freed, page)
 
 
 COMPUTING = -1
@@ -144,11 +151,10 @@ class BlockManager:
         cache_groups: Sequence[CacheGroup] = ONE_BYTE_PAGES,
     ) -> None:
         self.parent = tree.parent.data
-        self.start = tree.start.data
         self.end = tree.end.data
-        self.request = tree.request.data
         self.first_row = tree.first_row.data
         self.subtree_end = tree.subtree_end.data
+        self._order = tree.order.data
         self.refs, self.unstarted = _counts(tree, samples)
         """[M] unfinished samples at each node's end plus children with any below; samples at its end not yet begun."""
         self.step = 0
@@ -173,6 +179,15 @@ class BlockManager:
         """Whether `pages` pages in use at once fit into the pool."""
         return pages * self._page_bytes <= self._capacity_bytes
 
+    def start_of(self, node_id: int) -> int:
+        """First position of a node's segment: its parent's end."""
+        parent = self.parent[node_id]
+        return 0 if parent < 0 else self.end[parent]
+
+    def request_of(self, node_id: int) -> int:
+        """A request below a node, whose ids give the segment's tokens."""
+        return self._order[self.first_row[node_id]]
+
     def missing_path(self, node_id: int) -> list[int]:
         """Of a node and its ancestors, those that are not in the pool, topmost first."""
         path: list[int] = []
@@ -188,7 +203,7 @@ class BlockManager:
 
     def pages_to_admit(self, node_id: int) -> int:
         """Number of free pages that `admit` would allocate now."""
-        return self.pages_to_branch(self._parent_of(node_id), self.start[node_id], self.end[node_id])
+        return self.pages_to_branch(self._parent_of(node_id), self.start_of(node_id), self.end[node_id])
 
     def pages_to_branch(self, node: Node | None, begin: int, end: int) -> int:
         """Number of free pages that `branch` would allocate now."""
@@ -231,7 +246,7 @@ class BlockManager:
     def admit(self, node_id: int, copies: list[PageCopy]) -> Node:
         """Allocate the pages of a node that will be computed; its parent is complete, or it is a root."""
         parent = self._parent_of(node_id)
-        start, end = self.start[node_id], self.end[node_id]
+        start, end = self.start_of(node_id), self.end[node_id]
         branch = self.branch(parent, start, end, copies)
         first_own_page = start // self._page_size
         node = Node(
@@ -348,9 +363,14 @@ class BlockManager:
 
 def _counts(tree: PrefixTree, samples: npt.NDArray[np.int32]) -> tuple[array[int], array[int]]:
     """[M] samples at each node's end plus children with samples below; [M] samples at each node's end."""
-    rows = samples[tree.order]
-    before = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
-    live = before[tree.last_row + 1] > before[tree.first_row]
-    ends = np.bincount(tree.node_of_request, weights=samples, minlength=len(tree)).astype(np.int32)
-    children = np.bincount(tree.parent[live & (tree.parent >= 0)], minlength=len(tree)).astype(np.int32)
-    return array("i", (ends + children).tobytes()), array("i", ends.tobytes())
+    before = np.zeros(len(samples) + 1, np.int32)
+    np.cumsum(samples[tree.order] > 0, dtype=np.int32, out=before[1:])
+    ends, refs = (array("i", bytes(4)) * len(tree) for _ in range(2))
+    samples_at, users = np.frombuffer(ends, np.int32), np.frombuffer(refs, np.int32)
+    np.add.at(samples_at, tree.node_of_request, samples)
+    users[:] = samples_at
+    for part in blocks(len(tree)):
+        live = before[tree.row_after(part)] > before[tree.first_row[part]]
+        parent = tree.parent[part][live]
+        np.add.at(users, parent[parent >= 0], 1)
+    return refs, ends

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.tree import PrefixTree
+from batchgen.plan.tree import PrefixTree, blocks
 
 Int64s = npt.NDArray[np.int64]
 
@@ -61,58 +61,125 @@ def plan_counts(
         page_size: positions per page.
         max_num_seqs: maximum number of samples at once.
     """
-    by_row = samples[tree.order].astype(np.int64)
-    rows = np.flatnonzero(by_row)
+    rows = np.flatnonzero(samples[tree.order]).astype(np.int32)
     if not len(rows):
         return PlanCounts(0, 0, 0, 0, 0, 0, 0, 0.0)
-    requests = tree.order[rows]
-    count = by_row[rows]
-    length = tree.end[tree.node_of_request[requests]].astype(np.int64)
-    limit = max_new[requests].astype(np.int64)
-    shared = _shared_with_previous(tree, rows)
-    prompt_pages = length // page_size
-    total_pages = -(-(length + limit - 1) // page_size)
-    own = total_pages - prompt_pages
-    held = np.minimum(count, max_num_seqs)
-    head = np.minimum(shared // page_size, prompt_pages)
-    all_pages = int((prompt_pages - head + count * own).sum())
-    # A repeated prompt fills only its samples' positions; a sample's own pages begin in the prompt's last page.
-    filled = int((prompt_pages * page_size - head * page_size).sum())
-    filled += int((count * (length + limit - 1 - prompt_pages * page_size)).sum())
+    sums = np.zeros(6, np.int64)
+    peak = unshared_peak = 0
+    for part in blocks(len(rows)):
+        own = part.stop - part.start
+        columns = _Columns.of(tree, samples, max_new, rows, slice(part.start, part.stop + max_num_seqs))
+        counts = columns.pages(page_size, max_num_seqs)
+        sums += columns.sums(counts, page_size, own)
+        peak = max(peak, counts.peak(counts.each, counts.head, max_num_seqs, own))
+        all_pages = counts.held * counts.total
+        unshared_peak = max(unshared_peak, counts.peak(all_pages, np.zeros_like(all_pages), max_num_seqs, own))
+    sampled, prompt_tokens, distinct, output, pages, filled = sums.tolist()
     return PlanCounts(
         requests=len(rows),
-        samples=int(count.sum()),
-        prompt_tokens=int(length.sum()),
-        distinct_prompt_tokens=int((length - shared).sum()),
-        max_output_tokens=int((count * limit).sum()),
-        kv_peak_pages=_peak(prompt_pages - head + held * own, head, held, max_num_seqs),
-        kv_unshared_peak_pages=_peak(held * total_pages, np.zeros_like(head), held, max_num_seqs),
-        page_waste=1.0 - filled / (all_pages * page_size),
+        samples=sampled,
+        prompt_tokens=prompt_tokens,
+        distinct_prompt_tokens=distinct,
+        max_output_tokens=output,
+        kv_peak_pages=peak,
+        kv_unshared_peak_pages=unshared_peak,
+        page_waste=1.0 - filled / (pages * page_size),
     )
 
 
-def _shared_with_previous(tree: PrefixTree, rows: Int64s) -> Int64s:
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages of rows that follow each other in a tree's order, [rows] int64 each."""
+
+    prompt: Int64s
+    """Full pages of the prompt."""
+    total: Int64s
+    """Pages of the prompt and of a sample at its full length."""
+    head: Int64s
+    """Full pages shared with the previous row."""
+    held: Int64s
+    """Samples that run at once."""
+
+    @property
+    def each(self) -> Int64s:
+        """Pages that each row adds to its predecessor's."""
+        return self.prompt - self.head + self.held * (self.total - self.prompt)
+
+    def peak(self, pages: Int64s, head: Int64s, max_num_seqs: int, windows: int) -> int:
+        """Most pages of the windows of neighbours with at most `max_num_seqs` samples that begin at the first rows.
+
+        Args:
+            pages: [rows] pages that each row adds to its predecessor's.
+            head: [rows] pages that each row shares with its predecessor.
+            max_num_seqs: maximum number of samples at once.
+            windows: number of windows.
+        """
+        page_sums = np.concatenate([[0], np.cumsum(pages)])
+        seq_sums = np.concatenate([[0], np.cumsum(self.held)])
+        ends = np.searchsorted(seq_sums, seq_sums[:windows] + max_num_seqs, side="right") - 1
+        return int((page_sums[ends] - page_sums[:windows] + head[:windows]).max())
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Rows with samples that follow each other in a tree's order, [rows] int64 each."""
+
+    count: Int64s
+    """Samples."""
+    length: Int64s
+    """Prompt tokens."""
+    limit: Int64s
+    """Maximum tokens of a sample."""
+    shared: Int64s
+    """Prompt tokens shared with the previous row with samples."""
+
+    @staticmethod
+    def of(
+        tree: PrefixTree,
+        samples: npt.NDArray[np.integer[Any]],
+        max_new: npt.NDArray[np.integer[Any]],
+        rows: npt.NDArray[np.int32],
+        part: slice,
+    ) -> _Columns:
+        """The part of the rows, given their indexes in `tree.order`."""
+        requests = tree.order[rows[part]]
+        return _Columns(
+            samples[requests].astype(np.int64),
+            tree.end[tree.node_of_request[requests]].astype(np.int64),
+            max_new[requests].astype(np.int64),
+            _shared_with_previous(tree, rows[max(0, part.start - 1) : part.stop])[min(1, part.start) :],
+        )
+
+    def pages(self, page_size: int, max_num_seqs: int) -> _Pages:
+        """Their pages."""
+        prompt = self.length // page_size
+        total = -(-(self.length + self.limit - 1) // page_size)
+        return _Pages(prompt, total, np.minimum(self.shared // page_size, prompt), np.minimum(self.count, max_num_seqs))
+
+    def sums(self, pages: _Pages, page_size: int, rows: int) -> Int64s:
+        """[6] of the first rows: samples, prompt tokens, distinct ones, output tokens, pages, their positions used."""
+        count, length, limit = self.count[:rows], self.length[:rows], self.limit[:rows]
+        prompt, total, head = pages.prompt[:rows], pages.total[:rows], pages.head[:rows]
+        # A repeated prompt fills only its samples' positions; a sample's own pages begin in the prompt's last page.
+        filled = (prompt - head) * page_size + count * (length + limit - 1 - prompt * page_size)
+        columns = (
+            count,
+            length,
+            length - self.shared[:rows],
+            count * limit,
+            prompt - head + count * (total - prompt),
+            filled,
+        )
+        return np.array([column.sum() for column in columns], np.int64)
+
+
+def _shared_with_previous(tree: PrefixTree, rows: npt.NDArray[np.int32]) -> Int64s:
     """[rows] tokens that the request at each given index of `tree.order` shares with the previous one in `rows`."""
     shared = np.zeros(len(rows), np.int64)
     if len(rows) > 1:
-        by_row = tree.shared_len[tree.order][: rows[-1] + 1]
-        shared[1:] = np.minimum.reduceat(by_row, rows[:-1] + 1)
+        by_row = tree.shared_len[tree.order[rows[0] + 1 : rows[-1] + 1]]
+        shared[1:] = np.minimum.reduceat(by_row, rows[:-1] - rows[0])
     return shared
-
-
-def _peak(pages: Int64s, head: Int64s, held: Int64s, max_num_seqs: int) -> int:
-    """Most pages of any window of neighbouring rows with at most `max_num_seqs` samples.
-
-    Args:
-        pages: [rows] pages that each row adds to its predecessor's.
-        head: [rows] pages that each row shares with its predecessor.
-        held: [rows] samples of each row that run at once.
-        max_num_seqs: maximum number of samples at once.
-    """
-    page_sums = np.concatenate([[0], np.cumsum(pages)])
-    seq_sums = np.concatenate([[0], np.cumsum(held)])
-    ends = np.searchsorted(seq_sums, seq_sums[:-1] + max_num_seqs, side="right") - 1
-    return int((page_sums[ends] - page_sums[:-1] + head).max())
 
 
 def find_dedup(
@@ -120,7 +187,7 @@ def find_dedup(
     params_id: npt.NDArray[np.integer[Any]],
     greedy: npt.NDArray[np.bool_],
     max_new: npt.NDArray[np.integer[Any]],
-) -> Int64s:
+) -> npt.NDArray[np.int32]:
     """[N] for each request the first one whose result it can reuse: itself unless both are equal and greedy.
 
     Args:
@@ -129,8 +196,9 @@ def find_dedup(
         greedy: [N] whether the request samples greedily.
         max_new: [N] effective token limits.
     """
-    leader = np.arange(len(node_of_request))
-    rows = np.flatnonzero(greedy)
+    leader = np.arange(len(node_of_request), dtype=np.int32)
+    rows = np.flatnonzero(greedy).astype(np.int32)
+    rows = rows[_repeated(node_of_request[rows])] if len(rows) else rows
     if not len(rows):
         return leader
     columns = (max_new[rows], params_id[rows], node_of_request[rows])
@@ -139,3 +207,12 @@ def find_dedup(
     first[1:] = np.any([np.diff(column[places]) != 0 for column in columns], axis=0)
     leader[rows[places]] = rows[places][np.flatnonzero(first)][np.cumsum(first) - 1]
     return leader
+
+
+def _repeated(nodes: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+    """[R] whether a node occurs several times."""
+    last, number = np.empty(int(nodes.max()) + 1, np.int32), np.arange(len(nodes), dtype=np.int32)
+    last[nodes] = number
+    several = np.zeros(len(last), np.bool_)
+    several[nodes[last[nodes] != number]] = True
+    return np.asarray(several[nodes])

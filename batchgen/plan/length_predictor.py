@@ -124,8 +124,10 @@ class LengthPredictor:
     @property
     def expected(self) -> npt.NDArray[np.int32]:
         """[N] expected tokens of a sample before any has ended."""
-        limits = np.asarray(self._limits)
-        return np.where(np.asarray(self._kind_of) == EXACT, limits, np.minimum(limits, _DEFAULT_LENGTH))
+        limits = self._limits_array
+        if limits.max(initial=0) <= _DEFAULT_LENGTH:
+            return limits
+        return np.where(self._kind_column == EXACT, limits, np.minimum(limits, _DEFAULT_LENGTH))
 
     @property
     def limits(self) -> npt.NDArray[np.int32]:

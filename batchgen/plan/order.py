@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.estimate import plan_counts
-from batchgen.plan.tree import PrefixTree
+from batchgen.plan.tree import PrefixTree, blocks
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -62,17 +62,14 @@ def begin_order(
     """
     if config.order == "tree" or not len(tree):
         return BeginOrder(tree, None)
-    live = samples > 0
+    value = _values(samples, expected, config)
+    best = _best(tree, value)
     if config.order == "first-come":
-        value = np.where(live, -np.arange(len(samples), dtype=np.int64), -len(samples))
-        best = _range_max(value[tree.order], tree.first_row, tree.last_row)
-        tree, old = renumber(tree, best, value)
+        tree, old = renumber(tree, -best.astype(np.int64), value)
         return BeginOrder(tree, _rank_from(best[old], 0))
-    value = np.where(live, expected, 0).astype(np.int64)
-    work = value * samples
-    best = _range_max(value[tree.order], tree.first_row, tree.last_row)
-    tree, old = renumber(tree, (best << _TIE_BITS) + _decode_share(tree, work), value)
+    tree, old = renumber(tree, _by_length_and_share(tree, best, value, samples), value)
     best = best[old]
+    del old
     at_once = config.max_num_seqs
     counts = plan_counts(tree, samples, expected, config.page_size, at_once)
     mixed = counts.kv_peak_pages >= config.num_pages
@@ -83,65 +80,100 @@ def begin_order(
         at_once = _held_at_once(tree, samples, expected, config)
     elif not (tree.parent >= 0).any():
         return BeginOrder(tree, None)
-    begin = _last_stretch(tree, work, int(best.max()) * at_once * _LAST_STRETCH, config)
+    most = int(best.max()) * at_once * _LAST_STRETCH
+    begin = _last_stretch(tree, _first_of_last(tree.order, value, samples, most), config)
     if mixed:
-        tree, old = renumber(tree, np.where(np.arange(len(tree)) < begin, np.iinfo(np.int64).max, best), value)
+        key = -best.astype(np.int64)
+        key[:begin] = np.iinfo(np.int64).min
+        tree, old = renumber(tree, key, value)
         best = best[old]
     interval = _interval(tree, samples, expected, config) if mixed else 0.0
     return BeginOrder(tree, _rank_from(best, begin) if begin < len(tree) else None, interval)
 
 
-def renumber(tree: PrefixTree, key: Int64s, value: Int64s) -> tuple[PrefixTree, Int64s]:
+def _values(
+    samples: npt.NDArray[np.integer[Any]], expected: npt.NDArray[np.integer[Any]], config: SchedulerConfig
+) -> Int32s:
+    """[N] sort key of each request, higher first: its expected tokens, or by its number. The least without samples."""
+    if config.order == "first-come":
+        return np.where(samples > 0, -np.arange(len(samples), dtype=np.int32), np.int32(-len(samples)))
+    tokens: Int32s = expected.astype(np.int32, copy=False)
+    return tokens if (samples > 0).all() else np.where(samples > 0, tokens, np.int32(0))
+
+
+def renumber(tree: PrefixTree, key: Int64s, value: Int32s) -> tuple[PrefixTree, Int32s]:
     """Reorder the children of every node.
 
     Args:
         tree: any tree.
-        key: [M] sort key of each node; among siblings higher keys come first, ties keep their order.
+        key: [M] sort key of each node; among siblings lower keys come first, ties keep their order.
         value: [N] sort key of each request; among the requests of a node higher values come first.
 
     Returns:
         The reordered tree, and [M] the previous id of each of its nodes.
     """
     count = len(tree)
-    ids = np.arange(count)
-    siblings = np.lexsort((-key, tree.parent))
-    own = np.bincount(tree.node_of_request, minlength=count)
-    parent = tree.parent.astype(np.int64)
-    place = _path_sums(tree, _offsets(siblings, parent, tree.subtree_end - ids) + (parent >= 0))
-    taken = (tree.last_row - tree.first_row + 1).astype(np.int64)
-    first_row = _path_sums(tree, _offsets(siblings, parent, taken) + np.where(parent >= 0, own[parent], 0))
-    old = np.empty(count, np.int64)
+    siblings = np.lexsort((key, tree.parent)).astype(np.int32)
+    del key
+    ids = np.arange(count, dtype=np.int32)
+    child = tree.parent >= 0
+    size = tree.subtree_end - ids
+    steps = _offsets(siblings, tree.parent, size)
+    steps += child
+    place = _path_sums(tree, steps)
+    old = np.empty(count, np.int32)
     old[place] = ids
+    del ids
+    subtree_end = (place + size)[old]
+    del size
+    own = np.bincount(tree.node_of_request, minlength=count).astype(np.int32)
+    taken = tree.last_row - tree.first_row + np.int32(1)
+    steps = _offsets(siblings, tree.parent, taken)
+    del taken
+    np.add(steps, own[tree.parent], out=steps, where=child)
+    first_row = _path_sums(tree, steps)
+    del steps
     order = _order(tree, first_row, own, value)
-    first = first_row[old].astype(np.int32)
-    start, end = tree.start[old], tree.end[old]
-    node_of_request = place.astype(np.int32)[tree.node_of_request]
-    shared = end[node_of_request]
-    opening = np.flatnonzero(np.diff(first, prepend=-1))  # the topmost of the nodes that begin with a row
-    shared[order[first[opening]]] = start[opening]
+    del own
+    first_row = first_row[old]
+    end = tree.end[old]
+    node_of_request = place[tree.node_of_request]
+    parent = np.where(child, place[tree.parent], np.int32(-1))[old]
+    del place, child
     ordered = replace(
         tree,
-        parent=np.where(parent >= 0, place[parent], -1)[old].astype(np.int32),
-        start=start,
+        parent=parent,
         end=end,
-        request=order[first],
-        first_row=first,
-        last_row=(first + taken[old] - 1).astype(np.int32),
-        subtree_end=(place + tree.subtree_end - ids)[old].astype(np.int32),
+        first_row=first_row,
+        subtree_end=subtree_end,
         order=order,
         node_of_request=node_of_request,
-        shared_len=shared,
+        shared_len=end[node_of_request],
     )
+    _set_shared(ordered)
     return ordered, old
 
 
-def _order(tree: PrefixTree, first_row: Int64s, own: npt.NDArray[np.integer[Any]], value: Int64s) -> Int32s:
+def _set_shared(tree: PrefixTree) -> None:
+    """Set `shared_len` of the requests that open a node; the others repeat a prompt."""
+    before = np.int32(-1)
+    for part in blocks(len(tree)):
+        first = tree.first_row[part]
+        opening = np.diff(first, prepend=before) != 0  # the topmost of the nodes that begin with a row
+        above = tree.parent[part][opening]
+        tree.shared_len[tree.order[first[opening]]] = np.where(above >= 0, tree.end[above], 0)
+        before = first[-1]
+
+
+def _order(tree: PrefixTree, first_row: Int32s, own: Int32s, value: Int32s) -> Int32s:
     """[N] requests in the new order: by new node, within a node by descending value."""
     node = tree.node_of_request[tree.order]
-    place = np.arange(len(node)) + (first_row - tree.first_row)[node]
+    place = (first_row - tree.first_row)[node]
+    place += np.arange(len(node), dtype=np.int32)
     order = np.empty(len(node), np.int32)
     order[place] = tree.order
     among = np.sort(place[own[node] > 1])
+    del place, node
     several = order[among]
     order[among] = several[
         np.lexsort((-value[several], tree.node_of_request[several], first_row[tree.node_of_request[several]]))
@@ -151,32 +183,51 @@ def _order(tree: PrefixTree, first_row: Int64s, own: npt.NDArray[np.integer[Any]
 
 def _interleaving_keys(tree: PrefixTree) -> Int64s:
     """[M] sort keys that interleave all parts of a node's sorted children."""
-    among = _offsets(np.argsort(tree.parent, kind="stable"), tree.parent.astype(np.int64), np.ones(len(tree), np.int64))
-    return np.asarray((among * _GOLDEN_RATIO % 1.0 * (1 << 40)).astype(np.int64))
+    siblings = np.argsort(tree.parent, kind="stable").astype(np.int32)
+    among = _offsets(siblings, tree.parent, np.ones(len(tree), np.int32))
+    return -(among * _GOLDEN_RATIO % 1.0 * (1 << 40)).astype(np.int64)
 
 
-def _offsets(siblings: Int64s, parent: Int64s, size: npt.NDArray[np.integer[Any]]) -> Int64s:
+def _offsets(siblings: Int32s, parent: Int32s, size: Int32s) -> Int32s:
     """[M] total `size` of the siblings before each node, in the order of `siblings`."""
-    sizes = size[siblings].astype(np.int64)
-    before = np.cumsum(sizes) - sizes
-    opening = np.flatnonzero(np.diff(parent[siblings], prepend=-2))
+    before = size[siblings]
+    of_parent = parent[siblings]
+    opening = np.flatnonzero(np.diff(of_parent, prepend=np.int32(-2)))
+    del of_parent
+    sizes = before.copy()
+    np.cumsum(sizes, dtype=np.int32, out=before)
+    before -= sizes
+    del sizes
     before -= np.repeat(before[opening], np.diff(np.append(opening, len(siblings))))
-    offsets = np.empty(len(siblings), np.int64)
+    offsets = np.empty(len(siblings), np.int32)
     offsets[siblings] = before
     return offsets
 
 
-def _path_sums(tree: PrefixTree, steps: Int64s) -> Int64s:
-    """[M] sum of `steps` on the path from the root to each node."""
-    closed = np.zeros(len(tree) + 1, np.int64)
+def _path_sums(tree: PrefixTree, steps: Int32s) -> Int32s:
+    """[M] sum of `steps` on the path from the root to each node; each sum has 32 bits."""
+    # Partial sums may leave 32 bits: they come back with what is taken off.
+    closed = np.zeros(len(tree) + 1, np.int32)
     np.add.at(closed, tree.subtree_end, steps)
-    return np.asarray(np.cumsum(steps) - np.cumsum(closed)[:-1])
+    sums = np.cumsum(steps, dtype=np.int32)
+    sums -= np.cumsum(closed[:-1], dtype=np.int32)
+    return sums
 
 
-def _range_max(values: Int64s, first: Int32s, last: Int32s) -> Int64s:
-    """[M] maximum of `values[first:last + 1]` for each node, by windows of doubling width."""
-    result = np.empty(len(first), np.int64)
-    level = np.frexp((last - first + 1).astype(np.float64))[1] - 1
+def _best(tree: PrefixTree, value: Int32s) -> Int32s:
+    """[M] largest value of a request below each node."""
+    by_row, last = value[tree.order], tree.last_row
+    best = by_row[tree.first_row]
+    wide = np.flatnonzero(last > tree.first_row)
+    if len(wide):
+        best[wide] = _range_max(by_row, tree.first_row[wide], last[wide])
+    return best
+
+
+def _range_max(values: Int32s, first: Int32s, last: Int32s) -> Int32s:
+    """[R] maximum of `values[first:last + 1]`, by windows of doubling width."""
+    result = np.empty(len(first), np.int32)
+    level = (np.frexp((last - first + 1).astype(np.float64))[1] - 1).astype(np.int8)
     by_level = np.argsort(level, kind="stable")
     bounds = np.searchsorted(level[by_level], np.arange(int(level.max()) + 2))
     window = values
@@ -188,13 +239,26 @@ def _range_max(values: Int64s, first: Int32s, last: Int32s) -> Int64s:
     return result
 
 
-def _decode_share(tree: PrefixTree, work: Int64s) -> Int64s:
-    """[M] decoded fraction of the tokens below each node, as an integer of `_TIE_BITS` bits."""
-    rows = np.concatenate([[0], np.cumsum(work[tree.order])])
-    tokens = np.concatenate([[0], np.cumsum((tree.end - tree.start).astype(np.int64))])
-    below = tokens[tree.subtree_end] - tokens[:-1]
-    decoded = rows[tree.last_row + 1] - rows[tree.first_row]
-    return np.asarray((decoded / (decoded + below) * ((1 << _TIE_BITS) - 1)).astype(np.int64))
+def _by_length_and_share(
+    tree: PrefixTree, best: Int32s, value: Int32s, samples: npt.NDArray[np.integer[Any]]
+) -> Int64s:
+    """[M] sort keys: by falling `best`, then by the falling share of decoded tokens, of `_TIE_BITS` bits."""
+    count, requests = len(tree), len(tree.order)
+    rows, tokens = np.zeros(requests + 1, np.int64), np.zeros(count + 1, np.int64)
+    for part in blocks(requests):
+        row = tree.order[part]
+        np.multiply(value[row], samples[row], out=rows[1:][part], dtype=np.int64)
+    np.cumsum(rows, out=rows)
+    np.subtract(tree.end, tree.start, out=tokens[1:], dtype=np.int64)
+    np.cumsum(tokens, out=tokens)
+    keys = -best.astype(np.int64)
+    keys <<= _TIE_BITS
+    for at in blocks(count):
+        end, after = tree.subtree_end[at], tree.row_after(at)
+        below = tokens[end] - tokens[:-1][at]
+        decoded = rows[after] - rows[tree.first_row[at]]
+        keys[at] -= (decoded / (decoded + below) * ((1 << _TIE_BITS) - 1)).astype(np.int64)
+    return keys
 
 
 def _held_at_once(
@@ -228,22 +292,41 @@ def _interval(
     return output / max(1.0, min(config.max_num_seqs, (config.num_pages - shared) / each))
 
 
-def _last_stretch(tree: PrefixTree, work: Int64s, most: int, config: SchedulerConfig) -> int:
-    """First node of the last stretch: at most `most` work is left, and the shared prefixes use few pages."""
+def _last_stretch(tree: PrefixTree, row: int, config: SchedulerConfig) -> int:
+    """First node of the last stretch: its rows are at `row` or later, and the shared prefixes use few pages."""
     count = len(tree)
-    shared = tree.subtree_end > np.arange(1, count + 1)
-    left = np.cumsum(work[tree.order][::-1])[::-1]
-    begin = int(np.searchsorted(tree.first_row, np.searchsorted(-left, -most)))
-    pages = np.where(shared, tree.end // config.page_size - tree.start // config.page_size, 0).astype(np.int64)
+    begin = int(np.searchsorted(tree.first_row, row))
+    # The nodes from there on, after those above them.
+    nodes = np.append(np.flatnonzero(tree.subtree_end[:begin] > begin), np.arange(begin, count))
+    above_them = len(nodes) - (count - begin)
+    ends, parents = tree.subtree_end[nodes], tree.parent[nodes]
+    starts = np.where(parents >= 0, tree.end[parents], 0)
+    pages = np.where(ends > nodes + 1, tree.end[nodes] // config.page_size - starts // config.page_size, 0)
+    pages = pages.astype(np.int64)
     held = np.cumsum(pages[::-1])[::-1]
     # Ancestors stay in memory for their remaining descendants; those that stay to the job's end anyway do not count.
-    above = _path_sums(tree, np.where(tree.subtree_end < count, pages, 0))
-    held += np.where(tree.parent < 0, 0, above[tree.parent])
-    few = np.flatnonzero(held[begin:] <= config.num_pages // _MAX_HELD_FRACTION)
+    steps = np.where(ends < count, pages, 0)
+    closed = np.zeros(len(nodes) + 1, np.int64)
+    np.add.at(closed, np.searchsorted(nodes, ends), steps)
+    above = np.cumsum(steps) - np.cumsum(closed)[:-1]
+    held += np.where(parents < 0, 0, above[np.searchsorted(nodes, parents)])
+    few = np.flatnonzero(held[above_them:] <= config.num_pages // _MAX_HELD_FRACTION)
     return begin + int(few[0]) if len(few) else count
 
 
-def _rank_from(best: Int64s, begin: int) -> Int32s:
+def _first_of_last(order: Int32s, value: Int32s, samples: npt.NDArray[np.integer[Any]], most: int) -> int:
+    """First index in `order` from which on the samples have at most `most` tokens to generate."""
+    left = most
+    for part in reversed([*blocks(len(order))]):
+        last = order[part][::-1]
+        sums = np.cumsum(value[last].astype(np.int64) * samples[last])
+        if sums[-1] > left:
+            return int(part.stop) - int(np.searchsorted(sums, left, side="right"))
+        left -= int(sums[-1])
+    return 0
+
+
+def _rank_from(best: Int32s, begin: int) -> Int32s:
     """[M] ranks: depth first before node `begin`, by descending value from there on."""
     rank = np.arange(len(best), dtype=np.int32)
     rank[begin + np.argsort(-best[begin:], kind="stable")] = np.arange(begin, len(best), dtype=np.int32)

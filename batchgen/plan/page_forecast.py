@@ -284,7 +284,7 @@ class PageForecast:
         """Pages that a node of a path allocates; all but the first continue in their parents' tails."""
         if first:
             return self._block_manager.pages_to_admit(node)
-        start, end = self._block_manager.start[node], self._block_manager.end[node]
+        start, end = self._block_manager.start_of(node), self._block_manager.end[node]
         return -(-end // self._page_size) - -(-start // self._page_size)
 
 
@@ -294,7 +294,7 @@ class _NodeColumns:
     def __init__(self, nodes: BlockManager) -> None:
         self._block_manager = nodes
         self._page_size = nodes.allocator.page_size
-        self._parent, self._start, self.end = (np.asarray(x) for x in (nodes.parent, nodes.start, nodes.end))
+        self._parent, self.end = np.asarray(nodes.parent), np.asarray(nodes.end)
         self._refs = np.frombuffer(nodes.refs, np.int32)
         self.tail_held, self._in_place = (np.frombuffer(x, np.uint8) for x in (nodes.tail_held, nodes.in_place))
         self._ids = np.zeros(0, np.int64)
@@ -359,4 +359,5 @@ class _NodeColumns:
         end, parent = self.end[nodes], self._parent[nodes]
         tail = (end % self._page_size != 0) & (self.tail_held[nodes] == 0)
         parents = self.tail_held[parent] & self._in_place[nodes] & (parent >= 0)
-        return np.asarray(-(-end // self._page_size) - self._start[nodes] // self._page_size - tail - parents, np.int64)
+        start = np.where(parent >= 0, self.end[parent], 0)
+        return np.asarray(-(-end // self._page_size) - start // self._page_size - tail - parents, np.int64)

@@ -156,7 +156,7 @@ class PrefillScheduler:
         """The path down to the first samples at or below a node, with as many of these as there are free slots."""
         block_manager, path = self._block_manager, self._unbegun.path_below(node_id)
         count = max(1, min(block_manager.unstarted[path[-1]], self._slots.free()))
-        later = block_manager.end[path[-1]] - block_manager.start[node_id] - builder.budget
+        later = block_manager.end[path[-1]] - block_manager.start_of(node_id) - builder.budget
         room = self._config.max_tokens_per_step - len(self._sequences.running)
         delay = max(0, -(-later // max(1, room)))
         return Candidate(tuple(path), path[-1], self._unbegun.requests(path[-1], count), delay)
@@ -260,7 +260,7 @@ class PrefillScheduler:
                     break
         if position > begin:
             pages = node.page_table[: -(-position // self._config.page_size)]
-            builder.chunk(self._block_manager.request[node.id], None, begin, position, pages)
+            builder.chunk(self._block_manager.request_of(node.id), None, begin, position, pages)
 
     def _extend(self, run: _Run, builder: StepBuilder) -> bool:
         """Continue into the next node of the path in the same chunk; returns whether that was possible."""
@@ -331,7 +331,7 @@ class PrefillScheduler:
             return
         node.last_used_step = builder.step
         flat = builder.chunk(
-            self._block_manager.request[node.id], None, node.end - 1, node.end, node.page_table[:], store=False
+            self._block_manager.request_of(node.id), None, node.end - 1, node.end, node.page_table[:], store=False
         )
         self._stats.recomputed_last_tokens += 1
         self._begin_samples(node.id, builder, flat, count)

@@ -79,6 +79,11 @@ class Scheduler:
         self._open = False
 
     @property
+    def tree(self) -> PrefixTree:
+        """The prefix tree in the order in which prompts begin."""
+        return self._tree
+
+    @property
     def unended(self) -> int:
         """Number of samples that have not ended, whether they have begun or not."""
         return self._unended

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.order import BeginOrder
+from batchgen.plan.tree import blocks
 
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 _EXACT: Final = 2048
@@ -197,11 +199,11 @@ class _Slots:
 class _Queue:
     """Samples in begin order."""
 
-    prompts: Int64s
+    prompts: Int32s
     """[samples] prompt tokens that each computes."""
-    outputs: Int64s
+    outputs: Int32s
     """[samples] tokens that each generates."""
-    unbegun: Int64s
+    unbegun: Int32s
     """[samples] samples of its request that have not begun when it does, itself included."""
 
 
@@ -217,12 +219,12 @@ def _batches(
     if not len(starts):
         return
     counts = np.diff(starts, append=total)
-    tokens, outputs = np.add.reduceat(queue.prompts, starts), np.add.reduceat(queue.outputs, starts)
+    tokens, outputs = (np.add.reduceat(each, starts, dtype=np.int64) for each in (queue.prompts, queue.outputs))
     pages = tokens / config.page_size + counts / 2
     means = np.maximum(1, np.rint(outputs / counts)).astype(np.int64)
     # A request begins with several of its samples, and with as many as possible.
     wait = np.maximum(counts, np.minimum(queue.unbegun[starts], min(config.start_together, slots)))
-    first = np.diff(queue.unbegun, prepend=0)[starts] != -1
+    first = (queue.unbegun[starts] != queue.unbegun[starts - 1] - 1) | (starts == 0)
     begin = np.where(first, wait, counts)
     for i in range(len(starts)):
         yield int(tokens[i]), int(means[i]), int(counts[i]), float(pages[i]), (int(begin[i]), int(wait[i]))
@@ -235,22 +237,35 @@ def _in_order(
     complete: npt.NDArray[np.bool_] | None,
 ) -> _Queue:
     tree = order.tree
-    live = np.flatnonzero(samples[tree.order] > 0)
-    if not len(live):
-        return _Queue(*np.zeros((3, 0), np.int64))
-    first = np.searchsorted(live, tree.first_row)
-    needed = first < np.searchsorted(live, tree.last_row, side="right")
-    reached = np.flatnonzero(needed if complete is None else needed & ~complete)
+    count = samples[tree.order]
+    live = count > 0
+    before = np.zeros(len(count) + 1, np.int32)
+    np.cumsum(live, dtype=np.int32, out=before[1:])
+    if not before[-1]:
+        return _Queue(*np.zeros((3, 0), np.int32))
     # The first sample below a node computes it.
-    computed = np.zeros(len(live), np.int64)
-    np.add.at(computed, first[reached], (tree.end - tree.start)[reached])
+    computed = np.zeros(int(before[-1]), np.int32)
+    for part in blocks(len(tree)):
+        first = before[tree.first_row[part]]
+        needed = first < before[tree.row_after(part)]
+        reached = np.flatnonzero(needed if complete is None else needed & ~complete[part])
+        parent = tree.parent[part][reached]
+        start = np.where(parent >= 0, tree.end[parent], np.int32(0))
+        np.add.at(computed, first[reached], tree.end[part][reached] - start)
+    del before
     requests = tree.order[live]
+    each: Int32s = count[live].astype(np.int32, copy=False)
+    del live
     if order.rank is not None:
-        turn = np.argsort(order.rank[tree.node_of_request[requests]], kind="stable")
-        requests, computed = requests[turn], computed[turn]
-    count = samples[requests].astype(np.int64)
-    ends = np.cumsum(count)
-    prompts = np.zeros(int(ends[-1]), np.int64)
-    prompts[ends - count] = computed
-    unbegun = np.repeat(ends, count) - np.arange(len(prompts))
-    return _Queue(prompts, np.repeat(lengths[requests].astype(np.int64), count), unbegun)
+        turn = np.argsort(order.rank[tree.node_of_request[requests]], kind="stable").astype(np.int32)
+        requests, computed, each = requests[turn], computed[turn], each[turn]
+        del turn
+    outputs = lengths[requests].astype(np.int32, copy=False)
+    del requests, count
+    ends = np.cumsum(each, dtype=np.int32)
+    if int(ends[-1]) == len(ends):
+        return _Queue(computed, outputs, each)
+    prompts = np.zeros(int(ends[-1]), np.int32)
+    prompts[ends - each] = computed
+    unbegun = np.repeat(ends, each) - np.arange(len(prompts), dtype=np.int32)
+    return _Queue(prompts, np.repeat(outputs, each), unbegun)

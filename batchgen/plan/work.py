@@ -17,8 +17,9 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import BeginOrder
 from batchgen.plan.sequences import Phase, SequenceScheduler
 from batchgen.plan.simulate import Begun, simulate
-from batchgen.plan.tree import PrefixTree
+from batchgen.plan.tree import PrefixTree, blocks
 
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
@@ -81,7 +82,7 @@ class WorkForecast:
         self._sequences = sequences
         self._predictor = predictor
         self._stats = block_manager.stats
-        self._shared: Int64s | None = None
+        self._shared: Int32s | None = None
         """[N] positions of each request that other samples share; None before they are needed."""
         self._decoded_shared = 0.0
         """The same, summed over the tokens decoded so far."""
@@ -95,7 +96,7 @@ class WorkForecast:
             samples: [N] samples per request; 0 leaves a request out.
             config: limits.
         """
-        tree, lengths = self._order.tree, self._predictor.expected.astype(np.int64)
+        tree, lengths = self._order.tree, self._predictor.expected
         tokens, reads = _prompt_work(tree, samples, None)
         decoded, attended = _decode_work(tree, samples, lengths)
         slots = min(config.max_num_seqs, max(1, int(samples.sum())))
@@ -106,11 +107,12 @@ class WorkForecast:
         tree, manager, predictor = self._order.tree, self._block_manager, self._predictor
         pending = _pending(tree, self._samples, np.frombuffer(manager.unstarted, np.int32))
         running = _Running.of(tree, self._sequences, predictor, manager.step)
-        lengths = np.ones(len(pending), np.int64)
-        waiting = np.flatnonzero(pending)
-        # Each sample to come has its own quantile, too.
-        ids, none = self._sequences.next_id + waiting, np.zeros(len(waiting), np.int64)
-        lengths[waiting] = predictor.remaining_of(ids, waiting, none, manager.step)
+        lengths = np.ones(len(pending), np.int32)
+        for part in blocks(len(pending)):
+            waiting = part.start + np.flatnonzero(pending[part])
+            # Each sample to come has its own quantile, too.
+            ids, none = self._sequences.next_id + waiting, np.zeros(len(waiting), np.int64)
+            lengths[waiting] = predictor.remaining_of(ids, waiting, none, manager.step)
         complete = np.frombuffer(manager.refs, np.int32) == 0
         complete[list(manager.active)] = True
         tokens, reads = _prompt_work(tree, pending, complete)
@@ -124,30 +126,35 @@ class WorkForecast:
             tokens + backlog,
             reads + partial_reads,
             fed,
-            attended + running.reads - self._saved(pending * (lengths - 1), running),
+            attended + running.reads - self._saved(pending, lengths, running),
         )
         low, high = self._length_factors(pending, lengths, running, fed)
         return WorkLeft(expected, _scaled(expected, low), _scaled(expected, high))
 
-    def _length_factors(self, pending: Int64s, lengths: Int64s, running: _Running, fed: int) -> tuple[float, float]:
+    def _length_factors(self, pending: Int32s, lengths: Int32s, running: _Running, fed: int) -> tuple[float, float]:
         """Factors between which the tokens to come lie, relative to the `fed` expected ones; 1 if all are known."""
         predictor = self._predictor
-        waiting = np.flatnonzero((pending > 0) & predictor.uncertain)
-        begun = predictor.uncertain[running.requests]
-        count = int(pending[waiting].sum()) + int(begun.sum())
-        tokens = int((pending * (lengths - 1))[waiting].sum() + running.remaining[begun].sum())
+        uncertain = predictor.uncertain
+        begun = uncertain[running.requests]
+        count, tokens = int(begun.sum()), int(running.remaining[begun].sum())
+        most = int(running.limits[begun].sum())
+        for part in blocks(len(pending)):
+            waiting = np.where(uncertain[part], pending[part], 0).astype(np.int64)
+            count += int(waiting.sum())
+            tokens += int((waiting * (lengths[part] - 1)).sum())
+            most += int((waiting * (predictor.limits[part] - 1)).sum())
         if not count or not tokens:
             return 1.0, 1.0
-        most = int((pending * (predictor.limits - 1))[waiting].sum() + running.limits[begun].sum())
         low, high = predictor.error_factors(count)
         share = tokens / fed
         return 1.0 - share + share * low, 1.0 - share + share * min(high, max(1.0, most / tokens))
 
-    def _saved(self, fed: Int64s, running: _Running) -> float:
+    def _saved(self, pending: Int32s, lengths: Int32s, running: _Running) -> float:
         """Reads that prefix groups will save, if they go on saving the same fraction of what is shared.
 
         Args:
-            fed: [N] tokens that samples which have not begun will feed back.
+            pending: [N] samples of each request that have not begun.
+            lengths: [N] tokens that each will generate.
             running: the samples that have begun.
         """
         if self._shared is None:
@@ -159,7 +166,10 @@ class WorkForecast:
         self._seen = (stats.decode_tokens, mean)
         saved = stats.decode_kv_positions - stats.decode_kv_reads
         fraction = min(1.0, saved / self._decoded_shared) if self._decoded_shared else 1.0
-        return fraction * float((fed * shared).sum() + (running.remaining * shared[running.requests]).sum())
+        total = int((running.remaining * shared[running.requests]).sum())
+        for part in blocks(len(pending)):
+            total += int((pending[part].astype(np.int64) * (lengths[part] - 1) * shared[part]).sum())
+        return fraction * float(total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,33 +205,34 @@ class _Running:
         )
 
 
-def _pending(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], unstarted: npt.NDArray[np.int32]) -> Int64s:
+def _pending(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], unstarted: npt.NDArray[np.int32]) -> Int32s:
     """[N] samples of each request that have not begun, given [M] those of each node: its last ones."""
-    by_row = samples[tree.order].astype(np.int64)
-    node = tree.node_of_request[tree.order]
-    total = np.bincount(node, weights=by_row, minlength=len(tree)).astype(np.int64)
-    sums = np.cumsum(by_row)
-    opening = np.zeros(len(tree), np.int64)
-    # The rows of a node follow each other, the first ones of its subtree.
-    opening[node[::-1]] = (sums - by_row)[::-1]
-    begun = (total - unstarted)[node]
-    pending = np.empty(len(samples), np.int64)
-    pending[tree.order] = np.minimum(by_row, np.maximum(0, sums - opening[node] - begun))
+    pending = np.empty(len(samples), np.int32)
+    bounds = np.append(tree.first_row, np.int32(len(samples)))  # the rows of a node come before those of the next one
+    for part in blocks(len(tree)):
+        first, after = bounds[part], bounds[part.start + 1 : part.stop + 1]
+        requests = tree.order[first[0] : after[-1]]
+        by_row = samples[requests].astype(np.int64)
+        sums = np.concatenate([[0], np.cumsum(by_row)])
+        opening = sums[first - first[0]]
+        begun = opening + (sums[after - first[0]] - opening - unstarted[part])
+        pending[requests] = np.minimum(by_row, np.maximum(0, sums[1:] - np.repeat(begun, after - first)))
     return pending
 
 
-def _shared_positions(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]]) -> Int64s:
+def _shared_positions(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]]) -> Int32s:
     """[N] prompt positions that each request shares with another one that has samples, its neighbour in the tree's
     order; all, if it has more samples than one.
     """
-    live = np.flatnonzero(samples[tree.order] > 0)
-    shared = np.zeros(len(samples), np.int64)
+    live = np.flatnonzero(samples[tree.order] > 0).astype(np.int32)
+    shared = np.zeros(len(samples), np.int32)
     if len(live):
         # Two requests share what all between them share.
-        lengths = tree.shared_len.astype(np.int64)[tree.order[: live[-1] + 1]]
-        before = np.minimum.reduceat(lengths, np.append(0, live[:-1] + 1))
+        lengths = tree.shared_len[tree.order[: live[-1] + 1]]
+        before = np.minimum.reduceat(lengths, np.append(np.int32(0), live[:-1] + np.int32(1)))
+        del lengths
         before[0] = 0
-        shared[tree.order[live]] = np.maximum(before, np.append(before[1:], 0))
+        shared[tree.order[live]] = np.maximum(before, np.append(before[1:], np.int32(0)))
     return np.where(samples > 1, tree.end[tree.node_of_request], shared)
 
 
@@ -235,20 +246,32 @@ def _prompt_work(
     tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], complete: npt.NDArray[np.bool_] | None
 ) -> tuple[int, int]:
     """Tokens of the nodes above requests with samples, and the positions that they attend to."""
-    before = np.concatenate([[0], np.cumsum(samples[tree.order] > 0)])
-    needed = before[tree.last_row + 1] > before[tree.first_row]
-    if complete is not None:
-        needed &= ~complete
-    start, end = tree.start[needed].astype(np.int64), tree.end[needed].astype(np.int64)
-    return int((end - start).sum()), int((end * (end + 1) - start * (start + 1)).sum()) // 2
+    before = np.zeros(len(samples) + 1, np.int32)
+    np.cumsum(samples[tree.order] > 0, dtype=np.int32, out=before[1:])
+    tokens = reads = 0
+    for part in blocks(len(tree)):
+        needed = before[tree.row_after(part)] > before[tree.first_row[part]]
+        if complete is not None:
+            needed &= ~complete[part]
+        end, parent = tree.end[part][needed].astype(np.int64), tree.parent[part][needed]
+        start = np.where(parent >= 0, tree.end[parent], 0).astype(np.int64)
+        tokens += int((end - start).sum())
+        reads += int((end * (end + 1) - start * (start + 1)).sum())
+    return tokens, reads // 2
 
 
-def _decode_work(tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], lengths: Int64s) -> tuple[int, int]:
+def _decode_work(
+    tree: PrefixTree, samples: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.integer[Any]]
+) -> tuple[int, int]:
     """Tokens that samples feed back, and the positions that these attend to without prefix groups."""
-    some = np.flatnonzero(samples)
-    count, fed = samples[some].astype(np.int64), lengths[some].astype(np.int64) - 1
-    prompt = tree.end[tree.node_of_request[some]].astype(np.int64)
-    return int((count * fed).sum()), int((count * fed * (2 * prompt + fed + 1)).sum()) // 2
+    tokens = reads = 0
+    for part in blocks(len(samples)):
+        some = part.start + np.flatnonzero(samples[part])
+        count, fed = samples[some].astype(np.int64), lengths[some].astype(np.int64) - 1
+        prompt = tree.end[tree.node_of_request[some]].astype(np.int64)
+        tokens += int((count * fed).sum())
+        reads += int((count * fed * (2 * prompt + fed + 1)).sum())
+    return tokens, reads // 2
 
 
 def _scaled(work: Work, factor: float) -> Work:

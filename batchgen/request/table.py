@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.request.columns import Columns
+from batchgen.request.columns import Column, Columns
 from batchgen.request.completion import Dialect
 from batchgen.request.constraint import Constraint
 from batchgen.request.embeds_store import EmbedsStore
@@ -86,11 +87,11 @@ class _TokenBuffer:
         self._ids.frombytes(np.asarray(ids, dtype=np.int32).tobytes())
 
     def ids(self) -> npt.NDArray[np.int32]:
-        return _column(self._ids, np.int32)
+        return np.frombuffer(self._ids, np.int32) if self._ids else np.zeros(0, np.int32)
 
 
 class RequestTable(Columns):
-    """Column store of all requests of a job, about 40 bytes per prompt in addition to its tokens.
+    """Column store of all requests of a job, about 15 bytes per prompt in addition to its tokens.
 
     Equal `SamplingParams` are stored once, with the seed in a separate column. Token ids are in a `TokenStore`. Prompts
     given as embeddings have zeros for ids and rows in the store `embeds`. `columns` and `restore_columns` exclude
@@ -107,13 +108,16 @@ class RequestTable(Columns):
         self._stored_prompt_numbers: dict[StoredPrompt, int] = {}
         self._embeds_id = array("i")
         """Index into `_stored_prompts` or -1, per request; empty until a request has embeddings."""
-        self._offsets = array("q", [0])
-        self._row_index = array("q")
-        self._prompt_index = array("i")
-        self._params_id = array("i")
-        self._seed = array("q")
-        self._max_new = array("i")
-        self._score_start = array("i")
+        self._offsets = Column("q", narrowest="i")
+        self._offsets.append(0)
+        self._end = 0
+        """Number of ids in the token store."""
+        self._row_index = Column("q")
+        self._prompt_index = Column("i")
+        self._params_id = Column("i")
+        self._seed = Column("q")
+        self._max_new = Column("i")
+        self._score_start = Column("i")
         self._params: list[SamplingParams] = []
         self._params_numbers: dict[SamplingParams, int] = {}
 
@@ -136,7 +140,9 @@ class RequestTable(Columns):
         if params_id is None:
             params_id = self._params_numbers[params] = len(self._params)
             self._params.append(params)
-        self._offsets.append(self._offsets[-1] + len(prompt_ids))
+        self.pack(self._row_index)
+        self._end += len(prompt_ids)
+        self._offsets.append(self._end)
         self._row_index.append(row_index)
         self._prompt_index.append(prompt_index)
         self._params_id.append(params_id)
@@ -150,7 +156,7 @@ class RequestTable(Columns):
 
         The texts of one (row, prompt) are added one after the other.
         """
-        self._score_start[-1] = start
+        self._score_start.tail[-1] = start
 
     def _embeds_number(self, span: StoredPrompt) -> int:
         number = self._stored_prompt_numbers.setdefault(span, len(self._stored_prompts))
@@ -161,10 +167,30 @@ class RequestTable(Columns):
     def restore_params(self, params: Sequence[SamplingParams]) -> None:
         """Complete `restore_columns` with the parameter sets of the saved table, whose token store this table has."""
         self._params = list(params)
+        self._end = self._offsets[len(self)]
 
     def prompt_ids(self, index: int) -> npt.NDArray[np.int32]:
         """[P] token ids of one prompt."""
         return self.tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    def numbers(self, index: int) -> tuple[int, int, int, int]:
+        """(index of its parameters in `params`, seed, limit, start of the scored text) of one prompt."""
+        return self._params_id[index], self._seed[index], self._max_new[index], self._score_start[index]
+
+    def requests_of(self, row: int, prompt: int) -> range:
+        """Indexes of the prompts with this row and prompt index: several if texts are scored with it.
+
+        Rows, and the prompts of each, must have been added in ascending order.
+        """
+        rows, count = self._row_index, len(self)
+        # with one prompt in every row, each row is at its own index
+        own = row < count and rows[row] == row and (not row or rows[row - 1] != row)
+        first = row if own else bisect_left(rows, row)
+        end = row + 1 if own and (row + 1 == count or rows[row + 1] != row) else bisect_left(rows, row + 1, first)
+        if end > first + 1:
+            first = bisect_left(self._prompt_index, prompt, first, end)
+            end = bisect_left(self._prompt_index, prompt + 1, first, end)
+        return range(first, end)
 
     def embeds_of(self, index: int) -> StoredPrompt | None:
         """Leading tokens of a prompt that are given as embeddings."""
@@ -196,34 +222,34 @@ class RequestTable(Columns):
         return self._tokens.ids()
 
     @property
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """[N + 1] bounds of the prompts: prompt i is `tokens[offsets[i]:offsets[i + 1]]`."""
-        return np.frombuffer(self._offsets, dtype=np.int64)
+    def offsets(self) -> npt.NDArray[np.int32] | npt.NDArray[np.int64]:
+        """[N + 1] bounds of the prompts: prompt i is `tokens[offsets[i]:offsets[i + 1]]`. int32 if that holds them."""
+        return self._offsets.stored()
 
     @property
     def row_index(self) -> npt.NDArray[np.int64]:
         """[N] index of each prompt's input row."""
-        return _column(self._row_index, np.int64)
+        return self._row_index.values()
 
     @property
     def prompt_index(self) -> npt.NDArray[np.int32]:
         """[N] index of each prompt in its row."""
-        return _column(self._prompt_index, np.int32)
+        return self._prompt_index.values()
 
     @property
     def params_id(self) -> npt.NDArray[np.int32]:
         """[N] index of each prompt's parameters in `params`."""
-        return _column(self._params_id, np.int32)
+        return self._params_id.values()
 
     @property
     def seed(self) -> npt.NDArray[np.int64]:
         """[N] seed of each prompt."""
-        return _column(self._seed, np.int64)
+        return self._seed.values()
 
     @property
     def max_new_tokens(self) -> npt.NDArray[np.int32]:
         """[N] effective limit of each prompt."""
-        return _column(self._max_new, np.int32)
+        return self._max_new.values()
 
     @property
     def embeds_id(self) -> npt.NDArray[np.int32] | None:
@@ -233,7 +259,11 @@ class RequestTable(Columns):
     @property
     def score_start(self) -> npt.NDArray[np.int32]:
         """[N] position at which each prompt's text to score begins, -1 without one."""
-        return _column(self._score_start, np.int32)
+        return self._score_start.values()
+
+    def by_params(self, values: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """[N] the value of each prompt's parameter set, given those of all sets."""
+        return np.array(values, dtype)[self._params_id.stored()] if values else np.zeros(0, dtype)
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -244,7 +274,3 @@ class RequestTable(Columns):
         """Constraints of the requests that are not `done` [N]."""
         used = np.unique(self.params_id if done is None else self.params_id[~done])
         return [found for index in used.tolist() if (found := self._params[index].constraint) is not None]
-
-
-def _column(values: array[int], dtype: type) -> npt.NDArray[Any]:
-    return np.frombuffer(values, dtype=dtype) if values else np.zeros(0, dtype)

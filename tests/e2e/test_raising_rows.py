@@ -68,7 +68,7 @@ STEPS = [
         {"return_logprob": True, "logprob_start_len": 0},
     ),
     Step("engine.capture.prompt_logprobs:PromptLogprobs.target_logprobs", SCORED, lambda *_: True),
-    Step("job.reuse:RequestHashes.of", {}, lambda hashes, row, prompt: row == 47),
+    Step("job.request_hashes:RequestHashes.of", {}, lambda hashes, row, prompt: row == 47),
     Step(
         "data.write.parts:completions_to_table", {}, lambda rows: any(row.id == "bad 24" for row in rows if good(row))
     ),

@@ -47,6 +47,12 @@ def test_duplicate_ids_get_the_first_free_number_at_a_constant_cost(tmp_path: Pa
     assert read(600) < 2.2 * read(300)
 
 
+def test_each_repeated_id_is_found_among_many(tmp_path: Path) -> None:
+    names = [f"row {number}" for number in range(3000)]
+    rows = read_all((RawRow(i, value={"id": name, "input_ids": [5]}) for i, name in enumerate(names * 2)), tmp_path)
+    assert [row.error is None for row in rows] == [True] * 3000 + [False] * 3000
+
+
 def read_all(rows: Iterable[RawRow], tmp_path: Path) -> list[ProcessedRow]:
     save_word_tokenizer(tmp_path, VOCAB)
     return [*RowReader(RequestTable(), Encoder(Tokenizer.load(tmp_path), VOCAB, 64), RowDefaults()).read(rows)]

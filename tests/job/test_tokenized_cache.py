@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchgen.data.write.spool import BlobSpool
 from batchgen.job.tokenized_cache import _non_default_params
-from batchgen.request.columns import Columns
+from batchgen.request.columns import Column, Columns
 from batchgen.request.params import SamplingParams
 
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -61,12 +60,13 @@ class Two(Columns):
     _columns = ("_wide", "small")
 
     def __init__(self) -> None:
-        self._wide, self.small = array("q"), array("i")
+        self._wide, self.small = Column("q"), Column("i")
 
 
 def test_restored_columns_are_equal_and_can_grow() -> None:
     first, second = Two(), Two()
-    first._wide.extend([1, -(2**60)])
+    for value in (1, -(2**60)):
+        first._wide.append(value)
     first.small.append(7)
     columns = first.columns()
     first.small.append(8)

@@ -194,7 +194,7 @@ class SlowPageForecast:
         """Pages that a node of a path allocates; all but the first continue in their parents' tails."""
         if first:
             return self._block_manager.pages_to_admit(node)
-        start, end = self._block_manager.start[node], self._block_manager.end[node]
+        start, end = self._block_manager.start_of(node), self._block_manager.end[node]
         return -(-end // self._page_size) - -(-start // self._page_size)
 
 

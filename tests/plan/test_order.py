@@ -51,7 +51,7 @@ def test_renumbered_tree_equals_recursion(job: list[tuple[list[int], int]]) -> N
     key = np.array(
         [value[before.order[a : b + 1]].max() for a, b in zip(before.first_row, before.last_row, strict=True)]
     )
-    tree, old = renumber(before, key, value)
+    tree, old = renumber(before, -key, value)
     best = key[old]
     assert tree.order.tolist() == naive_order(prompts, values)
     assert sorted(paths(tree, prompts)) == sorted(paths(before, prompts))

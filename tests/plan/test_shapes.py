@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts
-from batchgen.plan.estimate import plan_counts
-from batchgen.plan.scheduler import SchedulerConfig
+from batchgen.plan.estimate import find_dedup, plan_counts
+from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.sort import sort_prompts
 from batchgen.plan.tree import build_tree
 from tests.plan.simulator import Simulator
@@ -37,6 +39,45 @@ def assert_sorted(prompts: list[list[int]], keys: list[int] | None = None) -> No
         before, after = order[place - 1], order[place]
         alike = common(prompts[before], prompts[after]) if known[before] == known[after] else 0
         assert shared[place] == alike
+
+
+@pytest.mark.parametrize("highest", [3, 40, 2**31 - 2])
+@pytest.mark.parametrize("part", [1, 7, 1 << 18])
+def test_rows_are_sorted_some_at_a_time(highest: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(highest)
+    for name in ("PART", "BLOCK"):
+        monkeypatch.setattr(f"batchgen.plan.sort.{name}", part)
+    ids = [rng.randrange(highest + 1) for _ in range(3)] + [highest]
+    prompts = [[rng.choice(ids) for _ in range(rng.randint(1, 12))] for _ in range(300)]
+    assert_sorted(prompts)
+    assert_sorted(prompts, [rng.randrange(3) for _ in prompts])
+
+
+@pytest.mark.parametrize("block", [1, 7])
+@pytest.mark.parametrize("order", ["longest", "first-come", "tree"])
+def test_plans_do_not_depend_on_the_size_of_blocks(block: int, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(block)
+    prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(200)]
+    samples = np.array([rng.choice([0, 1, 1, 3]) for _ in prompts], np.int32)
+    limits = np.array([rng.randint(1, 900) for _ in prompts], np.int32)
+    kinds = np.array([rng.randint(-1, 1) for _ in prompts], np.int32)
+
+    def planned(pages: int) -> list[Any]:
+        tree = build_tree(*flat(prompts))
+        scheduler = Scheduler(tree, samples, limits, SchedulerConfig(pages, 4, 16, 160, order=order), kinds)
+        found = [plan_counts(tree, samples, limits, 4, 16), scheduler.work_left(), scheduler.work_of(samples)]
+        leaders = find_dedup(tree.node_of_request, kinds, samples > 0, limits)
+        steps = []
+        for _ in range(60):
+            plan = scheduler.step()
+            assert plan is not None
+            steps.append((plan.prefills, list(plan.decodes)))
+            scheduler.commit([])
+        return [*found, steps, leaders.tolist(), scheduler.work_left()]
+
+    whole = planned(300), planned(20_000)
+    monkeypatch.setattr("batchgen.plan.tree.BLOCK", block)
+    assert (planned(300), planned(20_000)) == whole
 
 
 @pytest.mark.parametrize("shape", PLAN_SHAPES)

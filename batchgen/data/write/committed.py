@@ -106,6 +106,8 @@ class Committed:
 
     def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """[N] bool: whether each (rows[i], prompts[i]) is committed."""
+        if not self._rows:
+            return np.zeros(len(rows), np.bool_)
         done = np.frombuffer(self._rows, np.int64), np.frombuffer(self._prompts, np.int32)
         return find_prompts(done, (rows, prompts)) >= 0
 
@@ -157,7 +159,10 @@ def _committed(files: Iterable[_Keys]) -> Committed:
     columns = zip(empty, *files, strict=True)
     row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
     order = np.lexsort((sample, prompt, row))
-    row, prompt, sample, is_error = row[order], prompt[order], sample[order], is_error[order]
+    row = row[order]  # one after the other, so that one more column is in memory and not four
+    prompt = prompt[order]
+    sample = sample[order]
+    is_error = is_error[order]
     first = first_of_prompt(row, prompt)
     duplicates = np.flatnonzero(~first[1:] & (sample[1:] == sample[:-1]))
     if len(duplicates):
@@ -166,7 +171,7 @@ def _committed(files: Iterable[_Keys]) -> Committed:
             f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is in these files twice. Nothing was replaced."
         )
     rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
-    return Committed(row, prompt, sample, is_error, order.astype(np.int64), rows, prompts)
+    return Committed(row, prompt, sample, is_error, order.astype(np.int64, copy=False), rows, prompts)
 
 
 def first_of_prompt(row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:

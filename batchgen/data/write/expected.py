@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +9,22 @@ import numpy.typing as npt
 
 from batchgen.data.write.committed import Committed, find_prompts
 from batchgen.errors import BatchgenError, UsageError
-from batchgen.request.columns import Columns
+from batchgen.request.columns import Column, Columns
 
 
 class ExpectedKeys(Columns):
-    """Every prompt of the job with its number of samples; 16 bytes per prompt, added in any order."""
+    """Every prompt of the job with its number of samples, added in any order."""
 
     _columns = ("_row", "_prompt", "_samples")
 
     def __init__(self) -> None:
-        self._row = array("q")
-        self._prompt = array("i")
-        self._samples = array("i")
+        self._row = Column("q")
+        self._prompt = Column("i")
+        self._samples = Column("i")
 
     def add(self, row_index: int, prompt_index: int = 0, samples: int = 1) -> None:
         """Expect `samples` output rows for a prompt, or one error row instead."""
+        self.pack(self._row)
         self._row.append(row_index)
         self._prompt.append(prompt_index)
         self._samples.append(samples)
@@ -39,6 +39,8 @@ class ExpectedKeys(Columns):
             UsageError: a committed prompt is not expected, or has another number of samples (as after
                 `--resume-anyway` with other options), so that this job could never complete.
         """
+        if not len(committed):
+            return
         starts = committed.starts
         row, prompt = committed.row_index[starts], committed.prompt_index[starts]
         samples = self._samples_of(row, prompt)
@@ -80,9 +82,9 @@ class ExpectedKeys(Columns):
         return np.append(samples, np.int32(0))[places]  # -1, not expected, is the 0 at the end
 
     def _sorted(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        row = np.array(self._row, np.int64)
-        prompt = np.array(self._prompt, np.int32)
-        samples = np.array(self._samples, np.int32)
+        row, prompt, samples = self._row.values(), self._prompt.values(), self._samples.values()
+        if (row[1:] > row[:-1]).all():
+            return row, prompt, samples
         order = np.lexsort((prompt, row))
         return row[order], prompt[order], samples[order]
 

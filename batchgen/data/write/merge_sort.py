@@ -33,6 +33,8 @@ ROW_GROUP_BYTES = 60 << 20
 """Most bytes of values of a row group in memory; encoded, it is then smaller than the documented limit of 64 MiB."""
 
 _MOST_BUCKETS = 256
+_BLOCK_ROWS = 1 << 16
+"""Number of rows assigned to buckets at once."""
 _ROW_OVERHEAD = 256
 """Bytes of a row in memory in addition to its values: offsets and validity of 39 columns."""
 _RANK = "rank"
@@ -186,15 +188,20 @@ def _write_sorted(table: pa.Table, order: npt.NDArray[np.int64], writer: ResultW
 
 def _assign_buckets(
     order: npt.NDArray[np.int64], sizes: Sequence[tuple[int, int]], memory_bytes: int
-) -> npt.NDArray[np.int64]:
-    """[N] int64: bucket of each row as read. A bucket is a range of the final order; all have about equal bytes."""
-    row_bytes = np.concatenate([np.full(rows, size / max(rows, 1)) for rows, size in sizes])
-    total = row_bytes.sum()
+) -> npt.NDArray[np.uint8]:
+    """[N] uint8: bucket of each row as read. A bucket is a range of the final order; all have about equal bytes."""
+    row_bytes = np.array([size / max(rows, 1) for rows, size in sizes])
+    file_ends = np.cumsum([rows for rows, _ in sizes])
+    total = sum(size for rows, size in sizes if rows)
     # A bucket is in memory twice while it is sorted.
     count = int(np.clip(np.ceil(2 * total / memory_bytes), 1, _MOST_BUCKETS))
-    ends = np.cumsum(row_bytes[order])
-    buckets = np.empty(len(order), np.int64)
-    buckets[order] = np.minimum((ends - row_bytes[order]) * count / total, count - 1).astype(np.int64)
+    buckets, before = np.empty(len(order), np.uint8), 0.0
+    for start in range(0, len(order), _BLOCK_ROWS):
+        rows = order[start : start + _BLOCK_ROWS]
+        each = row_bytes[np.searchsorted(file_ends, rows, side="right")]
+        ends = before + np.cumsum(each)
+        buckets[rows] = np.minimum((ends - each) * count / total, count - 1)
+        before = float(ends[-1])
     return buckets
 
 
@@ -209,7 +216,7 @@ class _Bucket:
 def _write_buckets(
     tables: Iterable[pa.Table],
     order: npt.NDArray[np.int64],
-    buckets: npt.NDArray[np.int64],
+    buckets: npt.NDArray[np.uint8],
     scratch: Path,
 ) -> list[_Bucket]:
     """Write each row, with its position in the final order, to its bucket's Arrow file. Returns them in order."""
@@ -233,7 +240,7 @@ def _write_buckets(
     return [_Bucket(files[bucket], streams[bucket].crc) for bucket in sorted(writers)]
 
 
-def _bucket_slices(table: pa.Table, buckets: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
+def _bucket_slices(table: pa.Table, buckets: npt.NDArray[np.uint8]) -> Iterator[tuple[int, pa.Table]]:
     order = np.argsort(buckets, kind="stable")
     table = table.take(pa.array(order))
     found, starts = np.unique(buckets[order], return_index=True)

@@ -19,9 +19,11 @@ import numpy.typing as npt
 
 from batchgen.data.files import open_new, open_own_to_change, remove_file, sync_stream, system
 from batchgen.data.write.durable_files import output_errors
-from batchgen.request.columns import Columns
+from batchgen.request.columns import Column, Columns
 
 _BUFFER = 1 << 20
+_DROP_EVERY = 1 << 10
+"""Number of reads after which the pages of a mapped file leave the process again; the system still caches them."""
 
 
 class _Spool:
@@ -76,8 +78,23 @@ class _Spool:
         self.close()
 
 
+class _Mapped:
+    """Memory map of a file, of which few pages stay in the process however much is read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.map = system.mmap(descriptor)
+        self._reads = 0
+
+    def read(self) -> mmap.mmap:
+        """The map, for one read."""
+        self._reads += 1
+        if self._reads % _DROP_EVERY == 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED)
+        return self.map
+
+
 class BlobSpool(_Spool, Columns):
-    """Spool of byte strings, by index; 8 bytes of memory each.
+    """Spool of byte strings, by index; 4 bytes of memory each, 8 in a file of more than 2 GiB.
 
     Args:
         path: path of the file.
@@ -87,17 +104,21 @@ class BlobSpool(_Spool, Columns):
     _columns = ("_ends",)
 
     def __init__(self, path: Path, kept: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
-        self._ends = array("q")
+        self._ends = Column("q", narrowest="i")
         """End offset of each blob."""
-        self._map: mmap.mmap | None = None
+        self._size = 0
+        self._map: _Mapped | None = None
         if kept is not None:
             self.restore_columns(kept)
+            self._size = self._ends[len(self) - 1] if len(self) else 0
         super().__init__(path, None if kept is None else self.size)
 
     def append(self, blob: bytes) -> int:
         """Append a blob and return its index."""
+        self.pack(self._ends)
         self._write(blob)
-        self._ends.append(self.size + len(blob))
+        self._size += len(blob)
+        self._ends.append(self._size)
         return len(self._ends) - 1
 
     def __len__(self) -> int:
@@ -106,7 +127,7 @@ class BlobSpool(_Spool, Columns):
     @property
     def size(self) -> int:
         """Total bytes of all blobs."""
-        return self._ends[-1] if self._ends else 0
+        return self._size
 
     def __getitem__(self, index: int) -> bytes:
         """The blob at `index`.
@@ -120,17 +141,17 @@ class BlobSpool(_Spool, Columns):
         return self._mapped(end)[start:end] if end > start else b""
 
     def _mapped(self, end: int) -> mmap.mmap:
-        if self._map is None or len(self._map) < end:
+        if self._map is None or len(self._map.map) < end:
             self._flush()
             if self._map is not None:
-                self._map.close()
-            self._map = system.mmap(self._file.fileno())
-        return self._map
+                self._map.map.close()
+            self._map = _Mapped(self._file.fileno())
+        return self._map.read()
 
     def close(self, *, keep: bool = False) -> None:
         """Close the file and remove it unless `keep`. Further calls do nothing."""
         if self._map is not None:
-            self._map.close()
+            self._map.map.close()
             self._map = None
         super().close(keep=keep)
 
@@ -146,7 +167,8 @@ class TokenSpool(_Spool):
     def __init__(self, path: Path, kept: int | None = None) -> None:
         super().__init__(path, None if kept is None else 4 * kept)
         self._count = kept or 0
-        self._map = np.zeros(0, np.int32)
+        self._map: _Mapped | None = None
+        self._ids = np.zeros(0, np.int32)
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Append the ids of a prompt."""
@@ -157,7 +179,10 @@ class TokenSpool(_Spool):
 
     def ids(self) -> npt.NDArray[np.int32]:
         """[total] int32: all ids so far, memory-mapped and read-only; they stay readable after `close`."""
-        if len(self._map) != self._count:
+        if len(self._ids) != self._count:
             self._flush()
-            self._map = np.frombuffer(system.mmap(self._file.fileno()), np.int32)
-        return self._map
+            self._map = _Mapped(self._file.fileno())
+            self._ids = np.frombuffer(self._map.map, np.int32)
+        elif self._map is not None:
+            self._map.read()
+        return self._ids

@@ -70,11 +70,12 @@ class NodeBuffers:
     """
 
     def __init__(self, tree: PrefixTree, first: Ints, last: Ints) -> None:
-        self._start, self._end, self._parent = tree.start.data, tree.end.data, tree.parent.data
-        self._leaf = tree.node_of_request.data
+        self._requests = np.flatnonzero(last > first)
+        if not len(self._requests):  # most jobs: no column of theirs is kept
+            first = last = np.zeros(0, np.int64)
+        self._end, self._parent, self._leaf = tree.end.data, tree.parent.data, tree.node_of_request.data
         self._first = first
         self._last = last
-        self._requests = np.flatnonzero(last > first)
         self._low, self._high, self._num_users = self._by_node(tree)
         self._kept: dict[int, NodeRows] = {}
         self.positions = 0
@@ -91,7 +92,7 @@ class NodeBuffers:
 
     def needs(self, request: int) -> bool:
         """Whether the request needs positions."""
-        return bool(self._last[request] > self._first[request])
+        return bool(self and self._last[request] > self._first[request])
 
     def num_users(self, node: int) -> int:
         """Number of unfinished requests at or below the node that need positions (not necessarily of this node)."""
@@ -143,10 +144,10 @@ class NodeBuffers:
 
     def path(self, request: int) -> list[tuple[NodeRows, slice]]:
         """The nodes with the request's needed positions, root first, and the request's slice of their rows."""
-        first, last = int(self._first[request]), int(self._last[request])
         found: list[tuple[NodeRows, slice]] = []
-        if last <= first:
+        if not self.needs(request):
             return found
+        first, last = int(self._first[request]), int(self._last[request])
         for node in self._nodes_between(request, first, last):
             rows = self._kept[node]
             low, high = max(first, rows.low), min(last, rows.high)
@@ -169,17 +170,22 @@ class NodeBuffers:
             node = self._parent[node]
 
     def _allocate(self, node: int) -> NodeRows:
-        low = max(self._start[node], self._low[node])
+        low = max(self._start_of(node), self._low[node])
         high = max(low, min(self._end[node], self._high[node]))
         rows = self._kept[node] = NodeRows(node, low, high, low)
         return rows
+
+    def _start_of(self, node: int) -> int:
+        """First position of a node: its parent's end."""
+        parent = self._parent[node]
+        return 0 if parent < 0 else self._end[parent]
 
     def _nodes_between(self, request: int, start: int, end: int) -> list[int]:
         """Nodes on the request's path with positions in [start, end), root first."""
         node = self._leaf[request]
         path: list[int] = []
         while node >= 0 and self._end[node] > start:
-            if self._start[node] < end:
+            if self._start_of(node) < end:
                 path.append(node)
             node = self._parent[node]
         path.reverse()

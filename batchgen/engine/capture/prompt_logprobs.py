@@ -88,12 +88,12 @@ class PromptLogprobs:
         self._table = table
         self._token_text = token_text
         self._ops = ops
-        self._request, self._end = tree.request.data, tree.end.data
+        self._end, self._order, self._first_row = tree.end.data, tree.order.data, tree.first_row.data
         self._parent, self._subtree_end = tree.parent.data, tree.subtree_end.data
         self._leaf = tree.node_of_request.data
         self._rows = max(1, LOGITS_BYTES // (4 * vocab_size))
         start = _starts(workload)
-        length = np.diff(table.offsets)
+        length = np.diff(table.offsets) if len(start) else start
         # Entry j needs the logits of j - 1; the last prompt position's logits are those of the first output token.
         self.buffers = NodeBuffers(tree, np.maximum(start - 1, 0), np.where(start >= 0, length - 1, 0))
         """Logprobs by tree node, for the positions whose logits are needed."""
@@ -232,7 +232,9 @@ class PromptLogprobs:
                 id_ranges.append((slice(begin, at), ids))
             children.append(self._wanted_children(span))
             child_rows += [at - 1] * len(children[-1])
-            child_tokens += [int(self._table.prompt_ids(self._request[child])[span.end]) for child in children[-1]]
+            child_tokens += [
+                int(self._table.prompt_ids(self._order[self._first_row[child]])[span.end]) for child in children[-1]
+            ]
         return _LogitsChunk(
             spans,
             max(self._top_k[span.node] for span in spans),
@@ -291,7 +293,7 @@ class PromptLogprobs:
 
     def _targets(self, span: Span) -> npt.NDArray[np.int64]:
         """[len(span)] token after each position; 0 at the node's end, where it depends on the branch."""
-        ids = self._table.prompt_ids(self._request[span.node])
+        ids = self._table.prompt_ids(self._order[self._first_row[span.node]])
         targets = np.zeros(len(span), np.int64)
         end = min(span.end + 1, self._end[span.node])
         targets[: end - span.start - 1] = ids[span.start + 1 : end]
@@ -332,12 +334,15 @@ class PromptLogprobs:
 
 
 def _starts(workload: JobWorkload) -> npt.NDArray[np.int64]:
-    """[N] first prompt position whose logprob each request returns; -1 for none, and for requests that do not run."""
-    params = workload.table.params
-    if not params:
+    """[N] first prompt position whose logprob each request returns; -1 for none, and for requests that do not run.
+
+    Empty if no request returns any.
+    """
+    table = workload.table
+    requested = [p.logprob_start_len if p.return_logprob else -1 for p in table.params]
+    if max(requested, default=-1) < 0 and not (table.score_start >= 0).any():
         return np.zeros(0, np.int64)
-    requested = np.array([p.logprob_start_len if p.return_logprob else -1 for p in params], np.int64)
-    starts = np.where(workload.table.score_start >= 0, workload.table.score_start, requested[workload.table.params_id])
+    starts = np.where(table.score_start >= 0, table.score_start, table.by_params(requested, np.int64))
     return np.where(workload.samples > 0, starts, -1)
 
 

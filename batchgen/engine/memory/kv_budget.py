@@ -139,9 +139,9 @@ def most_pages(workload: JobWorkload, page_size: int) -> int:
     keeps free for each running sequence.
     """
     tree = workload.tree
-    nodes = -(-(tree.end - tree.start).astype(np.int64) // page_size) + 1
-    outputs = -(-workload.table.max_new_tokens.astype(np.int64) // page_size) + 2
-    return int(nodes.sum() + (outputs * workload.samples).sum()) + 2
+    nodes = -(-(tree.end - tree.start) // page_size) + 1
+    outputs = -(-workload.table.max_new_tokens // page_size) + 2
+    return int(nodes.sum(dtype=np.int64) + np.dot(outputs.astype(np.int64), workload.samples)) + 2
 
 
 def device_memory(device: torch.device, step: int = 0) -> DeviceMemory:

@@ -194,7 +194,7 @@ def blocked_requests(plan: StepPlan, tree: PrefixTree) -> list[int]:
             found.append(chunk.request)
             continue
         node = int(tree.node_of_request[chunk.request])
-        while tree.start[node] > chunk.start:
+        while tree.start_of(node) > chunk.start:
             node = int(tree.parent[node])
-        found += tree.order[int(tree.first_row[node]) : int(tree.last_row[node]) + 1].tolist()
+        found += tree.requests_below(node).tolist()
     return found
