@@ -152,8 +152,7 @@ class _Job:
         model: Future[Model],
     ) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
-        config = self.config
-        # Found before the rows are read, so that a wrong --reuse fails early.
+        config = self.config  # a wrong --reuse fails before the rows are read
         files = reusable_files(work, None if config.reuse is None else Path(config.reuse))
         resumed = len(committed) > 0 or bool(files)
         # Opened before the computation, so that a bad path fails early.
@@ -176,8 +175,8 @@ class _Job:
                 engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
                 emit = None if events is None else events.listener(lambda row: rows.texts[row][0])
-                given = rows.table, reuse.done, self.in_work
-                running = engine.start(*given, prompt_ids=config.include_prompt_ids, emit=emit)
+                ids = config.include_prompt_ids
+                running = engine.start(rows.table, reuse.done, self.in_work, prompt_ids=ids, emit=emit)
                 reuse.commit(rows, running.workload, work, writer)
             self._generate_all(running, rows, hashes, writer, setup)
             for note in running.loop.notes:
