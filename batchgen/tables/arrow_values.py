@@ -48,6 +48,11 @@ _Values = list[Any]
 Value = dict[str, Any] | UnreadableRow
 """A row, or why it cannot be read."""
 
+_BAD_NAME = RowError(
+    ErrorCode.INVALID_UNICODE,
+    "a name in the type of a column, such as that of a time zone, is not UTF-8; write the file with another type",
+)
+
 
 def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset[str] = frozenset()) -> list[Value]:
     """The rows of a batch as dicts of JSON values, or the error of a row.
@@ -66,7 +71,8 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset
     try:
         return [fields.read(row) for row in _dicts(batch, text_columns)]
     except Exception as error:
-        info = row_error(error, "reading the row's columns")
+        is_name = isinstance(error, UnicodeDecodeError)  # of a type: values are looked at one by one
+        info = _BAD_NAME.info if is_name else row_error(error, "reading the row's columns")
         if batch.num_rows == 1:
             return [UnreadableRow(RowError(info.code, info.message, info.param), _readable(batch, text_columns))]
     return [read_rows(batch.slice(i, 1), fields, text_columns)[0] for i in range(batch.num_rows)]

@@ -190,7 +190,7 @@ def _fuzz_guided(session: Session) -> None:
     options = [
         f"-seed={task.seed}",
         f"-max_len={MAX_BYTES}",
-        "-timeout=0",
+        "-timeout=3600",
         "-rss_limit_mb=0",
         f"-artifact_prefix={task.folder}/",
     ]
