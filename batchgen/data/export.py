@@ -146,7 +146,7 @@ def read_line_totals(path: Path) -> Totals:
         except OSError as error:
             why = error.strerror or error
             raise InputError(f"{file} cannot be read ({why}). Check its permissions and the disk.") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedFile(file, f"a line is not whole: {error}") from error
     totals.rows += len(rows)
     totals.rows_error += len(failed)

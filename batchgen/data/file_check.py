@@ -62,6 +62,7 @@ def check_files(out: Path) -> Iterator[Finding]:
     Raises:
         InputError: there is nothing to check, or a file cannot be read.
     """
+    out = out if out.name not in ("", "..") else out.absolute()
     work = output_paths(out).work
     if is_folder(out):
         shards, folders = (
@@ -239,7 +240,9 @@ def _line_key(line: bytes) -> tuple[tuple[int, int, int] | None, bool, Mapping[s
         return None, False, None
     value = read_json(line)
     if (found := _BATCH_ID.fullmatch(str(value.get("id")))) is not None and "custom_id" in value:
-        return (int(found[1], 16), 0, 0), "error" in ((value.get("response") or {}).get("body") or {}), mark
+        response = value.get("response")
+        body = response.get("body") if isinstance(response, dict) else None
+        return ((int(found[1], 16), 0, 0), "error" in body, mark) if isinstance(body, dict) else (None, False, mark)
     key = tuple(value.get(name) for name in KEY_COLUMNS)
     whole = all(isinstance(number, int) for number in key) and (value.get("status") == "error") == ("error" in value)
     return (key if whole else None), "error" in value, mark

@@ -16,7 +16,7 @@ from batchgen.config.run_config import RunConfig
 from batchgen.data.export import read_line_totals
 from batchgen.data.files import exists, files_in, is_folder, resolved
 from batchgen.data.read.input_set import InputSet
-from batchgen.data.write.damage import Note, ignore
+from batchgen.data.write.damage import Note, ignore, output_damage
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.results_file import DamagedFile, intact_footer
@@ -79,7 +79,7 @@ class OpenedJob:
         path = self.paths.result
         if self._config.existing == "overwrite" or not is_complete(self.paths, self.identity.run):
             return
-        if read_line_totals(path).rows_error:
+        if output_damage(path, self.paths.states, whole=False) is None and read_line_totals(path).rows_error:
             raise UsageError(
                 f"{path} holds JSON lines, whose errors cannot be retried alone. For retries run with -o "
                 "OUT.parquet, and write the lines with batchgen export."

@@ -178,13 +178,13 @@ class _Job:
                 ids = config.include_prompt_ids
                 running = engine.start(rows.table, reuse.done, self.in_work, prompt_ids=ids, emit=emit)
                 reuse.commit(rows, running.workload, work, writer)
-            self._generate_all(running, rows, hashes, writer, setup)
+            counts = self._generate_all(running, rows, hashes, writer, setup)
             for note in running.loop.notes:
                 self.progress.note(note)
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
-        advice, counts, kernels = input_advice(rows, running.workload, setup), RunCounts.of(running), engine.kernels
+        advice, kernels = input_advice(rows, running.workload, setup), engine.kernels
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory
@@ -285,14 +285,18 @@ class _Job:
 
     def _generate_all(
         self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter, setup: Setup
-    ) -> None:
+    ) -> RunCounts:
         """Generate what is missing: all rows together, then each of those that run alone."""
         if self.progress.shows_time_left:
             self.eta = EtaTracker.of_job(running, setup.spec)
         with self._phase("generating"):
             self._generate(running, rows, hashes, writer)
+            counts = RunCounts.of(running)
             for row in running.workload.held:
-                self._generate(running.alone(row), rows, hashes, writer)
+                alone = running.alone(row)
+                self._generate(alone, rows, hashes, writer)
+                counts = counts.plus(RunCounts.of(alone))
+        return counts
 
     def _generate(self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter) -> None:
         for group in running.loop.run(lambda: self._tick(running)):

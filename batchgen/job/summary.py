@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -115,6 +115,16 @@ class RunCounts:
             output_tokens=running.loop.state.output_tokens,
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             engine={**stats.as_dict(), **running.loop.counts()},
+        )
+
+    def plus(self, alone: RunCounts) -> RunCounts:
+        """With the work of a row that ran alone, when all others were done."""
+        return replace(
+            self,
+            computed_prompt_tokens=self.computed_prompt_tokens + alone.computed_prompt_tokens,
+            output_tokens=self.output_tokens + alone.output_tokens,
+            kv_peak_bytes=max(self.kv_peak_bytes, alone.kv_peak_bytes),
+            engine={**self.engine, "steps": self.engine["steps"] + alone.engine["steps"]},
         )
 
 

@@ -112,8 +112,8 @@ class Column:
         self._count += len(block)
 
     def _is_line(self, block: npt.NDArray[Any]) -> bool:
-        line = self._line(len(block), self._count)
-        return bool(line[-1] == block[-1]) and np.array_equal(line, block)
+        last = self._first + (self._count + len(block) - 1) * self._step  # not wrapped to the declared type
+        return last == block[-1] and np.array_equal(self._line(len(block), self._count), block)
 
     def _store(self, block: npt.NDArray[Any]) -> None:
         assert self._values is not None

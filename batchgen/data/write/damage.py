@@ -8,7 +8,7 @@ from typing import Final
 
 from batchgen.data.files import files_in, is_file, make_durably, open_named, rename, size_of, sync_folder
 from batchgen.data.write.durable_files import output_errors, part_errors
-from batchgen.data.write.lines import damaged_line, errors_path, is_lines
+from batchgen.data.write.lines import errors_path, is_lines, odd_line
 from batchgen.data.write.results_file import DamagedFile, open_parquet, open_part, read_footer
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_parts import part_files
@@ -59,7 +59,7 @@ def output_damage(result: Path, states: Path, *, whole: bool) -> DamagedFile | N
     Of the hidden states, which may be large, only the footer is read unless `whole`.
 
     Raises:
-        OutputError: a file cannot be read now.
+        OutputError: a file cannot be read now, or has lines of several jobs.
     """
     try:
         if is_lines(result):
@@ -76,9 +76,14 @@ def output_damage(result: Path, states: Path, *, whole: bool) -> DamagedFile | N
 def _check_lines(result: Path) -> None:
     for file in (result, errors_path(result)):
         with part_errors(file):
-            number = damaged_line(file) if is_file(file) else None
-        if number is not None:
-            raise DamagedFile(file, f"line {number} is not whole")
+            odd = odd_line(file) if is_file(file) else None
+        if odd is not None and odd.is_whole:
+            raise OutputError(
+                f"{file} holds lines of several jobs: line {odd.number} is the first of another one. Move the file "
+                "away, or name another output with -o."
+            )
+        if odd is not None:
+            raise DamagedFile(file, f"line {odd.number} is not whole")
 
 
 def _check(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from batchgen.data.files import exists, open_named
 from batchgen.request.foreign_text import ForeignTextError, read_json
@@ -67,8 +67,20 @@ def has_only_marks(file: Path) -> bool:
         return all(line_mark(line) is not None for line in stream)
 
 
-def damaged_line(file: Path) -> int | None:
-    """Number, from 1, of the first line that is not whole in a file of batchgen's lines; None for other files."""
+class OddLine(NamedTuple):
+    """A line that does not belong in a file of batchgen's lines."""
+
+    number: int
+    """Of the line, from 1."""
+    is_whole: bool
+    """Whether it is a line of another job."""
+
+
+def odd_line(file: Path) -> OddLine | None:
+    """The first line that is not whole, or of another job than the first, in a file of batchgen's lines.
+
+    None if there is none, and for other files.
+    """
     jobs: dict[str, int] = {}
     bad = None
     with open_named(file) as stream:
@@ -81,7 +93,8 @@ def damaged_line(file: Path) -> int | None:
             if not jobs and number == _LOOKED_AT:
                 return None
     other = sorted(jobs.values())[1:2]  # the first line of another job than the first
-    return min([*([bad] if jobs and bad else []), *other], default=None)
+    found = [*([OddLine(bad, False)] if jobs and bad else []), *(OddLine(number, True) for number in other)]
+    return min(found, default=None)
 
 
 def _first_mark(path: Path) -> Mapping[str, Any] | None:

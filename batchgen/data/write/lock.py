@@ -35,7 +35,7 @@ from batchgen.errors import OutputError
 from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 LOCK_NAME = "lock"
-_HELD_NAME = "lock.held"
+HELD_NAME = "lock.held"
 """The lock where there is no flock; it exists while a run holds it."""
 _HELD = {errno.EAGAIN, errno.EACCES}
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -68,6 +68,8 @@ class RunLock:
             for tries in range(_TRIES):
                 if self._try_lock(folder, out, last=tries == _TRIES - 1):
                     break
+            else:
+                raise OutputError(f"{self.path} is removed again and again by other runs. Wait for them.")
             try:
                 _refuse_other_disk(folder, out)
                 self.foreign += set_aside_foreign(folder)
@@ -117,7 +119,7 @@ class RunLock:
                 ) from None
             if error.errno not in _UNSUPPORTED:
                 raise
-            self._held = _hold(folder / _HELD_NAME, out)
+            self._held = _hold(folder / HELD_NAME, out)
 
     def release(self, remove: bool = False) -> None:
         """Release the lock; with `remove`, delete its file first. Further calls do nothing."""
@@ -134,7 +136,7 @@ class RunLock:
         folder = self.path.parent
         empty = False
         with suppress(OSError):
-            empty = [path.name for path in files_in(folder)] == [LOCK_NAME]
+            empty = {path.name for path in files_in(folder)} <= {LOCK_NAME, HELD_NAME}
         self.release(remove=empty)
         remove_if_empty(folder)
 

@@ -40,8 +40,8 @@ class DamagedFile(InputError, OSError):
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
-            f"{path} is damaged ({reason}). Put a good copy in its place, or run its command again: the damaged file "
-            "is then set aside, and its rows are computed again."
+            f"{path} is damaged ({reason}). Put a good copy in its place, or run its command again (for hidden states "
+            "with --retry-errors): the damaged file is then set aside, and its rows are computed again."
         )
         self.path = path
         self.reason = reason

@@ -130,12 +130,12 @@ class _OpenParts:
             DamagedFile: the record is damaged.
         """
         try:
-            if file not in self._streams:
-                if len(self._streams) == _OPEN_FILES:
-                    self._streams.popitem(last=False)[1].close()
-                self._streams[file] = open_own(self._parts[file])
-            self._streams.move_to_end(file)
             with part_errors(self._parts[file]):
+                if file not in self._streams:
+                    if len(self._streams) == _OPEN_FILES:
+                        self._streams.popitem(last=False)[1].close()
+                    self._streams[file] = open_own(self._parts[file])
+                self._streams.move_to_end(file)
                 return read_record(self._streams[file], entry)
         except OSError as error:
             raise DamagedFile(self._parts[file], str(error)) from error

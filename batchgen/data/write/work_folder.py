@@ -36,8 +36,8 @@ from batchgen.data.write.damage import (
     set_aside,
 )
 from batchgen.data.write.lines import is_lines, lines_of_job
-from batchgen.data.write.lock import LOCK_NAME, RunLock
-from batchgen.data.write.results_file import DamagedFile, intact_footer
+from batchgen.data.write.lock import HELD_NAME, LOCK_NAME, RunLock
+from batchgen.data.write.results_file import DamagedFile, intact_footer, read_footer
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import states_part
 from batchgen.data.write.work_parts import earlier_parts, part_files
@@ -99,7 +99,13 @@ def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
         record = footer if belongs_to(footer, identity) else None
     if record is None:
         return False
-    if record.get("states") and not belongs_to(intact_footer(paths.states, STATES_CONTENTS), identity):
+    if not record.get("states"):
+        return True
+    try:
+        states = read_footer(paths.states, STATES_CONTENTS)
+    except DamagedFile:
+        return False  # both files are set aside
+    if not belongs_to(states, identity):
         raise OutputError(
             f"{paths.result} is complete, but its hidden states {paths.states} are missing. Put the file back, or "
             "name another output with -o to compute both again."
@@ -222,7 +228,7 @@ class WorkFolder:
 
 
 def empty_work(work: Path) -> None:
-    """Remove everything but the lock, run.json last, so that a half-removed folder still records its job."""
+    """Remove all but the files of the lock, run.json last, so that a half-removed folder still records its job."""
     for entry in sorted(files_in(work), key=lambda path: (path.name == STATE_NAME, path.name)):
-        if entry.name != LOCK_NAME:
+        if entry.name not in (LOCK_NAME, HELD_NAME):
             remove_tree(entry)

@@ -165,6 +165,8 @@ def _state(
     if policy in ("overwrite", "retry"):
         kept = _kept_state(paths.work, old, key, policy)
         if kept is None:
+            if policy == "retry":
+                set_parts_aside(paths.work, note)
             empty_work(paths.work)
         return fresh | (kept or {}) | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
     # run.json names the job; parts of another one in its folder are set aside when they are read.
