@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.data.files import exists, files_in, is_file, is_folder, open_named
+from batchgen.data.files import exists, files_in, is_file, is_folder, open_named, resolved
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.committed import checked_keys, doubled_parts
 from batchgen.data.write.lines import is_lines, line_files, line_mark
@@ -62,7 +62,9 @@ def check_files(out: Path) -> Iterator[Finding]:
     Raises:
         InputError: there is nothing to check, or a file cannot be read.
     """
-    out = out if out.name not in ("", "..") else out.absolute()
+    out = out if out.name not in ("", "..") else resolved(out)
+    if not out.name:
+        raise InputError(f"{out} is a folder without results. Name a result file, or a folder of shards.")
     work = output_paths(out).work
     if is_folder(out):
         shards, folders = (

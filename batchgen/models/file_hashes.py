@@ -103,18 +103,11 @@ class FileHashes:
         Raises:
             ModelError: a file has changed; the message names it.
         """
-        hashed = self.done.result()
         for file, stamp in self._stamps.items():
             try:
-                status = file.stat()
+                _check_same(file, stamp, file.stat())
             except OSError as error:
                 raise _unreadable(file, error) from None
-            now = FileStamp.of(status)
-            # Permissions and links change the last time of change only: the content tells.
-            if now[2:4] != stamp[2:4] or file not in hashed:
-                _check_same(file, stamp, status)
-            elif not now.has_content_of(stamp) and hash_file(file, now) != hashed[file]:
-                raise _changed(file)
 
 
 def hash_file(file: Path, stamp: FileStamp) -> str:
@@ -142,13 +135,9 @@ def hash_file(file: Path, stamp: FileStamp) -> str:
 
 def _check_same(file: Path, stamp: FileStamp, status: os.stat_result) -> None:
     if not FileStamp.of(status).has_content_of(stamp):
-        raise _changed(file)
-
-
-def _changed(file: Path) -> ModelError:
-    return ModelError(
-        f"{file} changed while the model was read. Run the command again when nothing writes to the file."
-    )
+        raise ModelError(
+            f"{file} changed while the model was read. Run the command again when nothing writes to the file."
+        )
 
 
 def _unreadable(file: Path, error: OSError) -> ModelError:

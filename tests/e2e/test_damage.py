@@ -74,3 +74,33 @@ def test_a_damaged_file_of_another_program_is_not_moved(model: Path, tmp_path: P
     assert "out.parquet exists and cannot be read as Parquet" in refused
     assert "Move it away, or name another output with -o" in refused
     assert (tmp_path / "out.parquet").read_bytes() == b"PAR1 and something else"
+
+
+def test_damaged_hidden_states_are_computed_again_with_their_output(model: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY, "return_hidden_states": True}])
+    words = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    run(words, tmp_path)
+    before = read(tmp_path / "out.parquet")
+    damaged = flip(tmp_path / "out.hidden.parquet", 0.95)
+    assert "out.hidden.parquet is damaged (" in run(words, tmp_path).stderr
+    assert (tmp_path / "out.parquet.damaged" / "out.hidden.parquet.damaged").read_bytes() == damaged
+    run(["verify", "out.parquet", "--file"], tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), before)
+
+
+def test_joined_lines_of_several_jobs_are_no_damage(model: Path, tmp_path: Path) -> None:
+    words = command(tmp_path, model)
+    for name, tokens in (("a.jsonl", "2"), ("b.jsonl", "3")):
+        write_lines(tmp_path / "in.jsonl", [{"text": "a", "temperature": 0}])
+        run([*words[:3], name, *words[4:], "--max-new-tokens", tokens], tmp_path)
+    joined = tmp_path / "all.jsonl"
+    joined.write_bytes((tmp_path / "a.jsonl").read_bytes() + (tmp_path / "b.jsonl").read_bytes())
+    before = joined.read_bytes()
+    refused = run([*words[:3], "all.jsonl", *words[4:]], tmp_path, expect=5).stderr
+    assert "all.jsonl holds lines of several jobs: line 2 is the first of another one" in refused
+    assert joined.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", [".", "/"])
+def test_a_folder_without_a_name_of_its_own_is_refused_in_words(tmp_path: Path, name: str) -> None:
+    assert run(["verify", name, "--file"], tmp_path, expect=4).stderr.startswith("error: ")

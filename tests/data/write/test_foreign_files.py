@@ -224,6 +224,11 @@ class TestWithoutFlock:
         assert run_two_parts(out) == []
         assert [*tmp_path.iterdir()] == [out]
 
+    def test_a_run_that_empties_the_folder_keeps_its_lock(self, tmp_path: Path) -> None:
+        out = tmp_path / "r.parquet"
+        with begin(out, policy="overwrite"), pytest.raises(OutputError, match="may be writing"):
+            begin(out)
+
     def test_the_lock_of_a_killed_run_of_this_host_is_replaced(self, tmp_path: Path) -> None:
         out = tmp_path / "r.parquet"
         if not (child := os.fork()):
