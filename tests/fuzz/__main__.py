@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from types import FrameType
 
 import psutil
 
-from tests.fuzz.fuzzer import MODULES
+from tests.fuzz.fuzzer import MODULES, SCRATCH
 from tests.fuzz.record import State, read_record
 from tests.fuzz.worker import Task
 
@@ -204,7 +205,10 @@ def fuzz(name: str, given: argparse.Namespace) -> int:
 
 def main() -> int:
     given = _arguments()
-    return 1 if sum([fuzz(name, given) for name in given.names or MODULES]) else 0
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="batchgen-fuzz-", dir=memory if memory.is_dir() else None) as scratch:
+        os.environ[SCRATCH] = scratch  # workers that are ended leave files there
+        return 1 if sum([fuzz(name, given) for name in given.names or MODULES]) else 0
 
 
 if __name__ == "__main__":
