@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from tests.fuzz.fuzzer import MODULES
+from tests.fuzz.fuzzer import MODULES, SCRATCH
 from tests.fuzz.record import State, read_record
 from tests.fuzz.worker import Task
 
 HANG_SECONDS = 10.0
 """Most processor time of one input."""
 _WAIT_SECONDS = 60.0
-"""Most time of one input by the clock, for a machine with other work."""
+"""Most time of one input by the clock, without the time in which its process waited for a processor."""
 MAX_BYTES = 3 << 29
 """Most memory of a process beyond that before its first input."""
 _POLL = 0.25
@@ -43,9 +45,10 @@ class Watched:
     since: float = 0.0
     """Start of the input that was in work when its processor time was noted."""
     cpu: float = 0.0
+    queued: float = 0.0
+    """Time that it had waited for a processor until then, in seconds."""
     peak: int = 0
     """Most memory beyond the base, in bytes."""
-    end: float = field(default=float("inf"))
 
     def problem(self, state: State) -> str | None:
         """Why the worker must be ended; None if nothing is wrong."""
@@ -54,12 +57,13 @@ class Watched:
                 times, memory = self.ps.cpu_times(), self.ps.memory_info().rss
         except psutil.Error:
             return None
+        queued = _queued_seconds(self.process.pid)
         used = times.user + times.system + times.children_user + times.children_system
         if state.since != self.since:
-            self.since, self.cpu = state.since, used
+            self.since, self.cpu, self.queued = state.since, used, queued
         if state.since and used - self.cpu > HANG_SECONDS:
             return f"hang: more than {HANG_SECONDS:.0f} s of processor time"
-        if state.since and time.monotonic() - state.since > _WAIT_SECONDS:
+        if state.since and time.monotonic() - state.since - (queued - self.queued) > _WAIT_SECONDS:
             return f"hang: more than {_WAIT_SECONDS:.0f} s"
         if state.base_bytes:
             self.peak = max(self.peak, memory - state.base_bytes)
@@ -68,12 +72,20 @@ class Watched:
         return None
 
 
+def _queued_seconds(pid: int) -> float:
+    """Time that a process has waited for a processor; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def start(task: Task) -> Watched:
     """Start a worker."""
     log = (Path(task.folder) / f"log-{task.seed}").open("ab")
     with log:
         process = subprocess.Popen([sys.executable, "-m", "tests.fuzz.worker", task.as_json()], stdout=log, stderr=log)
-    return Watched(task, process, psutil.Process(process.pid), end=time.monotonic() + task.seconds + 120)
+    return Watched(task, process, psutil.Process(process.pid))
 
 
 def keep_failure(task: Task, state: State, problem: str) -> None:
@@ -155,18 +167,19 @@ def fuzz(name: str, given: argparse.Namespace) -> int:
     """Run one fuzzer; the number of its failures of different kinds."""
     folder = given.folder / name
     (folder / "failures").mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("record-*"):
-        old.unlink()
     guided = not given.plain and find_spec("atheris") is not None
     began = time.monotonic()
     seeds = range(given.seed, given.seed + given.jobs)
-    work = Supervisor(
-        [Task(name, str(folder), seed, given.seconds, given.inputs, guided, given.shallow) for seed in seeds]
-    )
+    tasks = [
+        Task(name, str(folder), seed, given.seconds, given.inputs, guided, os.getpid(), given.shallow) for seed in seeds
+    ]
+    for old in folder.glob(f"record-{os.getpid()}-*"):
+        old.unlink()
+    work = Supervisor(tasks)
     signal.signal(signal.SIGTERM, work.stop)
     signal.signal(signal.SIGINT, work.stop)
     work.run()
-    states = [read_record(path) for path in folder.glob("record-*")]
+    states = [read_record(path) for path in folder.glob(f"record-{os.getpid()}-*")]
     seconds, inputs = time.monotonic() - began, sum(state.inputs for state in states)
     failed = sum(state.failures for state in states) + work.ended_early
     kinds = len(list((folder / "failures").glob("*.bin")))
@@ -192,7 +205,10 @@ def fuzz(name: str, given: argparse.Namespace) -> int:
 
 def main() -> int:
     given = _arguments()
-    return 1 if sum([fuzz(name, given) for name in given.names or MODULES]) else 0
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="batchgen-fuzz-", dir=memory if memory.is_dir() else None) as scratch:
+        os.environ[SCRATCH] = scratch  # workers that are ended leave files there
+        return 1 if sum([fuzz(name, given) for name in given.names or MODULES]) else 0
 
 
 if __name__ == "__main__":

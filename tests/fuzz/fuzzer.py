@@ -13,6 +13,8 @@ Check = Callable[[bytes], Hashable]
 """Function of an input that raises for a broken promise, and returns what kind of outcome the input has."""
 
 CORPUS = Path(__file__).parent / "corpus"
+SCRATCH = "FUZZ_SCRATCH"
+"""Variable with the folder for temporary files of a worker, which whoever started it removes."""
 MAX_BYTES = 1 << 16
 """Longest input."""
 

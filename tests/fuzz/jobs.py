@@ -30,6 +30,7 @@ from batchgen.request.row_values import RowDefaults
 from tests.e2e import instant
 from tests.e2e.model import save_model
 from tests.e2e.runner import ProcessResult, run
+from tests.fuzz.fuzzer import SCRATCH
 from tests.fuzz.parsing import require
 
 CONTEXT = 64
@@ -43,8 +44,9 @@ _FORMATS = {"json-lines": "jsonl", "json-documents": "json", "openai-lines": "js
 @cache
 def scratch() -> Path:
     """A folder of this process in memory, if there is such a file system."""
+    given = os.environ.get(SCRATCH)
     memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="batchgen-fuzz-", dir=memory if memory.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="batchgen-fuzz-", dir=given or (memory if memory.is_dir() else None)))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

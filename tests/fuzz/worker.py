@@ -51,13 +51,15 @@ class Task:
     """Most inputs; 0 for no limit."""
     guided: bool
     """Whether atheris guides it."""
+    run: int = 0
+    """Number of the run, by which its records differ from those of other runs in the folder."""
     shallow: bool = False
     """Whether the checks of few inputs, which run an engine, are left out."""
 
     @property
     def record(self) -> Path:
         """The file of its record."""
-        return Path(self.folder) / f"record-{self.seed}"
+        return Path(self.folder) / f"record-{self.run}-{self.seed}"
 
     def as_json(self) -> str:
         """The task as the worker's argument."""
