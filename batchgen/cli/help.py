@@ -23,7 +23,8 @@ _GROUPS: Final = {
         "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
-        "configuration", "sharding", "export", "verify", "deterministic", "python", "reference", "security",
+        "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "reference",
+        "security",
     ),
     "How it works": ("models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary"),
     "Working on batchgen": ("contributing", "gpu-check", "conformance"),

@@ -152,7 +152,7 @@ def test_every_definition_has_the_name_of_its_file() -> None:
         ("", "fields = { return_logprob = 1 }", "`fields`: `return_logprob` must be"),
         ("", "fields = { return_hidden_states = true }", 'tokens = "output"'),
         ("", "samples = 2\nfields = { return_logprob = true }", "cannot be combined with `fields` or `adapters`"),
-        ("name", "name name", "is not TOML"),
+        ("name", "name name", "is not valid TOML"),
     ],
 )
 def test_errors_name_the_wrong_key_of_a_definition(tmp_path: Path, old: str, new: str, message: str) -> None:

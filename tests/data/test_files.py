@@ -17,7 +17,15 @@ METHODS = {
     "touch", "unlink", "write_bytes", "write_text",
 }  # fmt: skip
 """Methods of `Path` that no other object of these modules has."""
-HARMLESS = {"os._exit", "os.getpid", "os.path.abspath", "os.path.samestat", "os.strerror", "os.fspath"}
+HARMLESS = {
+    "os._exit",
+    "os.getpid",
+    "os.path.abspath",
+    "os.path.relpath",
+    "os.path.samestat",
+    "os.strerror",
+    "os.fspath",
+}
 
 
 def _modules() -> dict[str, Path]:
@@ -40,7 +48,7 @@ def _direct_operations(source: str) -> list[str]:
         name = ast.unparse(node.func)
         method = name.rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
         direct = name in AT_ONCE or method in METHODS or (name.startswith("os.") and name not in HARMLESS)
-        opens = method == "open" and not name.startswith(("system.", "pa.", "OpenedJob", "self."))
+        opens = method == "open" and not name.startswith(("system.", "pa.", "archive.", "OpenedJob", "self."))
         renames = method == "replace" and len(node.args) == 1 and not node.keywords
         if (direct and not name.startswith("system.")) or opens or renames:
             found.append(f"line {node.lineno}: {name}")

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen
-from batchgen.data.write.work_folder import read_state
+from batchgen.data.write.work_state import read_state
 from batchgen.errors import BatchgenError, ModelError
 from batchgen.models.check import check_model
 from batchgen.models.safetensors_header import read_header
@@ -263,7 +263,9 @@ def test_a_hostile_run_json_or_lock_ends_no_run_with_a_traceback(model: Path, tm
     whole = (work / "run.json").read_bytes()
     for text in RUN_JSON:
         (work / "run.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-        assert read_state(work) is None
+        state = read_state(work)
+        assert state is not None, "each part has a copy"
+        assert state["info"] is None
     for text in RUN_JSON[:1], RUN_JSON[-1:]:
         for name in ("run.json", "lock"):
             (work / name).write_text(str(text[0]))

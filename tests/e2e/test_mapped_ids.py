@@ -22,7 +22,7 @@ def backing(array: np.ndarray) -> Any:
     owner: Any = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
-    return owner
+    return owner.obj if isinstance(owner, memoryview) else owner
 
 
 @pytest.mark.parametrize(("module", "command"), [(engine, "run"), (check, "check")])

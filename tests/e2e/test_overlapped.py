@@ -16,6 +16,7 @@ import torch
 from batchgen import Completion, Engine
 from batchgen.engine import step_times
 from batchgen.engine.model_runner import InFlightStep, ModelRunner
+from batchgen.errors import OutputError
 from batchgen.kernels.cpu.command_buffer import background_thread
 from batchgen.kernels.cpu.library import loaded
 from tests.e2e.mixed import VOCAB
@@ -185,8 +186,12 @@ def test_a_job_that_ends_early_leaves_no_step_running(model: Path, monkeypatch: 
     if how == "closed":
         job.close()
     else:
-        monkeypatch.setattr("batchgen.engine.outputs.OutputProcessor.finish_sample", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+
+        def full(*_: object) -> None:
+            raise OutputError("the disk is full")
+
+        monkeypatch.setattr("batchgen.engine.outputs.OutputProcessor.finish_sample", full)
+        with pytest.raises(OutputError):
             list(job)
     assert background_thread().done(LATEST)
 

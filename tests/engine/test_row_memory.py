@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.spool import BlobSpool, TokenSpool
@@ -38,7 +40,7 @@ def short_rows(tokens: TokenSpool, spool: BlobSpool) -> tuple[RequestTable, RowT
     for row in range(ROWS):
         digits = [300 + int(digit) for digit in str(row * 7919 % ROWS)]
         table.append(row, 0, [500, 40, *digits, 70, 80], params[row % 2], hash(row * 1.5) & (2**63 - 1), 1 + row % 2)
-        texts.add(row, f"request-{row}", None, None)
+        texts.add(row, orjson.dumps([f"request-{row}", None, None]))
         expected.add(row)
         shapes.add(row)
     return table, texts, expected, shapes

@@ -21,7 +21,7 @@ from batchgen.data.files import FileSystem
 
 CHANGES = {"create", "write", "truncate", "fsync", "close", "sync_folder", "rename", "unlink", "mkdir", "rmdir"}
 """Operations that change files or make changes durable; the others look."""
-OF_OPEN_FILES = {"fsync", "fstat", "flock", "mmap"}
+OF_OPEN_FILES = {"fsync", "fstat", "flock", "mmap", "mmap_shared"}
 NEEDS_SPACE = {"create", "write", "fsync", "close", "mkdir", "rename"}
 """Operations that a full disk refuses."""
 NEEDS_WRITABLE = {"create", "write", "truncate", "rename", "unlink", "mkdir", "rmdir"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from random import Random
@@ -26,6 +27,7 @@ from tests.rows import CHAT, COMPLETIONS, HELLO
 
 READING = frozenset({ErrorCode.INVALID_JSON, ErrorCode.INVALID_UNICODE, ErrorCode.TRUNCATED_INPUT})
 _BOM, _BLANK = b"\xef\xbb\xbf", b" \t\r\n"
+_DOCUMENT = re.compile(rb"\[[ \t\r\n]*[{\]]")  # an array of rows; any other line is a row that is refused
 _KEYS = (*LOOKUP["row"], "sampling_params", "note", "Temperature", "max_length")
 _BODY_KEYS = (*LOOKUP["chat"], *LOOKUP["completions"], "note", "n_probs")
 _LINE_KEYS = ("custom_id", "method", "url", "body", "note", "id")
@@ -85,7 +87,7 @@ def _outcome(rows: Iterable[RawRow]) -> Hashable:
 def check_lines(data: bytes) -> Hashable:
     rows = rows_of(json_line_rows, data)
     text = data.removeprefix(_BOM)
-    if text.lstrip(_BLANK)[:1] == b"[":
+    if _DOCUMENT.match(text.lstrip(_BLANK)):
         return "document", _check_document(rows, text), _outcome(rows)
     lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip(_BLANK)]
     require(

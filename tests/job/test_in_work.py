@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, open_work, output_paths
+from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
+from batchgen.data.write.work_owner import open_work
 from batchgen.job.in_work import InWork
 
 Run = Callable[[InWork], None]

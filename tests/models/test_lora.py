@@ -222,7 +222,7 @@ def test_missing_and_damaged_files_are_rejected(base: Path, adapter: Path, tmp_p
     (adapter / "adapter_config.json").write_text("{")
     refused(adapter, "is not JSON")
     (adapter / "adapter_config.json").write_text("[]")
-    refused(adapter, "does not hold an object")
+    refused(adapter, "must hold an object")
 
 
 def test_adapted_experts_are_rejected(tmp_path: Path) -> None:
