@@ -62,6 +62,26 @@ def test_a_long_text_is_truncated_as_its_ids_would_be(
     assert encoder.truncated == 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("truncate", ["left", "right"])
+def test_texts_to_score_are_tokenised_behind_the_end_of_a_long_prompt(
+    tokenizers: dict[str, Tokenizer], kind: str, truncate: Literal["left", "right"]
+) -> None:
+    tokenizer = tokenizers[kind]
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, CONTEXT, truncate)
+    bos = tokenizer.prefix_ids
+    for end in (" Answer: ", " jump"):
+        text, scored = prose(40_000) + end, ["ing", "yes", " fox"]
+        prompts = encode(encoder, {"text": text, "completions": scored})
+        wanted = tokenizer.encode_continuations(text, scored)
+        for prompt, (ids, start) in zip(prompts, wanted, strict=True):
+            kept = CONTEXT - len(ids[start:])
+            left = bos + ids[start - kept + len(bos) : start]
+            right = (ids[:kept] if ids[: len(bos)] == bos else bos + ids)[:kept]
+            assert prompt.ids == (left if truncate == "left" else right) + ids[start:]
+            assert prompt.score_start == kept
+
+
 @pytest.mark.parametrize("truncate", ["left", "right"])
 def test_a_text_that_cannot_be_cut_is_truncated_all_the_same(
     tokenizers: dict[str, Tokenizer], truncate: Literal["left", "right"]
