@@ -54,6 +54,15 @@ HOSTILE = {
     "percent star": "{{ '%*d' % (10 ** 11, 1) }}",
     "format filter": "{{ '%099999999999d' | format(1) }}",
     "format method": "{{ '{:>99999999999}'.format(1) }}",
+    "percent after a sign": "{{ '%%%99999999d' % 1 }}",
+    "percent precision": "{{ '%.99999999f' % 1 }}",
+    "percent name": "{{ '%(a(b)%)99999999d' % {'a(b)%': 1} }}",
+    "percent length": "{{ '%l%%99999999d' % 1 }}",
+    "percent often": "{{ ('%(a)999999d' * 9999) % {'a': 1} }}",
+    "format width": "{{ '{:{w}}'.format(1, w=10 ** 11) }}",
+    "format precision": "{{ '{:.99999999f}'.format(1) }}",
+    "format by name": "{{ '{a:99999999}'.format_map({'a': 1}) }}",
+    "format often": "{{ ('{0:999999}' * 9999).format(1) }}",
     "format nested": "{{ '{:>{}}'.format(1, 10 ** 11) }}",
     "map": "{{ range(99999) | map('center', 99999) | list | length }}",
     "batch": "{{ [1] | batch(10 ** 11, 1) | list | length }}",
@@ -78,6 +87,32 @@ def test_a_hostile_template_is_the_rows_error(name: str, tmp_path: Path, monkeyp
     assert isinstance(found, ErrorInfo)
     assert (found.code, found.param) == (ErrorCode.INVALID_FIELD, "messages")
     assert "the chat template" in found.message
+
+
+FORMATS = {
+    "{{ '{}: {}'.format('a', 'b') }}": "a: b",
+    "{{ 'x: {a} {b}'.format(a=1, b=2) }}": "x: 1 2",
+    "{{ '%s: {%s}' % ('a', 'b') }}": "a: {b}",
+    "{{ '{\"name\": {\"x\": \"%s\"}}' | format('a') }}": '{"name": {"x": "a"}}',
+    "{{ '{} is 50% **off**'.format('it') }}": "it is 50% **off**",
+    "{{ '{:*>4}|{:x^5}'.format(1, 2) }}": "***1|xx2xx",
+    "{{ '{{{}}} 1234567890'.format('a') }}": "{a} 1234567890",
+    "{{ '1234567890 * %s' % 'a' }}": "1234567890 * a",
+    "{{ '%(n)s * %%: 99999999' | format(n=1) }}": "1 * %: 99999999",
+    "{{ '{}'.format(17000000000) }}": "17000000000",
+    "{{ '%05.1f|%-4d|' % (1.25, 7) }}": "001.2|7   |",
+}
+
+
+@pytest.mark.parametrize("template", FORMATS)
+def test_only_the_widths_of_a_format_are_bounded(template: str, tmp_path: Path) -> None:
+    assert render(tmp_path, EACH + template) == "Hi" + FORMATS[template]
+
+
+def test_a_format_that_is_not_one_is_the_templates_own_error(tmp_path: Path) -> None:
+    found = render(tmp_path, EACH + "{{ '{'.format(1) }}")
+    assert isinstance(found, ErrorInfo)
+    assert "ValueError" in found.message
 
 
 def test_a_row_cannot_make_the_templates_loops_longer_than_the_budget(tmp_path: Path) -> None:
