@@ -72,8 +72,13 @@ class Budget:
         if isinstance(value, int) and abs(value) > self.characters:
             self.step(0, abs(value))
 
-    def made(self, value: Any) -> Any:
-        """Count a value that was made, with everything in it; returns it."""
+    def made(self, value: Any, *, copied: bool = True) -> Any:
+        """Count a value that was made, with everything in it; returns it.
+
+        Args:
+            value: the value.
+            copied: whether the texts in a list or an object are new or are written; else it only refers to them.
+        """
         if type(value) is str:
             self.step(1, len(value))
         elif isinstance(value, int):
@@ -82,7 +87,7 @@ class Budget:
                 raise OverBudget(f"the chat template computes a number of more than {_MAX_BITS} bits")
         elif not isinstance(value, float) and value is not None:
             for size, characters in _sizes(value):
-                self.step(1 + size // _STEP_ELEMENTS, characters)
+                self.step(1 + size // _STEP_ELEMENTS, characters if copied else 0)
         return value
 
     def seen(self, value: Any) -> None:
@@ -151,7 +156,7 @@ def _counting_filters(budget: Budget) -> dict[str, Callable[..., Any]]:
 
     @pass_context
     def made(context: Any, value: Any) -> Any:
-        return budget.made(value)
+        return budget.made(value, copied=False)
 
     return {_TEXT: text, _TICK: tick, _MADE: made}
 
@@ -173,6 +178,14 @@ def _counter() -> Any:
             elif not isinstance(each, nodes.For | nodes.Macro | nodes.CallBlock):
                 found += written(list(each.iter_child_nodes()))
         return found
+
+    def may_be_new(node: Any) -> bool:
+        """Whether an element of a list or an object may be a text that is made for it, as by `+` or a slice."""
+        while isinstance(node, nodes.Getattr) or (
+            isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        return not isinstance(node, nodes.Name | nodes.Const | nodes.List | nodes.Tuple | nodes.Dict | nodes.Pair)
 
     class Counter(NodeTransformer):
         def _body(self, node: Any) -> Any:
@@ -198,12 +211,24 @@ def _counter() -> Any:
         visit_Output = visit_Concat = _parts
 
         def _literal(self, node: Any) -> Any:
-            self.generic_visit(node)
             is_read = getattr(node, "ctx", "load") == "load"
             constant = all(isinstance(each, nodes.Const) for each in node.iter_child_nodes())
-            return node if constant or not is_read else counted(node, _MADE)
+            texts = [index for index, each in enumerate(getattr(node, "items", ())) if may_be_new(each)]
+            self.generic_visit(node)
+            if constant or not is_read:
+                return node
+            for index in texts:
+                node.items[index] = counted(node.items[index], _MADE)
+            return counted(node, _MADE)
 
         visit_List = visit_Tuple = visit_Dict = _literal
+
+        def visit_Pair(self, node: Any) -> Any:
+            texts = [name for name in ("key", "value") if may_be_new(getattr(node, name))]
+            self.generic_visit(node)
+            for name in texts:
+                setattr(node, name, counted(getattr(node, name), _MADE))
+            return node
 
     return Counter()
 
@@ -353,7 +378,7 @@ def _calls(call: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
             if name == "join" and args:
                 args = (_joined(owner, args[0], budget),)
             _growth(name, owner, [*args, *kwargs.values()], budget)
-        for each in args:
+        for each in (*args, *kwargs.values()):
             if type(each) is str:
                 budget.step(0, len(each))
         budget.step()

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.field("messages")
 
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TWICE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = MADE %}{% endfor %}{{ ns.x | length }}"
+LONG = "{% set s = 'a' * 99999 %}{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% set ns.x = MADE %}{% endfor %}"
 HOSTILE = {
     "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99) %}some text{% endfor %}{% endfor %}",
@@ -33,6 +34,12 @@ HOSTILE = {
     "nested lists": TWICE.replace("MADE", "[ns.x, ns.x]").replace("ns.x | length", "ns.x"),
     "nested dicts": TWICE.replace("MADE", "{'a': ns.x, 'b': ns.x}").replace("ns.x | length", "ns.x | tojson"),
     "nested by name": TWICE.replace("MADE", "dict(a=ns.x, b=ns.x)").replace("ns.x | length", "ns.x | string"),
+    "sums in lists": TWICE.replace("'ab'", "['ab']").replace("MADE", "[ns.x[0] + ns.x[0]]"),
+    "sums in dicts": TWICE.replace("'ab'", "{'a': 'ab'}").replace("MADE", "{'a': ns.x.a + ns.x.a}"),
+    "sums in keys": TWICE.replace("'ab'", "{'a': 1}").replace("MADE", "{(ns.x | first) + (ns.x | first): 1}"),
+    "slices in lists": LONG.replace("MADE", "ns.x + [s[i:]]"),
+    "slices in dicts": LONG.replace("MADE", "ns.x + [{'a': s[i:]}]"),
+    "slices in namespaces": LONG.replace("MADE", "[namespace(a=s[i:], b=ns.x)]"),
     "batches": TWICE.replace("'ab'", "[1]").replace("MADE", "ns.x | batch(2, ns.x) | list"),
     "set block": TWICE.replace("{% set ns.x = MADE %}", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
     "macro": "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + TWICE.replace("MADE", "f(ns.x)"),
@@ -113,6 +120,21 @@ def test_a_format_that_is_not_one_is_the_templates_own_error(tmp_path: Path) -> 
     found = render(tmp_path, EACH + "{{ '{'.format(1) }}")
     assert isinstance(found, ErrorInfo)
     assert "ValueError" in found.message
+
+
+@pytest.mark.parametrize(
+    "element", ["m", "{'role': m.role, 'content': m.content}", "{'role': m['role'], 'content': '>' + m['content']}"]
+)
+def test_messages_that_are_gathered_one_by_one_count_once(element: str, tmp_path: Path) -> None:
+    template = (
+        "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [ELEMENT] %}{% endfor %}"
+        "{% for m in ns.all %}{{ m.content }}{% endfor %}"
+    ).replace("ELEMENT", element)
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
+    turns = tuple({"role": "user" if i % 2 == 0 else "assistant", "content": "word " * 80} for i in range(600))
+    (found,) = tokenizer.render_chats([ChatPrompt(turns)])
+    assert isinstance(found, str), found
+    assert found.replace(">", "") == "word " * 80 * 600
 
 
 def test_a_row_cannot_make_the_templates_loops_longer_than_the_budget(tmp_path: Path) -> None:
