@@ -167,6 +167,19 @@ def test_steps_and_characters_end_at_their_limits(tmp_path: Path, monkeypatch: p
         assert "more than 0 steps" in error.message
 
 
+@pytest.mark.parametrize("settings", [{}, {"template_kwargs": {"n": 1}}], ids=["plain", "settings"])
+@pytest.mark.parametrize("steps", [4, 6, 20, 60])
+def test_the_same_conversation_has_the_same_outcome_each_time(
+    steps: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the template makes of this kind of conversation is looked at only once."""
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=EACH + "{{ n }}"))
+    prompt = ChatPrompt(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}) * 2, **settings)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", steps)
+    found = [tokenizer.render_chats([prompt])[0] for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+
+
 def test_long_conversations_are_within_the_budget(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=EACH))
     turns = tuple({"role": "user" if i % 2 == 0 else "assistant", "content": "word " * 10} for i in range(5_000))
