@@ -19,7 +19,9 @@ pytestmark = pytest.mark.field("messages")
 
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TWICE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = MADE %}{% endfor %}{{ ns.x | length }}"
-LONG = "{% set s = 'a' * 99999 %}{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% set ns.x = MADE %}{% endfor %}"
+LONG = (
+    "{% set s = 'a' * 99999 %}{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% set ns.x = MADE %}{% endfor %}"
+)
 HOSTILE = {
     "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99) %}some text{% endfor %}{% endfor %}",
@@ -100,7 +102,7 @@ FORMATS = {
     "{{ '{}: {}'.format('a', 'b') }}": "a: b",
     "{{ 'x: {a} {b}'.format(a=1, b=2) }}": "x: 1 2",
     "{{ '%s: {%s}' % ('a', 'b') }}": "a: {b}",
-    "{{ '{\"name\": {\"x\": \"%s\"}}' | format('a') }}": '{"name": {"x": "a"}}',
+    '{{ \'{"name": {"x": "%s"}}\' | format(\'a\') }}': '{"name": {"x": "a"}}',
     "{{ '{} is 50% **off**'.format('it') }}": "it is 50% **off**",
     "{{ '{:*>4}|{:x^5}'.format(1, 2) }}": "***1|xx2xx",
     "{{ '{{{}}} 1234567890'.format('a') }}": "{a} 1234567890",
