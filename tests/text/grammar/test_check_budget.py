@@ -46,6 +46,24 @@ def test_a_check_that_takes_too_long_gives_no_verdict(name: str, monkeypatch: py
     assert CHECK_SECONDS < 1.0, "the limit of a run"
 
 
+DRAFTS = [f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 6, 7)] + [
+    "https://json-schema.org/draft/2019-09/schema",
+    "https://json-schema.org/draft/2020-12/schema",
+]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_parts_that_declare_a_draft_are_checked_as_the_whole(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "CHECK_SECONDS", 0.2)
+    part = {"$schema": draft, "multipleOf": 0.1, "pattern": "^(a|aa)+$", "items": {"$ref": "#"}}
+    for schema in (part, {"items": part}, {"items": {"$schema": DRAFTS[-1], "not": {"not": part}}}):
+        check = Schema(schema)
+        assert [check.satisfied_by(json.dumps([value])) for value in (0.3, "aaa", 0.35)] == [True, True, False], schema
+        began = time.thread_time()
+        assert check.satisfied_by(json.dumps([TEXT])) is None
+        assert time.thread_time() - began < 1.0
+
+
 def test_a_pattern_that_takes_too_long_gives_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "CHECK_SECONDS", 0.2)
     check = KINDS["regex"].check
