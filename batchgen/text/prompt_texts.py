@@ -169,8 +169,10 @@ class LongTexts:
         return next((cut for cut in cuts if cut is not None), None)
 
     def _exceeds(self, piece: str, count: int) -> bool:
-        doubled = len(piece) & (len(piece) - 1) == 0 or len(piece) == self.piece  # not at every length: it takes time
-        return doubled and count + len(self._encode(piece)) >= _FAR * self._context
+        pieces = len(piece) // self.piece
+        is_last = len(piece) + self.piece >= UNCUT_CHARACTERS
+        looks = pieces & (pieces - 1) == 0 or is_last  # at doubled lengths, not at every one: it takes time
+        return looks and count + len(self._encode(piece)) >= _FAR * self._context
 
     def _checked(self, text: str, place: int) -> _Cut | None:
         """A cut at `place` that changes no token near it; None if there is none."""

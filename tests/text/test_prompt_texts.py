@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from batchgen.errors import ErrorCode
 from batchgen.text import encode as encoding
@@ -91,6 +95,27 @@ def test_a_text_that_cannot_be_cut_is_truncated_all_the_same(
     (prompt,) = encode(Encoder(tokenizer, tokenizer.vocab_size, CONTEXT, truncate), {"text": text, "max_new_tokens": 4})
     (a,) = tokenizer.encode_plain(["a"])[0]
     assert prompt.ids == tokenizer.prefix_ids + [a] * (CONTEXT - 4 - len(tokenizer.prefix_ids))
+
+
+@pytest.mark.parametrize("truncate", ["none", "left", "right"])
+@pytest.mark.parametrize("context", [2500, 3000, 4096, 20_000])
+def test_a_text_of_one_letter_is_cut_for_every_context(
+    tmp_path: Path, context: int, truncate: Literal["none", "left", "right"]
+) -> None:
+    """Of a letter whose tokens have 16 of them, so that the first piece does not fill the context."""
+    letters = ["a" * (1 << power) for power in range(5)]
+    backend = Backend(models.BPE({each: index for index, each in enumerate(letters)}, [(a, a) for a in letters[:-1]]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, context, truncate)
+    row = {"text": "a" * (UNCUT_CHARACTERS + 100_000), "max_new_tokens": 4}
+    if truncate == "none":
+        assert f"the context is {context}" in encode_error(encoder, row).message
+    else:
+        (prompt,) = encode(encoder, row)
+        assert len(prompt.ids) == context - 4
 
 
 TOO_LONG: dict[str, dict[str, Any]] = {
