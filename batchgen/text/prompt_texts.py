@@ -4,7 +4,9 @@ A tokenizer takes some hundred bytes of memory for each byte of text. A long tex
 those of the parts: between a word and the space or punctuation behind it, if the tokens around the place are the same
 with and without the cut. Pieces are tokenised until they fill the context, from the side that is kept. A text that is
 too long for the context is thus never tokenised as a whole, and what is kept of it has the ids that it has in the whole
-text. A long stretch without such a place, as of one letter, is cut somewhere once it exceeds the context by far.
+text. A long stretch without such a place, as of one letter or of spaces, is cut somewhere once it exceeds the context
+by far. If the end of the text is kept, the tokens behind that cut may be grouped otherwise than in the whole text, as
+far as the stretch goes, and so in what is kept.
 """
 
 from __future__ import annotations
@@ -92,8 +94,9 @@ class LongTexts:
     def part(self, text: str, side: Side) -> TextPart:
         """The part of a text at one side with at least as many tokens as the context, or the whole text.
 
-        Where the text can be cut, the ids are those that the part has in the whole text; else those at its other side
-        may be others, which are not kept.
+        Where the text can be cut, the ids are those that the part has in the whole text. Else those at its other side
+        may be others, which are not kept; at the end of a text they may be others as far as the stretch without a place
+        to cut goes, since tokens are grouped from its beginning.
 
         The ids of a part at the end begin with the tokenizer's BOS if those of the whole text do.
 
