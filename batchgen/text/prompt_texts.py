@@ -29,8 +29,7 @@ _BATCH_CHARACTERS: Final = 1 << 21  # a batch of long texts ends early, so that 
 CALL_CHARACTERS: Final = 1 << 20
 """Characters after which no further text is added to a call of the tokenizer."""
 ROW_TEXT_BYTES: Final = 1 << 24
-"""Most bytes that the prompts of one row may have in all, each counted as far as it is looked at first, and a character
-that is not ASCII as four."""
+"""Most bytes of UTF-8 that the prompts of one row may have in all, each counted as far as it is looked at first."""
 PIECE_CHARACTERS: Final = 1 << 18
 """Characters of a piece of a long text, if a place to cut is near."""
 UNCUT_CHARACTERS: Final = 1 << 20
@@ -243,7 +242,7 @@ class PromptTexts:
 
     def _bytes(self, given: TokenizerInput) -> int:
         text = given.text[: self.long.piece] if isinstance(given, LongText) else given
-        return len(text) * (1 if text.isascii() else 4) if isinstance(text, str) else 0
+        return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
     def encode(self, inputs: Sequence[TokenizerInput], started: Event) -> list[Encoded]:
         """Tokenize the texts among `inputs`, nothing added; others are returned unchanged.
