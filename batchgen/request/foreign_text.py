@@ -43,13 +43,15 @@ class ForeignTextError(ValueError):
         self.is_limit = is_limit
 
 
-def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = False) -> Any:
+def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = False, unwritable: bool = False) -> Any:
     """The value of a JSON text, as Python's decoder gives it.
 
     Args:
         text: UTF-8, with or without a byte-order mark.
         constants: whether NaN and Infinity are numbers, as in files that Python wrote.
         unique_keys: whether a key may occur only once in an object; else the last value counts.
+        unwritable: whether strings may have half of a surrogate pair, and integers as many digits as the interpreter
+            converts: for a value that is only looked at, and not written anywhere.
 
     Raises:
         ForeignTextError: it is not JSON, is nested more than `MAX_DEPTH` deep, has an integer of more than `MAX_DIGITS`
@@ -58,7 +60,7 @@ def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = 
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text.removeprefix(_BOM)
     value = None if unique_keys else _quickly(data)
     if value is None:
-        value = _decoded(data, constants, unique_keys)
+        value = _decoded(data, constants, unique_keys, unwritable)
     check_depth(value, data.count(b"[") + data.count(b"{"))
     return value
 
@@ -73,7 +75,7 @@ def _quickly(data: bytes) -> Any:
     return None if _NO_DOUBLE_INTEGER in data.translate(_DIGITS_TO_ZERO) else value
 
 
-def _decoded(data: bytes, constants: bool, unique_keys: bool) -> Any:
+def _decoded(data: bytes, constants: bool, unique_keys: bool, unwritable: bool) -> Any:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -87,7 +89,8 @@ def _decoded(data: bytes, constants: bool, unique_keys: bool) -> Any:
         raise _too_deep() from None
     except ValueError as error:  # the interpreter limits the digits of an integer that it converts
         raise _limit_of(error) from None
-    _check_values(value, text)
+    if not unwritable:
+        _check_values(value, text)
     return value
 
 

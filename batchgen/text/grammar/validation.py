@@ -180,7 +180,7 @@ class Schema:
         not within `CHECK_STEPS` and `CHECK_SECONDS`.
         """
         try:
-            value = read_json(text, constants=False)
+            value = read_json(text, constants=False, unwritable=True)
         except ForeignTextError as error:
             return None if error.is_limit else False
         if self._unchecked is None:
@@ -264,7 +264,9 @@ def _comparable(value: Any) -> Any:
 
 def _is_multiple(value: float, factor: float) -> bool:
     """Whether a number is a whole multiple of another, as both are written in decimals."""
-    return math.isfinite(value) and (Fraction(repr(value)) / Fraction(repr(factor))).denominator == 1
+    return (isinstance(value, int) or math.isfinite(value)) and (
+        Fraction(repr(value)) / Fraction(repr(factor))
+    ).denominator == 1
 
 
 def _invalid(field: str, problem: str) -> RowError:

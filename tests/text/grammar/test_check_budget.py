@@ -81,6 +81,30 @@ def test_the_steps_end_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert schema.satisfied_by('{"a": 1, "b": 2}') is None
 
 
+UNUSUAL: dict[str, tuple[str, dict[str, Any], bool | None]] = {
+    "half a pair, a string": (r'"\ud83d"', {"type": "string", "maxLength": 1}, True),
+    "half a pair, no integer": (r'"\ud83d"', {"type": "integer"}, False),
+    "half a pair, no match": (r'"\ud83d"', {"pattern": "a"}, False),
+    "half a pair, no address": (r'"a@\ud83d.de"', {"format": "email"}, False),
+    "half a pair, twice": (r'["\ud83d", "\ud83d"]', {"uniqueItems": True}, False),
+    "half a pair, a key": (r'{"\ud83d": 1}', {"propertyNames": {"maxLength": 1}}, True),
+    "long integer": ("1" * 301, {"type": "integer", "minimum": 0.5}, True),
+    "long integer, too large": ("1" * 4300, {"type": "integer", "maximum": 1e300}, False),
+    "long integer, a multiple": ("1" * 400 + "0", {"multipleOf": 0.1}, True),
+    "longer integer": ("1" * 4301, {"type": "integer"}, None),
+    "deep": ("[" * 201 + "]" * 201, {"type": "array"}, None),
+    "unfinished": ("[" * 150, {"type": "integer"}, False),
+}
+"""Name -> text, schema and verdict."""
+
+
+@pytest.mark.parametrize(("text", "schema", "verdict"), UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_values_are_judged_as_far_as_they_can_be_read(
+    text: str, schema: dict[str, Any], verdict: bool | None
+) -> None:
+    assert Schema(schema).satisfied_by(text) is verdict
+
+
 def test_unique_items_are_found_in_time_that_grows_with_their_number() -> None:
     schema = Schema({"uniqueItems": True})
     many = [{"a": [number, str(number)]} for number in range(20_000)]
