@@ -43,14 +43,15 @@ class ForeignTextError(ValueError):
         self.is_limit = is_limit
 
 
-def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = False, surrogates: bool = False) -> Any:
+def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = False, unwritable: bool = False) -> Any:
     """The value of a JSON text, as Python's decoder gives it.
 
     Args:
         text: UTF-8, with or without a byte-order mark.
         constants: whether NaN and Infinity are numbers, as in files that Python wrote.
         unique_keys: whether a key may occur only once in an object; else the last value counts.
-        surrogates: whether strings may hold half of a surrogate pair, as in file names that are not UTF-8.
+        unwritable: whether strings may have half of a surrogate pair, and integers as many digits as the interpreter
+            converts: for a value that is only looked at, or that batchgen wrote, with names that are not UTF-8.
 
     Raises:
         ForeignTextError: it is not JSON, is nested more than `MAX_DEPTH` deep, has an integer of more than `MAX_DIGITS`
@@ -59,7 +60,7 @@ def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = 
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text.removeprefix(_BOM)
     value = None if unique_keys else _quickly(data)
     if value is None:
-        value = _decoded(data, constants, unique_keys, surrogates)
+        value = _decoded(data, constants, unique_keys, unwritable)
     check_depth(value, data.count(b"[") + data.count(b"{"))
     return value
 
@@ -74,7 +75,7 @@ def _quickly(data: bytes) -> Any:
     return None if _NO_DOUBLE_INTEGER in data.translate(_DIGITS_TO_ZERO) else value
 
 
-def _decoded(data: bytes, constants: bool, unique_keys: bool, surrogates: bool) -> Any:
+def _decoded(data: bytes, constants: bool, unique_keys: bool, unwritable: bool) -> Any:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -88,7 +89,8 @@ def _decoded(data: bytes, constants: bool, unique_keys: bool, surrogates: bool) 
         raise _too_deep() from None
     except ValueError as error:  # the interpreter limits the digits of an integer that it converts
         raise _limit_of(error) from None
-    _check_values(value, text, surrogates)
+    if not unwritable:
+        _check_values(value, text)
     return value
 
 
@@ -123,7 +125,7 @@ def _too_deep() -> ForeignTextError:
     return ForeignTextError(f"is nested more than {MAX_DEPTH} deep", is_limit=True)
 
 
-def _check_values(value: Any, text: str, surrogates: bool) -> None:
+def _check_values(value: Any, text: str) -> None:
     """Check the integers and strings of a decoded text.
 
     Raises:
@@ -131,7 +133,7 @@ def _check_values(value: Any, text: str, surrogates: bool) -> None:
     """
     if _has_long_integer(value, text):
         raise ForeignTextError(f"has an integer of more than {MAX_DIGITS} digits", is_limit=True)
-    if not surrogates and ESCAPED_SURROGATE.search(text) and has_surrogate(value):
+    if ESCAPED_SURROGATE.search(text) and has_surrogate(value):
         problem = "has a \\u escape that is half of a surrogate pair without the other half"
         raise ForeignTextError(problem, is_limit=True)
 

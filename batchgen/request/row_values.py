@@ -27,8 +27,6 @@ _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
 _PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
 _MAX_CACHED_PARAMS = 256
 """Most parameter sets in the cache of `RowDefaults`; most jobs use a few."""
-_CONVERSATION = ("row", "messages")
-"""The field that `--prompt-column` also reads from its text."""
 _MAX_LAYOUTS = 256
 _MAX_NAME_CHARS = 512
 """Most characters of field names in a cached layout."""

@@ -108,6 +108,7 @@ class ChatRenderer:
             raise _lost(prompt, verdict.lost)
         if verdict.misspelt:
             raise _not_an_object(prompt)
+        self._template.budget.renew()  # what looking at the shape took must not change the outcome
         text = self._template.render(prompt, apply_form(prompt.messages, verdict.form))
         absent = [loss for name, loss in names(prompt).items() if not _is_written(name, text)]
         if absent:
@@ -130,6 +131,7 @@ class ChatRenderer:
                 lost = self._find_lost(prompt, roles)
             if lost and any(prompt.messages[index]["content"].strip() for index in lost):
                 return None
+            self._template.budget.renew()  # as in `_render`
             return str(self._call_plain(list(prompt.messages)))
         except (Exception, OverBudget):  # `render` reports it
             return None

@@ -31,7 +31,7 @@ from batchgen.text.prompt_texts import (
     TokenizerInput,
     next_batch,
 )
-from batchgen.text.scoring import join_texts, scored_field
+from batchgen.text.scoring import PromptWithText, join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
 SCORED_TOKENS = 1 << 24
@@ -187,7 +187,10 @@ class Encoder:
                 self._part(name, given_text)
         for index, (prompt, result) in enumerate(zip(row.prompts, results, strict=True)):
             text, ids = self._known(*result)
-            for number, joined in enumerate(join_texts(self._tokenizer, text, ids, row.completions)):
+            end = self._end_behind_cut(*result)
+            for number, joined in enumerate(join_texts(self._tokenizer, end or text, ids, row.completions)):
+                if end is not None:
+                    joined = PromptWithText(ids + joined.ids[joined.start :], len(ids))
                 whole = self._add_bos(row, prompt, joined.ids)
                 if ids[: len(bos)] == bos != whole[: len(bos)]:
                     whole = bos + whole  # of a conversation whose beginning was cut off
@@ -250,6 +253,15 @@ class Encoder:
         if not found.is_whole and self._truncate == "none":
             raise self._fitter.too_long(_size(given.text, found), "shorten it, or allow --truncate left or right")
         return found.text, found.ids
+
+    def _end_behind_cut(self, given: TokenizerInput, found: Encoded) -> str | None:
+        """The end of a prompt of which only the beginning is known; None for any other.
+
+        The tokens of a text to score depend on what is in front of it, which is not where the prompt was cut.
+        """
+        if isinstance(given, LongText) and given.side == "start" and isinstance(found, TextPart) and not found.is_whole:
+            return self._texts.long.part(given.text, "end").text
+        return None
 
     def _part(self, name: str, text: str) -> str:
         """A suffix or a text to score, or as much of a suffix from its start on as the context may need.

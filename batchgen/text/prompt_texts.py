@@ -4,7 +4,9 @@ A tokenizer takes some hundred bytes of memory for each byte of text. A long tex
 those of the parts: between a word and the space or punctuation behind it, if the tokens around the place are the same
 with and without the cut. Pieces are tokenised until they fill the context, from the side that is kept. A text that is
 too long for the context is thus never tokenised as a whole, and what is kept of it has the ids that it has in the whole
-text. A long stretch without such a place, as of one letter, is cut somewhere once it exceeds the context by far.
+text. A long stretch without such a place, as of one letter or of spaces, is cut somewhere once it exceeds the context
+by far. If the end of the text is kept, the tokens behind that cut may be grouped otherwise than in the whole text, as
+far as the stretch goes, and so in what is kept.
 """
 
 from __future__ import annotations
@@ -27,8 +29,7 @@ _BATCH_CHARACTERS: Final = 1 << 21  # a batch of long texts ends early, so that 
 CALL_CHARACTERS: Final = 1 << 20
 """Characters after which no further text is added to a call of the tokenizer."""
 ROW_TEXT_BYTES: Final = 1 << 24
-"""Most bytes that the prompts of one row may have in all, each counted as far as it is looked at first, and a character
-that is not ASCII as four."""
+"""Most bytes of UTF-8 that the prompts of one row may have in all, each counted as far as it is looked at first."""
 PIECE_CHARACTERS: Final = 1 << 18
 """Characters of a piece of a long text, if a place to cut is near."""
 UNCUT_CHARACTERS: Final = 1 << 20
@@ -92,8 +93,9 @@ class LongTexts:
     def part(self, text: str, side: Side) -> TextPart:
         """The part of a text at one side with at least as many tokens as the context, or the whole text.
 
-        Where the text can be cut, the ids are those that the part has in the whole text; else those at its other side
-        may be others, which are not kept.
+        Where the text can be cut, the ids are those that the part has in the whole text. Else those at its other side
+        may be others, which are not kept; at the end of a text they may be others as far as the stretch without a place
+        to cut goes, since tokens are grouped from its beginning.
 
         The ids of a part at the end begin with the tokenizer's BOS if those of the whole text do.
 
@@ -169,8 +171,10 @@ class LongTexts:
         return next((cut for cut in cuts if cut is not None), None)
 
     def _exceeds(self, piece: str, count: int) -> bool:
-        doubled = len(piece) & (len(piece) - 1) == 0 or len(piece) == self.piece  # not at every length: it takes time
-        return doubled and count + len(self._encode(piece)) >= _FAR * self._context
+        pieces = len(piece) // self.piece
+        is_last = len(piece) + self.piece >= UNCUT_CHARACTERS
+        looks = pieces & (pieces - 1) == 0 or is_last  # at doubled lengths, not at every one: it takes time
+        return looks and count + len(self._encode(piece)) >= _FAR * self._context
 
     def _checked(self, text: str, place: int) -> _Cut | None:
         """A cut at `place` that changes no token near it; None if there is none."""
@@ -238,7 +242,7 @@ class PromptTexts:
 
     def _bytes(self, given: TokenizerInput) -> int:
         text = given.text[: self.long.piece] if isinstance(given, LongText) else given
-        return len(text) * (1 if text.isascii() else 4) if isinstance(text, str) else 0
+        return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
     def encode(self, inputs: Sequence[TokenizerInput], started: Event) -> list[Encoded]:
         """Tokenize the texts among `inputs`, nothing added; others are returned unchanged.

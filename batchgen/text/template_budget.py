@@ -9,6 +9,7 @@ repetition, formats) is measured first. Beyond the budget `OverBudget` is raised
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, Final
@@ -26,7 +27,8 @@ _MAX_DIGITS: Final = 6
 _MAX_BITS: Final = 4096
 _MAX_POWER: Final = 1024
 _MAX_INDENT: Final = 64
-_FORMAT_NUMBER: Final = re.compile(rf"\d{{{_MAX_DIGITS + 1},}}|%[^a-zA-Z%]*\*|:[^}}]*{{")
+_CONVERSION: Final = re.compile(r"[-+ #0]*([0-9*]*(?:\.[0-9*]*)?)[hlL]?.?", re.DOTALL)
+"""What follows `%` and a name in brackets; the group is the width and the precision."""
 _SMALL: Final = {
     "abs", "capitalize", "count", "d", "default", "first", "float", "int", "items", "last", "length", "lower", "map",
     "reject", "rejectattr", "round", "safe", "select", "selectattr", "trim", "upper",
@@ -70,8 +72,13 @@ class Budget:
         if isinstance(value, int) and abs(value) > self.characters:
             self.step(0, abs(value))
 
-    def made(self, value: Any) -> Any:
-        """Count a value that was made, with everything in it; returns it."""
+    def made(self, value: Any, *, copied: bool = True) -> Any:
+        """Count a value that was made, with everything in it; returns it.
+
+        Args:
+            value: the value.
+            copied: whether the texts in a list or an object are new or are written; else it only refers to them.
+        """
         if type(value) is str:
             self.step(1, len(value))
         elif isinstance(value, int):
@@ -80,7 +87,7 @@ class Budget:
                 raise OverBudget(f"the chat template computes a number of more than {_MAX_BITS} bits")
         elif not isinstance(value, float) and value is not None:
             for size, characters in _sizes(value):
-                self.step(1 + size // _STEP_ELEMENTS, characters)
+                self.step(1 + size // _STEP_ELEMENTS, characters if copied else 0)
         return value
 
     def seen(self, value: Any) -> None:
@@ -149,7 +156,7 @@ def _counting_filters(budget: Budget) -> dict[str, Callable[..., Any]]:
 
     @pass_context
     def made(context: Any, value: Any) -> Any:
-        return budget.made(value)
+        return budget.made(value, copied=False)
 
     return {_TEXT: text, _TICK: tick, _MADE: made}
 
@@ -171,6 +178,14 @@ def _counter() -> Any:
             elif not isinstance(each, nodes.For | nodes.Macro | nodes.CallBlock):
                 found += written(list(each.iter_child_nodes()))
         return found
+
+    def may_be_new(node: Any) -> bool:
+        """Whether an element of a list or an object may be a text that is made for it, as by `+` or a slice."""
+        while isinstance(node, nodes.Getattr) or (
+            isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        return not isinstance(node, nodes.Name | nodes.Const | nodes.List | nodes.Tuple | nodes.Dict | nodes.Pair)
 
     class Counter(NodeTransformer):
         def _body(self, node: Any) -> Any:
@@ -196,12 +211,24 @@ def _counter() -> Any:
         visit_Output = visit_Concat = _parts
 
         def _literal(self, node: Any) -> Any:
-            self.generic_visit(node)
             is_read = getattr(node, "ctx", "load") == "load"
             constant = all(isinstance(each, nodes.Const) for each in node.iter_child_nodes())
-            return node if constant or not is_read else counted(node, _MADE)
+            texts = [index for index, each in enumerate(getattr(node, "items", ())) if may_be_new(each)]
+            self.generic_visit(node)
+            if constant or not is_read:
+                return node
+            for index in texts:
+                node.items[index] = counted(node.items[index], _MADE)
+            return counted(node, _MADE)
 
         visit_List = visit_Tuple = visit_Dict = _literal
+
+        def visit_Pair(self, node: Any) -> Any:
+            texts = [name for name in ("key", "value") if may_be_new(getattr(node, name))]
+            self.generic_visit(node)
+            for name in texts:
+                setattr(node, name, counted(getattr(node, name), _MADE))
+            return node
 
     return Counter()
 
@@ -211,7 +238,7 @@ def _operators(environment: Any, budget: Budget) -> Callable[..., Any]:
 
     def operate(context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%":
-            _check_format(left, budget)
+            _check_format(left, _conversions, budget)
         elif operator == "**":
             budget.number(left)
             if isinstance(right, int) and abs(right) > _MAX_POWER:
@@ -229,11 +256,44 @@ def _check_repeats(value: Any, count: Any, budget: Budget) -> None:
         budget.step(count // _STEP_ELEMENTS if not isinstance(value, str) else 0, len(value) * max(count, 0))
 
 
-def _check_format(text: Any, budget: Budget) -> None:
-    if isinstance(text, str):
-        budget.step(1, len(text))
-        if _FORMAT_NUMBER.search(text):
-            raise OverBudget(f"the chat template formats with a width of more than {_MAX_DIGITS} digits")
+def _check_format(text: Any, specifications: Callable[[str], Iterator[str]], budget: Budget) -> None:
+    """Check the widths of a format, which must be written in it, and count what they make."""
+    if not isinstance(text, str):
+        return
+    budget.step(1, len(text))
+    for found in specifications(text):
+        if "*" in found or "{" in found:
+            raise OverBudget("the chat template formats with a width that is not written in the format")
+        for digits in re.findall(r"\d+", found):
+            if len(digits) > _MAX_DIGITS:
+                raise OverBudget(f"the chat template formats with a width of more than {_MAX_DIGITS} digits")
+            budget.step(0, int(digits))
+
+
+def _conversions(text: str) -> Iterator[str]:
+    """Width and precision of each conversion of a format of the operator `%`."""
+    place = text.find("%")
+    while place >= 0:
+        place += 1
+        depth = 0
+        while text[place : place + 1] == "(" or depth:
+            if place == len(text):
+                return
+            depth += {"(": 1, ")": -1}.get(text[place], 0)
+            place += 1
+        found = _CONVERSION.match(text, place)
+        assert found is not None, "it matches nothing, too"
+        yield found[1]
+        place = text.find("%", found.end())
+
+
+def _fields(text: str) -> Iterator[str]:
+    """Specification of each field of a format in braces."""
+    try:
+        for _, _, found, _ in string.Formatter().parse(text):
+            yield (found or "").replace("*", "")
+    except ValueError:  # the method raises it
+        return
 
 
 def _width(value: int | str) -> int:
@@ -242,8 +302,13 @@ def _width(value: int | str) -> int:
 
 def _growth(name: str, value: Any, arguments: list[Any], budget: Budget) -> None:
     """Measure the text that a method or filter of this name makes of `value`, if it may be much longer."""
-    for each in arguments:
-        budget.number(each)
+    if name == "%":
+        _check_format(value, _conversions, budget)
+    elif name in ("format", "format_map"):
+        _check_format(value, _fields, budget)
+    else:
+        for each in arguments:
+            budget.number(each)
     texts = [each for each in arguments if isinstance(each, str)]
     if not isinstance(value, str):
         return
@@ -253,8 +318,6 @@ def _growth(name: str, value: Any, arguments: list[Any], budget: Budget) -> None
         width = max((_width(each) for each in arguments if isinstance(each, str | int)), default=8)
         places = value.count("\t") if name == "expandtabs" else value.count("\n") + 1
         budget.step(1, max(0, width) * places + (len(value) if texts else 0) * max(map(len, texts), default=0))
-    elif name in ("format", "format_map"):
-        _check_format(value, budget)
     elif name == "translate":
         tables = [each for each in arguments if isinstance(each, dict)]
         longest = max((len(to) for table in tables for to in table.values() if isinstance(to, str)), default=1)
@@ -293,7 +356,7 @@ def _filter(name: str, made: Callable[..., Any], budget: Budget) -> Callable[...
             given = _joined(arguments[0] if arguments else "", given, budget)
             args = (*args[:place], given, *args[place + 1 :])
         budget.seen(given)
-        _growth(name, given, arguments, budget)
+        _growth("%" if name == "format" else name, given, arguments, budget)
         found = made(*args, **kwargs)
         return budget.made(found) if isinstance(found, str | list | tuple | dict) else found
 
@@ -315,7 +378,7 @@ def _calls(call: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
             if name == "join" and args:
                 args = (_joined(owner, args[0], budget),)
             _growth(name, owner, [*args, *kwargs.values()], budget)
-        for each in args:
+        for each in (*args, *kwargs.values()):
             if type(each) is str:
                 budget.step(0, len(each))
         budget.step()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from batchgen.errors import ErrorCode
 from batchgen.text import encode as encoding
@@ -62,6 +66,26 @@ def test_a_long_text_is_truncated_as_its_ids_would_be(
     assert encoder.truncated == 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("truncate", ["left", "right"])
+def test_texts_to_score_are_tokenised_behind_the_end_of_a_long_prompt(
+    tokenizers: dict[str, Tokenizer], kind: str, truncate: Literal["left", "right"]
+) -> None:
+    tokenizer = tokenizers[kind]
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, CONTEXT, truncate)
+    bos = tokenizer.prefix_ids
+    for end in (" Answer: ", " jump"):
+        text, scored = prose(40_000) + end, ["ing", "yes", " fox"]
+        prompts = encode(encoder, {"text": text, "completions": scored})
+        wanted = tokenizer.encode_continuations(text, scored)
+        for prompt, (ids, start) in zip(prompts, wanted, strict=True):
+            kept = CONTEXT - len(ids[start:])
+            left = bos + ids[start - kept + len(bos) : start]
+            right = (ids[:kept] if ids[: len(bos)] == bos else bos + ids)[:kept]
+            assert prompt.ids == (left if truncate == "left" else right) + ids[start:]
+            assert prompt.score_start == kept
+
+
 @pytest.mark.parametrize("truncate", ["left", "right"])
 def test_a_text_that_cannot_be_cut_is_truncated_all_the_same(
     tokenizers: dict[str, Tokenizer], truncate: Literal["left", "right"]
@@ -71,6 +95,27 @@ def test_a_text_that_cannot_be_cut_is_truncated_all_the_same(
     (prompt,) = encode(Encoder(tokenizer, tokenizer.vocab_size, CONTEXT, truncate), {"text": text, "max_new_tokens": 4})
     (a,) = tokenizer.encode_plain(["a"])[0]
     assert prompt.ids == tokenizer.prefix_ids + [a] * (CONTEXT - 4 - len(tokenizer.prefix_ids))
+
+
+@pytest.mark.parametrize("truncate", ["none", "left", "right"])
+@pytest.mark.parametrize("context", [2500, 3000, 4096, 20_000])
+def test_a_text_of_one_letter_is_cut_for_every_context(
+    tmp_path: Path, context: int, truncate: Literal["none", "left", "right"]
+) -> None:
+    """Of a letter whose tokens have 16 of them, so that the first piece does not fill the context."""
+    letters = ["a" * (1 << power) for power in range(5)]
+    backend = Backend(models.BPE({each: index for index, each in enumerate(letters)}, [(a, a) for a in letters[:-1]]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, context, truncate)
+    row = {"text": "a" * (UNCUT_CHARACTERS + 100_000), "max_new_tokens": 4}
+    if truncate == "none":
+        assert f"the context is {context}" in encode_error(encoder, row).message
+    else:
+        (prompt,) = encode(encoder, row)
+        assert len(prompt.ids) == context - 4
 
 
 TOO_LONG: dict[str, dict[str, Any]] = {
@@ -123,8 +168,8 @@ def test_a_stretch_without_a_place_to_cut_has_a_limit(tokenizers: dict[str, Toke
 def test_the_prompts_of_a_row_have_a_limit_of_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder(tokenizer, tokenizer.vocab_size, CONTEXT)
     monkeypatch.setattr(prompt_texts, "ROW_TEXT_BYTES", 40)
-    assert encode(encoder, {"text": ["a" * 20, "é" * 5]})
-    assert encode_error(encoder, {"text": ["a" * 21, "é" * 5]}).code == ErrorCode.INVALID_FIELD
+    assert encode(encoder, {"text": ["a" * 20, "é" * 5 + "a" * 10]})
+    assert encode_error(encoder, {"text": ["a" * 21, "é" * 5 + "a" * 10]}).code == ErrorCode.INVALID_FIELD
     assert encode(encoder, {"text": "a" * 41}), "one prompt is bounded by the context"
     assert ROW_TEXT_BYTES == 16 << 20
 

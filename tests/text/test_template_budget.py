@@ -19,6 +19,9 @@ pytestmark = pytest.mark.field("messages")
 
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TWICE = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = MADE %}{% endfor %}{{ ns.x | length }}"
+LONG = (
+    "{% set s = 'a' * 99999 %}{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% set ns.x = MADE %}{% endfor %}"
+)
 HOSTILE = {
     "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99) %}some text{% endfor %}{% endfor %}",
@@ -33,6 +36,12 @@ HOSTILE = {
     "nested lists": TWICE.replace("MADE", "[ns.x, ns.x]").replace("ns.x | length", "ns.x"),
     "nested dicts": TWICE.replace("MADE", "{'a': ns.x, 'b': ns.x}").replace("ns.x | length", "ns.x | tojson"),
     "nested by name": TWICE.replace("MADE", "dict(a=ns.x, b=ns.x)").replace("ns.x | length", "ns.x | string"),
+    "sums in lists": TWICE.replace("'ab'", "['ab']").replace("MADE", "[ns.x[0] + ns.x[0]]"),
+    "sums in dicts": TWICE.replace("'ab'", "{'a': 'ab'}").replace("MADE", "{'a': ns.x.a + ns.x.a}"),
+    "sums in keys": TWICE.replace("'ab'", "{'a': 1}").replace("MADE", "{(ns.x | first) + (ns.x | first): 1}"),
+    "slices in lists": LONG.replace("MADE", "ns.x + [s[i:]]"),
+    "slices in dicts": LONG.replace("MADE", "ns.x + [{'a': s[i:]}]"),
+    "slices in namespaces": LONG.replace("MADE", "[namespace(a=s[i:], b=ns.x)]"),
     "batches": TWICE.replace("'ab'", "[1]").replace("MADE", "ns.x | batch(2, ns.x) | list"),
     "set block": TWICE.replace("{% set ns.x = MADE %}", "{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"),
     "macro": "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}" + TWICE.replace("MADE", "f(ns.x)"),
@@ -54,6 +63,15 @@ HOSTILE = {
     "percent star": "{{ '%*d' % (10 ** 11, 1) }}",
     "format filter": "{{ '%099999999999d' | format(1) }}",
     "format method": "{{ '{:>99999999999}'.format(1) }}",
+    "percent after a sign": "{{ '%%%99999999d' % 1 }}",
+    "percent precision": "{{ '%.99999999f' % 1 }}",
+    "percent name": "{{ '%(a(b)%)99999999d' % {'a(b)%': 1} }}",
+    "percent length": "{{ '%l%%99999999d' % 1 }}",
+    "percent often": "{{ ('%(a)999999d' * 9999) % {'a': 1} }}",
+    "format width": "{{ '{:{w}}'.format(1, w=10 ** 11) }}",
+    "format precision": "{{ '{:.99999999f}'.format(1) }}",
+    "format by name": "{{ '{a:99999999}'.format_map({'a': 1}) }}",
+    "format often": "{{ ('{0:999999}' * 9999).format(1) }}",
     "format nested": "{{ '{:>{}}'.format(1, 10 ** 11) }}",
     "map": "{{ range(99999) | map('center', 99999) | list | length }}",
     "batch": "{{ [1] | batch(10 ** 11, 1) | list | length }}",
@@ -78,6 +96,47 @@ def test_a_hostile_template_is_the_rows_error(name: str, tmp_path: Path, monkeyp
     assert isinstance(found, ErrorInfo)
     assert (found.code, found.param) == (ErrorCode.INVALID_FIELD, "messages")
     assert "the chat template" in found.message
+
+
+FORMATS = {
+    "{{ '{}: {}'.format('a', 'b') }}": "a: b",
+    "{{ 'x: {a} {b}'.format(a=1, b=2) }}": "x: 1 2",
+    "{{ '%s: {%s}' % ('a', 'b') }}": "a: {b}",
+    '{{ \'{"name": {"x": "%s"}}\' | format(\'a\') }}': '{"name": {"x": "a"}}',
+    "{{ '{} is 50% **off**'.format('it') }}": "it is 50% **off**",
+    "{{ '{:*>4}|{:x^5}'.format(1, 2) }}": "***1|xx2xx",
+    "{{ '{{{}}} 1234567890'.format('a') }}": "{a} 1234567890",
+    "{{ '1234567890 * %s' % 'a' }}": "1234567890 * a",
+    "{{ '%(n)s * %%: 99999999' | format(n=1) }}": "1 * %: 99999999",
+    "{{ '{}'.format(17000000000) }}": "17000000000",
+    "{{ '%05.1f|%-4d|' % (1.25, 7) }}": "001.2|7   |",
+}
+
+
+@pytest.mark.parametrize("template", FORMATS)
+def test_only_the_widths_of_a_format_are_bounded(template: str, tmp_path: Path) -> None:
+    assert render(tmp_path, EACH + template) == "Hi" + FORMATS[template]
+
+
+def test_a_format_that_is_not_one_is_the_templates_own_error(tmp_path: Path) -> None:
+    found = render(tmp_path, EACH + "{{ '{'.format(1) }}")
+    assert isinstance(found, ErrorInfo)
+    assert "ValueError" in found.message
+
+
+@pytest.mark.parametrize(
+    "element", ["m", "{'role': m.role, 'content': m.content}", "{'role': m['role'], 'content': '>' + m['content']}"]
+)
+def test_messages_that_are_gathered_one_by_one_count_once(element: str, tmp_path: Path) -> None:
+    template = (
+        "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [ELEMENT] %}{% endfor %}"
+        "{% for m in ns.all %}{{ m.content }}{% endfor %}"
+    ).replace("ELEMENT", element)
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
+    turns = tuple({"role": "user" if i % 2 == 0 else "assistant", "content": "word " * 80} for i in range(600))
+    (found,) = tokenizer.render_chats([ChatPrompt(turns)])
+    assert isinstance(found, str), found
+    assert found.replace(">", "") == "word " * 80 * 600
 
 
 def test_a_row_cannot_make_the_templates_loops_longer_than_the_budget(tmp_path: Path) -> None:
@@ -108,6 +167,19 @@ def test_steps_and_characters_end_at_their_limits(tmp_path: Path, monkeypatch: p
         (error,) = tokenizer.render_chats([first])
         assert isinstance(error, ErrorInfo)
         assert "more than 0 steps" in error.message
+
+
+@pytest.mark.parametrize("settings", [{}, {"template_kwargs": {"n": 1}}], ids=["plain", "settings"])
+@pytest.mark.parametrize("steps", [4, 6, 20, 60])
+def test_the_same_conversation_has_the_same_outcome_each_time(
+    steps: int, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the template makes of this kind of conversation is looked at only once."""
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=EACH + "{{ n }}"))
+    prompt = ChatPrompt(({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}) * 2, **settings)
+    monkeypatch.setattr(template_budget, "MAX_STEPS", steps)
+    found = [tokenizer.render_chats([prompt])[0] for _ in range(3)]
+    assert found[0] == found[1] == found[2]
 
 
 def test_long_conversations_are_within_the_budget(tmp_path: Path) -> None:

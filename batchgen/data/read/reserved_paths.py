@@ -55,7 +55,7 @@ def is_run_output(path: Path) -> bool:
             # Zeros only: a power loss kept the size of a new file, but nothing of its content.
             if not head.strip(b"\0") or head.startswith(_EVENT_STARTS):
                 return True
-            report = read_json(head, surrogates=True)
+            report = read_json(head, unwritable=True)
             return isinstance(report, dict) and report.keys() >= _REPORT_KEYS
     return False
 

@@ -221,7 +221,7 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
     if about.get(VERSION_KEY) not in READABLE_VERSIONS:
         return None
     with suppress(ForeignTextError, KeyError):
-        footer = typed(read_json(about[RUN_KEY], surrogates=True), _RECORD)
+        footer = typed(read_json(about[RUN_KEY], unwritable=True), _RECORD)
         return footer if footer.get("contents") == contents else None
     return None
 

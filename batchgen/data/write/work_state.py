@@ -76,7 +76,7 @@ def _read(work: Path) -> dict[str, Any] | None:
 def _copy(work: Path) -> dict[str, Any] | None:
     for part in reversed(part_files(work)):
         with suppress(DamagedFile, KeyError, ValueError), open_part(part) as table:
-            state = typed(read_json(table.about[STATE_KEY], surrogates=True), _KINDS)
+            state = typed(read_json(table.about[STATE_KEY], unwritable=True), _KINDS)
             return {**_STATE, **state, "fingerprint": table.about[FINGERPRINT_KEY].decode(), "info": None}
     return None
 
@@ -102,7 +102,7 @@ def state_copy(state: Mapping[str, Any]) -> dict[bytes, bytes]:
 def replaced_by(part: Path) -> str | None:
     """The mark of the file that the work of a part will replace; None if there is none, or the part is damaged."""
     with suppress(BatchgenError, KeyError, ValueError), open_part(part) as table:
-        mark = typed(read_json(table.about[STATE_KEY], surrogates=True), _KINDS)["replaces"]
+        mark = typed(read_json(table.about[STATE_KEY], unwritable=True), _KINDS)["replaces"]
         return mark if isinstance(mark, str) else None
     return None
 

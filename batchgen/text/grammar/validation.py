@@ -180,7 +180,7 @@ class Schema:
         not within `CHECK_STEPS` and `CHECK_SECONDS`.
         """
         try:
-            value = read_json(text, constants=False)
+            value = read_json(text, constants=False, unwritable=True)
         except ForeignTextError as error:
             return None if error.is_limit else False
         if self._unchecked is None:
@@ -228,7 +228,21 @@ def _with_own_checks(base: Any) -> Any:
 
     checks = {**base.VALIDATORS, "pattern": pattern, "patternProperties": pattern_properties, "multipleOf": multiple_of}
     checks |= {name: check for name, check in (("uniqueItems", unique_items), ("anyOf", any_of)) if name in checks}
-    return jsonschema.validators.extend(base, {name: _counted(check) for name, check in checks.items()})
+    made = jsonschema.validators.extend(base, {name: _counted(check) for name, check in checks.items()})
+    names = [(each.alias, each.name) for each in made.__attrs_attrs__ if each.init]
+
+    def evolve(validator: Any, **changes: Any) -> Any:
+        """The validator of a part; the library takes its own class, without a budget, if the part declares a draft."""
+        part = changes.setdefault("schema", validator.schema)
+        declares = isinstance(part, dict) and "$schema" in part
+        chosen = _with_own_checks(validator_for(part, default=base)) if declares else made
+        for alias, name in names:
+            if alias not in changes:
+                changes[alias] = getattr(validator, name)
+        return chosen(**changes)
+
+    made.evolve = evolve
+    return made
 
 
 def _counted(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,7 +264,9 @@ def _comparable(value: Any) -> Any:
 
 def _is_multiple(value: float, factor: float) -> bool:
     """Whether a number is a whole multiple of another, as both are written in decimals."""
-    return math.isfinite(value) and (Fraction(repr(value)) / Fraction(repr(factor))).denominator == 1
+    return (isinstance(value, int) or math.isfinite(value)) and (
+        Fraction(repr(value)) / Fraction(repr(factor))
+    ).denominator == 1
 
 
 def _invalid(field: str, problem: str) -> RowError:

@@ -46,6 +46,24 @@ def test_a_check_that_takes_too_long_gives_no_verdict(name: str, monkeypatch: py
     assert CHECK_SECONDS < 1.0, "the limit of a run"
 
 
+DRAFTS = [f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 6, 7)] + [
+    "https://json-schema.org/draft/2019-09/schema",
+    "https://json-schema.org/draft/2020-12/schema",
+]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_parts_that_declare_a_draft_are_checked_as_the_whole(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "CHECK_SECONDS", 0.2)
+    part = {"$schema": draft, "multipleOf": 0.1, "pattern": "^(a|aa)+$", "items": {"$ref": "#"}}
+    for schema in (part, {"items": part}, {"items": {"$schema": DRAFTS[-1], "not": {"not": part}}}):
+        check = Schema(schema)
+        assert [check.satisfied_by(json.dumps([value])) for value in (0.3, "aaa", 0.35)] == [True, True, False], schema
+        began = time.thread_time()
+        assert check.satisfied_by(json.dumps([TEXT])) is None
+        assert time.thread_time() - began < 1.0
+
+
 def test_a_pattern_that_takes_too_long_gives_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "CHECK_SECONDS", 0.2)
     check = KINDS["regex"].check
@@ -61,6 +79,30 @@ def test_the_steps_end_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert schema.satisfied_by('{"a": 1, "b": 0}') is False
     monkeypatch.setattr(validation, "CHECK_STEPS", 2)
     assert schema.satisfied_by('{"a": 1, "b": 2}') is None
+
+
+UNUSUAL: dict[str, tuple[str, dict[str, Any], bool | None]] = {
+    "half a pair, a string": (r'"\ud83d"', {"type": "string", "maxLength": 1}, True),
+    "half a pair, no integer": (r'"\ud83d"', {"type": "integer"}, False),
+    "half a pair, no match": (r'"\ud83d"', {"pattern": "a"}, False),
+    "half a pair, no address": (r'"a@\ud83d.de"', {"format": "email"}, False),
+    "half a pair, twice": (r'["\ud83d", "\ud83d"]', {"uniqueItems": True}, False),
+    "half a pair, a key": (r'{"\ud83d": 1}', {"propertyNames": {"maxLength": 1}}, True),
+    "long integer": ("1" * 301, {"type": "integer", "minimum": 0.5}, True),
+    "long integer, too large": ("1" * 4300, {"type": "integer", "maximum": 1e300}, False),
+    "long integer, a multiple": ("1" * 400 + "0", {"multipleOf": 0.1}, True),
+    "longer integer": ("1" * 4301, {"type": "integer"}, None),
+    "deep": ("[" * 201 + "]" * 201, {"type": "array"}, None),
+    "unfinished": ("[" * 150, {"type": "integer"}, False),
+}
+"""Name -> text, schema and verdict."""
+
+
+@pytest.mark.parametrize(("text", "schema", "verdict"), UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_values_are_judged_as_far_as_they_can_be_read(
+    text: str, schema: dict[str, Any], verdict: bool | None
+) -> None:
+    assert Schema(schema).satisfied_by(text) is verdict
 
 
 def test_unique_items_are_found_in_time_that_grows_with_their_number() -> None:
