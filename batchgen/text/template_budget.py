@@ -161,6 +161,30 @@ def _counting_filters(budget: Budget) -> dict[str, Callable[..., Any]]:
     return {_TEXT: text, _TICK: tick, _MADE: made}
 
 
+def _written(statements: list[Any]) -> int:
+    """Characters of the template that a pass writes, without those of loops in it."""
+    from jinja2 import nodes
+
+    found = 0
+    for each in statements:
+        if isinstance(each, nodes.TemplateData):
+            found += len(each.data)
+        elif not isinstance(each, nodes.For | nodes.Macro | nodes.CallBlock):
+            found += _written(list(each.iter_child_nodes()))
+    return found
+
+
+def _may_be_new(node: Any) -> bool:
+    """Whether an element of a list or an object may be a text that is made for it, as by `+` or a slice."""
+    from jinja2 import nodes
+
+    while isinstance(node, nodes.Getattr) or (
+        isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    return not isinstance(node, nodes.Name | nodes.Const | nodes.List | nodes.Tuple | nodes.Dict | nodes.Pair)
+
+
 def _counter() -> Any:
     """Visitor that adds the counting filters to a syntax tree."""
     from jinja2 import nodes
@@ -169,27 +193,9 @@ def _counter() -> Any:
     def counted(node: Any, name: str) -> Any:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
-    def written(statements: list[Any]) -> int:
-        """Characters of the template that a pass writes, without those of loops in it."""
-        found = 0
-        for each in statements:
-            if isinstance(each, nodes.TemplateData):
-                found += len(each.data)
-            elif not isinstance(each, nodes.For | nodes.Macro | nodes.CallBlock):
-                found += written(list(each.iter_child_nodes()))
-        return found
-
-    def may_be_new(node: Any) -> bool:
-        """Whether an element of a list or an object may be a text that is made for it, as by `+` or a slice."""
-        while isinstance(node, nodes.Getattr) or (
-            isinstance(node, nodes.Getitem) and not isinstance(node.arg, nodes.Slice)
-        ):
-            node = node.node
-        return not isinstance(node, nodes.Name | nodes.Const | nodes.List | nodes.Tuple | nodes.Dict | nodes.Pair)
-
     class Counter(NodeTransformer):
         def _body(self, node: Any) -> Any:
-            cost = written(node.body)
+            cost = _written(node.body)
             self.generic_visit(node)
             tick = counted(nodes.Const(cost, lineno=node.lineno), _TICK)
             node.body = [nodes.ExprStmt(tick, lineno=node.lineno), *node.body]
@@ -213,7 +219,7 @@ def _counter() -> Any:
         def _literal(self, node: Any) -> Any:
             is_read = getattr(node, "ctx", "load") == "load"
             constant = all(isinstance(each, nodes.Const) for each in node.iter_child_nodes())
-            texts = [index for index, each in enumerate(getattr(node, "items", ())) if may_be_new(each)]
+            texts = [index for index, each in enumerate(getattr(node, "items", ())) if _may_be_new(each)]
             self.generic_visit(node)
             if constant or not is_read:
                 return node
@@ -224,7 +230,7 @@ def _counter() -> Any:
         visit_List = visit_Tuple = visit_Dict = _literal
 
         def visit_Pair(self, node: Any) -> Any:
-            texts = [name for name in ("key", "value") if may_be_new(getattr(node, name))]
+            texts = [name for name in ("key", "value") if _may_be_new(getattr(node, name))]
             self.generic_visit(node)
             for name in texts:
                 setattr(node, name, counted(getattr(node, name), _MADE))
