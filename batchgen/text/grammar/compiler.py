@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -26,6 +27,8 @@ _PROGRAM = (
     "serve(*map(int, sys.argv[1:4]))"
 )
 _compiler_ids = count()
+_closed: deque[int] = deque()
+"""Ids of compilers that were closed and whose vocabularies the process may still have."""
 
 
 class _CompilerProcess:
@@ -131,6 +134,7 @@ class GrammarCompiler:
             new_vocabularies = {kind: self._vocabularies[kind] for kind in vocabulary_kinds if not self._is_known(kind)}
             try:
                 process = _running_process()
+                _drop_closed(process)
                 for kind, tokens in new_vocabularies.items():
                     process.requests.send(LoadVocabulary((self._id, kind), tokens))
                     process.vocabularies.add((self._id, kind))
@@ -155,14 +159,17 @@ class GrammarCompiler:
         )
 
     def close(self) -> None:
-        """Drop this compiler's vocabularies from the process."""
-        with _lock:
-            keys = [key for key in _process.vocabularies if key[0] == self._id] if _process is not None else []
-            for key in keys:
-                assert _process is not None
-                _process.vocabularies.discard(key)
-                try:
-                    _process.requests.send(DropVocabulary(key))
-                except OSError:
-                    stop_compiler()
-                    return
+        """Let the next compilation drop this compiler's vocabularies from the process.
+
+        Takes no lock and sends nothing: the garbage collector may call it in any thread, in the middle of a message.
+        """
+        _closed.append(self._id)
+
+
+def _drop_closed(process: _CompilerProcess) -> None:
+    """Drop the vocabularies of compilers that were closed."""
+    while _closed:
+        number = _closed.popleft()
+        for key in [key for key in process.vocabularies if key[0] == number]:
+            process.vocabularies.discard(key)
+            process.requests.send(DropVocabulary(key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 
@@ -174,6 +176,26 @@ def test_signals_to_all_processes_of_a_job_do_not_end_the_compiler(grammars: Gra
         os.kill(process.pid, number)
     grammars.prepare([Constraint("regex", "signals two")])
     assert grammar_compiler._process is process
+
+
+def test_grammars_that_are_collected_in_any_thread_block_no_one(
+    tokenizer: Tokenizer, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may run in the thread that sends, while the others wait for what it sends."""
+    others = [Grammars(tokenizer, tokenizer.vocab_size)]
+    others[0].prepare([GOOD])
+    send = Connection.send
+
+    def collect_first(self: Connection, message: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            others.clear()
+            gc.collect()
+        send(self, message)
+
+    monkeypatch.setattr(Connection, "send", collect_first)
+    grammars.prepare([Constraint("regex", "collected meanwhile")])
+    assert not others
+    assert grammars.error(Constraint("regex", "collected meanwhile")) is None
 
 
 def test_an_abandoned_batch_leaves_no_results(grammars: Grammars) -> None:
