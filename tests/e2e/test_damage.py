@@ -88,7 +88,7 @@ def test_damaged_hidden_states_are_computed_again_with_their_output(model: Path,
     assert_same(read(tmp_path / "out.parquet"), before)
 
 
-def test_joined_lines_of_several_jobs_are_no_damage(model: Path, tmp_path: Path) -> None:
+def test_joined_lines_of_several_jobs_do_not_count_as_damage(model: Path, tmp_path: Path) -> None:
     words = command(tmp_path, model)
     for name, tokens in (("a.jsonl", "2"), ("b.jsonl", "3")):
         write_lines(tmp_path / "in.jsonl", [{"text": "a", "temperature": 0}])
@@ -102,5 +102,5 @@ def test_joined_lines_of_several_jobs_are_no_damage(model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", [".", "/"])
-def test_a_folder_without_a_name_of_its_own_is_refused_in_words(tmp_path: Path, name: str) -> None:
+def test_a_folder_without_its_own_name_is_refused_in_words(tmp_path: Path, name: str) -> None:
     assert run(["verify", name, "--file"], tmp_path, expect=4).stderr.startswith("error: ")

@@ -14,7 +14,7 @@ Check = Callable[[bytes], Hashable]
 
 CORPUS = Path(__file__).parent / "corpus"
 SCRATCH = "FUZZ_SCRATCH"
-"""Variable with the folder for temporary files of a worker, which whoever started it removes."""
+"""Variable with the folder for temporary files of a worker, which the process that started it removes."""
 MAX_BYTES = 1 << 16
 """Longest input."""
 

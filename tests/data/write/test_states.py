@@ -406,7 +406,7 @@ def test_a_record_larger_than_a_group_is_a_separate_group(tmp_path: Path, monkey
 
 
 MEMORY = """
-import resource, sys
+import sys
 from pathlib import Path
 import numpy as np
 from batchgen.data.write.parts import PartWriter
@@ -423,14 +423,13 @@ with begin(Path(sys.argv[1])) as work:
             block = StateBlock(-1, "all", 0, states + np.float32(row), "float32")
             writer.add([OutputRow(Completion(row, finish_reason="stop", states=[block]), "a")])
     finish(work, expect((row, 0, 1) for row in range(rows)), {})
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+print(int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) >> 10)
 """
 
 
 def test_memory_does_not_grow_with_the_states(tmp_path: Path) -> None:
-    """224 MiB of states, in shuffled order, are committed and merged in the memory that 32 MiB need.
-
-    A quarter of the difference is allowed.
+    """352 MiB of states, in shuffled order, are committed and merged in the memory that 160 MiB need, which fill a part
+    that is written and one that is buffered. A quarter of the difference is allowed.
     """
 
     def peak(rows: int) -> int:
@@ -440,5 +439,5 @@ def test_memory_does_not_grow_with_the_states(tmp_path: Path) -> None:
         )
         return int(done.stdout)
 
-    small, large = peak(16), peak(112)
+    small, large = peak(80), peak(176)
     assert large < small + 50
