@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import UsageError
-from batchgen.request.foreign_text import ForeignTextError, read_toml
+from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
 
 ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "eta")
 """Workloads that run no engines: they measure the planner, the start of the command, the cost of a row and how well the
@@ -178,7 +178,7 @@ def load_bench(path: Path) -> BenchConfig:
         UsageError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     try:
-        values = read_toml(path.read_bytes())
+        values = read_toml(file_content(path))
     except OSError as error:
         raise UsageError(f"--config: cannot read {path}: {error.strerror}") from None
     except ForeignTextError as error:

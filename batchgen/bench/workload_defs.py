@@ -13,7 +13,7 @@ from batchgen.bench.demo_tasks.tasks import TASKS, draw
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, RowsAt, Workload
 from batchgen.demo import model_path
 from batchgen.errors import RowError, UsageError
-from batchgen.request.foreign_text import ForeignTextError, read_toml
+from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
 from batchgen.request.parser import parse_row
 from batchgen.request.prompts import ChatPrompt
 from batchgen.request.row_values import RowDefaults
@@ -147,7 +147,7 @@ def load_workload(path: Path) -> BenchWorkload:
         UsageError: the file cannot be read, or a key is missing, unknown or wrong.
     """
     try:
-        table = _Table(read_toml(path.read_bytes()), str(path))
+        table = _Table(read_toml(file_content(path)), str(path))
     except OSError as error:
         raise UsageError(
             f"cannot read the workload {path}: {error.strerror}; give the path of a definition file"

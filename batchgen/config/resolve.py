@@ -20,7 +20,7 @@ from batchgen.config.units import STDIN, check_file_to_write, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.constraint import CONSTRAINT_KINDS
-from batchgen.request.foreign_text import ForeignTextError, read_json, read_toml
+from batchgen.request.foreign_text import ForeignTextError, file_content, read_json, read_toml
 from batchgen.request.params import SamplingParams
 
 _COMPRESSED = frozenset({".gz", ".zst"})
@@ -225,7 +225,7 @@ def _sources(
     named = None if file is None else cwd / coerce(BY_NAME["config"], file[0], file[1])
     if file is not None and named is not None:
         with _reading(str(file[0]), file[1]):
-            data = named.read_bytes()
+            data = file_content(named)
         yield from ((*found, True) for found in _options_of(data, str(file[0])))
     if os.path.lexists(default) and (named is None or named.resolve() != default.resolve()):
         shown = f"./{_DEFAULT_FILE}"
@@ -241,6 +241,8 @@ def _reading(shown: str, source: str) -> Iterator[None]:
         yield
     except OSError as problem:
         raise UsageError(f"`{source}`: cannot read {shown}: {problem.strerror}") from None
+    except ForeignTextError as problem:
+        raise UsageError(f"`{source}`: {shown} {problem}") from None
 
 
 def _open_at_once(path: Path) -> BinaryIO:

@@ -17,7 +17,7 @@ from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import read_weight_map, resolve_model
 from batchgen.models.safetensors_header import TensorInfo, read_header
-from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
+from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -84,7 +84,7 @@ def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     if not file.is_file():
         raise ModelError(f"{folder} has no config.json. Name a Hugging Face model folder, or copy it again.")
     try:
-        raw = file.read_bytes()
+        raw = file_content(file)
         config = typed(read_json(raw), _CONFIG)
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror or error}. Check its permissions.") from None

@@ -18,7 +18,7 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.safetensors_header import TensorInfo, read_header
-from batchgen.request.foreign_text import ForeignTextError, read_json, typed
+from batchgen.request.foreign_text import ForeignTextError, file_content, read_json, typed
 
 NamePath = tuple[str, str]
 """(name, folder) of an adapter."""
@@ -144,7 +144,7 @@ def _read_config(name: str, folder: Path) -> tuple[bytes, dict[str, Any]]:
     if not file.is_file():
         raise _error(name, f"{folder} has no {_CONFIG}; name the folder that peft saved")
     try:
-        raw = file.read_bytes()
+        raw = file_content(file)
         config = typed(read_json(raw), {})
     except OSError as error:
         raise _error(name, f"{file} cannot be read ({error.strerror or error})") from None

@@ -1,7 +1,7 @@
 """The reader of JSON and TOML that is not a row: files of a model, configurations, fields that hold JSON as text.
 
-No other module calls the decoders: they raise errors of several types about texts that others have written, and give
-values that break what is done with them later. `json_text` reads rows, more strictly, with the same limits.
+No other module calls the decoders on foreign text: they raise errors of several types about it, and give values that
+break what is done with them later. `json_text` reads rows, more strictly, with the same limits.
 
 `typed` is the view of a file's object: the types of the keys that are used are stated and checked at once.
 """
@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import orjson
 
@@ -178,20 +178,28 @@ def has_surrogate(value: Any) -> bool:
     return False
 
 
-def read_json_file(path: Path, most: int = MAX_FILE_BYTES) -> Any:
-    """The value in a JSON file of at most `most` bytes.
+def read_json_file(path: Path) -> Any:
+    """The value in a JSON file.
 
     Raises:
         OSError: it cannot be read.
-        ForeignTextError: as `read_json`, or it is larger.
+        ForeignTextError: as `read_json` and `file_content`.
+    """
+    return read_json(file_content(path))
+
+
+def file_content(path: Path) -> bytes:
+    """The content of a file of at most `MAX_FILE_BYTES`.
+
+    Raises:
+        OSError: it cannot be read.
+        ForeignTextError: it is larger.
     """
     with path.open("rb") as stream:
-        return read_json_stream(stream, most)
-
-
-def read_json_stream(stream: BinaryIO, most: int = MAX_FILE_BYTES) -> Any:
-    """The value in the rest of a JSON file, as by `read_json_file`."""
-    return read_json(_content(stream, most))
+        data = stream.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ForeignTextError(f"is larger than {MAX_FILE_BYTES >> 20} MiB", is_limit=True)
+    return data
 
 
 def read_toml(data: bytes) -> dict[str, Any]:
@@ -213,13 +221,6 @@ def read_toml(data: bytes) -> dict[str, Any]:
         raise _limit_of(ValueError())
     check_depth(table, text.count("[") + text.count("{") + text.count("."))
     return table
-
-
-def _content(stream: BinaryIO, most: int) -> bytes:
-    data = stream.read(most + 1)
-    if len(data) > most:
-        raise ForeignTextError(f"is larger than {most >> 20} MiB", is_limit=True)
-    return data
 
 
 Kinds = Mapping[str, type | tuple[type, ...]]

@@ -15,10 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen
+from batchgen.config.resolve import resolve_config
 from batchgen.data.write.work_state import read_state
-from batchgen.errors import BatchgenError, ModelError
+from batchgen.errors import BatchgenError, ModelError, UsageError
 from batchgen.models.check import check_model
 from batchgen.models.safetensors_header import read_header
+from batchgen.request import foreign_text
 from batchgen.request.foreign_text import MAX_DEPTH, MAX_DIGITS, ForeignTextError, read_json, read_toml, typed
 from batchgen.text.generation_config import load_generation_config
 from batchgen.text.tokenizer import Tokenizer
@@ -82,6 +84,20 @@ def test_repeated_keys_and_constants_are_refused_where_asked() -> None:
 def test_toml_has_the_same_limits(text: str) -> None:
     with pytest.raises(ForeignTextError):
         read_toml(text.encode())
+
+
+def test_a_file_is_read_up_to_the_limit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "options.toml"
+    config.write_text("temperature = 0.5")
+    size = (model / "config.json").stat().st_size
+    monkeypatch.setattr(foreign_text, "MAX_FILE_BYTES", size)
+    check_model(model)
+    monkeypatch.setattr(foreign_text, "MAX_FILE_BYTES", size - 1)
+    with pytest.raises(ModelError, match=r"config\.json is larger than 0 MiB"):
+        check_model(model)
+    monkeypatch.setattr(foreign_text, "MAX_FILE_BYTES", len(config.read_bytes()) - 1)
+    with pytest.raises(UsageError, match=r"options\.toml is larger than 0 MiB"):
+        resolve_config({"inputs": ("in.jsonl",), "config": str(config)}, {}, tmp_path)
 
 
 def test_the_view_names_the_key_and_both_types() -> None:
