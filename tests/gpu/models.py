@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from tests.gpu.device import Gpu
 _BUILD = """
 import sys, torch
 from batchgen.bench.shapes import resolve_bench_model
-for name in sys.argv[1:]:
-    resolve_bench_model(f"random:{name}", torch.device("cuda"))
+resolve_bench_model(f"random:{sys.argv[1]}", torch.device("cuda"))
 """
-_building: list[subprocess.Popen[bytes]] = []
+_building: dict[str, subprocess.Popen[bytes]] = {}
 
 _TOY_SHAPES = {
     "0.6b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, family="qwen3", text=True),
@@ -36,8 +35,8 @@ def model_shape(gpu: Gpu, name: str) -> Shape:
 def model_folder(gpu: Gpu, name: str) -> Iterator[str]:
     """Folder of a checkpoint of `model_shape`. Real ones stay in the user's cache folder for the next stage."""
     if not gpu.toy:
-        for process in _building:
-            process.wait()
+        if name in _building:
+            _building[name].wait()
         yield resolve_bench_model(f"random:{name}", gpu.device)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -46,16 +45,16 @@ def model_folder(gpu: Gpu, name: str) -> Iterator[str]:
 
 
 @contextmanager
-def built_in_background(names: Sequence[str]) -> Iterator[None]:
-    """Inside, another process builds the models. `model_folder` waits for it, and builds the model if it failed."""
-    if not names:
-        yield
-        return
+def built_in_background(names: Iterable[str]) -> Iterator[None]:
+    """Inside, a process per model builds it. `model_folder` waits for it, and builds the model if it failed."""
     root = Path(__file__).parents[2]
-    _building.append(subprocess.Popen([sys.executable, "-c", _BUILD, *names], cwd=root, stderr=subprocess.DEVNULL))
+    for name in names:
+        command = [sys.executable, "-c", _BUILD, name]
+        _building[name] = subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL)
     try:
         yield
     finally:
-        process = _building.pop()
-        process.kill()
-        process.wait()
+        for process in _building.values():
+            process.kill()
+            process.wait()
+        _building.clear()

@@ -85,13 +85,21 @@ class _Run:
                 save(self.report)
 
     def _models(self) -> AbstractContextManager[None]:
-        """Inside, another process builds the large models that the stages need."""
-        needed = {"workloads", "profile", "memory"}.intersection(self._options.stages)
-        if self._options.toy or self._options.shard or not needed:
+        """Inside, other processes build the large models that the chosen cases need."""
+        if self._options.toy or self._options.shard:
+            return nullcontext()
+        jobs = [stage for stage in STAGES if stage.name in self._options.stages and not stage.kernels]
+        needed = {case.shape["model"] for stage in jobs for case in self._chosen(stage) if "model" in case.shape}
+        if not needed:
             return nullcontext()
         from tests.gpu.models import built_in_background  # imported late: it needs more packages than kernels
 
-        return built_in_background(("0.6b",) if needed == {"memory"} else ("0.6b", "8b", "1b"))
+        return built_in_background(sorted(needed))
+
+    def _chosen(self, stage: Stage) -> list[Case]:
+        """The stage's cases that `--only` selects."""
+        only = self._options.only
+        return [case for case in cases(stage.name, self._options.toy) if only in case.name or only in case.op]
 
     def _stage(self, stage: Stage) -> None:
         self._gpu.deadline = self._deadlines[stage.name]
@@ -115,9 +123,7 @@ class _Run:
             return
         if not options.toy and not stage.kernels:
             torch.set_num_threads(os.cpu_count() or 1)
-        chosen = [
-            case for case in cases(stage.name, options.toy) if options.only in case.name or options.only in case.op
-        ]
+        chosen = self._chosen(stage)
         if stage.name == "bench":
             self.report.rates = measure_rates(self._gpu)
         absent = self._without_flash() if stage.name == "flash" else ""
