@@ -50,6 +50,8 @@ class DeviceRates:
     """bfloat16 operations per second."""
 
 
+H100: Final = DeviceRates("H100", 2.9e12, 792e12)
+"""Rate at which attention reads its cache, and matrix multiplication rate, of an H100 of 80 GB with HBM3."""
 H200: Final = DeviceRates("H200", 4.3e12, 790e12)
 """Copy bandwidth and matrix multiplication rate of an H200, constants to which the project's goals refer."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchgen.engine import engine as engine_module
 from batchgen.engine.engine import Engine, Running
+from batchgen.engine.executors import cuda_graph
 from batchgen.engine.executors.cuda_graph import padded_rows
 from batchgen.kernels.device import Graph
 from batchgen.kernels.types import Graphs
@@ -104,6 +105,15 @@ def test_plain_rows_are_sampled_inside_graphs(tmp_path: Path) -> None:
     assert device.counts.uploads_into == 3 * steps
 
 
+def test_a_batch_that_shrinks_for_a_moment_gets_no_new_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = [{"input_ids": [5 + i], "max_new_tokens": 6 + i, "ignore_eos": True} for i in range(8)]
+    _, counts = check(model_folder(tmp_path), ending)
+    assert (counts["graph_captures"], counts["graph_first"]) == (1, 1), "8 rows to 1 run in the graph of 8"
+    monkeypatch.setattr(cuda_graph, "WASTED_STEPS", 2.0)
+    _, counts = check(model_folder(tmp_path), [*ending[:4], {**ending[4], "max_new_tokens": 16}])
+    assert counts["graph_captures"] == 2, "after 3 steps in the graph of 8, a row that goes on alone gets another"
+
+
 def test_rows_that_are_not_plain_are_sampled_after_graphs(tmp_path: Path) -> None:
     work = rows()
     work[0] |= {"return_logprob": True, "top_logprobs_num": 3}
@@ -129,8 +139,9 @@ def few() -> list[dict[str, Any]]:
     return rows()[2:4]
 
 
-def test_the_least_recently_used_graph_is_dropped(tmp_path: Path) -> None:
+def test_the_least_recently_used_graph_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """17 rows that end one by one need graphs of six sizes; of those replaced, four may still run on the device."""
+    monkeypatch.setattr(cuda_graph, "WASTED_STEPS", 0.0)
 
     def keep_one(engine: Engine) -> None:
         (support,) = engine.backend.executors

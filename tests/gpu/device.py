@@ -54,6 +54,8 @@ class Gpu(Numbers):
     """bfloat16 operations per second of a large matrix product; 0 before it is measured."""
     deadline: float = math.inf
     """`time.monotonic` after which the current stage begins no more cases."""
+    waiting: list[str] = field(default_factory=list)
+    """Names of the current case and of those after it in the stage."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     """Values shared between cases, such as times that several benchmarks compare with."""
     _flush: Tensor | None = field(default=None, repr=False)
@@ -77,9 +79,9 @@ class Gpu(Numbers):
         return self.deadline - time.monotonic()
 
     @property
-    def is_goal_device(self) -> bool:
-        """Whether goals and floors are defined for this device; true in a toy run."""
-        return self.toy or (self.device.type == "cuda" and "H200" in torch.cuda.get_device_name(self.device))
+    def name(self) -> str:
+        """Name of the device; in a toy run that of the device of the goals."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "toy H200"
 
     def synchronize(self) -> None:
         """Wait for the device, so that an error is raised by the case that caused it."""

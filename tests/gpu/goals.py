@@ -1,4 +1,4 @@
-"""Performance goals on an H200, and predictions made before measuring.
+"""Performance goals on an H200, predictions made before measuring, and the rates that floors are computed with.
 
 Rates are output tokens per second. Slowdowns are per cent of the rate of greedy rows. Smaller is better for slowdowns,
 seconds and milliseconds.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from batchgen.bench.floors import H100, H200, DeviceRates
 from tests.gpu.report import Measure
 
 
@@ -61,3 +62,8 @@ def with_goal(measure: Measure) -> Measure:
         if (goal.workload, goal.model, goal.figure) == (measure.workload, measure.model, measure.figure):
             return replace(measure, goal=goal.goal, moonshot=goal.moonshot, predicted=goal.predicted)
     return measure
+
+
+def device_rates(name: str) -> DeviceRates | None:
+    """Rates of the device of a name, for the floors of whole jobs; None if they are unknown."""
+    return next((rates for rates in (H100, H200) if rates.name in name), None)

@@ -135,7 +135,9 @@ class _Run:
             words = ["--only", options.only, "--flash-library", options.flash_library]
             self.report.checks += check_in_processes(stage.name, options.jobs, self._gpu.left(), words)
             return
-        for case in Shard.of(options.shard).select(chosen) if options.shard else chosen:
+        selected = Shard.of(options.shard).select(chosen) if options.shard else chosen
+        for number, case in enumerate(selected):
+            self._gpu.waiting = [x.name for x in selected[number:]]
             reason = self._reason_not_to_run(stage, case)
             if reason:
                 self._record_unfinished(stage, case, "unreached", reason)

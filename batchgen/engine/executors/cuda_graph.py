@@ -4,13 +4,16 @@ A graph replays its launches on fixed addresses. So each graph has static inputs
 every step overwrites in two or three transfers. A padding token attends to token 0 only and is stored in the scratch
 page; its result is ignored.
 
+A new graph costs as much time as several steps, and the batch of a job that ends shrinks through all sizes. So a step
+is padded to a larger size that has a graph, until that has wasted about the time of a new one.
+
 The first step of a kind runs eagerly, which compiles kernels; the second one is captured. After a failed capture (the
 model waits for the host, or memory runs out) all steps run eagerly.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -32,6 +35,8 @@ from batchgen.models.base import CaptureSpec, Model, ModelInput
 _PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
 """(up to, step): padded batch sizes above 8."""
 _LARGE_STEP: Final = 64
+WASTED_STEPS: Final = 8.0
+"""Time of a new graph, in steps: a size gets one once its rows have caused that much padding in a larger one."""
 _MAX_RETIRED: Final = 4
 """Retired graphs that are kept because the device may still run them: two per step, at most two steps in flight."""
 _MAX_FED_TOKENS: Final = 8192
@@ -39,7 +44,7 @@ _MAX_FED_TOKENS: Final = 8192
 
 
 def padded_rows(rows: int) -> int:
-    """The padded batch size of a step with `rows` decode rows."""
+    """The smallest batch size of a graph with `rows` decode rows."""
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
     step = next((step for max_graphs, step in _PADDED_SIZES if rows <= max_graphs), _LARGE_STEP)
@@ -74,6 +79,12 @@ class _Result:
     """None: the caller samples from `logits`"""
 
 
+_Kind = tuple[int, Hashable]
+"""Padded batch size, and the results that are computed."""
+_Key = tuple[_Kind, Hashable]
+"""Kind, and the attention's launches."""
+
+
 class CudaGraphExecutor(Executor):
     """Runs decode-only steps."""
 
@@ -83,9 +94,11 @@ class CudaGraphExecutor(Executor):
         self._device = context.device
         self._most = support.max_graphs
         self._shared = _SharedBuffers(context.model, context.backend.ops, context.device)
-        self._steps: OrderedDict[Hashable, _GraphStep] = OrderedDict()
+        self._steps: OrderedDict[_Key, _GraphStep] = OrderedDict()
         self._retired: deque[_GraphStep] = deque(maxlen=_MAX_RETIRED)
         self._counts = GraphCounts()
+        self._wasted: defaultdict[_Kind, float] = defaultdict(float)
+        """Size and kind without a graph -> steps' worth of padding in larger graphs."""
         self._disabled_reason: str | None = None
         """Why graphs are off for the rest of the job; None: they are on."""
 
@@ -144,9 +157,10 @@ class CudaGraphExecutor(Executor):
         self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
     ) -> _Result:
         rows = len(step.ids)
-        padded = padded_rows(rows)
+        results = (plain is not None, () if capture is None else (capture.layers, capture.experts))
+        padded = self._batch_size(rows, results)
         work = self._planner.plan(step.attention, padded)
-        kind = (padded, plain is not None, () if capture is None else (capture.layers, capture.experts))
+        kind = (padded, results)
         static = self._steps.get((kind, work.launches))
         if static is None or not static.attention.refill(work):
             static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture)
@@ -165,7 +179,17 @@ class CudaGraphExecutor(Executor):
         self._counts.padded += padded - rows
         return static.result(rows, capture)
 
-    def _store(self, key: Hashable, static: _GraphStep) -> None:
+    def _batch_size(self, rows: int, results: Hashable) -> int:
+        """The batch size of a step of `rows` rows: the smallest one, or a larger one that has a graph already."""
+        smallest = padded_rows(rows)
+        made = {size for (size, made_for), _ in self._steps if made_for == results and size >= smallest}
+        if smallest in made or not made:
+            return smallest
+        size = min(made)
+        self._wasted[smallest, results] += 1 - smallest / size
+        return size if self._wasted[smallest, results] <= WASTED_STEPS else smallest
+
+    def _store(self, key: _Key, static: _GraphStep) -> None:
         before = self._steps.get(key)
         if before is not None and before is not static:
             self._retired.append(before)

@@ -14,10 +14,10 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from batchgen.bench.floors import H200, device_floor
+from batchgen.bench.floors import device_floor
 from batchgen.bench.workloads import BenchRow
 from tests.gpu.device import Gpu
-from tests.gpu.goals import with_goal
+from tests.gpu.goals import device_rates, with_goal
 from tests.gpu.jobs import engine_on
 from tests.gpu.models import model_folder, model_shape
 from tests.gpu.registry import case
@@ -76,10 +76,11 @@ def decode_step(gpu: Gpu, *, model: str, rows: int, prompt: int, steps: int) -> 
     )
     yield made
     step = Measure("decode", model, "step_ms", made.step_ms, "ms")
-    if gpu.is_goal_device:
+    rates = device_rates(gpu.name)
+    if rates is not None:
         # Two tokens per row, without shared prefixes, each attending to the whole prompt.
         pairs = [BenchRow([4 + i] * (prompt + WARM_UP_STEPS + steps), 2) for i in range(rows)]
-        floor = device_floor(pairs, shape, H200, rows)
+        floor = device_floor(pairs, shape, rates, rows)
         ideal = (floor.memory + floor.compute) / 2 * 1e3
         step = replace(step, serial_floor=ideal, share=ideal / made.step_ms)
     yield with_goal(step)

@@ -1,7 +1,7 @@
 """The GPU workloads at real shapes with random weights: throughput, floors, other engines, slowdowns, start-up.
 
-batchgen has one process per model. Each other engine runs in a further process, and batchgen runs the same rows right
-after it. If time is short a workload is run in part; `factor` of each figure is that part.
+batchgen has one process per model. Then each other engine runs in a process beside another one of batchgen, which runs
+the same rows right after it. If time is short a workload is run in part; `factor` of each figure is that part.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.floors import H200, device_floor
+from batchgen.bench.floors import device_floor
 from batchgen.bench.peers import OURS, EngineSource
 from batchgen.bench.process import BenchEngine, EngineFailed, LoadSpec
 from batchgen.bench.shapes import Shape
 from batchgen.bench.workload_defs import GPU_WORKLOADS
 from batchgen.bench.workloads import BenchRow, Level, Workload
 from tests.gpu.device import Gpu
-from tests.gpu.engines import Rate, best_within, peer, rate, start
-from tests.gpu.goals import with_goal
+from tests.gpu.engines import PROBE, Rate, best_within, peer, rate, start
+from tests.gpu.goals import device_rates, with_goal
 from tests.gpu.models import model_folder, model_shape
 from tests.gpu.outcomes import Absent
 from tests.gpu.registry import case
@@ -32,7 +32,8 @@ from tests.gpu.report import Measure
 
 CONCURRENCY = 1024
 """Samples at a time, if a workload has as many."""
-PEERS = ("transformers-continuous", "transformers", "vllm")
+PEERS = ("transformers-continuous", "vllm")
+AGAINST_PEERS = ("w-nano", "w-prefix")
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 PAIRS = 3
 GRACE = 30.0
@@ -55,29 +56,29 @@ class PlannedWorkload:
     workload: str
     share: float
     """Share of the model's time."""
-    peers: tuple[str, ...] = ()
     against: str = ""
     """Comparison with "flat" (no shared attention over prefixes) or "w-unshared" (prompts without shared prefixes)."""
 
 
 PLAN: dict[str, tuple[PlannedWorkload, ...]] = {
     "0.6b": (
-        PlannedWorkload("w-nano", 0.45, PEERS),
-        PlannedWorkload("w-prefix", 0.35, PEERS[:1], "flat"),
-        PlannedWorkload("slowdown", 0.2),
+        PlannedWorkload("w-nano", 0.3),
+        PlannedWorkload("w-prefix", 0.4, "flat"),
+        PlannedWorkload("slowdown", 0.3),
     ),
     "1b": (PlannedWorkload("w-tree", 0.7), PlannedWorkload("w-nano", 0.3)),
-    "8b": (PlannedWorkload("w-nano", 0.4), PlannedWorkload("w-prefix", 0.6, (), "w-unshared")),
+    "8b": (PlannedWorkload("w-nano", 0.4), PlannedWorkload("w-prefix", 0.6, "w-unshared")),
 }
-WEIGHTS = {"0.6b": 0.45, "8b": 0.35, "1b": 0.15, "start": 0.05}
-"""Share of the stage's time by model, in the order in which they run."""
+WEIGHTS = {"throughput[model=0.6b]": 0.3, "throughput[model=8b]": 0.3, "throughput[model=1b]": 0.1}
+WEIGHTS |= {"start": 0.05, **{f"engine={name}": 0.125 for name in PEERS}}
+"""Part of a case's name -> share of the stage's time."""
 
 
 @case(
     "workloads", "workloads", [{"model": m} for m in ("0.6b", "8b", "1b")], [{"model": m} for m in ("0.6b", "8b", "1b")]
 )
 def throughput(gpu: Gpu, *, model: str) -> Iterator[Measure | str]:
-    end = time.monotonic() + _slot(gpu, model)
+    end = time.monotonic() + _slot(gpu, f"throughput[model={model}]")
     with model_folder(gpu, model) as folder:
         runs = Runs(gpu, model, folder)
         try:
@@ -107,6 +108,29 @@ def start_up(gpu: Gpu, *, model: str) -> Iterator[Measure | str]:
     yield with_goal(Measure("start", model, "seconds", seconds, "s"))
 
 
+@case(
+    "workloads",
+    "peers",
+    [{"model": "0.6b", "engine": name} for name in PEERS],
+    [{"model": "0.6b", "engine": name} for name in PEERS],
+)
+def against_peers(gpu: Gpu, *, model: str, engine: str) -> Iterator[Measure | str]:
+    """Throughput of another engine, and batchgen's speedup on the same rows."""
+    end = time.monotonic() + _slot(gpu, f"engine={engine}")
+    with model_folder(gpu, model) as folder:
+        runs = Runs(gpu, model, folder)
+        try:
+            with (
+                start(gpu, peer(engine), runs.spec, gpu.left() + GRACE) as other,
+                start(gpu, EngineSource(OURS), runs.spec, gpu.left() + GRACE) as ours,
+            ):
+                for number, name in enumerate(AGAINST_PEERS):
+                    seconds = (end - time.monotonic()) / (len(AGAINST_PEERS) - number)
+                    yield from runs.against_peer(ours, other, engine, name, seconds)
+        except (Absent, EngineFailed, AssertionError) as error:
+            yield f"{engine}: {error}"
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """The runs of one model."""
@@ -128,20 +152,14 @@ class Runs:
         return TOYS[name] if self.gpu.toy else GPU_WORKLOADS[name]
 
     def item(self, ours: BenchEngine, item: PlannedWorkload, seconds: float) -> Iterator[Measure | str]:
-        """Throughput of batchgen, its comparison without sharing, and the other engines, in equal parts of the time."""
-        whole = 1 + bool(item.against) + len(item.peers)
+        """Throughput of batchgen, and its comparison without sharing, in equal parts of the time."""
+        whole = 1 + bool(item.against)
         end = time.monotonic() + seconds
         workload = self.workload(item.workload)
         found = best_within(ours, workload, {}, self.shape.vocab, seconds / whole)
         yield self._rate(workload, ours, found)
         if item.against:
-            yield from self._without_sharing(ours, item, found, (end - time.monotonic()) / (whole - 1))
-        for number, name in enumerate(item.peers):
-            left = (end - time.monotonic()) / (len(item.peers) - number)
-            try:
-                yield from self._against_peer(ours, peer(name), workload, left)
-            except (Absent, EngineFailed, AssertionError) as error:
-                yield f"{workload.name} by {name}: {error}"
+            yield from self._without_sharing(ours, item, found, end - time.monotonic())
 
     def slowdowns(self, ours: BenchEngine, seconds: float) -> Iterator[Measure | str]:
         """Slowdown by each kind of special row, from pairs of runs: plain greedy rows, then special rows."""
@@ -155,11 +173,11 @@ class Runs:
             rows = [replace(row, fields=fields(i)) for i, row in enumerate(plain)]
             until = time.monotonic() + (end - time.monotonic()) / (len(KINDS) - number)
             try:
-                slower = pairs(ours, plain, rows, until)
+                slower, base = pairs(ours, plain, rows, until)
             except EngineFailed as error:
                 yield f"slowdown of {name} rows: {error}"
                 continue
-            detail = {"pairs": len(slower), "min": min(slower), "max": max(slower)}
+            detail = {"pairs": len(slower), "min": min(slower), "max": max(slower), "plain_tokens_per_second": base}
             made = Measure(workload.name, self.model, name, statistics.median(slower), "% slower", detail=detail)
             yield with_goal(made)
 
@@ -180,20 +198,19 @@ class Runs:
         made = Measure(workload.name, self.model, name, times, "x", factor=found.factor, detail=detail)
         yield with_goal(made)
 
-    def _against_peer(
-        self, ours: BenchEngine, source: EngineSource, workload: Workload, seconds: float
+    def against_peer(
+        self, ours: BenchEngine, other: BenchEngine, name: str, workload_name: str, seconds: float
     ) -> Iterator[Measure]:
         """Throughput of another engine at its largest batch size, and batchgen's speedup on the same rows."""
-        end = time.monotonic() + seconds
-        with start(self.gpu, source, self.spec, seconds) as other:
-            setting = other.settings[-1]
-            theirs = best_within(other, workload, setting, self.shape.vocab, 0.7 * (end - time.monotonic()))
-            mine = rate(ours, workload, theirs.factor, {}, self.shape.vocab)
-            yield replace(self._rate(workload, other, theirs), goal=None, moonshot=None, predicted=None)
+        workload, setting = self.workload(workload_name), other.settings[-1]
+        theirs = best_within(other, workload, setting, self.shape.vocab, 0.7 * seconds)
+        rate(ours, workload, min(theirs.factor, PROBE), {}, self.shape.vocab)  # compiles
+        mine = rate(ours, workload, theirs.factor, {}, self.shape.vocab)
+        yield replace(self._rate(workload, other, theirs), goal=None, moonshot=None, predicted=None)
         times = mine.tokens_per_second / theirs.tokens_per_second
         detail = {"peer": f"{other.name} {other.version}", "setting": setting}
-        name = f"times_{source.name}"
-        yield with_goal(Measure(workload.name, self.model, name, times, "x", factor=theirs.factor, detail=detail))
+        made = Measure(workload.name, self.model, f"times_{name}", times, "x", factor=theirs.factor, detail=detail)
+        yield with_goal(made)
 
     def _rate(self, workload: Workload, engine: BenchEngine, found: Rate) -> Measure:
         """The measure of a throughput, with the floor of the part that was run."""
@@ -209,24 +226,31 @@ class Runs:
             factor=found.factor,
             detail=detail,
         )
-        if self.gpu.is_goal_device:
+        rates = device_rates(self.gpu.name)
+        if rates is not None:
             rows = workload.part(found.factor)[0].rows(self.shape.vocab)
             at_once = min(CONCURRENCY, sum(row.samples for row in rows))
-            floor = device_floor(rows, self.shape, H200, at_once)
+            floor = device_floor(rows, self.shape, rates, at_once)
             share = found.tokens_per_second / floor.serial
             made = replace(made, floor=floor.overlap, serial_floor=floor.serial, share=share)
         return with_goal(made)
 
 
-def pairs(engine: BenchEngine, plain: Sequence[BenchRow], rows: Sequence[BenchRow], until: float) -> list[float]:
-    """Slowdowns of `rows` relative to `plain` in per cent, from alternating runs until `until`, at least one pair."""
+def pairs(
+    engine: BenchEngine, plain: Sequence[BenchRow], rows: Sequence[BenchRow], until: float
+) -> tuple[list[float], float]:
+    """Slowdowns of `rows` relative to `plain` in per cent, from alternating runs until `until`, at least one pair, and
+    the highest rate of `plain`, in tokens per second.
+    """
     short = [replace(row, max_new=min(row.max_new, 8)) for row in rows]
     engine.generate(short, {})  # compiles what these rows need
     slower: list[float] = []
+    best = 0.0
     while len(slower) < PAIRS and (not slower or time.monotonic() < until):
         base, other = (engine.generate(each, {}) for each in (plain, rows))
         slower.append(100.0 * (1.0 - (other.tokens / other.seconds) / (base.tokens / base.seconds)))
-    return slower
+        best = max(best, base.tokens / base.seconds)
+    return slower, best
 
 
 def _sampled(number: int) -> Mapping[str, Any]:
@@ -244,11 +268,10 @@ KINDS: dict[str, Callable[[int], Mapping[str, Any]]] = {
 """Name -> fields of a row, by its number."""
 
 
-def _slot(gpu: Gpu, model: str) -> float:
-    """Seconds of the stage's remaining time for this model."""
-    names = list(WEIGHTS)
-    rest = sum(WEIGHTS[name] for name in names[names.index(model) :])
-    return min(gpu.left(), 1e6) * WEIGHTS[model] / rest
+def _slot(gpu: Gpu, key: str) -> float:
+    """Seconds of the stage's remaining time for the current case, whose key in `WEIGHTS` is given."""
+    rest = sum(weight for other, weight in WEIGHTS.items() if any(other in name for name in gpu.waiting))
+    return min(gpu.left(), 1e6) * WEIGHTS[key] / rest
 
 
 def _spec(gpu: Gpu, folder: str) -> LoadSpec:
