@@ -48,8 +48,8 @@ class Gpu(Numbers):
     toy: bool
     flash_path: str = ""
     """Path of a flash library; empty: the installed one."""
-    copy_rate: float = 0.0
-    """Bytes per second, read plus written, of a large copy; 0 before it is measured."""
+    memory_rate: float = 0.0
+    """Bytes per second, read plus written; 0 before it is measured."""
     matmul_rate: float = 0.0
     """bfloat16 operations per second of a large matrix product; 0 before it is measured."""
     deadline: float = math.inf

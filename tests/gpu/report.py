@@ -123,8 +123,8 @@ def figure(
 ) -> Figure:
     """A figure with the floor from the device's measured rates, for `bytes` moved and `flops` operations."""
     floors = {}
-    if bytes and gpu.copy_rate:
-        floors["bandwidth"] = bytes / gpu.copy_rate * 1e6
+    if bytes and gpu.memory_rate:
+        floors["bandwidth"] = bytes / gpu.memory_rate * 1e6
     if flops and gpu.matmul_rate:
         floors["matmul"] = flops / gpu.matmul_rate * 1e6
     made = Figure(op, what, dict(shape), timing, gpu.toy, bytes, flops)

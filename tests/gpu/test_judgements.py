@@ -234,7 +234,7 @@ def test_functions_are_timed_as_a_graph_unless_they_wait(waits: bool, monkeypatc
 
 
 def test_the_floor_is_the_larger_of_both_times() -> None:
-    gpu = Gpu(CPU, toy=False, copy_rate=1e12, matmul_rate=1e14)
+    gpu = Gpu(CPU, toy=False, memory_rate=1e12, matmul_rate=1e14)
     timing = Timing(9.0, 10.0, 11.0, 20, "graph")
     made = figure(gpu, "op", "what", {"rows": 1}, timing, bytes=5_000_000, flops=100_000_000)
     assert (made.floor_us, made.floor_by, made.share) == (5.0, "bandwidth", 0.5)

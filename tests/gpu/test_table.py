@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.gpu.goals import GOALS, with_goal
 from tests.gpu.report import Measure
-from tests.gpu.table import markdown, newest, unmeasured
+from tests.gpu.table import markdown, stored, unmeasured
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -24,30 +24,41 @@ def report(**changes: Any) -> dict[str, Any]:
     ]
     shape = {"rows": 256, "context": 1024, "heads": 32, "kv_heads": 8, "dim": 128}
     figures = [{"op": "triton", "what": "paged decode", "shape": shape, "share": 0.5, "checked": True}]
-    made = {"toy": False, "hardware": {"name": "made-up H200"}, "versions": {"torch": "0"}, "commit": "0"}
+    made = {"toy": False, "hardware": {"name": "made-up H200"}, "versions": {"torch": "0"}, "commit": "abc"}
     return {**made, "date": "2027-01-31T00:00:00", "measures": measures, "figures": figures, **changes}
 
 
 def test_without_figures_the_table_is_a_line(tmp_path: Path) -> None:
-    assert newest(tmp_path) is None
-    assert "unmeasured" in markdown(None) == unmeasured()
+    assert "unmeasured" in markdown(stored(tmp_path)) == unmeasured()
 
 
 def test_every_goal_has_a_line() -> None:
-    lines = markdown(report()).splitlines()
+    lines = markdown([report()]).splitlines()
     assert len([line for line in lines if line.startswith("| ") and "measured | of" not in line]) == len(GOALS)
     (nano,) = [line for line in lines if "`w-nano`), output" in line and "| 8b |" in line]
     assert "| 12 | 50% | all | 7,500 | 9,200 |" in nano
+    assert nano.endswith("| abc |")
     (start,) = [line for line in lines if line.startswith("| start")]
     assert "| **1 s** |" in start, "a goal that is met is bold"
     (tree,) = [line for line in lines if "`w-tree`" in line]
-    assert "not measured" in tree, "its run was not checked"
+    assert r"| 7 \* |" in tree, "its run was not checked"
     (kernel,) = [line for line in lines if "decode kernel" in line]
     assert "| 50 % |" in kernel
     assert "other 1, w-nano 8b: 4 tokens/s on 1 of it." in lines
 
 
-def test_newest_is_the_latest_real_run_on_the_goals_device(tmp_path: Path) -> None:
+def test_the_latest_measurement_of_each_figure_is_shown() -> None:
+    later = [asdict(with_goal(Measure("start", "0.6b", "seconds", 3.0, "s")))]
+    lines = markdown([report(), report(measures=later, commit="def")]).splitlines()
+    (nano,) = [line for line in lines if "`w-nano`), output" in line and "| 8b |" in line]
+    (start,) = [line for line in lines if line.startswith("| start")]
+    assert "| 12 |" in nano
+    assert nano.endswith("| abc |")
+    assert "| **3 s** |" in start
+    assert start.endswith("| def |")
+
+
+def test_real_runs_on_one_device_are_stored(tmp_path: Path) -> None:
     runs = {
         "old": report(date="2027-01-01"),
         "new": report(date="2027-01-02"),
@@ -57,6 +68,7 @@ def test_newest_is_the_latest_real_run_on_the_goals_device(tmp_path: Path) -> No
     }
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
-    found = newest(tmp_path)
-    assert found is not None
-    assert found["date"] == "2027-01-02"
+    assert [run["date"] for run in stored(tmp_path)] == ["2027-01-01", "2027-01-02"], "the goals' device"
+    for name in ("old", "new"):
+        (tmp_path / f"{name}.json").unlink()
+    assert [run["date"] for run in stored(tmp_path)] == ["2027-01-04"], "the device that there is"

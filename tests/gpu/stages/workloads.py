@@ -1,6 +1,6 @@
 """The GPU workloads at real shapes with random weights: throughput, floors, other engines, slowdowns, start-up.
 
-batchgen has one process per model. Then each other engine runs in a process beside another one of batchgen, which runs
+batchgen has one process per model. Then each other engine runs in a process while one of batchgen waits, which runs
 the same rows right after it. If time is short a workload is run in part; `factor` of each figure is that part.
 """
 
@@ -45,7 +45,7 @@ TOYS = {
     "w-unshared": Workload("w-unshared", "toy", (Level(3, (43, 43)),), (3, 3)),
     "w-tree": Workload("w-tree", "toy", (Level(1, (9, 9)), Level(2, (8, 8)), Level(2, (4, 4))), (3, 3), samples=2),
 }
-SLOWED = Workload("slowdown", "256 prompts of 128 tokens, 128 out", (Level(256, (128, 128)),), (128, 128))
+SLOWED = Workload("slowdown", "512 prompts of 128 tokens, 256 out", (Level(512, (128, 128)),), (256, 256))
 TOY_SLOWED = Workload("slowdown", "toy", (Level(4, (5, 5)),), (3, 3))
 
 
