@@ -13,7 +13,7 @@ from batchgen.request.stop_patterns import compile_pattern, is_plain
 from batchgen.text.detokenize import REPLACEMENT, Detokenizer
 from batchgen.text.hidden_stops import HiddenSearch, HiddenStrings
 
-SEARCH_SECONDS = 1.0
+SEARCH_SECONDS = 0.8
 """Processor time in seconds that the patterns of a sample may take after one token, and in total plus ..."""
 SEARCH_SECONDS_PER_TOKEN = 0.005
 """... this many seconds for each of its tokens."""
