@@ -39,6 +39,8 @@ class PageAllocator:
         self.page_size = page_size
         self.capacity = num_pages - 1
         """Number of pages that can be in use at once."""
+        self.used_count = 0
+        """Number of pages in use."""
         self.peak = 0
         """Peak number of pages in use at once."""
         self._freed: list[int] = []
@@ -50,11 +52,6 @@ class PageAllocator:
     def free_count(self) -> int:
         """Number of free pages."""
         return self.capacity - self.used_count
-
-    @property
-    def used_count(self) -> int:
-        """Number of pages in use."""
-        return len(self._ref_counts) - 1 - len(self._freed)
 
     def ref_count(self, page: int) -> int:
         """Reference count of `page`."""
@@ -71,7 +68,9 @@ class PageAllocator:
             first = len(self._ref_counts)
             self._ref_counts += [1] * (count - again)
             pages += range(first, len(self._ref_counts))
-        self.peak = max(self.peak, self.used_count)
+        self.used_count += count
+        if self.used_count > self.peak:
+            self.peak = self.used_count
         return pages
 
     def share(self, page: int) -> None:
@@ -88,6 +87,7 @@ class PageAllocator:
             ref_count[page] = left
             if left == 0:
                 heapq.heappush(self._freed, page)
+                self.used_count -= 1
 
 
 COMPUTING = -1

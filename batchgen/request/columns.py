@@ -58,6 +58,10 @@ class Column:
             return self.tail[index - self._count]
         return self._first + index * self._step if self._values is None else self._values[index]
 
+    def is_index(self, index: int) -> bool:
+        """Whether the values up to the one after `index`, which all are packed, are their indexes: 0, 1, 2, ..."""
+        return self._values is None and not self._first and self._step == 1 and index + 1 < self._count
+
     def pack(self) -> None:
         """Store the tail with the other values."""
         if self.tail:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from batchgen.request.checks import invalid
@@ -17,6 +18,8 @@ ConstraintKind = Literal[
 ]
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
 """Kinds of constraints, which are also the names of the fields that give them."""
+_values = attrgetter(*CONSTRAINT_KINDS)
+_NOTHING = (None,) * len(CONSTRAINT_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ def check_one(values: Any) -> None:
 
 def constraint_of(values: Any) -> Constraint | None:
     """The constraint that a parameter set gives in the attribute of its kind, if it has one."""
-    for kind in CONSTRAINT_KINDS:
-        value = getattr(values, kind)
-        if value is not None:
-            return Constraint(kind, json.dumps(value, ensure_ascii=False) if kind == "choice" else value)
-    return None
+    given = _values(values)
+    if given == _NOTHING:  # of most rows, so found fast
+        return None
+    kind, value = next(pair for pair in zip(CONSTRAINT_KINDS, given, strict=True) if pair[1] is not None)
+    return Constraint(kind, json.dumps(value, ensure_ascii=False) if kind == "choice" else value)

@@ -184,6 +184,8 @@ class RequestTable(Columns):
         """
         rows, count = self._row_index, len(self)
         # with one prompt in every row, each row is at its own index
+        if rows.is_index(row):
+            return range(row, row + 1)
         own = row < count and rows[row] == row and (not row or rows[row - 1] != row)
         first = row if own else bisect_left(rows, row)
         end = row + 1 if own and (row + 1 == count or rows[row + 1] != row) else bisect_left(rows, row + 1, first)
