@@ -16,6 +16,7 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import read_weight_map, resolve_model
+from batchgen.models.quant_format import QuantFormat, find_quant_format
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
 
@@ -38,6 +39,8 @@ class ModelFolder:
     """sha256 of config.json."""
     stamps: Mapping[Path, FileStamp]
     """Stamps of config.json and the safetensors files, taken before they were read."""
+    quantisation: QuantFormat | None = None
+    """None if the weights are stored in full."""
 
     @property
     def model_type(self) -> str:
@@ -55,7 +58,6 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     # Before the file is read, so that a change while it is read shows.
     stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
     raw, config = _read_config(folder)
-    _check_unquantised(folder, config)
     index, files = _weight_files(folder)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
@@ -66,7 +68,8 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise ModelError(f"{file} lacks {name}, which {_INDEX} says it holds. Copy the folder again.")
-    return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
+    quantisation = find_quant_format(folder, config, tensors)
+    return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps, quantisation)
 
 
 _CONFIG: Final[Kinds] = {
@@ -95,16 +98,6 @@ def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
             f"{file} names no model_type, so the architecture is not known. Use a Hugging Face checkpoint."
         )
     return raw, config
-
-
-def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        entry = config.get(key)
-        if entry:
-            method = entry.get("quant_method", "unnamed") if isinstance(entry, dict) else entry
-            raise ModelError(
-                f"{folder} is quantised ({key}: {method}), which is not supported. Use the unquantised checkpoint."
-            )
 
 
 def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
