@@ -35,6 +35,7 @@ from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
+from batchgen.models.stored_tensors import check_library_tensors, check_unread
 
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
@@ -128,6 +129,7 @@ def _silence_library() -> Iterator[None]:
 
 def transformers_spec(
     config: Any,
+    folder: ModelFolder,
     dtype: torch.dtype,
     device: torch.device,
     context: int,
@@ -136,11 +138,13 @@ def transformers_spec(
     """Determine the spec of a model by a forward on the meta device, without reading weights.
 
     Raises:
-        ModelError: the architecture cannot run with batchgen's attention, or an adapter does not fit the model.
+        ModelError: the architecture cannot run with batchgen's attention, the folder holds weights that the model does
+            not read, or an adapter does not fit the model.
     """
     register_attention()
     with _silence_library():
         model = _meta_model(config)
+        check_library_tensors(model, folder, int(config.num_hidden_layers))
         fit_library_adapters(model, adapters)
         uses, hooks = _probe_layers(model, config, context)
     return ModelSpec(
@@ -343,6 +347,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
+    check_unread(folder, info.get("unexpected_keys") or (), spec.num_layers)
     if spec.device.type == "cpu":
         _copy_from_files(model)
     return model.eval().to(spec.device)

@@ -76,7 +76,7 @@ def load_checked(
     from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
 
     library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
-    spec = transformers_spec(library_config, kind, where, context, checked.adapters)
+    spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
     return load_transformers(library_config, spec, checked.folder, checked.adapters, products)
 
 
@@ -108,7 +108,7 @@ def checked_spec(
     from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_checked
 
     library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
-    return transformers_spec(library_config, kind, where, context, checked.adapters)
+    return transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
 
 
 def _native_spec(
