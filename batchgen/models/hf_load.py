@@ -18,6 +18,7 @@ from batchgen.kernels.device import device_for
 from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.context import scaled_context
 from batchgen.models.experts import ExpertsSlot, install_experts
@@ -142,6 +143,7 @@ def transformers_spec(
             not read, or an adapter does not fit the model.
     """
     register_attention()
+    check_layer_types(str(config.model_type), getattr(config, "layer_types", None))
     with _silence_library():
         model = _meta_model(config)
         check_library_tensors(model, folder, int(config.num_hidden_layers))
@@ -186,7 +188,8 @@ def _meta_model(config: Any) -> Any:
 
 def _drop_padding(model: Any) -> None:
     """Unset the padding id: some forwards search every batch for padding, which would wait for the device."""
-    model.config.pad_token_id = None
+    with contextlib.suppress(Exception):  # classes of strict configurations need one
+        model.config.pad_token_id = None
 
 
 def _use_our_attention(model: Any) -> None:
