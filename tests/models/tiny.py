@@ -124,7 +124,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": _FULL, "num_dense_layers": 1},
     **{name: {"layer_types": _FULL} for name in ("granitemoehybrid", "lfm2", "minimax", "qwen3_next")},
     **{name: {"layer_types": _FULL} for name in ("qwen3_5_moe_text", "qwen3_5_text")},
-    **{name: {"layer_types": _FULL, "num_key_value_heads": 4} for name in ("bailing_hybrid", "kimi_linear")},
+    **{name: {**_MLA, "layer_types": _FULL} for name in ("bailing_hybrid", "kimi_linear")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3"), _MLA),
     "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4},
 }
