@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.stored_tensors import check_library_tensors, check_unread
+from batchgen.models.weight_files import library_folder
 
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
@@ -54,10 +56,11 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     try:
-        config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        # Not from the folder: its type may have another name there.
+        config = CONFIG_MAPPING[folder.model_type].from_dict(copy.deepcopy(dict(folder.config)))
     except Exception as error:  # configuration classes validate with errors of many types
         raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
     longest = _longest_context(config)
@@ -330,17 +333,18 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder.path,
-            config=config,
-            dtype=spec.dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are listed in the loading info
-        )
+        with library_folder(folder.path, folder.files, folder.tensors) as source:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=spec.dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are listed in the loading info
+            )
     except Exception as error:  # loading raises errors of many types
         raise ModelError(f"transformers cannot load {folder.path}: {_first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
