@@ -57,6 +57,11 @@ def check_model(
     if max_model_len is not None and max_model_len < 1:
         raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
     folder = check_model_folder(path, revision)
+    if folder.quantisation is not None:
+        raise ModelError(
+            f"{folder.path} is quantised ({folder.quantisation}), which is not supported. "
+            "Use the unquantised checkpoint."
+        )
     chosen = choose_implementation(folder.config, implementation)
     adapters = read_adapters(lora)
     native = None

@@ -15,12 +15,14 @@ from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
-from batchgen.models.hub import read_weight_map, resolve_model
+from batchgen.models.hub import resolve_model
+from batchgen.models.quant_format import QuantFormat, find_quant_format
 from batchgen.models.safetensors_header import TensorInfo, read_header
+from batchgen.models.weight_files import INDEX, find_weight_files, foreign_form
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
 
-_SINGLE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
+TYPE_ALIASES: Final = {"kimi_k2": "deepseek_v3"}
+"""Types that transformers does not have by name -> the type of the same configuration and computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class ModelFolder:
 
     path: Path
     config: Mapping[str, Any]
-    """Contents of config.json."""
+    """Contents of config.json, with the `model_type` of transformers."""
     files: tuple[Path, ...]
     """Safetensors files, sorted by name."""
     tensors: Mapping[str, TensorInfo]
@@ -38,6 +40,8 @@ class ModelFolder:
     """sha256 of config.json."""
     stamps: Mapping[Path, FileStamp]
     """Stamps of config.json and the safetensors files, taken before they were read."""
+    quantisation: QuantFormat | None = None
+    """None if the weights are stored in full."""
 
     @property
     def model_type(self) -> str:
@@ -55,8 +59,7 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     # Before the file is read, so that a change while it is read shows.
     stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
     raw, config = _read_config(folder)
-    _check_unquantised(folder, config)
-    index, files = _weight_files(folder)
+    index, files = find_weight_files(folder)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         held, stamps[file] = read_header(file)
@@ -65,8 +68,9 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
         tensors.update(held)
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
-            raise ModelError(f"{file} lacks {name}, which {_INDEX} says it holds. Copy the folder again.")
-    return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
+            raise ModelError(f"{file} lacks {name}, which {INDEX} says it holds. Copy the folder again.")
+    quantisation = find_quant_format(folder, config, tensors)
+    return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps, quantisation)
 
 
 _CONFIG: Final[Kinds] = {
@@ -82,6 +86,9 @@ _CONFIG: Final[Kinds] = {
 def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     file = folder / "config.json"
     if not file.is_file():
+        found = foreign_form(folder)
+        if found is not None:
+            raise ModelError(f"{folder} {found}")
         raise ModelError(f"{folder} has no config.json. Name a Hugging Face model folder, or copy it again.")
     try:
         raw = file_content(file)
@@ -94,47 +101,6 @@ def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
         raise ModelError(
             f"{file} names no model_type, so the architecture is not known. Use a Hugging Face checkpoint."
         )
+    if config["model_type"] in TYPE_ALIASES:
+        config = {**config, "model_type": TYPE_ALIASES[config["model_type"]]}
     return raw, config
-
-
-def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
-        entry = config.get(key)
-        if entry:
-            method = entry.get("quant_method", "unnamed") if isinstance(entry, dict) else entry
-            raise ModelError(
-                f"{folder} is quantised ({key}: {method}), which is not supported. Use the unquantised checkpoint."
-            )
-
-
-def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
-    """The index (tensor -> file, empty for a single file) and the files; a single file has precedence over an index."""
-    if (folder / _SINGLE).is_file():
-        return {}, [folder / _SINGLE]
-    if not (folder / _INDEX).is_file():
-        raise _no_weights(folder)
-    try:
-        index = {name: folder / shard for name, shard in read_weight_map(folder / _INDEX).items()}
-    except (OSError, ForeignTextError) as error:
-        raise ModelError(f"{folder / _INDEX} is not an index of weights ({error}). Copy the file again.") from None
-    files = sorted(set(index.values()))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} of its {len(files)} weight files, {missing[0]} first. "
-            "Copy the folder again."
-        )
-    return index, files
-
-
-def _no_weights(folder: Path) -> ModelError:
-    if any(folder.glob("pytorch_model*.bin")) or any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
-        return ModelError(
-            f"{folder} holds PyTorch pickles, which can run code, and no safetensors. Convert it once with "
-            "transformers: from_pretrained(...) and save_pretrained(...)."
-        )
-    if any(folder.glob("*.gguf")):
-        return ModelError(f"{folder} holds GGUF weights. Use the checkpoint in safetensors form.")
-    if (folder / "adapter_config.json").is_file():
-        return ModelError(f"{folder} is an adapter, not a model. Name its base model's folder.")
-    return ModelError(f"{folder} has no {_SINGLE} or {_INDEX}. Copy the folder again.")

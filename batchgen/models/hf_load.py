@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from batchgen.kernels.device import device_for
 from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.context import scaled_context
 from batchgen.models.experts import ExpertsSlot, install_experts
@@ -35,6 +37,8 @@ from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
+from batchgen.models.stored_tensors import check_library_tensors, check_unread
+from batchgen.models.weight_files import library_folder
 
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
@@ -52,10 +56,11 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     try:
-        config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        # Not from the folder: its type may have another name there.
+        config = CONFIG_MAPPING[folder.model_type].from_dict(copy.deepcopy(dict(folder.config)))
     except Exception as error:  # configuration classes validate with errors of many types
         raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
     longest = _longest_context(config)
@@ -128,6 +133,7 @@ def _silence_library() -> Iterator[None]:
 
 def transformers_spec(
     config: Any,
+    folder: ModelFolder,
     dtype: torch.dtype,
     device: torch.device,
     context: int,
@@ -136,11 +142,14 @@ def transformers_spec(
     """Determine the spec of a model by a forward on the meta device, without reading weights.
 
     Raises:
-        ModelError: the architecture cannot run with batchgen's attention, or an adapter does not fit the model.
+        ModelError: the architecture cannot run with batchgen's attention, the folder holds weights that the model does
+            not read, or an adapter does not fit the model.
     """
     register_attention()
+    check_layer_types(str(config.model_type), getattr(config, "layer_types", None))
     with _silence_library():
         model = _meta_model(config)
+        check_library_tensors(model, folder, int(config.num_hidden_layers))
         fit_library_adapters(model, adapters)
         uses, hooks = _probe_layers(model, config, context)
     return ModelSpec(
@@ -182,7 +191,8 @@ def _meta_model(config: Any) -> Any:
 
 def _drop_padding(model: Any) -> None:
     """Unset the padding id: some forwards search every batch for padding, which would wait for the device."""
-    model.config.pad_token_id = None
+    with contextlib.suppress(Exception):  # classes of strict configurations need one
+        model.config.pad_token_id = None
 
 
 def _use_our_attention(model: Any) -> None:
@@ -323,17 +333,18 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder.path,
-            config=config,
-            dtype=spec.dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are listed in the loading info
-        )
+        with library_folder(folder.path, folder.files, folder.tensors) as source:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=spec.dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are listed in the loading info
+            )
     except Exception as error:  # loading raises errors of many types
         raise ModelError(f"transformers cannot load {folder.path}: {_first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -343,6 +354,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
+    check_unread(folder, info.get("unexpected_keys") or (), spec.num_layers)
     if spec.device.type == "cpu":
         _copy_from_files(model)
     return model.eval().to(spec.device)

@@ -305,7 +305,7 @@ def _check_vocabulary(folder: Path, path: object) -> None:
     """
     if (folder / _MAIN).is_file():
         return
-    convert = f"Get {_MAIN} from the model's page, or name another tokenizer with --tokenizer"
+    convert = f"Its rules are in code that is never run: name a folder with {_MAIN} of these tokens with --tokenizer"
     for name in _SENTENCEPIECE:
         if (folder / name).is_file():
             if _TIKTOKEN_LINE.match(_first_bytes(folder / name)):

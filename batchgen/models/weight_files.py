@@ -1,0 +1,147 @@
+"""Weight files of a model folder, under whatever names they have, and what a folder without any holds instead."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from batchgen.errors import ModelError
+from batchgen.models.hub import read_weight_map
+from batchgen.models.safetensors_header import TensorInfo
+from batchgen.request.foreign_text import ForeignTextError, read_json_file
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_VARIANT_INDEX: Final = "model.safetensors.index.*.json"
+_SHARD: Final = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_NOT_MODEL: Final = ("adapter_model*", "consolidated*", "optimizer*", "mmproj*", "draft*", "eagle*", "medusa*")
+"""Other safetensors files in the folder of a model."""
+_NAMED: Final = 5
+"""Most files that a message names."""
+
+
+def find_weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+    """The index (tensor -> file, empty without one) and the files.
+
+    In this order: `model.safetensors`, its index, one variant of either (`model.fp16.safetensors`), the shards of one
+    model without an index, one file of any other name.
+
+    Raises:
+        ModelError: there are none, not all, or those of several models; the message says how to run what is there.
+    """
+    if (folder / SINGLE).is_file():
+        return {}, [folder / SINGLE]
+    indexes = [folder / INDEX] if (folder / INDEX).is_file() else sorted(folder.glob(_VARIANT_INDEX))
+    if len(indexes) == 1:
+        return _indexed(folder, indexes[0])
+    files = sorted(file for file in folder.glob("*.safetensors") if not any(map(file.match, _NOT_MODEL)))
+    sets = {found[1] if (found := _SHARD.fullmatch(file.name)) else file.name for file in files}
+    if len(sets) > 1:
+        raise ModelError(
+            f"{folder} holds the weights of {len(sets)} models, or of one in several forms ({_names(files)}), and no "
+            f"{SINGLE}. Keep one of them, or name a folder that holds one."
+        )
+    if not files:
+        raise _no_weights(folder)
+    missing = _missing_shards(files)
+    if missing:
+        raise ModelError(
+            f"{folder} holds {len(files)} of the {len(files) + len(missing)} weight files of its model and lacks "
+            f"{_names([folder / name for name in missing])}, and it has no {INDEX}. Copy the whole folder."
+        )
+    return {}, files
+
+
+def _indexed(folder: Path, file: Path) -> tuple[dict[str, Path], list[Path]]:
+    try:
+        index = {name: folder / shard for name, shard in read_weight_map(file).items()}
+    except (OSError, ForeignTextError) as error:
+        raise ModelError(f"{file} is not an index of weights ({error}). Copy the file again.") from None
+    files = sorted(set(index.values()))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of its {len(files)} weight files, {missing[0]} first. "
+            "Copy the folder again."
+        )
+    return index, files
+
+
+def _missing_shards(files: Sequence[Path]) -> list[str]:
+    """Names of the shards that a set without an index lacks, by the count in their names."""
+    found = _SHARD.fullmatch(files[0].name)
+    if found is None:
+        return []
+    stem, number, count = found.groups()
+    first = 0 if (files[0].parent / f"{stem}-{'0' * len(number)}-of-{count}.safetensors").is_file() else 1
+    wanted = range(first, min(int(count), 100_000) + first)
+    names = (f"{stem}-{i:0{len(number)}}-of-{count}.safetensors" for i in wanted)
+    held = {file.name for file in files}
+    return [name for name in names if name not in held]
+
+
+def _names(files: Sequence[Path]) -> str:
+    more = f", ... ({len(files)} in all)" if len(files) > _NAMED else ""
+    return ", ".join(file.name for file in files[:_NAMED]) + more
+
+
+def _no_weights(folder: Path) -> ModelError:
+    found = foreign_form(folder)
+    if found is not None:
+        return ModelError(f"{folder} {found}")
+    return ModelError(f"{folder} has no {SINGLE} or {INDEX}. Copy the folder again.")
+
+
+def foreign_form(folder: Path) -> str | None:
+    """What a folder that is not a checkpoint holds, and how to run it; None if nothing that is known."""
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return f"holds GGUF files ({_names(ggufs)}) and no safetensors. Name the file: --model {ggufs[0]}"
+    if (folder / "adapter_config.json").is_file():
+        base = _base_model(folder / "adapter_config.json")
+        return (
+            f"is an adapter, not a model: it changes the weights of {base or 'its base model'}. Name that model, and "
+            f"the adapter next to it: --model {base or 'BASE'} --lora {folder.name or 'NAME'}={folder}"
+        )
+    if any(folder.glob("pytorch_model*.bin")) or any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
+        return (
+            "holds PyTorch pickles, which can run code, and no safetensors. Convert it once with "
+            "transformers: from_pretrained(...) and save_pretrained(...)."
+        )
+    if any(folder.glob("consolidated*")) or (folder / "params.json").is_file():
+        return (
+            "holds weights in the format of their maker (consolidated.*, params.json), with other names and another "
+            f"order of rows than in transformers. Use the same model in Hugging Face form (config.json with {SINGLE})."
+        )
+    return None
+
+
+def _base_model(file: Path) -> str | None:
+    try:
+        value = read_json_file(file)
+    except (OSError, ForeignTextError):  # the reader of adapters names the damage
+        return None
+    base = value.get("base_model_name_or_path") if isinstance(value, dict) else None
+    return base[:200] if isinstance(base, str) and base else None
+
+
+@contextmanager
+def library_folder(folder: Path, files: Sequence[Path], tensors: Mapping[str, TensorInfo]) -> Iterator[Path]:
+    """A folder in which transformers finds the weights: the model's own, or one of links if its names are others."""
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="batchgen-weights-") as made:
+        names: dict[Path, str] = {file: f"model-{i:05}.safetensors" for i, file in enumerate(files)}
+        for file, name in names.items():
+            (Path(made) / name).symlink_to(file.resolve())
+        weight_map = {tensor: names[info.file] for tensor, info in tensors.items()}
+        index: dict[str, Any] = {"metadata": {}, "weight_map": weight_map}
+        (Path(made) / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        (Path(made) / "generation_config.json").write_text("{}", encoding="utf-8")  # the library wants one
+        yield Path(made)
