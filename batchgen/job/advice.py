@@ -94,9 +94,10 @@ def _truncated(rows: Ingested) -> str | None:
 
 
 def _open_thought(rows: Ingested, setup: Setup) -> str | None:
-    """Constrained rows whose prompt ends inside a thought, which the constraint then forces into its form."""
+    """Rows whose prompt ends inside a thought, and whose constraint holds for the thought, too."""
     params = rows.table.params
-    constrained = np.array([p.constraint is not None for p in params], np.bool_)[rows.table.params_id[:_LOOKED_AT]]
+    whole = np.array([each.constraint is not None and each.constrains_all for each in params], np.bool_)
+    constrained = whole[rows.table.params_id[:_LOOKED_AT]]
     requests = np.flatnonzero(constrained)
     if not len(requests):
         return None
@@ -107,7 +108,8 @@ def _open_thought(rows: Ingested, setup: Setup) -> str | None:
         return None
     return (
         f"{count:,} rows with a constraint begin inside an open thought, which the constraint forces into its form: "
-        "turn thinking off in `chat_template_kwargs`, or leave the constraint out"
+        "set `separate_reasoning` to true, for a constraint on the answer alone, or turn thinking off in "
+        "`chat_template_kwargs`"
     )
 
 
