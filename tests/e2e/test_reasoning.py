@@ -14,9 +14,10 @@ from torch import Tensor
 from batchgen import Completion, Engine
 from batchgen.request.completion import StreamEvent
 from batchgen.request.prompts import ChatPrompt
+from tests.e2e.engines import outcomes
 from tests.e2e.model import TEMPLATE, save_model
 from tests.e2e.rows import rows_of, write_lines
-from tests.e2e.runner import run
+from tests.e2e.runner import interrupt, run
 
 CHANNELS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>"]
 MODELS: dict[str, dict[str, Any]] = {
@@ -83,6 +84,11 @@ def only(engine: Engine, given: dict[str, Any]) -> Completion:
     (done,) = engine.generate([given])
     assert done.error is None, done.error
     return done
+
+
+def parts(done: Completion) -> tuple[Any, ...]:
+    logprobs = [round(value, 3) for value in done.output_logprobs or ()]
+    return done.text, done.reasoning, done.reasoning_tokens, done.reasoning_cut, done.constraint_ok, logprobs
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -272,3 +278,63 @@ def test_a_job_and_its_files(folders: dict[str, Path], tmp_path: Path) -> None:
     )
     named = run(["check", "in.jsonl", *model, "--reasoning", "think", "--json"], tmp_path)
     assert json.loads(named.stdout)["model"]["reasoning"] == "think"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results_do_not_depend_on_the_batch(engines: dict[str, Engine], name: str) -> None:
+    """Rows of all kinds together, sampled without a script where they have none, and each alone."""
+    engine = engines[name]
+    hot: dict[str, Any] = {"messages": HELLO, "max_new_tokens": 30, "temperature": 1.5}
+    rows = [
+        {**hot, "thinking_budget": 3, "n": 3},
+        {**hot, "thinking_budget": 0, "choice": ["yes", "no"], "return_logprob": True},
+        {**hot, "json_schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
+        {**hot, "stop": ["a", "e"], "min_new_tokens": 5, "best_of": 2},
+        {**hot, "separate_reasoning": False},
+        {**hot, "regex": "[ab]+", "constrain_reasoning": True},
+        {"text": "one <think>", "max_new_tokens": 9, "temperature": 1.0, "thinking_budget": 2},
+        row(engine, name, "one two", "three", thinking_budget=2),
+        row(engine, name, "one two", "three", stop="r", return_logprob=True),
+        row(engine, name, "naïve 東京", "é東", thinking_budget=4, logit_bias={"40": 3}),
+    ]
+    rows = [{"id": str(number), **each} for number, each in enumerate(rows)]
+    together = list(engine.generate(rows, ordered=True))
+    alone = [done for each in rows for done in engine.generate([each])]
+    assert [parts(done) for done in together] == [parts(done) for done in alone]
+    assert outcomes(together) == outcomes(alone)
+    assert all(done.error is None for done in together)
+    for done in together:
+        limit = rows[done.row_index].get("thinking_budget")
+        assert limit is None or (done.reasoning_tokens or 0) <= limit
+    (yes_or_no,) = (done for done in together if done.row_index == 1)
+    assert (yes_or_no.text in ("yes", "no"), yes_or_no.constraint_ok) == (True, True)
+
+
+@pytest.mark.parametrize("masked", [{"allowed_token_ids": [40, 41, 42]}, {"bad_words": [ENDS["qwen3"]]}])
+def test_masks_that_forbid_the_marker_end_the_row(engines: dict[str, Engine], masked: dict[str, Any]) -> None:
+    engine = engines["qwen3"]
+    given = {"input_ids": [*engine.tokenizer.encode_plain(["<|im_start|>assistant\n<think>"])[0]], **masked}
+    (done,) = engine.generate([{**given, "thinking_budget": 2, "max_new_tokens": 9}])
+    assert done.error is not None
+    assert (done.error.code, done.error.param) == ("grammar_error", "thinking_budget")
+    assert "forbid the marker that ends the thoughts" in done.error.message
+
+
+def test_interrupted_and_sharded_jobs(folders: dict[str, Path], tmp_path: Path) -> None:
+    chat = {"messages": HELLO, "max_new_tokens": 12, "thinking_budget": 3}
+    write_lines(tmp_path / "in.jsonl", [{"id": f"r{i}", **chat, "seed": i} for i in range(40)])
+    model = ["--model", folders["qwq"], "--dtype", "float32"]
+    run(["run", "in.jsonl", "-o", "whole.parquet", *model], tmp_path)
+    command = ["run", "in.jsonl", "-o", "out.parquet", *model]
+    interrupt(command, tmp_path)
+    run(command, tmp_path)
+    for shard in ("0/2", "1/2"):
+        run(["run", "in.jsonl", "-o", "shards", "--shard", shard, *model], tmp_path)
+    run(["merge", "shards", "-o", "merged.parquet"], tmp_path)
+    run(["run", "in.jsonl", "-o", "reused.parquet", "--reuse", "whole.parquet", *model], tmp_path)
+    expected = rows_of(tmp_path / "whole.parquet")
+    assert {each["reasoning_tokens"] for each in expected} == {3}
+    for name in ("out", "merged", "reused"):
+        found = rows_of(tmp_path / f"{name}.parquet")
+        for column in ("text", "reasoning", "reasoning_tokens", "reasoning_cut", "output_ids"):
+            assert [each[column] for each in found] == [each[column] for each in expected], (name, column)
