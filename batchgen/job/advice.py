@@ -12,6 +12,7 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.job.ingest import Ingested
 from batchgen.job.setup import Setup
 from batchgen.request.table import RequestTable
+from batchgen.text.reasoning_formats import MARKERS
 
 _LOOKED_AT = 10_000
 """Most prompts whose tokens are looked at."""
@@ -21,15 +22,6 @@ _TAIL = 16
 """Tokens of a prompt's end that may hold the marker of an open thought."""
 _TAILS = 64
 """Most different ends of prompts that are decoded."""
-_THOUGHTS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<thinking>", "</thinking>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-)
-"""Begin and end of thoughts in the families of reasoning models."""
 
 
 def input_advice(rows: Ingested, workload: JobWorkload, setup: Setup) -> list[str]:
@@ -120,7 +112,7 @@ def _tail(rows: Ingested, request: int) -> tuple[int, ...]:
 
 
 def _is_open(text: str) -> bool:
-    return any(text.rfind(begin) > text.rfind(end) for begin, end in _THOUGHTS)
+    return any(text.rfind(begin) > text.rfind(end) for begin, end in MARKERS)
 
 
 def _empty_texts(totals: Totals) -> Iterator[str]:

@@ -7,8 +7,8 @@ Rules (one `ReasoningState` per sample receives each token once):
   marker that no end marker follows.
 - Else thoughts begin at a start marker with nothing but blanks in front of it, and end at the first end marker. What
   follows is the answer, whatever it quotes. In a format of channels, thoughts and answers may alternate.
-- Tokens of markers belong to neither side. Characters that a marker's first or last token has besides belong to the
-  text that they stand in.
+- Tokens of markers belong to neither side. Other characters of a marker's first or last
+  token belong to the text that they are in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchgen.text.reasoning_formats import ReasoningFormat, find_format
 from batchgen.text.tokenizer import Tokenizer
 
 Part = Literal["answer", "thoughts", "header"]
-"""What a token belongs to; `header`: what stands between two parts of a format of channels."""
+"""What a token belongs to; `header`: what is between two parts of a format of channels."""
 
 _TAIL: Final = 4096
 """Tokens at a prompt's end among which its last special token is looked for."""
@@ -133,13 +133,17 @@ class ReasoningState:
         self._blank = True
         """Whether the answer has no text but blanks yet."""
         self._marked = inside
-        """Whether the answer stands behind a marker, with blanks that belong to it."""
+        """Whether the answer is behind a marker, with blanks that belong to it."""
         self._closed = False
-        """Whether it stands in front of one."""
+        """Whether it is in front of one."""
         self._thoughts: list[tuple[list[int], list[str]]] = [([], ["", ""])] if inside else []
         """Per stretch of thoughts: its tokens, and its characters in the tokens of the markers around it."""
         self._held: list[tuple[int, str]] = []
         """Tokens that may belong to a marker, with their texts."""
+        self._count = 0
+        """Number of tokens so far."""
+        self._closing_from: int | None = None
+        """Number of tokens in front of an end marker that is being written; None if it is the model's choice."""
         self._settled: list[int] = []
         """Tokens of the answer that the next call returns."""
         self._shown = None if parser.by_id else Detokenizer(parser.tokenizer, False, False)
@@ -163,6 +167,7 @@ class ReasoningState:
 
     def append(self, token: int) -> list[int]:
         """Add the next token; return the tokens that are now known to be the answer's, in order."""
+        self._count += 1
         if not self._live:
             self._add(token)
         elif self._shown is None:
@@ -176,8 +181,17 @@ class ReasoningState:
             self._search()
         return self._take()
 
-    def settle(self) -> None:
-        """End the search for a marker among the last tokens, which belong to the part that they stand in."""
+    def begin_closing(self) -> None:
+        """Take the next tokens for the marker that ends the thoughts, even if it is not completed."""
+        self._closing_from = self._count
+
+    def end_search(self) -> None:
+        """Take all tokens from here on, and the last ones that may belong to a marker, for the answer's."""
+        self._settle()
+        self._live = ()
+
+    def _settle(self) -> None:
+        """Add the held tokens to the part that they are in, which has more than blanks then."""
         held, self._held = self._held, []
         for token, _ in held:
             self._add(token)
@@ -188,9 +202,12 @@ class ReasoningState:
     def flush(self) -> list[int]:
         """End the output; return the remaining tokens of the answer.
 
-        What a special token begins of a marker of channels is in no part, though the marker is not complete.
+        What a special token begins of a marker of channels is in no part, though the marker is not complete. Nor is an
+        end marker that is being written.
         """
         held, self._held = self._held, []
+        if self._closing_from is not None and self.part == "thoughts":
+            held = held[: max(0, self._closing_from - (self._count - len(held)))]
         if self._form.header is None or not (held and held[0][0] in self.parser.tokenizer.special_ids):
             for token, _ in held:
                 self._add(token)
@@ -207,7 +224,7 @@ class ReasoningState:
         if found is not None:
             at, _, marker = found
             if in_answer and form.header is None and marker not in form.closers and window[:at].strip():
-                self.settle()  # the answer has begun in the token that the marker begins in
+                self._settle()  # the answer has begun in the token that the marker begins in
                 return
             begin = self._release(at)
             if self.part == "thoughts":
@@ -228,7 +245,7 @@ class ReasoningState:
         )
         self._release(len(window) - kept)
         if not self._live:
-            self.settle()
+            self._settle()
 
     def _release(self, end: int) -> int:
         """Add the held tokens whose text ends at `end` or before; returns where the text of the others begins."""
@@ -250,7 +267,7 @@ class ReasoningState:
         elif self.part == "answer":
             self.answer_ids.append(token)
             self._settled.append(token)
-            if self._blank and not self.parser.blank(token):
+            if self._blank and self._live and not self.parser.blank(token):
                 self._blank = False
                 self._live = self._find_live()
 

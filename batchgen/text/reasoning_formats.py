@@ -49,7 +49,7 @@ class _Family(NamedTuple):
     name: str
     format: ReasoningFormat
     spelled: tuple[str, ...]
-    """Texts that the family has in its chat template, or as added tokens of its vocabulary."""
+    """Texts of which one is in its chat template, or which all are added tokens of its vocabulary."""
     tells: tuple[str, ...] = ()
     """Texts that it has in its chat template."""
 
@@ -58,7 +58,9 @@ def _tags(tag: str, *tells: str, name: str, answer: str | None = None, opened: b
     ends = (f"</{tag}>",)
     around = () if answer is None else (f"<{answer}>",)
     behind = () if answer is None else (f"</{answer}>",)
-    return _Family(name, ReasoningFormat(name, (f"<{tag}>",), ends, around, behind, opened=opened), ends, tells)
+    return _Family(
+        name, ReasoningFormat(name, (f"<{tag}>",), ends, around, behind, opened=opened), (f"<{tag}>", *ends), tells
+    )
 
 
 def _sentences(name: str, *tells: str) -> _Family:
@@ -114,6 +116,11 @@ _FAMILIES: Final = (
 )
 """In order: the first family all of whose tells a model has."""
 
+MARKERS: Final = tuple(
+    dict.fromkeys((start, end) for family in _FAMILIES for start in family.format.starts for end in family.format.ends)
+)
+"""Pairs of markers that begin and end thoughts in a family."""
+
 NAMES: Final = tuple(dict.fromkeys(family.name for family in _FAMILIES))
 """Names of the families, for the option `--reasoning`."""
 
@@ -148,7 +155,8 @@ def find_format(
     source = "\n".join(templates)
     for family in _FAMILIES:
         known = all(text in source for text in family.tells)
-        if known and all(text in source or is_added(text) for text in family.spelled):
+        spelled = any(text in source for text in family.spelled) or all(map(is_added, family.spelled))
+        if known and (spelled or not family.spelled):
             return family.format._replace(opened=False)
     return None
 
@@ -170,7 +178,7 @@ def _from_template(template: Mapping[str, Any]) -> ReasoningFormat | None:
     if "open_pattern" in content or "close_pattern" in content:
         return None
     answers = _texts(content.get("open"))
-    # An answer that begins with a marker of its own stands in a part of the output, as the thoughts do.
+    # An answer that begins with a marker, too, is one of the parts of an output of channels.
     headers = _texts(template.get("start_anchor")) if answers else ()
     closers = () if headers else _texts(content.get("close"))
     return ReasoningFormat(FROM_TEMPLATE, starts, ends, answers, closers, headers[0] if headers else None)

@@ -149,7 +149,7 @@ class StopState:
         return self.event
 
     def _may_stop(self, token: int) -> bool:
-        """Whether a stop id ends the sample where it stands."""
+        """Whether a stop id ends the sample at this place."""
         thoughts = self._thoughts
         return not self._separates or token in self._always_ends or (thoughts is None or thoughts.part == "answer")
 
@@ -158,7 +158,7 @@ class StopState:
         assert self._thoughts is not None
         if not (self.tracks_text or self._params.thinking_budget is not None or self._params.constraint is not None):
             return [token]  # the others may come all at once
-        if stops:  # it is no part of the text, unless it is kept
+        if stops:  # it is not a part of the text, unless it is kept
             in_answer = self._thoughts.part == "answer"
             found = [*self._thoughts.flush(), token] if in_answer else []
         else:

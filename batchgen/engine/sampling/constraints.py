@@ -73,7 +73,7 @@ class TokenMask(Protocol):
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end the text and are no part of it."""
+        """Ids that end the text without being a part of it."""
         ...
 
     def fill(self, words: MaskWords) -> None:
@@ -180,7 +180,7 @@ class GrammarState:
         words &= ~self._stop_words
 
     def accept_text(self, text: str) -> None:
-        """Accept characters that are no whole token. Sets `error` on failure."""
+        """Accept characters that are not a whole token. Sets `error` on failure."""
         try:
             if self.error is None and not self.matcher.accept_string(text):
                 self._fail(f"the model wrote {text!r} into the token of a marker, which it does not allow")

@@ -111,7 +111,8 @@ class ThinkingMask:
             del self._forced[0]
         elif self._routes and self._grammar is not None:
             self._follow_route(token)
-        if self._grammar is not None and not (self._routes and self._bound):  # else in the middle of a marker
+        if self._answers:  # what the grammar allows is no marker, whatever it looks like
+            self._state.end_search()
             ended = self._accept_answer()
         self._plan()
         return ended
@@ -123,8 +124,6 @@ class ThinkingMask:
         if not self._bound and routes and any(routes) and self._grammar.allows(token):
             routes = ()  # a marker of several tokens, whose first one may as well begin the answer
         self._routes, self._bound = tuple(filter(None, routes)), True
-        if not self._routes and self._state.part == "answer":
-            self._state.settle()
 
     def _accept_answer(self) -> bool:
         """Give the grammar the new tokens of the answer, and the characters of it in the marker's last token."""
@@ -148,6 +147,7 @@ class ThinkingMask:
             self._routes = ()
             if self._budget is not None and state.thinking_tokens + state.pending >= self._budget:
                 self._forced = list(state.parser.close_ids)
+                state.begin_closing()
                 self.cut = True
         elif state.part == "header" and self._grammar is not None and not (self._routes or state.pending):
             self._routes, self._bound = state.parser.header_ids, True
