@@ -111,7 +111,7 @@ class ThinkingMask:
             del self._forced[0]
         elif self._routes and self._grammar is not None:
             self._follow_route(token)
-        if self._answers:  # what the grammar allows is no marker, whatever it looks like
+        if self._answers:  # what the grammar allows belongs to the answer, even if it looks like a marker
             self._state.end_search()
             ended = self._accept_answer()
         self._plan()
