@@ -87,6 +87,13 @@ class EngineConfig:
         "Most tokens of prompt and completion together; the default is the model's. Example: --max-model-len 4096",
         int_range(1),
     )
+    reasoning: str = MODEL.option(
+        "auto",
+        "Format in which the model writes its thoughts, which conversations return apart from their answers: auto "
+        "finds it by the tokenizer and the chat template, off leaves thoughts in the text, or the name of a family. "
+        "Example: --reasoning qwen3",
+        NAME,
+    )
     lora: tuple[tuple[str, str], ...] = MODEL.option(
         (), "Load a LoRA adapter that rows select by NAME; repeatable. Example: --lora fr=./french-adapter", NAME_PATH
     )

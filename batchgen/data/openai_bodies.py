@@ -140,7 +140,8 @@ def _usage(rows: Sequence[Row]) -> dict[str, Any]:
     dropped = sum(row["dropped_tokens"] or 0 for row in rows)
     copied = sum(row["completion_tokens"] for row in rows if row["dedup_of"] is not None)
     completion_tokens = sum(row["completion_tokens"] for row in rows) + dropped
-    details = {name: count for name, count in (("copied_tokens", copied), ("dropped_tokens", dropped)) if count}
+    counts = {"reasoning_tokens": _reasoning_tokens(rows), "copied_tokens": copied, "dropped_tokens": dropped}
+    details = {name: count for name, count in counts.items() if count}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -150,12 +151,20 @@ def _usage(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def _reasoning_tokens(rows: Sequence[Row]) -> int:
+    """Tokens of thoughts; outputs of older versions have none."""
+    return sum(row.get("reasoning_tokens") or 0 for row in rows)
+
+
 def _chat_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any]:
     found = None
     if row["output_logprobs"] is not None:
         content = [_chat_token(token, logprob, top, piece) for token, logprob, top in _tokens(row, "output")]
         found = {"content": content, "refusal": None}
-    return {"message": {"role": "assistant", "content": row["text"] or "", "refusal": None}, "logprobs": found}
+    message = {"role": "assistant", "content": row["text"] or "", "refusal": None}
+    if row.get("reasoning") is not None:
+        message["reasoning"] = row["reasoning"]
+    return {"message": message, "logprobs": found}
 
 
 def _chat_token(token: int, logprob: float, top: _TopLogprobs, piece: PieceLookup) -> dict[str, Any]:
@@ -185,7 +194,7 @@ def _completion_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[st
         "tokens": [_completion_token(item) for item in pieces],
         "token_logprobs": [_finite(logprob) for _, logprob, _ in found],
         "top_logprobs": [_alternatives(*token, piece=piece) for token in found] if has_top else None,
-        "text_offset": _text_offsets(text, [*before, *pieces])[len(before) :],
+        "text_offset": _text_offsets(text, [*before, *pieces], row.get("reasoning_tokens"))[len(before) :],
     }
     return {"text": text, "logprobs": logprobs}
 
@@ -244,21 +253,25 @@ def _finite(logprob: float | None) -> float:
     return logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
 
 
-def _text_offsets(text: str, pieces: Sequence[TokenPiece]) -> list[int]:
+def _text_offsets(text: str, pieces: Sequence[TokenPiece], thinking: int | None = None) -> list[int]:
     """Offset in `text` of each token, in characters; tokens after a trimmed stop are at the end of the text.
+
+    `thinking`: number of tokens of thoughts, which are not in the text; their offset is 0, as that of their markers.
 
     A token inside a character has the offset of that character. Special tokens, and a leading space that the decoder
     removes, have a length only if the text contains them.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, at = [], 0
+    if thinking is not None:
+        at = -max(0, b"".join(piece.data for piece in pieces).decode("utf-8", "replace").rfind(text))
     for piece in pieces:
         if piece.data[:1] and piece.data[0] & 0xC0 != 0x80:
             at += len(decoder.decode(b"", final=True))  # an unfinished character ends here
-        offsets.append(min(len(text), at))
+        offsets.append(max(0, min(len(text), at)))
         if piece.special:
             shown = piece.data.decode()
-            at += len(shown) if text.startswith(shown, at) else 0
+            at += len(shown) if thinking is not None or text.startswith(shown, at) else 0
             continue
         shown = decoder.decode(piece.data)
         dropped = at == 0 and shown.startswith(" ") and not text.startswith(" ")

@@ -350,7 +350,13 @@ class Engine:
         config = self.config
         assert self.backend is not None
         resources = EngineResources(
-            self.model, self.backend, self.device, self.tokenizer, self.grammars, self._front_end.processors
+            self.model,
+            self.backend,
+            self.device,
+            self.tokenizer,
+            self.grammars,
+            self._front_end.processors,
+            self._front_end.encoder.reasoning,
         )
         settings = LoopSettings(
             prompt_ids=prompt_ids,

@@ -19,6 +19,7 @@ from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
 from batchgen.text.fit import Truncate
 from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.reasoning import reasoning_of
 from batchgen.text.tokenizer import Tokenizer
 
 
@@ -62,14 +63,16 @@ class FrontEnd:
             grammars: grammars compiled for the same model and options.
 
         Raises:
-            UsageError: `media_root` is not a folder.
+            UsageError: `media_root` is not a folder, or `reasoning` is not a name.
         """
         media_root = MediaRoot(config.media_root)
         if config.clock is not None:
             tokenizer.clock = datetime.fromisoformat(config.clock)
         grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
+        reasoning = reasoning_of(tokenizer, config.reasoning)
         limits = spec.state_limits
         encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
+        encoder.reasoning = reasoning
         return cls(config, spec, tokenizer, processors, media_root, grammars, encoder, config.model or name or "")
 
     def defaults(

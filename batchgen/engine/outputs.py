@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from batchgen.engine.capture.hidden_states import hidden_state_collector
 from batchgen.engine.capture.prompt_logprobs import PromptLogprobs
-from batchgen.engine.sampling.constraints import GrammarState
+from batchgen.engine.sampling.constraints import GrammarState, TokenMask
 from batchgen.engine.sampling.logits_processor import RulesCache
+from batchgen.engine.sampling.thinking import ThinkingMask
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.streaming import Streams
@@ -24,6 +25,7 @@ from batchgen.request.completion import CachedTokens, Completion, Score
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import Request
 from batchgen.text.echo_suffix import add_echo_and_suffix
+from batchgen.text.reasoning import ReasoningState
 from batchgen.text.stops import StopState, all_stop_token_ids
 from batchgen.text.tokenizer import Tokenizer
 
@@ -234,6 +236,7 @@ class OpenPrompts:
         self._model = model
         self._tokenizer = resources.tokenizer
         self._grammars = resources.grammars
+        self._reasoning = resources.reasoning
         self._repeat_span = settings.repeat_span
         self._streams = streams
         self._rules = RulesCache(resources.tokenizer, spec.vocab_size, settings.repetition_scope, resources.device)
@@ -270,7 +273,10 @@ class OpenPrompts:
 
     def _sequence(self, request: Request, sample_index: int) -> Sequence:
         params, eos = request.params, self._tokenizer.eos_ids
-        stops = StopState(params, eos, self._tokenizer)
+        thoughts = None
+        if self._reasoning is not None and (params.separate_reasoning or params.thinking_budget is not None):
+            thoughts = self._reasoning.start(request.known_ids.tolist())
+        stops = StopState(params, eos, self._tokenizer, thoughts)
         masked: tuple[int, ...] = ()
         if params.min_new_tokens:
             vocab = self._model.spec.vocab_size
@@ -278,8 +284,16 @@ class OpenPrompts:
             if len(masked) == vocab:
                 masked = ()  # no token would be left; `min_new_tokens_unmet` reports an early end
         logits_state = self._rules.start(request, stops.output_ids)
-        grammar = GrammarState(self._grammars, params, params.constraint) if params.constraint is not None else None
+        grammar = self._mask(params, thoughts)
         return Sequence(request, sample_index, stops, masked, self._repeat_span, logits_state, grammar)
+
+    def _mask(self, params: SamplingParams, thoughts: ReasoningState | None) -> TokenMask | None:
+        """The mask of a sample with these parameters, whose tokens `thoughts` follows."""
+        constraint, budget = params.constraint, params.thinking_budget
+        grammar = GrammarState(self._grammars, params, constraint) if constraint is not None else None
+        if thoughts is None or (budget is None and (grammar is None or params.constrains_all)):
+            return grammar
+        return ThinkingMask(thoughts, budget, grammar)
 
     def end(self, number: int, sequence: Sequence) -> Iterator[list[Completion]]:
         """End a sample; yield its prompt's samples if it was the last one, then those of duplicate requests."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from batchgen.engine.sampling.constraints import GrammarState
+from batchgen.engine.sampling.constraints import TokenMask
 from batchgen.engine.sampling.logits_processor import RowLogitsState
+from batchgen.engine.sampling.thinking import ThinkingMask
 from batchgen.errors import ErrorInfo, row_error
 from batchgen.request.completion import Completion, FinishReason
 from batchgen.request.table import Request
@@ -35,7 +36,7 @@ class Sequence:
         masked_ids: ids that cannot be sampled before `params.min_new_tokens` tokens.
         repeat_span: number of last tokens that are checked for repetition; None: no check.
         logits_state: logits rules and token counts; None: no rules.
-        grammar: matcher of the row's constraint; None: no constraint.
+        grammar: mask of the row's constraint, and of the budget of its thoughts; None: neither.
         logprobs: [C] logprobs of all its tokens, once it has ended.
         top_ids: [C * K] most likely tokens of each position, most likely first, once it has ended.
         top_logprobs: [C * K] logprobs of `top_ids`.
@@ -68,7 +69,7 @@ class Sequence:
         masked_ids: tuple[int, ...],
         repeat_span: int | None = None,
         logits_state: RowLogitsState | None = None,
-        grammar: GrammarState | None = None,
+        grammar: TokenMask | None = None,
     ) -> None:
         self.request = request
         self.sample_index = sample_index
@@ -186,6 +187,9 @@ class Sequence:
             matched_stop=done.matched_stop,
             matched_text=done.matched_text,
             text=done.text,
+            reasoning=done.reasoning,
+            reasoning_tokens=done.reasoning_tokens,
+            reasoning_cut=self._reasoning_cut,
             output_ids=self.output_ids,
             # A numpy array is used like a sequence of ints.
             prompt_ids=request.prompt_ids if prompt_ids and request.embeds is None else None,  # type: ignore[arg-type]
@@ -199,10 +203,17 @@ class Sequence:
             cumulative_logprob=total if returns_logprobs else None,
             mean_logprob=total / count if returns_logprobs and count else None,
             min_new_tokens_unmet=count < params.min_new_tokens if params.min_new_tokens else None,
-            constraint_ok=self._satisfies_constraint(done) if self.grammar is not None else None,
+            constraint_ok=self._satisfies_constraint(done) if params.constraint is not None else None,
             seed=request.seed,
             effective_max_new_tokens=request.max_new_tokens,
         )
+
+    @property
+    def _reasoning_cut(self) -> bool | None:
+        """Whether a budget has ended the thoughts; None without a budget."""
+        if self.request.params.thinking_budget is None or not isinstance(self.grammar, ThinkingMask):
+            return None
+        return self.grammar.cut
 
     def _satisfies_constraint(self, done: FinishedText) -> bool | None:
         """Whether the text satisfies the row's constraint (None: not known).
@@ -210,11 +221,14 @@ class Sequence:
         A stop id at the end does not count unless it is text.
         """
         assert self.grammar is not None
-        ids, text = self.output_ids, done.text
-        kept = self.request.params.no_stop_trim
+        params = self.request.params
+        ids, text = self.output_ids if params.constrains_all else self.stops.answer_ids, done.text
+        kept = params.no_stop_trim
         if done.stop_kind in ("eos", "token") and not (kept and ids[-1] not in self.grammar.stop_ids):
             ids = ids[:-1]
             if kept:
                 text = self.stops.decode(ids)
+        if params.constrains_all and params.separate_reasoning:
+            text = self.stops.decode(ids)  # the thoughts, too
         # A stop string may cut a token, so only the text is checked.
         return self.grammar.satisfied(text, None if done.stop_kind in ("string", "regex") else ids)

@@ -15,6 +15,7 @@ from batchgen.kernels.device import Device
 from batchgen.models.base import Model
 from batchgen.request.processors import LoadedProcessor
 from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.reasoning import ReasoningParser
 from batchgen.text.tokenizer import Tokenizer
 
 
@@ -64,6 +65,8 @@ class EngineResources:
     """Compiled constraints"""
     processors: Mapping[str, LoadedProcessor]
     """Custom logit processors by name"""
+    reasoning: ReasoningParser | None = None
+    """The model's format of thoughts; None if it has none that is known"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,7 @@ class Streams:
             finish_reason=done.finish_reason,
             stop_kind=done.stop_kind,
             matched_stop=done.matched_stop,
+            reasoning=done.reasoning,
             completion_tokens=done.completion_tokens,
             usage=_usage(done.prompt_tokens, done.completion_tokens) if request.params.stream_options else None,
             error=done.error,

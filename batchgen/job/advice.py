@@ -12,6 +12,7 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.job.ingest import Ingested
 from batchgen.job.setup import Setup
 from batchgen.request.table import RequestTable
+from batchgen.text.reasoning_formats import MARKERS
 
 _LOOKED_AT = 10_000
 """Most prompts whose tokens are looked at."""
@@ -21,15 +22,6 @@ _TAIL = 16
 """Tokens of a prompt's end that may hold the marker of an open thought."""
 _TAILS = 64
 """Most different ends of prompts that are decoded."""
-_THOUGHTS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<thinking>", "</thinking>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-)
-"""Begin and end of thoughts in the families of reasoning models."""
 
 
 def input_advice(rows: Ingested, workload: JobWorkload, setup: Setup) -> list[str]:
@@ -94,9 +86,10 @@ def _truncated(rows: Ingested) -> str | None:
 
 
 def _open_thought(rows: Ingested, setup: Setup) -> str | None:
-    """Constrained rows whose prompt ends inside a thought, which the constraint then forces into its form."""
+    """Rows whose prompt ends inside a thought, and whose constraint holds for the thought, too."""
     params = rows.table.params
-    constrained = np.array([p.constraint is not None for p in params], np.bool_)[rows.table.params_id[:_LOOKED_AT]]
+    whole = np.array([each.constraint is not None and each.constrains_all for each in params], np.bool_)
+    constrained = whole[rows.table.params_id[:_LOOKED_AT]]
     requests = np.flatnonzero(constrained)
     if not len(requests):
         return None
@@ -107,7 +100,8 @@ def _open_thought(rows: Ingested, setup: Setup) -> str | None:
         return None
     return (
         f"{count:,} rows with a constraint begin inside an open thought, which the constraint forces into its form: "
-        "turn thinking off in `chat_template_kwargs`, or leave the constraint out"
+        "set `separate_reasoning` to true, for a constraint on the answer alone, or turn thinking off in "
+        "`chat_template_kwargs`"
     )
 
 
@@ -118,7 +112,7 @@ def _tail(rows: Ingested, request: int) -> tuple[int, ...]:
 
 
 def _is_open(text: str) -> bool:
-    return any(text.rfind(begin) > text.rfind(end) for begin, end in _THOUGHTS)
+    return any(text.rfind(begin) > text.rfind(end) for begin, end in MARKERS)
 
 
 def _empty_texts(totals: Totals) -> Iterator[str]:

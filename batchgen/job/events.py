@@ -152,6 +152,8 @@ def _line(event: StreamEvent, row_id: str) -> bytes:
             "matched_stop": event.matched_stop,
             "completion_tokens": event.completion_tokens,
         }
+        if event.reasoning is not None:
+            values["reasoning"] = event.reasoning
         if event.error is not None:
             values["error"] = {name: value and str(value) for name, value in asdict(event.error).items()}
     if event.usage is not None:

@@ -199,6 +199,7 @@ class _Job:
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=kernels,
+            reasoning=identity.record.get("reasoning"),
             advice=[*advice, *output_advice(totals, rows.table)],
             engine={**summary.engine, **written},
         )

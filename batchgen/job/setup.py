@@ -84,6 +84,7 @@ class Setup:
             ModelError: a file of weights cannot be read, or changed since the checks.
         """
         tokenizer, folder, hashes = self.front_end.tokenizer, self.model.folder, self.hashes.done.result()
+        reasoning = self.front_end.encoder.reasoning
         weights = {os.path.relpath(file, folder.path): hashes[file] for file in folder.files}
         adapters = {each.name: _digest([each.config_digest, hashes[each.weights]]) for each in self.model.adapters}
         return {
@@ -97,6 +98,7 @@ class Setup:
             "dtype": str(self.spec.dtype).removeprefix("torch."),
             "implementation": self.spec.implementation,
             **({"adapters": adapters} if adapters else {}),
+            **({} if reasoning is None else {"reasoning": reasoning.format.name}),
         }
 
     def note_unused_options(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:

@@ -75,6 +75,8 @@ class RunSummary:
     """Whether the output was complete before this run, so that nothing was computed."""
     kernels: str = ""
     """The kernels that computed, with their versions and the times by which they were chosen."""
+    reasoning: str | None = None
+    """The format in which thoughts were looked for; None: none is known, or with `--reasoning off`."""
     advice: Sequence[str] = ()
     """What is probably not as meant, with a remedy each."""
     carried_options: Sequence[Mapping[str, Any]] = ()
@@ -181,6 +183,7 @@ def finished_summary(result: Path, fingerprint: str, count_rows: Callable[[], in
         fingerprint=fingerprint,
         rows_skipped=int(record.get("rows_skipped") or 0),
         kernels=str(record.get("kernels") or ""),
+        reasoning=record.get("reasoning"),
         already_done=True,
     )
 

@@ -83,6 +83,13 @@ class Completion:
     matched_stop: str | None = None
     matched_text: str | None = None
     text: str | None = None
+    """The generated text, or the answer alone if the thoughts are separated from it."""
+    reasoning: str | None = None
+    """The thoughts; None if there are none, or if they are a part of `text`."""
+    reasoning_tokens: int | None = None
+    """Number of tokens of the thoughts, without their markers; None as for `reasoning`, and 0 for empty thoughts."""
+    reasoning_cut: bool | None = None
+    """Whether the thoughts were ended by the row's `thinking_budget`; None without a budget."""
     output_ids: Sequence[int] | None = None
     """[C], up to and including the token that completed the stop."""
     prompt_ids: Sequence[int] | None = None
@@ -173,6 +180,8 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     stop_kind: StopKind | None = None
     matched_stop: str | None = None
+    reasoning: str | None = None
+    """The thoughts of a sample that has ended, if they are separated from its text."""
     completion_tokens: int | None = None
     usage: Usage | None = None
     """Token counts, if the row asks for them in `stream_options`."""

@@ -118,7 +118,7 @@ _OPENAI = (
     ),
     _unsupported("audio", mapping, _IN_CHAT),
     _unsupported("prediction", mapping, _IN_CHAT),
-    Field("reasoning_effort", nonempty_string, _IN_CHAT, to_template=True),
+    Field("reasoning_effort", nonempty_string, _CHAT, to_template=True),
     Field("verbosity", nonempty_string, _IN_CHAT, to_template=True, requests_nothing=_noop_if("medium")),
     _unsupported("web_search_options", mapping, _IN_CHAT),
     _unsupported("moderation", mapping, _IN_CHAT),

@@ -140,6 +140,8 @@ _USE = {
     "`stop_token_ids`": "eos_token_id end_id stop_tokens stop_ids",
     "`no_stop_trim: true`": "include_stop_str_in_output",
     "`temperature: 0` for false; true needs nothing": "do_sample",
+    "`thinking_budget`": "max_thinking_tokens thinking_budget_tokens reasoning_budget",
+    "`separate_reasoning`": "include_reasoning reasoning_format",
     "`seed`": "sampling_seed random_seed",
     "`n`": "num_return_sequences candidate_count num_generations n_cmpl num_samples n_samples",
     "`top_k`": "k",
@@ -215,10 +217,7 @@ _REFUSE = {
     "generation code is not loaded from rows; use `custom_logit_processor`": "custom_generate",
     "a template describes `tools`, and the model decides": """tool_choice function_call parallel_tool_calls
         tool_config max_tool_calls strict_tools""",
-    "thoughts are part of the text; remove it": """think_end_token include_reasoning separate_reasoning stream_reasoning
-        reasoning_format""",
-    "thoughts have no budget; `max_new_tokens` limits the whole text": """thinking_token_budget thinking_budget
-        max_thinking_tokens thinking_budget_tokens reasoning_budget""",
+    "the markers are the model's, see --reasoning; remove it": "think_end_token stream_reasoning",
     "white space and keys follow the schema; use `regex` or `ebnf` for another layout": """guided_whitespace_pattern
         whitespace_pattern disable_any_whitespace disable_additional_properties""",
     "it is not written; remove it": """include response_fields output_attentions return_sampling_mask return_entropy

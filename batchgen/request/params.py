@@ -188,6 +188,26 @@ class SamplingParams(_HashedOnce):
         "Example: --json-schema @person.json",
     )
     """JSON text; a mapping is accepted, too. At most one constraint may be given."""
+    separate_reasoning: bool | None = sampling(
+        None,
+        boolean,
+        "Write the model's thoughts to the column `reasoning` and only the answer to `text`; on by default for "
+        "conversations. Example: --no-separate-reasoning",
+    )
+    """None: as the prompt is a conversation, if the model's format of thoughts is known."""
+    thinking_budget: int | None = sampling(
+        None,
+        Integer(0, 1 << 31),
+        "Most tokens of the model's thoughts, after which the marker that ends them is written. "
+        "Example: --thinking-budget 1024",
+        aliases=("thinking_token_budget",),
+    )
+    """None: as many as the model writes."""
+    constrain_reasoning: bool = sampling(
+        False,
+        boolean,
+        "Apply the constraint to the thoughts, too, and not to the answer alone. Example: --constrain-reasoning",
+    )
     regex: str | None = sampling(
         None,
         nonempty_string,
@@ -331,6 +351,11 @@ class SamplingParams(_HashedOnce):
     def constraint(self) -> Constraint | None:
         """The row's constraint, if it has one."""
         return constraint_of(self)
+
+    @property
+    def constrains_all(self) -> bool:
+        """Whether a constraint holds for the thoughts, too; else for the answer alone."""
+        return self.constrain_reasoning or not self.separate_reasoning
 
     @property
     def modifies_logits(self) -> bool:

@@ -121,6 +121,12 @@ class ChatTemplate:
         template = self._hf.chat_template
         return list(map(str, template.values())) if isinstance(template, dict) else [str(template)]
 
+    @property
+    def response_template(self) -> Mapping[str, Any] | None:
+        """The tokenizer's own description of the parts of an answer, if it has one."""
+        found = getattr(self._hf, "response_template", None)
+        return found if isinstance(found, Mapping) else None
+
     def reads(self, prompt: ChatPrompt) -> TemplateReads:
         """What the template that renders `prompt` names."""
         return _template_reads(self.source(prompt))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import islice
 from threading import Event
 from typing import Generic, NamedTuple, TypeVar
@@ -31,6 +32,7 @@ from batchgen.text.prompt_texts import (
     TokenizerInput,
     next_batch,
 )
+from batchgen.text.reasoning import ReasoningParser
 from batchgen.text.scoring import PromptWithText, join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
@@ -116,6 +118,9 @@ class Encoder:
         self._check_params_once = lru_cache(_MAX_CHECKED)(self._check_params)  # an error is not remembered
         self._check_bad_words_once = lru_cache(_MAX_CHECKED)(self._check_bad_words)
         self._limits = limits
+        self.reasoning: ReasoningParser | None = None
+        """The model's format of thoughts, set by `FrontEnd`."""
+        self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
         self._fitter = PromptFitter(tokenizer, context_length, truncate)
 
     @property
@@ -214,6 +219,8 @@ class Encoder:
     def _finish_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
         params = row.params
         seed = row.seed if row.seed is not None else derive_seed(self._run_seed, row.id)
+        if self.reasoning is not None and params.separate_reasoning is None and type(row.prompts[0]) is ChatPrompt:
+            params = self._separated_once(params)
         self._check_params_once(params)
         encoded = []
         for index, (prompt, result) in enumerate(zip(row.prompts, results, strict=True)):
@@ -298,10 +305,33 @@ class Encoder:
         if params.logit_bias and params.logit_bias[-1][0] >= self._vocab_size:
             raise self._out_of_range("logit_bias", params.logit_bias[-1][0])
         self._check_bad_words_once(params.bad_words)
+        self._check_reasoning(params)
         check_stops(params, self._tokenizer)
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
+
+    def _check_reasoning(self, params: SamplingParams) -> None:
+        """Check that fields about thoughts can be obeyed.
+
+        Raises:
+            RowError: `unsupported_field`: the model has no known format of thoughts; `invalid_field`.
+        """
+        asked = {
+            "separate_reasoning": bool(params.separate_reasoning),
+            "thinking_budget": params.thinking_budget is not None,
+        }
+        for name in (name for name, value in asked.items() if value and self.reasoning is None):
+            message = (
+                f"`{name}` needs a model whose format of thoughts is known, and neither the tokenizer nor the chat "
+                "template of this one names it; name its family with --reasoning, or leave it out"
+            )
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
+        if params.constrain_reasoning and params.constraint is None:
+            raise invalid("constrain_reasoning", "needs a constraint; leave it out")
+        if params.thinking_budget is not None and params.constraint is not None and params.constrains_all:
+            problem = "cannot end thoughts inside a constraint on the whole text; let it hold for the answer alone"
+            raise invalid("thinking_budget", f"{problem}, with `separate_reasoning` and without `constrain_reasoning`")
 
     def _check_bad_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
         """Check a list of `bad_words`.

@@ -16,18 +16,21 @@ Rules (one `StopState` per sample receives each token once):
 - Of several matches completed by one token, the one that begins first wins, then list order, strings before patterns.
   A stop token id begins where its text begins, and wins a tie.
 - The text ends where the match begins, or after the match with `no_stop_trim`.
+- With `separate_reasoning`, all of this holds for the answer: its tokens are the text, in which strings, patterns and
+  the ids that the row names match. An end-of-sequence id ends the sample inside the thoughts, too.
 - Patterns have a limit of processor time; a sample that exceeds it ends with an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchgen.request.completion import FinishReason, StopKind
 from batchgen.request.params import SamplingParams
 from batchgen.text.detokenize import Detokenizer
 from batchgen.text.hidden_stops import hidden_strings
+from batchgen.text.reasoning import ReasoningState
 from batchgen.text.stop_search import StopSearch
 from batchgen.text.tokenizer import Tokenizer
 
@@ -61,17 +64,35 @@ class FinishedText:
     stop_kind: StopKind | None = None
     matched_stop: str | None = None
     matched_text: str | None = None
+    reasoning: str | None = None
+    """The thoughts; None if there are none, or if they are a part of the text."""
+    reasoning_tokens: int | None = None
 
 
 class StopState:
     """Stop conditions of one sample. Without strings and patterns each token costs one set look-up."""
 
-    def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_ids: frozenset[int],
+        tokenizer: Tokenizer,
+        thoughts: ReasoningState | None = None,
+    ) -> None:
+        """`thoughts`: follows the sample's tokens, for a row that separates its thoughts or has a budget of them."""
         self._params = params
+        self._thoughts = thoughts
+        self._separates = thoughts is not None and bool(params.separate_reasoning)
+        self._always_ends = frozenset() if params.ignore_eos else eos_ids
+        """Ids that end the sample inside its thoughts, too."""
         self._eos_ids = eos_ids
         self._stop_token_ids = all_stop_token_ids(params, eos_ids)
         self._tokenizer = tokenizer
         self._search = self._new_search() if params.stop or params.stop_regex or params.stream else None
+        self._followed = 0
+        """Number of tokens that `thoughts` has received."""
+        self._blanks: str | None = ""
+        """Blanks at the beginning of the answer that `next_output_text` holds back; None behind them."""
         self.output_ids: list[int] = []
         """[C] token ids so far, including the one that stopped the sample."""
         self.event: StopEvent | None = None
@@ -83,9 +104,16 @@ class StopState:
         return self._stop_token_ids
 
     @property
+    def answer_ids(self) -> list[int]:
+        """Tokens of the answer of a row that separates its thoughts, up to and including the one that stopped it."""
+        assert self._thoughts is not None
+        stopped = self.event is not None and self.event.cut is None and not self._params.no_stop_trim
+        return [*self._thoughts.answer_ids, *(self.output_ids[-1:] if stopped else [])]
+
+    @property
     def tracks_text(self) -> bool:
         """Whether the text after each token matters; if not, only the last token may stop the sample."""
-        return self._search is not None
+        return self._search is not None or (self._separates and bool(self._stop_token_ids - self._always_ends))
 
     def _new_search(self) -> StopSearch:
         params = self._params
@@ -101,11 +129,17 @@ class StopState:
         """
         assert self.event is None, "the sample has ended"
         self.output_ids.append(token)
-        stops = token in self._stop_token_ids
+        stops = token in self._stop_token_ids and self._may_stop(token)
+        tokens = [token] if self._thoughts is None else self._follow(token, stops=stops, last=last)
         if self._search is None and not stops:
             return None
         can_stop = len(self.output_ids) >= self._params.min_new_tokens
-        match = self._search.append(token, can_stop, last or stops) if self._search is not None else None
+        match = None
+        for number, each in enumerate(tokens if self._search is not None else (), 1):
+            assert self._search is not None
+            match = self._search.append(each, can_stop, (last or stops) and number == len(tokens))
+            if match is not None:
+                break
         if match is not None and not (stops and match.begin >= match.fresh):
             cut = match.end if self._params.no_stop_trim else match.begin
             self.event = StopEvent(match.kind, match.stop, match.text, cut)
@@ -114,17 +148,47 @@ class StopState:
             self.event = StopEvent(kind, str(token), self._tokenizer.token_text(token))
         return self.event
 
+    def _may_stop(self, token: int) -> bool:
+        """Whether a stop id ends the sample at this place."""
+        thoughts = self._thoughts
+        return not self._separates or token in self._always_ends or (thoughts is None or thoughts.part == "answer")
+
+    def _follow(self, token: int, *, stops: bool, last: bool) -> list[int]:
+        """The tokens in which stops are searched now that `token` is added."""
+        assert self._thoughts is not None
+        if not (self.tracks_text or self._params.thinking_budget is not None or self._params.constraint is not None):
+            return [token]  # the others may come all at once
+        if stops:  # it is not a part of the text, unless it is kept
+            in_answer = self._thoughts.part == "answer"
+            found = [*self._thoughts.flush(), token] if in_answer else []
+        else:
+            self._followed += 1
+            found = self._thoughts.append(token)
+            found += self._thoughts.flush() if last else []
+        return found if self._separates else [token]
+
     def next_output_text(self) -> str:
         """Text that has become final since the last call, for a row with `stream` that has not ended.
 
         No later token changes it, and no later stop cuts it.
         """
         assert self._search is not None, "rows with `stream` track text"
-        return self._search.next_output_text()
+        text = self._search.next_output_text()
+        if not self._separates or self._blanks is None:
+            return text
+        assert self._thoughts is not None
+        text = self._blanks + text
+        if not text.strip():
+            self._blanks = text
+            return ""
+        self._blanks = None
+        return self._thoughts.answer(text, cut=True)
 
     def finish(self, reason: FinishReason) -> FinishedText:
         """Text and finish columns; a stop condition that the last allowed token met takes precedence over `reason`."""
         event = self.event
+        if self._separates:
+            return self._finish_answer(reason)
         if event is None:
             return FinishedText(self.decode(self.output_ids), reason)
         if event.cut is not None and self._search is not None:
@@ -132,6 +196,32 @@ class StopState:
         else:
             text = self.decode(self.output_ids if self._params.no_stop_trim else self.output_ids[:-1])
         return FinishedText(text, "stop", event.kind, event.matched_stop, event.matched_text)
+
+    def _finish_answer(self, reason: FinishReason) -> FinishedText:
+        """As `finish`, for a row that separates its thoughts."""
+        event, thoughts, params = self.event, self._thoughts, self._params
+        assert thoughts is not None
+        trimmed = event is not None and event.cut is None and not params.no_stop_trim
+        for token in self.output_ids[self._followed : len(self.output_ids) - trimmed]:
+            thoughts.append(token)
+        self._followed = len(self.output_ids)
+        thoughts.flush()
+        if event is not None and event.cut is not None and self._search is not None:
+            text = self._search.text[: event.cut]
+        else:
+            text = self.decode(thoughts.answer_ids)
+        found = FinishedText(
+            thoughts.answer(text, cut=event is not None and event.cut is not None),
+            reason if event is None else "stop",
+            reasoning=thoughts.reasoning(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
+            reasoning_tokens=thoughts.thinking_tokens if thoughts.begun else None,
+        )
+        if event is None:
+            return found
+        return replace(found, stop_kind=event.kind, matched_stop=event.matched_stop, matched_text=event.matched_text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` under the row's options."""

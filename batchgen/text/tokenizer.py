@@ -67,7 +67,7 @@ class Tokenizer:
         self.generation = generation if generation is not None else load_generation_config(folder)
         self.prefix_ids = self._probe_prefix()
         """Ids that the tokenizer puts in front of raw text: its BOS, or none."""
-        added = self._rust.get_added_tokens_decoder()
+        self.added_ids = frozenset(added := self._rust.get_added_tokens_decoder())
         self.special_ids = frozenset(token for token, content in added.items() if content.special)
         self.eos_ids = self.generation.eos_ids | ({hf.eos_token_id} if hf.eos_token_id is not None else set())
         """End-of-sequence ids of generation_config.json and of the tokenizer."""
@@ -87,8 +87,8 @@ class Tokenizer:
         self._offset_backend: Any = None
         self.clock = datetime.now().replace(microsecond=0)
         """Time that the chat template sees; a job sets it before it renders a conversation."""
-        self._template = ChatTemplate(hf, lambda: self.clock) if hf.chat_template else None
-        self._chat = None if self._template is None else ChatRenderer(self._template)
+        self.template = ChatTemplate(hf, lambda: self.clock) if hf.chat_template else None
+        self._chat = None if self.template is None else ChatRenderer(self.template)
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None, model: str | Path | None = None) -> Tokenizer:
@@ -197,12 +197,12 @@ class Tokenizer:
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template, or one of several, reads a variable; false without a template."""
-        return self._template is not None and self._template.reads_variable(name)
+        return self.template is not None and self.template.reads_variable(name)
 
     @property
     def clock_text(self) -> dict[str, str] | None:
         """The time as the chat template prints it, by format; None if it does not read the time."""
-        return self._template.clock_text if self._template is not None else None
+        return self.template.clock_text if self.template is not None else None
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -34,8 +35,13 @@ TEMPLATE = """\
 """
 
 
-def save_model(folder: Path, context: int = CONTEXT) -> Path:
-    """Write the checkpoint to `folder`. Weights are large, so that the likeliest token leads by a wide margin."""
+def save_model(
+    folder: Path, context: int = CONTEXT, *, template: str = TEMPLATE, added: Sequence[str] = (), specials: int = 0
+) -> Path:
+    """Write the checkpoint to `folder`. Weights are large, so that the likeliest token leads by a wide margin.
+
+    `added`: further tokens of the vocabulary, the first `specials` of which are special tokens.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -49,7 +55,9 @@ def save_model(folder: Path, context: int = CONTEXT) -> Path:
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[2:]})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_tokens(list(added[:specials]), special_tokens=True)
+    tokenizer.add_tokens(list(added[specials:]))
+    tokenizer.chat_template = template
     save_tiny(
         "llama",
         folder,

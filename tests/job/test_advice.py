@@ -71,7 +71,8 @@ def test_a_constraint_in_an_open_thought(end: str, is_open: bool, tmp_path: Path
     path = folder / "tokenizer_config.json"
     template = "{{ bos_token }}{{ messages[0].content }}{{ '" + end + "' }}"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
-    write_lines(tmp_path / "in.jsonl", [{"messages": HELLO, "regex": "[ab]"}, {"messages": HELLO}])
+    given = {"regex": "[ab]", "separate_reasoning": False}
+    write_lines(tmp_path / "in.jsonl", [{"messages": HELLO, **given}, {"messages": HELLO}])
     report = run(["check", "in.jsonl", "--model", folder, "--json"], tmp_path).report
     expected = ["1 rows with a constraint begin inside an open thought"]
     assert [line.split(",")[0] for line in report["advice"]] == (expected if is_open else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,15 @@ BUILDERS = {
 
 
 def save_tokenizer(
-    folder: Path, kind: str, *, bos: bool = True, template: str | dict[str, str] | None = CHAT_TEMPLATE
+    folder: Path,
+    kind: str,
+    *,
+    bos: bool = True,
+    template: str | dict[str, str] | None = CHAT_TEMPLATE,
+    added: Sequence[str] = (),
+    special: Sequence[str] = (),
 ) -> Path:
+    """`added`, `special`: further tokens of the vocabulary, which are text or special tokens."""
     backend = BUILDERS[kind]()
     if bos:
         backend.post_processor = processors.TemplateProcessing(
@@ -128,6 +136,8 @@ def save_tokenizer(
         unk_token="<unk>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
     )
+    hf.add_tokens(list(added))
+    hf.add_tokens(list(special), special_tokens=True)
     hf.chat_template = template
     hf.save_pretrained(folder)
     end = backend.token_to_id("<|im_end|>")

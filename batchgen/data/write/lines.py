@@ -38,9 +38,10 @@ def job_mark(run: Mapping[str, Any], *, first: bool = False) -> dict[str, Any]:
 
     Args:
         run: the run record of the results' footer.
-        first: whether the line is of the first row, which also names the kernels.
+        first: whether the line is of the first row, which also names the kernels and the format of thoughts.
     """
-    more = {name: run[name] for name in ("states", "kernels") if run.get(name) and (first or name == "states")}
+    names = ("states", "kernels", "reasoning") if first else ("states",)
+    more = {name: run[name] for name in names if run.get(name)}
     return {"job": run["fingerprint"][:_JOB_DIGITS], **more}
 
 

@@ -26,7 +26,7 @@ from batchgen.request.printable import encodable
 
 SCHEMA_VERSION = "2"
 READABLE_VERSIONS = frozenset({b"1", b"2"})
-"""Schema versions of finished outputs that can be read. Version 1 has no `cached_tokens_details` or `request_hash`."""
+"""Schema versions of finished outputs that can be read. Version 1 lacks some columns, such as `reasoning`."""
 VERSION_KEY = b"batchgen.schema_version"
 RUN_KEY = b"batchgen.run"
 FINGERPRINT_KEY = b"batchgen.fingerprint"
@@ -53,6 +53,9 @@ SCHEMA = pa.schema(
         ("matched_text", pa.string()),
         ("error", pa.struct([("code", pa.string()), ("message", pa.string()), ("param", pa.string())])),
         ("text", pa.string()),
+        ("reasoning", pa.string()),
+        ("reasoning_tokens", pa.int32()),
+        ("reasoning_cut", pa.bool_()),
         ("output_ids", _IDS),
         ("prompt_ids", _IDS),
         ("prompt_tokens", pa.int32()),

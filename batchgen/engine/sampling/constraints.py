@@ -46,8 +46,50 @@ class Constrained(Protocol):
         ...
 
     @property
-    def grammar(self) -> GrammarState | None:
-        """Its matcher."""
+    def grammar(self) -> TokenMask | None:
+        """The mask of its next token."""
+        ...
+
+
+class TokenMask(Protocol):
+    """What decides which tokens a sample may write next. See `GrammarState` for the members."""
+
+    error: ErrorInfo | None
+
+    @property
+    def fills_in_batches(self) -> bool:
+        """Whether masks may be filled together."""
+        ...
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the mask is already computed."""
+        ...
+
+    @property
+    def matcher(self) -> Any:
+        """The matcher that fills masks together."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end the text without being a part of it."""
+        ...
+
+    def fill(self, words: MaskWords) -> None:
+        """Write the mask of the next token."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Accept the sampled token; True if only the end can follow."""
+        ...
+
+    def check_can_end(self) -> None:
+        """Set an error unless the text may end here."""
+        ...
+
+    def satisfied(self, text: str, ids: Seq[int] | None) -> bool | None:
+        """Whether a finished text satisfies the constraint."""
         ...
 
 
@@ -124,6 +166,26 @@ class GrammarState:
             words.fill(-1)
             self._fail_with(error, "its matcher failed")
         self._spend(time.perf_counter() - began)
+
+    def allows(self, token: int) -> bool:
+        """Whether the token may come next."""
+        if self._next_mask is None:
+            words: MaskWords = np.empty(len(self._stop_words), np.int32)
+            self.fill(words)
+            self._next_mask = words
+        return bool(self._next_mask.view(np.uint32)[token // 32] >> np.uint32(token % 32) & np.uint32(1))
+
+    def forbid_stops(self, words: MaskWords) -> None:
+        """Remove the ids that end the sample from `words` [ceil(V / 32)]."""
+        words &= ~self._stop_words
+
+    def accept_text(self, text: str) -> None:
+        """Accept characters that are not a whole token. Sets `error` on failure."""
+        try:
+            if self.error is None and not self.matcher.accept_string(text):
+                self._fail(f"the model wrote {text!r} into the token of a marker, which it does not allow")
+        except Exception as error:
+            self._fail_with(error, "its matcher failed")
 
     @property
     def has_mask(self) -> bool:

@@ -28,6 +28,7 @@ GOLDEN = {
     "id": "string", "row_index": "int64", "prompt_index": "int32", "sample_index": "int32", "status": "string",
     "finish_reason": "string", "stop_kind": "string", "matched_stop": "string", "matched_text": "string",
     "error": "struct<code: string, message: string, param: string>", "text": "string",
+    "reasoning": "string", "reasoning_tokens": "int32", "reasoning_cut": "bool",
     "output_ids": "list<item: int32>", "prompt_ids": "list<item: int32>",
     "prompt_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
     "cached_tokens_details": "struct<prefix: int32, duplicate: int32>",

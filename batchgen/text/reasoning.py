@@ -1,0 +1,311 @@
+"""Thoughts and answer of an output: which tokens belong to which, found token by token. No model is needed.
+
+Rules (one `ReasoningState` per sample receives each token once):
+
+- A marker that is an added token of the vocabulary is found by its id, any other in the text with special tokens shown.
+- An output begins with thoughts if its prompt ends inside them: behind the last special token of the prompt is a start
+  marker that no end marker follows.
+- Else thoughts begin at a start marker with nothing but blanks in front of it, and end at the first end marker. What
+  follows is the answer, whatever it quotes. In a format of channels, thoughts and answers may alternate.
+- Tokens of markers belong to neither side. Other characters of a marker's first or last
+  token belong to the text that they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Final, Literal
+
+from batchgen.text.detokenize import Detokenizer
+from batchgen.text.reasoning_formats import ReasoningFormat, find_format
+from batchgen.text.tokenizer import Tokenizer
+
+Part = Literal["answer", "thoughts", "header"]
+"""What a token belongs to; `header`: what is between two parts of a format of channels."""
+
+_TAIL: Final = 4096
+"""Tokens at a prompt's end among which its last special token is looked for."""
+_NEAR: Final = 64
+"""Tokens at the end of a prompt without special tokens among which a start marker is looked for."""
+
+
+def reasoning_of(tokenizer: Tokenizer, wanted: str) -> ReasoningParser | None:
+    """The parser of a model's thoughts; None if it has no format that is known. `wanted`: the option `--reasoning`.
+
+    Raises:
+        UsageError: no family has the wanted name.
+    """
+    template = tokenizer.template
+    sources = () if template is None else template.sources
+    response = None if template is None else template.response_template
+    found = find_format(wanted, response, sources, lambda text: tokenizer.token_to_id(text) in tokenizer.added_ids)
+    return None if found is None else ReasoningParser(found, tokenizer)
+
+
+class ReasoningParser:
+    """A format's markers as tokens of one vocabulary."""
+
+    def __init__(self, form: ReasoningFormat, tokenizer: Tokenizer) -> None:
+        self.format = form
+        self.tokenizer = tokenizer
+        ids = {text: tokenizer.token_to_id(text) for text in form.markers}
+        self.marker_ids = {token: text for text, token in ids.items() if token in tokenizer.added_ids}
+        """Id -> the marker that it is."""
+        self.by_id = len(self.marker_ids) == len(ids)
+        """Whether each marker is one token."""
+        self.blank = lru_cache(1 << 12)(self._blank)
+        """Whether a token has no text but blanks."""
+
+    @cached_property
+    def close_ids(self) -> tuple[int, ...]:
+        """Ids of the text that ends the thoughts and begins the answer."""
+        return self.encode(self.format.close)
+
+    @cached_property
+    def opening_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Ids of each marker with which an output may begin: those of thoughts, and in channels those of answers."""
+        form = self.format
+        return tuple(map(self.encode, form.starts if form.header is None else (*form.starts, form.answers[0])))
+
+    @cached_property
+    def header_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Ids of the texts with which a format of channels goes on behind a part, without the end of that part."""
+        form = self.format
+        return tuple(self.encode(f"{form.header}{marker}") for marker in (*form.starts, *form.answers[:1]))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a marker."""
+        return tuple(self.tokenizer.encode_plain([text])[0])
+
+    def _blank(self, token: int) -> bool:
+        return token in self.tokenizer.special_ids or not self.tokenizer.token_text(token).strip()
+
+    @cached_property
+    def _marker_tokens(self) -> frozenset[int]:
+        added = self.tokenizer.added_ids
+        return frozenset(token for text in self.format.markers for token in self.encode(text) if token in added)
+
+    def opens_thoughts(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether an output after this prompt begins inside thoughts."""
+        form, added, markers = self.format, self.tokenizer.added_ids, self._marker_tokens
+        tail: list[int] = []
+        turn = False
+        for token in reversed(prompt_ids[-_TAIL:]):
+            if turn := token in added and token not in markers:
+                break
+            tail.append(token)
+        if not turn:
+            del tail[_NEAR:]
+        text = self.tokenizer.decode(tail[::-1], skip_special_tokens=False)
+        start, end = _last(text, form.starts), _last(text, (*form.ends, *form.answers))
+        # Without a special token in front of it, a marker with text behind it may be in another turn.
+        if max(start, end) < 0 or not (turn or not text[max(start, end) :].strip()):
+            return form.opened
+        return start > end
+
+    def start(self, prompt_ids: Sequence[int]) -> ReasoningState:
+        """The state of a sample after its prompt."""
+        return ReasoningState(self, inside=self.opens_thoughts(prompt_ids))
+
+
+def _last(text: str, markers: Sequence[str]) -> int:
+    """End of the last of `markers` in `text`; -1 if there is none."""
+    return max((at + len(marker) for marker in markers if (at := text.rfind(marker)) >= 0), default=-1)
+
+
+class ReasoningState:
+    """What the tokens of one sample belong to."""
+
+    def __init__(self, parser: ReasoningParser, *, inside: bool) -> None:
+        """`inside`: the output begins with thoughts."""
+        self.parser = parser
+        self._form = parser.format
+        self.part: Part = "thoughts" if inside else "answer"
+        self.begun = inside
+        """Whether there are thoughts, though perhaps empty ones."""
+        self.thinking_tokens = 0
+        """Tokens of the thoughts so far, without markers."""
+        self.answer_ids: list[int] = []
+        """Tokens of the answer so far."""
+        self._lead = self._trail = ""
+        """Characters of the answer in the tokens of the markers in front of it and behind it."""
+        self._blank = True
+        """Whether the answer has no text but blanks yet."""
+        self._marked = inside
+        """Whether the answer is behind a marker, with blanks that belong to it."""
+        self._closed = False
+        """Whether it is in front of one."""
+        self._thoughts: list[tuple[list[int], list[str]]] = [([], ["", ""])] if inside else []
+        """Per stretch of thoughts: its tokens, and its characters in the tokens of the markers around it."""
+        self._held: list[tuple[int, str]] = []
+        """Tokens that may belong to a marker, with their texts."""
+        self._count = 0
+        """Number of tokens so far."""
+        self._closing_from: int | None = None
+        """Number of tokens in front of an end marker that is being written; None if it is the model's choice."""
+        self._settled: list[int] = []
+        """Tokens of the answer that the next call returns."""
+        self._shown = None if parser.by_id else Detokenizer(parser.tokenizer, False, False)
+        self._live = self._find_live()
+        """Markers that count next."""
+
+    def _find_live(self) -> tuple[str, ...]:
+        form = self._form
+        if self.part == "thoughts":
+            return form.ends if form.header is None else (*form.ends, *form.answers)
+        if form.header is not None:
+            return (*form.starts, *form.answers, *form.ends)
+        if not self._blank:
+            return form.closers
+        return (*(() if self.begun else form.starts), *form.answers, *form.closers)
+
+    @property
+    def pending(self) -> int:
+        """Number of tokens that may belong to a marker and are counted nowhere yet."""
+        return len(self._held)
+
+    def append(self, token: int) -> list[int]:
+        """Add the next token; return the tokens that are now known to be the answer's, in order."""
+        self._count += 1
+        if not self._live:
+            self._add(token)
+        elif self._shown is None:
+            marker = self.parser.marker_ids.get(token)
+            if marker is not None and marker in self._live:
+                self._enter(marker, "")
+            else:
+                self._add(token)
+        else:
+            self._held.append((token, self._shown.append(token)))
+            self._search()
+        return self._take()
+
+    def begin_closing(self) -> None:
+        """Take the next tokens for the marker that ends the thoughts, even if it is not completed."""
+        self._closing_from = self._count
+
+    def end_search(self) -> None:
+        """Take all tokens from here on, and the last ones that may belong to a marker, for the answer's."""
+        self._settle()
+        self._live = ()
+
+    def _settle(self) -> None:
+        """Add the held tokens to the part that they are in, which has more than blanks then."""
+        held, self._held = self._held, []
+        for token, _ in held:
+            self._add(token)
+        if self.part == "answer" and self._blank:
+            self._blank = False
+            self._live = self._find_live()
+
+    def flush(self) -> list[int]:
+        """End the output; return the remaining tokens of the answer.
+
+        What a special token begins of a marker of channels is in no part, though the marker is not complete. Nor is an
+        end marker that is being written.
+        """
+        held, self._held = self._held, []
+        if self._closing_from is not None and self.part == "thoughts":
+            held = held[: max(0, self._closing_from - (self._count - len(held)))]
+        if self._form.header is None or not (held and held[0][0] in self.parser.tokenizer.special_ids):
+            for token, _ in held:
+                self._add(token)
+        return self._take()
+
+    def _take(self) -> list[int]:
+        taken, self._settled = self._settled, []
+        return taken
+
+    def _search(self) -> None:
+        """Look for a marker in the text of the held tokens, and release those that cannot belong to one."""
+        form, in_answer, window = self._form, self.part == "answer", "".join(text for _, text in self._held)
+        found = min(((at, -len(m), m) for m in self._live if (at := window.find(m)) >= 0), default=None)
+        if found is not None:
+            at, _, marker = found
+            if in_answer and form.header is None and marker not in form.closers and window[:at].strip():
+                self._settle()  # the answer has begun in the token that the marker begins in
+                return
+            begin = self._release(at)
+            if self.part == "thoughts":
+                self._thoughts[-1][1][1] = window[begin:at]
+            elif in_answer and window[begin:at].strip():
+                self._trail += window[begin:at]
+            self._held.clear()
+            self._enter(marker, window[at + len(marker) :])
+            return
+        longest = max(map(len, self._live)) - 1
+        kept = next(
+            (
+                size
+                for size in range(min(longest, len(window)), 0, -1)
+                if any(marker.startswith(window[-size:]) for marker in self._live)
+            ),
+            0,
+        )
+        self._release(len(window) - kept)
+        if not self._live:
+            self._settle()
+
+    def _release(self, end: int) -> int:
+        """Add the held tokens whose text ends at `end` or before; returns where the text of the others begins."""
+        at = count = 0
+        for _, text in self._held:
+            if at + len(text) > end:
+                break
+            at += len(text)
+            count += 1
+        released, self._held = self._held[:count], self._held[count:]
+        for token, _ in released:
+            self._add(token)
+        return at
+
+    def _add(self, token: int) -> None:
+        if self.part == "thoughts":
+            self._thoughts[-1][0].append(token)
+            self.thinking_tokens += 1
+        elif self.part == "answer":
+            self.answer_ids.append(token)
+            self._settled.append(token)
+            if self._blank and self._live and not self.parser.blank(token):
+                self._blank = False
+                self._live = self._find_live()
+
+    def _enter(self, marker: str, rest: str) -> None:
+        """Begin the part behind a marker, whose last token also has the characters `rest`."""
+        form = self._form
+        rest = rest if rest.strip() else ""
+        self._marked |= marker not in form.closers
+        if marker in form.starts:
+            self.part, self.begun = "thoughts", True
+            self._thoughts.append(([], [rest, ""]))
+        elif marker in form.ends and form.header is not None:
+            self.part = "header"
+        else:
+            self._closed |= marker in form.closers
+            self.part, self._lead = "answer", self._lead + rest
+            self._blank = self._blank and not rest
+        self._live = self._find_live()
+
+    def reasoning(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
+        """The thoughts so far, without blanks around them; None if there are none. Stretches are on separate lines."""
+        options = skip_special_tokens, spaces_between_special_tokens
+        stretches = [
+            f"{before}{self.parser.tokenizer.decode_output(ids, *options)}{behind}".strip()
+            for ids, (before, behind) in self._thoughts
+        ]
+        return "\n".join(filter(None, stretches)) or None
+
+    @property
+    def lead(self) -> str:
+        """Characters of the answer in the token that completed the marker in front of it."""
+        return self._lead
+
+    def answer(self, text: str, *, cut: bool = False) -> str:
+        """The answer whose tokens have this text: without the blanks behind the thoughts, and in front of a closer.
+
+        `cut`: the text does not go on to the answer's end.
+        """
+        text = f"{self._lead}{text}{'' if cut else self._trail}"
+        text = text.lstrip() if self._marked else text
+        return text.rstrip() if self._closed else text

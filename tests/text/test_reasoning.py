@@ -1,0 +1,199 @@
+"""The thoughts of an output apart from its answer, for each family by transcripts of its documented format."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+from batchgen.errors import UsageError
+from batchgen.request.params import SamplingParams
+from batchgen.request.prompts import ChatPrompt
+from batchgen.text.reasoning import ReasoningParser, reasoning_of
+from batchgen.text.reasoning_formats import NAMES, find_format
+from batchgen.text.stops import FinishedText, StopState
+from batchgen.text.tokenizer import Tokenizer
+from tests.text.conftest import save_tokenizer
+from tests.text.reasoning_families import ANSWER, FAMILIES, RESPONSE_TEMPLATES, THOUGHTS, Case
+
+TURNS = ({"role": "user", "content": "What does <think> mean?"},)
+
+
+class Known(NamedTuple):
+    tokenizer: Tokenizer
+    parser: ReasoningParser
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
+    """A tokenizer and a parser for each family, found by the template and the vocabulary alone."""
+    found = {}
+    for name, family in FAMILIES.items():
+        folder = tmp_path_factory.mktemp("family")
+        save_tokenizer(folder, "bytelevel", template=family.template, added=family.added, special=family.special)
+        tokenizer = Tokenizer.load(folder)
+        parser = reasoning_of(tokenizer, "auto")
+        assert parser is not None, name
+        found[name] = Known(tokenizer, parser)
+    return found
+
+
+def finished(known: Known, case: Case, **params: object) -> tuple[FinishedText, list[int]]:
+    """The parts of the case's output, received token by token, and its ids."""
+    tokenizer, row = known.tokenizer, SamplingParams(separate_reasoning=True, **params)  # type: ignore[arg-type]
+    prompt = tokenizer.render_chat(ChatPrompt(TURNS, template_kwargs=case.settings))
+    prompt_ids, ids = tokenizer.encode_plain([prompt, case.output])
+    stops = StopState(row, frozenset(), tokenizer, known.parser.start(prompt_ids))
+    for number, token in enumerate(ids, 1):
+        if stops.append(token, last=number == len(ids)) is not None:
+            break
+    return stops.finish("length"), ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_known_by_its_template_and_vocabulary(known: dict[str, Known], name: str) -> None:
+    assert known[name].parser.format.name == FAMILIES[name].name
+
+
+@pytest.mark.field("separate_reasoning")
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, one in FAMILIES.items() for case in one.cases])
+def test_a_transcript_has_thoughts_and_an_answer(known: dict[str, Known], name: str, case: str) -> None:
+    expected = FAMILIES[name].cases[case]
+    for stop in ((), ("not there",)):  # at the end, and token by token
+        done, ids = finished(known[name], expected, stop=stop)
+        assert (done.reasoning, done.text) == (expected.reasoning, expected.answer)
+        if expected.reasoning is not None:
+            thoughts = len(known[name].tokenizer.encode_plain([expected.reasoning])[0])
+            assert done.reasoning_tokens is not None
+            assert abs(done.reasoning_tokens - thoughts) <= 4  # blanks around them, and what joins a marker
+            assert done.reasoning_tokens < len(ids) or not expected.answer
+        elif case != "empty":
+            assert done.reasoning_tokens is None
+
+
+@pytest.mark.parametrize("name", RESPONSE_TEMPLATES)
+def test_a_response_template_names_the_markers(known: dict[str, Known], name: str) -> None:
+    template, output = RESPONSE_TEMPLATES[name]
+    tokenizer = known["any other"].tokenizer
+    form = find_format("auto", template, ["no marker"], lambda text: False)
+    assert form is not None
+    parser = ReasoningParser(form, tokenizer)
+    assert parser.format.name == "response_template"
+    done, _ = finished(Known(tokenizer, parser), Case(output))
+    assert (done.reasoning, done.text) == (THOUGHTS, ANSWER)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        {},
+        {"fields": {}},
+        {"fields": {"content": {"close": "<e>"}}},
+        {"fields": {"thinking": {"open_pattern": "<th.*>", "close": "</th>"}}},
+        {"fields": {"thinking": {"open": "<th>"}}},
+        {"fields": {"thinking": {"open": "<th>", "close": "</th>"}, "content": {"open_pattern": "x+"}}},
+        {"fields": {"thinking": {"open": [], "close": 5}}},
+        {"fields": 3},
+    ],
+)
+def test_a_response_template_of_patterns_leaves_the_choice_to_the_table(template: dict[str, object]) -> None:
+    assert find_format("auto", template, ["a template"], lambda text: False) is None
+    found = find_format("auto", template, ["<|im_start|>{{ x.split('</think>') }}"], lambda text: False)
+    assert found is not None
+    assert found.name == "qwq"
+
+
+def test_the_option_names_a_family_or_none() -> None:
+    sources = ["{{ x.split('</think>') }}"]
+    assert find_format("off", None, sources, lambda text: True) is None
+    assert [find_format(name, None, [], lambda text: False).name for name in NAMES] == list(NAMES)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"`--reasoning` must be auto, off or one of gpt_oss, .*, got 'gwen'"):
+        find_format("gwen", None, sources, lambda text: True)
+
+
+@pytest.mark.parametrize("vocabulary", [["<think>"], ["</think>"], []])
+def test_a_model_without_markers_has_no_thoughts(vocabulary: list[str]) -> None:
+    assert find_format("auto", None, ["{{ messages }}"], vocabulary.__contains__) is None
+
+
+def test_a_named_family_of_models_that_always_think_needs_no_open_prompt(known: dict[str, Known]) -> None:
+    tokenizer = known["any other"].tokenizer
+    parser = reasoning_of(tokenizer, "deepseek_r1")
+    assert parser is not None
+    assert finished(Known(tokenizer, parser), Case(f"{THOUGHTS}</think>{ANSWER}"))[0].reasoning == THOUGHTS
+    assert not parser.opens_thoughts(tokenizer.encode_plain(["assistant: <think>\n\n</think>\n\n"])[0])
+
+
+PROMPTS = {
+    "<|im_start|>assistant\n<think>": True,
+    "<|im_start|>assistant\n<think>\n": True,
+    "<|im_start|>assistant\n<think>\nSo far, ": True,  # a continued message
+    "<|im_start|>assistant\n<think>\nSo.</think> It": False,
+    "<|im_start|>user\n<think> is a tag<|im_end|>\n<|im_start|>assistant\n": False,
+    "<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n": False,
+    "": False,
+    "<think>\n": True,
+    "Write <think> and then ": False,  # it may be anybody's
+    "x" * 9000 + "<think>\n": True,
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", ["qwen3", "any other"])
+def test_what_the_prompt_ends_with_decides_where_the_output_begins(
+    known: dict[str, Known], name: str, prompt: str
+) -> None:
+    found = known[name]
+    assert found.parser.opens_thoughts(found.tokenizer.encode_plain([prompt])[0]) == PROMPTS[prompt]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "any other", "gpt_oss", "granite", "hunyuan", "granite_sentences"])
+def test_all_tokens_of_any_output_are_accounted_for(known: dict[str, Known], name: str) -> None:
+    """Whatever is written: text that is neither marker nor blank is in one of the two parts, once."""
+    tokenizer, parser = known[name].tokenizer, known[name].parser
+    draw = random.Random(7)
+    words = [*parser.format.markers, *["<", "<th", "</", "think>", "Here", "a", "bé", "東京", "<|"], ">\n\n", "\n", " "]
+    for _ in range(150):
+        output = "".join(draw.choices(words, k=draw.randrange(1, 12)))
+        case = Case(output)
+        done, ids = finished(known[name], case)
+        again, _ = finished(known[name], case, stop=("not there",))
+        assert done == again
+        state = parser.start([])
+        for token in ids:
+            state.append(token)
+        state.flush()
+        assert len(state.answer_ids) + state.thinking_tokens <= len(ids)
+        if not any(marker in output for marker in parser.format.markers):
+            assert done.text == tokenizer.decode_output(ids)
+            assert done.reasoning is None
+
+
+@pytest.mark.parametrize("stop", ["It", " is", "5", "It is 5"])
+def test_stops_match_in_the_answer_alone(known: dict[str, Known], stop: str) -> None:
+    for name in ("qwen3", "qwq", "gpt_oss", "any other"):
+        case = FAMILIES[name].cases["thoughts"]
+        output = case.output.replace(THOUGHTS, "It is 5, for It is 5.")
+        done, _ = finished(known[name], case._replace(output=output), stop=stop)
+        assert (done.reasoning, done.text) == ("It is 5, for It is 5.", ANSWER.partition(stop)[0])
+        assert (done.stop_kind, done.matched_stop) == ("string", stop)
+        done, _ = finished(known[name], case._replace(output=output), stop_regex=stop, no_stop_trim=True)
+        assert done.text == "".join(ANSWER.partition(stop)[:2])
+
+
+def test_an_id_that_the_row_names_stops_in_the_answer_and_an_end_of_sequence_anywhere(known: dict[str, Known]) -> None:
+    tokenizer, parser = known["qwq"]
+    inside, behind = tokenizer.encode_plain([f"a5{ANSWER}", f"</think>{ANSWER}"])
+    five = tokenizer.encode_plain(["5"])[0][0]
+    row = SamplingParams(separate_reasoning=True, stop_token_ids=(five,))
+    prompt = tokenizer.encode_plain(["<think>"])[0]
+    stops = StopState(row, frozenset({1}), tokenizer, parser.start(prompt))
+    events = [stops.append(token) for token in (*inside, *behind[:-1])]
+    assert events[-1] is not None
+    assert not any(events[:-1])
+    done = stops.finish("length")
+    assert (done.reasoning, done.text, done.matched_stop) == (f"a5{ANSWER}", "It is ", str(five))
+    ended = StopState(row, frozenset({five}), tokenizer, parser.start(prompt))
+    assert ended.append(five) is not None
+    assert ended.finish("length") == FinishedText("", "stop", "eos", str(five), "5", None, 0)
