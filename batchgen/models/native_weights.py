@@ -146,7 +146,8 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
             raise ModelError(
                 f"{name} is stored as {info.dtype}, which is not supported. Use the unquantised checkpoint."
             )
-    extra = [name for name in folder.tensors if name not in needed and not name.endswith(_IGNORED_SUFFIXES)]
+    others = [name for name in folder.tensors if name not in needed and name not in folder.spare]
+    extra = [name for name in others if not name.endswith(_IGNORED_SUFFIXES)]
     if extra:
         raise ModelError(
             f"{folder.path} holds {len(extra)} tensors that a {folder.model_type} model of this config.json does not "
