@@ -264,7 +264,7 @@ def merge_adapter(model: str, adapter: str, folder: Path) -> None:
     checkpoint = check_model_folder(model)
     changes = load_file(Path(adapter) / "adapter_model.safetensors")
     tensors: dict[str, Tensor] = {}
-    for file in sorted({info.file for info in checkpoint.tensors.values()}):
+    for file in checkpoint.files:
         for name, stored in load_file(file).items():
             change = f"base_model.model.{name.removesuffix('.weight')}"
             down = changes.get(f"{change}.lora_A.weight")

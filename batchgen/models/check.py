@@ -15,8 +15,10 @@ from batchgen.models.folder import ModelFolder, check_model_folder
 from batchgen.models.lora_config import Adapter, NamePath, fit_adapter, read_adapters
 from batchgen.models.native_config import NativeConfig, parse_native_config
 from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_linears
+from batchgen.models.safetensors_header import TensorInfo
 
 _STORED_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16"}
+_FULL_DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,6 @@ def check_model(
     if max_model_len is not None and max_model_len < 1:
         raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
     folder = check_model_folder(path, revision)
-    if folder.quantisation is not None:
-        raise ModelError(
-            f"{folder.path} is quantised ({folder.quantisation}), which is not supported. "
-            "Use the unquantised checkpoint."
-        )
     chosen = choose_implementation(folder.config, implementation)
     adapters = read_adapters(lora)
     native = None
@@ -81,9 +78,10 @@ def check_model(
 
 def _stored_dtype(folder: ModelFolder) -> str:
     named = folder.config.get("dtype") or folder.config.get("torch_dtype")
-    if isinstance(named, str):
+    if isinstance(named, str) and (folder.quantisation is None or named.removeprefix("torch.") in _FULL_DTYPES):
         return named.removeprefix("torch.")
     sizes: Counter[str] = Counter()
     for info in folder.tensors.values():
-        sizes[info.dtype] += info.nbytes
+        if isinstance(info, TensorInfo):  # a quantised tensor has no full dtype
+            sizes[info.dtype] += info.nbytes
     return _STORED_DTYPES.get(sizes.most_common(1)[0][0], "float32") if sizes else "float32"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
@@ -17,6 +17,8 @@ from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
 from batchgen.models.quant_format import QuantFormat, find_quant_format
+from batchgen.models.quantized.formats import plain_tensors
+from batchgen.models.quantized.tensors import StoredTensor
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.models.weight_files import INDEX, find_weight_files, foreign_form
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
@@ -34,14 +36,18 @@ class ModelFolder:
     """Contents of config.json, with the `model_type` of transformers."""
     files: tuple[Path, ...]
     """Safetensors files, sorted by name."""
-    tensors: Mapping[str, TensorInfo]
-    """Tensors of all files, by name."""
+    tensors: Mapping[str, StoredTensor]
+    """Tensors of all files as a model takes them, by name."""
     config_digest: str
     """sha256 of config.json."""
     stamps: Mapping[Path, FileStamp]
     """Stamps of config.json and the safetensors files, taken before they were read."""
     quantisation: QuantFormat | None = None
     """None if the weights are stored in full."""
+    encodings: Mapping[str, int] = field(default_factory=dict)
+    """Encoding of quantised tensors in words -> number of tensors, most frequent first."""
+    spare: frozenset[str] = frozenset()
+    """Tensors that a model may lack."""
 
     @property
     def model_type(self) -> str:
@@ -69,8 +75,13 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise ModelError(f"{file} lacks {name}, which {INDEX} says it holds. Copy the folder again.")
-    quantisation = find_quant_format(folder, config, tensors)
-    return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps, quantisation)
+    digest = hashlib.sha256(raw).hexdigest()
+    found = find_quant_format(folder, config, tensors)
+    if found is None:
+        return ModelFolder(folder, config, tuple(files), tensors, digest, stamps)
+    plain = plain_tensors(tensors, found)
+    form = found if plain.labels else None
+    return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain.labels, plain.spare)
 
 
 _CONFIG: Final[Kinds] = {

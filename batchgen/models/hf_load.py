@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -37,8 +39,10 @@ from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
+from batchgen.models.safetensors_header import TensorInfo
 from batchgen.models.stored_tensors import check_library_tensors, check_unread
 from batchgen.models.weight_files import library_folder
+from batchgen.models.weights import LazyWeight, WeightReader
 
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
@@ -63,6 +67,7 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
         config = CONFIG_MAPPING[folder.model_type].from_dict(copy.deepcopy(dict(folder.config)))
     except Exception as error:  # configuration classes validate with errors of many types
         raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
+    _unset_quantisation(config)
     longest = _longest_context(config)
     if longest is None and context_length is None:
         raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
@@ -73,6 +78,13 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     _check_rope(config)
     _fix_longrope(config, context)
     return config, context
+
+
+def _unset_quantisation(config: Any) -> None:
+    """Make it the configuration of the plain model: quantised weights are dequantised before the library has them."""
+    for holder in (config, config.get_text_config()):
+        if getattr(holder, "quantization_config", None) is not None:
+            del holder.quantization_config
 
 
 def _longest_context(config: Any) -> int | None:
@@ -325,18 +337,38 @@ def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]
 
 
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
-    from transformers import AutoModelForCausalLM
-
     if (folder.path / "adapter_config.json").exists():
         raise ModelError(
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
+    quantised = folder.quantisation is not None
+    with WeightReader(folder.tensors) as reader:
+        weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors} if quantised else None
+        model = _from_pretrained(config, spec, folder, weights)
+    if spec.device.type == "cpu" and not quantised:
+        _copy_from_files(model)
+    return model.eval().to(spec.device)
+
+
+def _from_pretrained(
+    config: Any, spec: ModelSpec, folder: ModelFolder, weights: Mapping[str, LazyWeight] | None
+) -> Any:
+    """The library's model, with the weights of the folder or, if given, `weights`.
+
+    Raises:
+        ModelError: the library cannot load it, or weights are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # The automatic class looks for files even if it is given weights.
+    cls = AutoModelForCausalLM if weights is None else type(_meta_model(config))
     try:
-        with library_folder(folder.path, folder.files, folder.tensors) as source:
-            model, info = AutoModelForCausalLM.from_pretrained(
+        with _source(folder, weights) as source:
+            model, info = cls.from_pretrained(
                 source,
                 config=config,
+                state_dict=weights,
                 dtype=spec.dtype,
                 attn_implementation="eager",
                 local_files_only=True,
@@ -354,10 +386,17 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
-    check_unread(folder, info.get("unexpected_keys") or (), spec.num_layers)
-    if spec.device.type == "cpu":
-        _copy_from_files(model)
-    return model.eval().to(spec.device)
+    unread = [name for name in info.get("unexpected_keys") or () if name not in folder.spare]
+    check_unread(folder, unread, spec.num_layers)
+    return model
+
+
+def _source(folder: ModelFolder, weights: Mapping[str, LazyWeight] | None) -> AbstractContextManager[Path | None]:
+    """The folder from which the library reads the weights; None if they are given."""
+    if weights is not None:
+        return contextlib.nullcontext()
+    stored = {name: info for name, info in folder.tensors.items() if isinstance(info, TensorInfo)}
+    return library_folder(folder.path, folder.files, stored)
 
 
 def _copy_from_files(model: Any) -> None:

@@ -141,4 +141,5 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
             )
         if info.dtype not in FULL_DTYPES:
             raise stored_wrongly(name, info.dtype)
-    check_unread(folder, [name for name in folder.tensors if name not in needed], len(layout.layers))
+    unread = [name for name in folder.tensors if name not in needed and name not in folder.spare]
+    check_unread(folder, unread, len(layout.layers))

@@ -99,7 +99,7 @@ def check_library_tensors(model: Any, folder: ModelFolder, layers: int) -> None:
             unread.append(name)
         elif taken[target].is_floating_point() and folder.tensors[name].dtype not in FULL_DTYPES:
             raise stored_wrongly(name, folder.tensors[name].dtype)
-    check_unread(folder, [name for name in unread if not is_ignored(model, name)], layers)
+    check_unread(folder, [name for name in unread if name not in folder.spare and not is_ignored(model, name)], layers)
 
 
 def is_ignored(model: Any, name: str) -> bool:

@@ -7,13 +7,16 @@ copied in pieces through one buffer of at most 32 MiB.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
+from threading import Lock
+from types import EllipsisType, TracebackType
 from typing import BinaryIO, Final
 
 import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
+from batchgen.models.quantized.dequantise import dequantise_into
+from batchgen.models.quantized.tensors import QuantizedTensor, StoredTensor
 from batchgen.models.safetensors_header import TensorInfo
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -22,17 +25,33 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+_OTHER_DTYPES: Final[dict[str, torch.dtype]] = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""Dtypes of parts of quantised tensors, and of buffers, which are never converted."""
 _BUFFER_BYTES: Final = 32 << 20
 
 
 class WeightReader:
-    """Reader that copies named tensors into targets; keeps the current file open, so use it as a context manager."""
+    """Reader that copies named tensors into targets; keeps the current file open, so use it as a context manager.
 
-    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+    Quantised tensors are dequantised on the way, in pieces.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = tensors
         self._name: str | None = None
         self._stream: BinaryIO | None = None
         self._buffer: Tensor | None = None
+        self._lock = Lock()
 
     def __enter__(self) -> WeightReader:
         return self
@@ -50,6 +69,9 @@ class WeightReader:
         """
         info = self._tensors[name]
         assert info.shape == tuple(target.shape), (name, info.shape, target.shape)
+        if isinstance(info, QuantizedTensor):
+            dequantise_into(target, info, self._rows)
+            return
         dtype = _TORCH_DTYPES.get(info.dtype)
         if dtype is None:
             raise ModelError(
@@ -64,6 +86,35 @@ class WeightReader:
                 self._convert(stream, dtype, target, info)
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor `name` in new memory: in `dtype` if it is quantised, else as it is stored. Threads may call it.
+
+        Raises:
+            ModelError: its dtype is not supported, or the file cannot be read.
+        """
+        info = self._tensors[name]
+        with self._lock:
+            if isinstance(info, TensorInfo):
+                return self._rows(info, 0, info.shape[0] if info.shape else 1).view(info.shape)
+            target = torch.empty(info.shape, dtype=dtype)
+            self.read_into(name, target)
+            return target
+
+    def _rows(self, info: TensorInfo, start: int, end: int) -> Tensor:
+        """Leading rows of a stored tensor in its dtype; a scalar is one row."""
+        dtype = _TORCH_DTYPES.get(info.dtype) or _OTHER_DTYPES.get(info.dtype)
+        if dtype is None:
+            raise ModelError(f"{info.file} holds tensors stored as {info.dtype}, which is not supported.")
+        rows = info.shape[0] if info.shape else 1
+        out = torch.empty((end - start, *info.shape[1:]), dtype=dtype)
+        try:
+            stream = self._open(info)
+            stream.seek(info.start + start * (info.nbytes // max(1, rows)))
+            _fill(stream, out.view(-1), info)
+        except OSError as error:
+            raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
+        return out
 
     def _open(self, info: TensorInfo) -> BinaryIO:
         if self._stream is None or self._name != str(info.file):
@@ -84,6 +135,19 @@ class WeightReader:
             source = piece[: part.numel()]
             _fill(stream, source, info)
             part.copy_(source)
+
+
+class LazyWeight:
+    """A stored tensor that is read when the loader of transformers indexes it, by any thread."""
+
+    def __init__(self, name: str, reader: WeightReader, dtype: torch.dtype) -> None:
+        self._name = name
+        self._reader = reader
+        self._dtype = dtype
+
+    def __getitem__(self, index: EllipsisType) -> Tensor:
+        """The whole tensor, in new memory; quantised ones are computed in the dtype of the run."""
+        return self._reader.read(self._name, self._dtype)
 
 
 def _fill(stream: BinaryIO, target: Tensor, info: TensorInfo) -> None:

@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     ),
     "encoder-decoder": (configure(model_type="t5", is_encoder_decoder=True), "t5 is not supported"),
     "multimodal": (configure(model_type="gemma3", text_config={}), "gemma3 is multimodal"),
-    "gptq": (configure(quantization_config={"quant_method": "gptq"}), "quantised .*gptq"),
+    "aqlm": (configure(quantization_config={"quant_method": "aqlm"}), "quantised .*aqlm"),
     "rope": (configure(rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}), "rope type 'spiral'"),
     "no heads": (configure(num_attention_heads=None), "num_attention_heads must be a positive integer"),
     "odd heads": (configure(num_key_value_heads=3), "cannot share 3 kv heads"),

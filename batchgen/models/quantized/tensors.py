@@ -1,0 +1,102 @@
+"""Plain tensors that are computed from quantised ones, as descriptions that need no torch.
+
+`dequantise.py` computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from batchgen.models.safetensors_header import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A plain tensor of `shape`, and the stored tensors that it is computed from."""
+
+    shape: tuple[int, ...]
+    parts: Mapping[str, TensorInfo]
+    """Role ("values", "scale", ...) -> stored tensor."""
+    label: str
+    """The encoding in words, as "FP8 in blocks of 128 x 128"."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype in which the values are computed, by safetensors' name."""
+        return "F32"
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return sum(part.nbytes for part in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTensor(QuantizedTensor):
+    """(values - zero) x scale x factor, with one scale for each block of values.
+
+    Parts: `values` (floats of 8 bits, int8, or pairs of 4-bit floats in bytes), `scale`, and optionally `zero`,
+    `global_scale` (one number) and `groups` (the number of each column's group of scales).
+    """
+
+    stored_shape: tuple[int, ...]
+    """Shape of the values before they are transposed, with two of them for each byte of 4-bit floats."""
+    scale_shape: tuple[int, ...]
+    """Shape of the scale, with as many axes as `stored_shape`."""
+    blocks: tuple[int, ...]
+    """Size of a block along each axis."""
+    pairs: bool = False
+    """Whether each byte holds two 4-bit floats (E2M1), the first one in its low half."""
+    exponents: bool = False
+    """Whether a scale is stored as the exponent of a power of two, with a bias of 127."""
+    divides: bool = False
+    """Whether `global_scale` divides."""
+    factor: float = 1.0
+    transposed: bool = False
+    """Whether the last two axes of the plain tensor are those of the stored one, exchanged."""
+
+
+Layout = Literal["columns", "gptq", "awq"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor(QuantizedTensor):
+    """A matrix [O, I] of small integers in 32-bit words, (code - zero) x scale, with scales for groups of inputs.
+
+    Parts: `words`, `scale`, and optionally `zero` and `groups` (int32 [I], each input's group).
+
+    | layout | words | scale | zero |
+    |---|---|---|---|
+    | columns | [O, I x bits / 32] | [O, G] | [O x bits / 32, G]; without it, half of the codes' range |
+    | gptq | [I x bits / 32, O] | [G, O] | [G, O x bits / 32] |
+    | awq | [I, O / 8] | [G, O] | [G, O / 8], columns in the order of `AWQ_ORDER` |
+    """
+
+    bits: int
+    layout: Layout
+    group: int
+    """Inputs of a group; unused with a part `groups`."""
+    zeros_less_one: bool = False
+    """Whether one less than each zero is stored (first version of GPTQ's format)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor(QuantizedTensor):
+    """Four-bit codes of a table, in blocks over the flat tensor (bitsandbytes): table[code] x absmax of the block.
+
+    Parts: `values` (the first code of a byte in its high half), `table` [16], `absmax`; if these are quantised, too,
+    `absmax_table` [256] and `absmax_scale`: absmax = absmax_table[stored] x absmax_scale of its block + `offset`.
+    """
+
+    block: int
+    absmax_block: int = 1
+    offset: float = 0.0
+
+
+AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which four bits of a word, from the lowest on, hold each of its eight columns."""
+
+StoredTensor = TensorInfo | QuantizedTensor
+"""A tensor of a checkpoint as the model takes it: stored as it is, or computed."""
