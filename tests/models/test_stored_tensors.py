@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Requested
+from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.stored_tensors import UNREAD
 from tests.models.tiny import save_tiny
@@ -84,23 +85,20 @@ def test_dtype_that_nothing_explains(
         inspect(folder, path)
 
 
-@pytest.mark.parametrize(("name", "path"), [("llama", "native"), ("gemma2", "transformers")])
 @pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_inv", "input_scale"])
-def test_scales_in_a_side_file(
-    scale: str, name: str, path: Requested, made: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Nothing in config.json tells that the weights are in FP8."""
-
+def test_formats_that_config_does_not_name(scale: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     def quantise(tensors: Tensors) -> None:
         tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
         tensors[UP.replace("weight", scale)] = torch.ones(())
 
-    folder = changed(made(name), tmp_path / "fp8", quantise)
-    with pytest.raises(ModelError, match=r"is quantised \(fp8, by its tensor"):
-        inspect(folder, path)
+    folder = changed(made("llama"), tmp_path / "fp8", quantise)
+    if scale == "input_scale":
+        with pytest.raises(ModelError, match=r"up_proj.weight .* no scale for it"):
+            check_model(folder)
+        return
+    assert "fp8, by its tensor" in str(check_model(folder).folder.quantisation)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(ModelError, match=r"is quantised \(modelopt FP8, by hf_quant_config.json\)"):
-        inspect(folder, path)
+    assert str(check_model(folder).folder.quantisation) == "modelopt FP8, by hf_quant_config.json"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
