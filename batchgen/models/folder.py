@@ -14,6 +14,9 @@ from types import NoneType
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.gguf.config import gguf_config, gguf_family
+from batchgen.gguf.header import read_gguf
+from batchgen.gguf.tensors import GgufForm, hub_tensors
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import read_weight_map, resolve_model
 from batchgen.models.safetensors_header import TensorInfo, read_header
@@ -28,16 +31,19 @@ class ModelFolder:
     """A model folder whose configuration parses and whose weight files are complete."""
 
     path: Path
+    """The folder; of a GGUF model its first file."""
     config: Mapping[str, Any]
-    """Contents of config.json."""
+    """Contents of config.json, or what they would be."""
     files: tuple[Path, ...]
-    """Safetensors files, sorted by name."""
+    """Files with weights, sorted by name."""
     tensors: Mapping[str, TensorInfo]
     """Tensors of all files, by name."""
     config_digest: str
-    """sha256 of config.json."""
+    """sha256 of config.json, or of the headers of the GGUF files."""
     stamps: Mapping[Path, FileStamp]
-    """Stamps of config.json and the safetensors files, taken before they were read."""
+    """Stamps of config.json and the files with weights, taken before they were read."""
+    is_gguf: bool = False
+    """Whether the weights are in GGUF files, and the configuration in their metadata."""
 
     @property
     def model_type(self) -> str:
@@ -52,6 +58,8 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
         ModelError: the message names what is missing or damaged, and the remedy.
     """
     folder = resolve_model(path, revision)
+    if folder.is_file():
+        return _gguf_folder(folder)
     # Before the file is read, so that a change while it is read shows.
     stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
     raw, config = _read_config(folder)
@@ -69,6 +77,29 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
 
 
+def _gguf_folder(path: Path) -> ModelFolder:
+    """A GGUF model as the folder of its checkpoint: configuration and tensors by the names that they have there."""
+    header = read_gguf(path)
+    family = gguf_family(header)
+    config = gguf_config(header, family)
+    stored = hub_tensors(header, family, config["num_attention_heads"], config["num_key_value_heads"])
+    tensors = {
+        name: TensorInfo(
+            entry.file,
+            entry.kind,
+            entry.shape,
+            entry.start,
+            entry.nbytes,
+            None if form == _PLAIN.get(entry.kind) else form,
+        )
+        for name, (entry, form) in stored.items()
+    }
+    stamps = {file: FileStamp.of(status) for file, status in header.status.items()}
+    return ModelFolder(header.path, config, header.files, tensors, header.digest, stamps, is_gguf=True)
+
+
+_PLAIN: Final = {kind: GgufForm(kind) for kind in ("F16", "BF16", "F32", "F64")}
+"""Tensors that are stored as safetensors store them."""
 _CONFIG: Final[Kinds] = {
     "model_type": (str, NoneType),
     "architectures": (list, NoneType),
@@ -134,7 +165,7 @@ def _no_weights(folder: Path) -> ModelError:
             "transformers: from_pretrained(...) and save_pretrained(...)."
         )
     if any(folder.glob("*.gguf")):
-        return ModelError(f"{folder} holds GGUF weights. Use the checkpoint in safetensors form.")
+        return ModelError(f"{folder} holds no first part of a GGUF model. Copy the folder again.")
     if (folder / "adapter_config.json").is_file():
         return ModelError(f"{folder} is an adapter, not a model. Name its base model's folder.")
     return ModelError(f"{folder} has no {_SINGLE} or {_INDEX}. Copy the folder again.")

@@ -35,6 +35,7 @@ from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
+from batchgen.models.weights import stored_tensors
 
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
@@ -52,12 +53,16 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        if folder.is_gguf:
+            config = CONFIG_MAPPING[folder.model_type].from_dict(dict(folder.config))
+        else:
+            config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # configuration classes validate with errors of many types
-        raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
+        source = folder.path if folder.is_gguf else folder.path / "config.json"
+        raise ModelError(f"transformers cannot read {source}: {_first_line(error)}.") from None
     longest = _longest_context(config)
     if longest is None and context_length is None:
         raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
@@ -322,10 +327,16 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
+    # Without a folder, the class must be named: only its own `from_pretrained` takes tensors.
+    source, stored = (
+        (folder.path, {}) if not folder.is_gguf else (None, {"state_dict": stored_tensors(folder.tensors, spec.dtype)})
+    )
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder.path,
+        loader = type(_meta_model(config)) if folder.is_gguf else AutoModelForCausalLM
+        model, info = loader.from_pretrained(
+            source,
             config=config,
+            **stored,
             dtype=spec.dtype,
             attn_implementation="eager",
             local_files_only=True,
@@ -343,7 +354,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
-    if spec.device.type == "cpu":
+    if spec.device.type == "cpu" and not folder.is_gguf:
         _copy_from_files(model)
     return model.eval().to(spec.device)
 

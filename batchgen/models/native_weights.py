@@ -142,7 +142,7 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
                 f"{name} has shape {list(info.shape)} where config.json calls for {list(shape)}. "
                 "Check that config.json belongs to these weights."
             )
-        if info.dtype not in _FLOATS:
+        if info.form is None and info.dtype not in _FLOATS:
             raise ModelError(
                 f"{name} is stored as {info.dtype}, which is not supported. Use the unquantised checkpoint."
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.models.safetensors_header import TensorInfo
+from batchgen.models.safetensors_header import StoredForm, TensorInfo
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "F16": torch.float16,
@@ -51,16 +51,19 @@ class WeightReader:
         info = self._tensors[name]
         assert info.shape == tuple(target.shape), (name, info.shape, target.shape)
         dtype = _TORCH_DTYPES.get(info.dtype)
-        if dtype is None:
+        if dtype is None and info.form is None:
             raise ModelError(
                 f"{name} is stored as {info.dtype}, which is not supported. Use the unquantised checkpoint."
             )
         try:
             stream = self._open(info)
             stream.seek(info.start)
-            if dtype == target.dtype and target.device.type == "cpu" and target.is_contiguous():
+            if info.form is not None:
+                self._decode(stream, info.form, target, info)
+            elif dtype == target.dtype and target.device.type == "cpu" and target.is_contiguous():
                 _fill(stream, target.view(-1), info)
             else:
+                assert dtype is not None, "checked above"
                 self._convert(stream, dtype, target, info)
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
@@ -85,6 +88,17 @@ class WeightReader:
             _fill(stream, source, info)
             part.copy_(source)
 
+    def _decode(self, stream: BinaryIO, form: StoredForm, target: Tensor, info: TensorInfo) -> None:
+        assert target.is_contiguous(), "targets are slices of leading rows"
+        matrix = target.view(-1, form.columns(target.shape))
+        rows, columns = matrix.shape
+        group = max(form.rows, _BUFFER_BYTES // (4 * columns) // form.rows * form.rows)
+        for start in range(0, rows, group):
+            part = matrix[start : start + group]
+            packed = torch.empty(info.nbytes // rows * len(part), dtype=torch.uint8)
+            _fill(stream, packed, info)
+            part.copy_(torch.from_numpy(form.values(packed.numpy(), columns)))
+
 
 def _fill(stream: BinaryIO, target: Tensor, info: TensorInfo) -> None:
     """Read exactly the bytes of the flat CPU tensor `target`."""
@@ -96,3 +110,26 @@ def _fill(stream: BinaryIO, target: Tensor, info: TensorInfo) -> None:
         if not count:
             raise ModelError(f"{info.file} ended while it was read. Copy the file again.")
         view = view[count:]
+
+
+class _StoredTensor:
+    """A tensor for transformers, which reads it by indexing when its turn comes."""
+
+    def __init__(self, name: str, info: TensorInfo, dtype: torch.dtype) -> None:
+        self._name = name
+        self._info = info
+        # Vectors are small, and modules that compute in float32 keep them exact.
+        self.dtype = torch.float32 if len(info.shape) == 1 else dtype
+        self.shape = info.shape
+
+    def __getitem__(self, where: object) -> Tensor:
+        assert where is Ellipsis, "tensors are read whole"
+        target = torch.empty(self.shape, dtype=self.dtype)
+        with WeightReader({self._name: self._info}) as reader:
+            reader.read_into(self._name, target)
+        return target
+
+
+def stored_tensors(tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> dict[str, _StoredTensor]:
+    """Tensors that are read, and converted to `dtype`, one by one when transformers takes them."""
+    return {name: _StoredTensor(name, info, dtype) for name, info in tensors.items()}

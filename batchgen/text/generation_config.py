@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError, RowError
+from batchgen.gguf.header import read_gguf
+from batchgen.gguf.settings import gguf_end_ids, gguf_sampling
 from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
 from batchgen.request.params import SamplingParams
 
@@ -52,11 +54,14 @@ class GenerationConfig:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """Read the generation settings of the model in `folder`; a folder without such files has empty ones.
+    """Read the generation settings of the model in `folder`, or in a GGUF file; one without any has empty ones.
 
     Raises:
         ModelError: a file is damaged, or an end-of-sequence id is not a token id.
     """
+    if folder.is_file():
+        header = read_gguf(folder)
+        return GenerationConfig(gguf_end_ids(header), gguf_sampling(header))
     raw = _read_object(folder / "generation_config.json")
     eos = raw.get("eos_token_id")
     if eos is None:

@@ -1,0 +1,214 @@
+"""Tokenizer of a GGUF file: vocabulary, merges, special tokens and chat templates out of its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from batchgen.errors import ModelError
+from batchgen.gguf.header import GgufHeader
+from batchgen.gguf.splits import ADD_BOS, DIGITS, SPLITS, WHOLE_WORDS
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+"""Types of tokens."""
+_SPACE: Final = "▁"
+_ROLES: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""Special token of transformers -> its name in the metadata."""
+_SENTENCEPIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}
+"""Special ids of a SentencePiece vocabulary whose file does not state them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """A tokenizer and what goes with it."""
+
+    backend: Any
+    """The Rust tokenizer."""
+    special: Mapping[str, str]
+    """Special token of transformers (`bos_token`, ...) -> its text."""
+    chat_template: str | dict[str, str] | None
+
+
+class _Vocabulary:
+    """The checked lists of a file."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.tokens: list[str] = self._list("tokens", str) or []
+        if not self.tokens:
+            raise self.error("holds no vocabulary")
+        size = len(self.tokens)
+        self.types: Sequence[int] = self._list("token_type", int, size) or [1] * size
+        self.scores: Sequence[float] | None = self._list("scores", float, size)
+        self.merges: list[str] | None = self._list("merges", str)
+
+    def value(self, key: str) -> Any:
+        """A value of the tokenizer's metadata; None if it is absent."""
+        return self.header.metadata.get(f"tokenizer.ggml.{key}")
+
+    def _list(self, key: str, kind: type, size: int | None = None) -> list[Any] | None:
+        found = self.value(key)
+        if found is None:
+            return None
+        if not isinstance(found, list) or any(type(each) is not kind for each in found):
+            raise self.error(f"has a list tokenizer.ggml.{key} with other entries than {kind.__name__}")
+        if size is not None and len(found) != size:
+            raise self.error(f"has {len(found)} entries in tokenizer.ggml.{key} for {size} tokens")
+        return found
+
+    def special_id(self, role: str, default: int | None = None) -> int | None:
+        """Id of a special token that the vocabulary has; None for none."""
+        found = self.value(f"{role}_token_id")
+        found = default if found is None else found
+        return found if type(found) is int and 0 <= found < len(self.tokens) else None
+
+    def ids(self) -> dict[str, int]:
+        """Token -> id, without the tokens that only pad the vocabulary to the size of the embedding."""
+        found: dict[str, int] = {}
+        for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            if kind != _UNUSED or token != f"[PAD{i}]":
+                found.setdefault(token, i)
+        return found
+
+    def error(self, reason: str) -> ModelError:
+        """An error of the file's tokenizer."""
+        return ModelError(f"the tokenizer of {self.header.path} {reason}. Name another tokenizer with --tokenizer")
+
+
+def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
+    """The tokenizer that a file describes.
+
+    Raises:
+        ModelError: it holds none, or one of a kind that cannot be made of its metadata.
+    """
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        raise ModelError(f"{header.path} holds no tokenizer. Name one with --tokenizer")
+    vocabulary = _Vocabulary(header)
+    defaults: Mapping[str, int] = {}
+    if kind == "gpt2":
+        backend, add_bos = _byte_level(vocabulary)
+    elif kind == "llama":
+        backend, add_bos, defaults = _sentencepiece(vocabulary), True, _SENTENCEPIECE_IDS
+    else:
+        raise vocabulary.error(f"is of the kind {str(kind)[:40]!r}, which is not supported")
+    _add_tokens(backend, vocabulary, kind)
+    special = {
+        name: vocabulary.tokens[found]
+        for name, role in _ROLES.items()
+        if (found := vocabulary.special_id(role, defaults.get(role))) is not None
+    }
+    stated = vocabulary.value("add_bos_token")
+    if (add_bos if stated is None else stated is True) and "bos_token" in special:
+        backend.post_processor = _with_bos(special["bos_token"], vocabulary.special_id("bos", defaults.get("bos")))
+    return GgufVocabulary(backend, special, _templates(header))
+
+
+def _with_bos(token: str, token_id: int | None) -> Any:
+    piece = {"SpecialToken": {"id": token, "type_id": 0}}
+    return processors.TemplateProcessing(
+        single=[piece, {"Sequence": {"id": "A", "type_id": 0}}],
+        pair=[piece, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        special_tokens=[(token, token_id)],
+    )
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
+    """A byte-level BPE tokenizer, and whether its family begins texts with BOS."""
+    pre = vocabulary.value("pre")
+    if vocabulary.merges is None:
+        raise vocabulary.error("has no merges")
+    if pre not in SPLITS and pre is not None:
+        raise vocabulary.error(f"splits texts by a rule {str(pre)[:40]!r}, which is not known")
+    merges = [_pair(merge) for merge in vocabulary.merges]
+    ids = vocabulary.ids()
+    try:
+        model = BPE(ids, merges, ignore_merges=pre in WHOLE_WORDS)
+    except Exception as error:  # the library's errors have no type of their own
+        raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
+    backend = Tokenizer(model)
+    steps = SPLITS.get(pre, ())
+    splits = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if step == DIGITS
+        else pre_tokenizers.Split(Regex(step), behavior="isolated")
+        for step in steps
+    ]
+    plain = not steps or steps == (DIGITS,)
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=plain))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre in ADD_BOS
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)
+    return merge[:at], merge[at + 1 :]
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Any:
+    """A SentencePiece BPE tokenizer with byte fallback."""
+    respelled = {_respell(token): i for token, i in vocabulary.ids().items()}
+    unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None)
+    pairs = [_pair(merge) for merge in vocabulary.merges] if vocabulary.merges else _derived(vocabulary, respelled)
+    try:
+        model = BPE(respelled, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    except Exception as error:  # as in `_byte_level`
+        raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
+    backend = Tokenizer(model)
+    prefix = vocabulary.value("add_space_prefix") is not False
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _respell(token: str) -> str:
+    """Runs of spaces are stored as they are; in the vocabulary they are spelled like other spaces."""
+    return _SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token
+
+
+def _derived(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merges that a vocabulary with scores implies: the pair with the best joined token comes first."""
+    if vocabulary.scores is None:
+        raise vocabulary.error("has neither merges nor scores")
+    scores = vocabulary.scores
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, i in ids.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                found.append((-scores[i], ids[left], ids[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _add_tokens(backend: Any, vocabulary: _Vocabulary, kind: str) -> None:
+    """Make control tokens special, and keep those that are marked as user-defined whole."""
+    ids, special, plain = backend.get_vocab(), [], []
+    for token, type_ in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if not token or token not in ids:
+            continue
+        if type_ == _CONTROL or (type_ == _UNKNOWN and kind == "llama"):
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif type_ == _USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
+
+
+def _templates(header: GgufHeader) -> str | dict[str, str] | None:
+    """The chat template, or the named ones."""
+    main = header.metadata.get("tokenizer.chat_template")
+    names = header.metadata.get("tokenizer.chat_templates")
+    found = {"default": main} if isinstance(main, str) else {}
+    for name in names if isinstance(names, list) else ():
+        template = header.metadata.get(f"tokenizer.chat_template.{name}")
+        if isinstance(template, str):
+            found[str(name)] = template
+    return found["default"] if list(found) == ["default"] else found or None
