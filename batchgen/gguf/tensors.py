@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from batchgen.errors import ModelError
 from batchgen.gguf.families import IGNORED, LAYER_NAMES, TOP_NAMES, Family
 from batchgen.gguf.header import GgufHeader, TensorEntry
 
-_NAME: Final = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)")
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
@@ -70,13 +69,19 @@ def can_dequantise(kind: str) -> bool:
 
 
 def hub_tensors(
-    header: GgufHeader, family: Family, heads: int, kv_heads: int
+    header: GgufHeader, family: Family, config: Mapping[str, Any]
 ) -> dict[str, tuple[TensorEntry, GgufForm]]:
     """Tensors by their names in the checkpoint on the hub.
+
+    Args:
+        header: the file.
+        family: what is known of its architecture.
+        config: its configuration.
 
     Raises:
         ModelError: a tensor has no place in the model, a shape that it cannot have, or a type that cannot be read.
     """
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     unreadable = {entry.kind for entry in header.tensors.values()}
     unreadable = {kind for kind in unreadable if not can_dequantise(kind)}
     found: dict[str, tuple[TensorEntry, GgufForm]] = {}
@@ -88,26 +93,29 @@ def hub_tensors(
             raise ModelError(
                 f"{header.path}: {name[:80]} is stored as {entry.kind}, which the package gguf cannot read."
             )
-        target = None if match is None else _target(family, *match.groups())
+        target = None if match is None else _target(family, config["num_hidden_layers"], *match.groups())
         if target is None:
             raise ModelError(
                 f"{header.path} holds {name[:80]!r}, which a {family.model_type} model does not have. "
                 "Use the checkpoint in safetensors form."
             )
         form = _form(family, name, entry, heads, kv_heads)
-        if form is None:
+        if form is None or ("{}" in target and len(entry.shape) < 2):
             raise ModelError(f"{header.path}: {name[:80]} has the shape {list(entry.shape)}. Copy the file again.")
-        found |= dict(_slices(target, entry, form))
+        held = dict(_slices(target, entry, form))
+        if double := found.keys() & held.keys():
+            raise ModelError(f"{header.path} holds {min(double)} under two names, {name[:80]} and another.")
+        found |= held
     return found
 
 
-def _target(family: Family, layer: str | None, part: str, suffix: str) -> str | None:
+def _target(family: Family, layers: int, layer: str | None, part: str, suffix: str) -> str | None:
     """Name of a tensor in the checkpoint; None if the model has none."""
     if layer is None:
         stem = {**TOP_NAMES, **family.top_names}.get(part)
     else:
         known = {**LAYER_NAMES, **family.names}.get(part)
-        stem = None if known is None else f"model.layers.{int(layer)}.{known}"
+        stem = None if known is None or int(layer) >= layers else f"model.layers.{int(layer)}.{known}"
     return None if stem is None else f"{stem}.{suffix}"
 
 
@@ -134,5 +142,4 @@ def _slices(target: str, entry: TensorEntry, form: GgufForm) -> Iterator[tuple[s
     size = entry.nbytes // experts
     for i in range(experts):
         one = replace(entry, shape=tuple(shape_of_one), start=entry.start + i * size, nbytes=size)
-        assert math.prod(shape_of_one)
         yield target.format(i), (one, form)

@@ -109,12 +109,9 @@ def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
 
 
 def _with_bos(token: str, token_id: int | None) -> Any:
-    piece = {"SpecialToken": {"id": token, "type_id": 0}}
-    return processors.TemplateProcessing(
-        single=[piece, {"Sequence": {"id": "A", "type_id": 0}}],
-        pair=[piece, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        special_tokens=[(token, token_id)],
-    )
+    """A post-processor that puts BOS in front; the token goes by another name, as its text may be any."""
+    bos = {"id": "BOS", "ids": [token_id], "tokens": [token]}
+    return processors.TemplateProcessing(single=["BOS", "$A"], pair=["BOS", "$A", "$B:1"], special_tokens=[bos])
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
@@ -174,16 +171,20 @@ def _respell(token: str) -> str:
 
 
 def _derived(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The merges that a vocabulary with scores implies: the pair with the best joined token comes first."""
-    if vocabulary.scores is None:
-        raise vocabulary.error("has neither merges nor scores")
+    """The merges that a vocabulary implies: the pair with the best joined token comes first.
+
+    Tokens are ranked by their scores. Files of Gemma do not hold those of the vocabulary: it lists its tokens in order.
+    """
     scores = vocabulary.scores
-    found: list[tuple[float, int, int, str, str]] = []
+    architecture = str(vocabulary.header.metadata.get("general.architecture"))
+    if scores is None or architecture.startswith("gemma"):
+        scores = [0.0] * len(vocabulary.tokens)
+    found: list[tuple[float, int, int, int, str, str]] = []
     for token, i in ids.items():
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                found.append((-scores[i], ids[left], ids[right], left, right))
+            left = ids.get(token[:cut])
+            if left is not None and (right := ids.get(token[cut:])) is not None:
+                found.append((-scores[i], i, left, right, token[:cut], token[cut:]))
     found.sort()
     return [(left, right) for *_, left, right in found]
 

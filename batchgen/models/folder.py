@@ -82,7 +82,7 @@ def _gguf_folder(path: Path) -> ModelFolder:
     header = read_gguf(path)
     family = gguf_family(header)
     config = gguf_config(header, family)
-    stored = hub_tensors(header, family, config["num_attention_heads"], config["num_key_value_heads"])
+    stored = hub_tensors(header, family, config)
     tensors = {
         name: TensorInfo(
             entry.file,

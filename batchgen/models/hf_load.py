@@ -327,24 +327,24 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
-    # Without a folder, the class must be named: only its own `from_pretrained` takes tensors.
-    source, stored = (
-        (folder.path, {}) if not folder.is_gguf else (None, {"state_dict": stored_tensors(folder.tensors, spec.dtype)})
-    )
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": spec.dtype,
+        "attn_implementation": "eager",
+        "local_files_only": True,
+        "use_safetensors": True,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are listed in the loading info
+    }
     try:
-        loader = type(_meta_model(config)) if folder.is_gguf else AutoModelForCausalLM
-        model, info = loader.from_pretrained(
-            source,
-            config=config,
-            **stored,
-            dtype=spec.dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are listed in the loading info
-        )
+        if folder.is_gguf:
+            # Tensors are taken by a class alone, not by the one that finds the class in a folder.
+            options["state_dict"] = stored_tensors(folder.tensors, spec.dtype)
+            model, info = type(_meta_model(config)).from_pretrained(None, **options)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(folder.path, trust_remote_code=False, **options)
+    except ModelError:
+        raise
     except Exception as error:  # loading raises errors of many types
         raise ModelError(f"transformers cannot load {folder.path}: {_first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):

@@ -57,6 +57,7 @@ _KEYS = {
 _NO_WINDOW = {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "starcoder2"}
 """Types whose window the converter does not write."""
 
+_FLOATS = {Kind.F64: np.float64, Kind.F32: np.float32, Kind.F16: np.float16}
 Choose = Callable[[str, Any], Kind]
 """Name and values of a tensor -> the type that it is stored as."""
 
@@ -66,11 +67,14 @@ def as_kind(kind: Kind) -> Choose:
     return lambda _, values: kind if values.ndim > 1 else Kind.F32
 
 
+AS_FLOAT32 = as_kind(Kind.F32)
+
+
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
     *,
-    choose: Choose = as_kind(Kind.F32),
+    choose: Choose = AS_FLOAT32,
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     **options: Any,
@@ -89,11 +93,14 @@ def write_gguf(
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(str(path), architecture, **options)
     for key, value in {**_metadata(config, architecture), **(metadata or {})}.items():
-        _add(writer, key, value)
+        if key == "general.architecture":
+            writer.kv_data[0][key].value = value
+        else:
+            _add(writer, key, value)
     for name, values in {**gguf_tensors(model, architecture), **(extra or {})}.items():
         kind = choose(name, values)
-        if kind in (Kind.F32, Kind.F16):
-            writer.add_tensor(name, values.astype(np.float16 if kind == Kind.F16 else np.float32))
+        if kind in _FLOATS:
+            writer.add_tensor(name, values.astype(_FLOATS[kind]))
         else:
             data = values if values.dtype == np.uint8 else gguf.quants.quantize(values, kind)
             writer.add_tensor(name, data, raw_dtype=kind)
@@ -104,9 +111,9 @@ def write_gguf(
     return path
 
 
-def write_tiny(path: Path, model_type: str, **options: Any) -> Path:
-    """Write `tiny_model(model_type)`; see `write_gguf`."""
-    return write_gguf(path, tiny_model(model_type), **options)
+def write_tiny(path: Path, model_type: str, *, config: Mapping[str, Any] | None = None, **options: Any) -> Path:
+    """Write `tiny_model(model_type, **config)`; see `write_gguf`."""
+    return write_gguf(path, tiny_model(model_type, **(config or {})), **options)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
