@@ -176,9 +176,10 @@ def _derived(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str,
     Tokens are ranked by their scores. Files of Gemma do not hold those of the vocabulary: it lists its tokens in order.
     """
     scores = vocabulary.scores
-    architecture = str(vocabulary.header.metadata.get("general.architecture"))
-    if scores is None or architecture.startswith("gemma"):
+    if str(vocabulary.header.metadata.get("general.architecture")).startswith("gemma"):
         scores = [0.0] * len(vocabulary.tokens)
+    if scores is None:
+        raise vocabulary.error("has neither merges nor scores")
     found: list[tuple[float, int, int, int, str, str]] = []
     for token, i in ids.items():
         for cut in range(1, len(token)):
