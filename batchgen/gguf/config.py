@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+
 from batchgen.errors import ModelError
 from batchgen.gguf.families import FAMILIES, MIXTRAL, Family
 from batchgen.gguf.header import GgufHeader
+from batchgen.gguf.tensors import dequantised
 
 _COMMON: Final = {
     "block_count": "num_hidden_layers",
@@ -45,7 +48,7 @@ class _Metadata:
                     "Use another model."
                 )
             value = value[0]
-        return _decimal(value) if type(value) is float else value
+        return decimal(value) if type(value) is float else value
 
     def integer(self, key: str) -> int:
         """A positive integer."""
@@ -80,7 +83,7 @@ def gguf_family(header: GgufHeader) -> Family:
     kind = header.metadata.get("general.type", "model")
     if not isinstance(name, str) or kind not in ("model", None):
         what = f"a file of type {kind}" if isinstance(kind, str) and kind != "model" else "names no architecture"
-        raise ModelError(f"{header.path} is no language model: {what}. Name the file with the text model.")
+        raise ModelError(f"{header.path} holds no language model: {what}. Name the file with the text model.")
     if name not in FAMILIES:
         raise ModelError(
             f"{header.path}: the GGUF architecture {name[:80]!r} is not supported: batchgen does not know how its "
@@ -164,8 +167,6 @@ def _rope(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _factors(header: GgufHeader, name: str) -> list[float] | None:
     """The values of a small float32 tensor; None if there is none."""
-    import numpy as np
-
     entry = header.tensors.get(f"{name}.weight") or header.tensors.get(f"blk.0.{name}.weight")
     if entry is None:
         return None
@@ -177,16 +178,14 @@ def _factors(header: GgufHeader, name: str) -> list[float] | None:
             data = stream.read(entry.nbytes)
     except OSError as error:
         raise ModelError(f"Cannot read {entry.file}: {error.strerror or error}.") from None
-    values = np.frombuffer(data, "<f4")
+    values = dequantised(data, entry.kind)
     if len(values) != entry.shape[0] or not np.isfinite(values).all() or (values == 0).any():
         raise ModelError(f"{header.path}: {name} must hold finite factors other than 0. Copy the file again.")
-    return [_decimal(float(value)) for value in values]
+    return [decimal(float(value)) for value in values]
 
 
-def _decimal(value: float) -> float:
-    """The shortest decimal fraction that is `value` in float32, as it stood in the checkpoint's config.json."""
-    import numpy as np
-
+def decimal(value: float) -> float:
+    """The shortest decimal fraction that is `value` in float32, as it was in the checkpoint's config.json."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(value))) if math.isfinite(value) else value
 

@@ -36,14 +36,15 @@ class GgufForm:
 
     def values(self, data: Any, columns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Values [rows, columns] of the bytes of some groups of rows, in float32."""
-        values = _dequantised(data, self.kind).reshape(-1, columns)
+        values = dequantised(data, self.kind).reshape(-1, columns)
         if self.pairs:
             groups = values.reshape(-1, self.rows // 2, 2, columns)
             values = groups.swapaxes(1, 2).reshape(-1, columns)
         return values + np.float32(self.offset) if self.offset else values
 
 
-def _dequantised(data: Any, kind: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+def dequantised(data: Any, kind: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Values of blocks of a type, in float32."""
     if kind in _DTYPES:
         return np.frombuffer(data, _DTYPES[kind]).astype(np.float32)
     from gguf import GGMLQuantizationType
@@ -62,7 +63,7 @@ def can_dequantise(kind: str) -> bool:
     if kind in _DTYPES:
         return True
     try:
-        _dequantised(bytes(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]), kind)
+        dequantised(bytes(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]), kind)
     except NotImplementedError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Tokenizer of a GGUF file: vocabulary, merges, special tokens and chat templates out of its metadata."""
+"""Tokenizer and generation settings of a GGUF file, out of its metadata."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from batchgen.errors import ModelError
+from batchgen.gguf.config import decimal
 from batchgen.gguf.header import GgufHeader
-from batchgen.gguf.splits import ADD_BOS, DIGITS, SPLITS, WHOLE_WORDS
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 """Types of tokens."""
@@ -20,6 +20,66 @@ _ROLES: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown",
 """Special token of transformers -> its name in the metadata."""
 _SENTENCEPIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}
 """Special ids of a SentencePiece vocabulary whose file does not state them."""
+_TURN_ENDS: Final = frozenset(
+    (
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
+        "<|end_of_text|>", "<|eom_id|>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<|user|>",
+        "<|observation|>",
+    )
+)  # fmt: skip
+"""Control tokens that end a turn. A file states one end of sequence, which need not be that of a conversation."""
+_SAMPLING: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+# How byte-level vocabularies split a text into words before they merge bytes: the expressions of the families'
+# tokenizer.json. Each step splits what the steps before it left.
+DIGITS: Final = "digits"
+"""The step that makes each digit a word."""
+_LETTERS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3: Final = rf"{_LETTERS}|\p{{N}}{{1,3}}|{_SIGNS}"
+_QWEN2: Final = rf"{_LETTERS}|\p{{N}}|{_SIGNS}"
+_QWEN35: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_SLASHES: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN: Final = rf"{_LOWER}|{_UPPER}|\p{{N}}|{_SLASHES}"
+_SHORT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O: Final = rf"{_LOWER}{_SHORT}|{_UPPER}{_SHORT}|\p{{N}}{{1,3}}|{_SLASHES}"
+_SEED: Final = rf"{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BAILING: Final = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3: Final = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", DIGITS)
+
+_NAMES: Final[Mapping[tuple[str, ...], str]] = {
+    (): "default gpt-2 phi-2 a.x-4.0 mellum gigachat mpt olmo jais trillion exaone4 granite-docling",
+    (DIGITS,): "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
+    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2",
+    (_QWEN35,): "qwen35",
+    (_TEKKEN,): "tekken",
+    (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    (_SEED,): "seed-coder",
+    (_BAILING,): "bailingmoe bailingmoe2 llada-moe",
+    _DEEPSEEK3: "deepseek-v3 hunyuan-dense joyai-llm",
+    _DEEPSEEK_CODER: "deepseek-coder",
+}
+SPLITS: Final = {name: steps for steps, names in _NAMES.items() for name in names.split()}
+"""Name of a rule -> its steps; no step is the rule of GPT-2."""
+_LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2")
+WHOLE_WORDS: Final = frozenset((*_LLAMA3_NAMES, "tekken"))
+"""Rules whose vocabularies take a word that is a token as it is, without merging it."""
+ADD_BOS: Final = frozenset((*_LLAMA3_NAMES, "tekken"))
+"""Rules whose texts begin with BOS if the file does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +185,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
     ids = vocabulary.ids()
     try:
         model = BPE(ids, merges, ignore_merges=pre in WHOLE_WORDS)
-    except Exception as error:  # the library's errors have no type of their own
+    except Exception as error:  # the library raises plain exceptions
         raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
     backend = Tokenizer(model)
     steps = SPLITS.get(pre, ())
@@ -214,3 +274,26 @@ def _templates(header: GgufHeader) -> str | dict[str, str] | None:
         if isinstance(template, str):
             found[str(name)] = template
     return found["default"] if list(found) == ["default"] else found or None
+
+
+def gguf_end_ids(header: GgufHeader) -> frozenset[int]:
+    """Ids that end a sequence or a turn."""
+    tokens, types = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    stated = {header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")}
+    size = len(tokens) if isinstance(tokens, list) else 0
+    found = {each for each in stated if type(each) is int and 0 <= each < size}
+    if isinstance(tokens, list) and isinstance(types, list):
+        found |= {
+            i
+            for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+            if token in _TURN_ENDS and kind == _CONTROL
+        }
+    return frozenset(found)
+
+
+def gguf_sampling(header: GgufHeader) -> dict[str, Any]:
+    """Sampling defaults that the file states, by the names of generation_config.json."""
+    found = {name: header.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {
+        name: decimal(value) if type(value) is float else value for name, value in found.items() if value is not None
+    }

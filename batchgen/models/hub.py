@@ -18,7 +18,7 @@ TOKENIZER_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _HUB_TIMEOUT: Final = 5.0
 """Timeout of the first request to the hub, before any download."""
 _INDEX: Final = "model.safetensors.index.json"
-_BESIDE_GGUF: Final = ("mmproj", "imatrix")
+_GGUF_COMPANIONS: Final = ("mmproj", "imatrix")
 """In the names of GGUF files that go with a model: its vision tower, statistics of its quantisation."""
 _LISTED: Final = 5
 """Most files that an error names."""
@@ -67,7 +67,7 @@ def _only_gguf(folder: Path) -> Path | None:
     if any(folder.glob("*.safetensors")) or (folder / _INDEX).exists():
         return None
     found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not is_later_part(file))
-    found = [file for file in found if not any(word in file.name.lower() for word in _BESIDE_GGUF)]
+    found = [file for file in found if not any(word in file.name.lower() for word in _GGUF_COMPANIONS)]
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:_LISTED])
         more = ", ..." if len(found) > _LISTED else ""

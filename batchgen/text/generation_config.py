@@ -13,9 +13,8 @@ from typing import Any
 
 from batchgen.errors import ModelError, RowError
 from batchgen.gguf.header import read_gguf
-from batchgen.gguf.settings import gguf_end_ids, gguf_sampling
-from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
 from batchgen.request.params import SamplingParams
+from batchgen.text.model_files import read_object
 
 _UNSET = SamplingParams()
 
@@ -60,26 +59,18 @@ def load_generation_config(folder: Path) -> GenerationConfig:
         ModelError: a file is damaged, or an end-of-sequence id is not a token id.
     """
     if folder.is_file():
+        # Imported here because its library is slow to import, and folders do not need it.
+        from batchgen.gguf.vocabulary import gguf_end_ids, gguf_sampling
+
         header = read_gguf(folder)
         return GenerationConfig(gguf_end_ids(header), gguf_sampling(header))
-    raw = _read_object(folder / "generation_config.json")
+    raw = read_object(folder / "generation_config.json")
     eos = raw.get("eos_token_id")
     if eos is None:
-        config = _read_object(folder / "config.json")
+        config = read_object(folder / "config.json")
         nested = config.get("text_config")
         eos = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
     listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int or token < 0 for token in listed):
         raise ModelError(f"{folder.name}: eos_token_id must be a token id or a list of them, got {eos!r}")
     return GenerationConfig(frozenset(listed), raw)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return typed(read_json_file(path), {})
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ModelError(f"{path.name} of the model cannot be read ({error}); fetch the model again") from None
-    except ForeignTextError as error:
-        raise ModelError(f"{path.name} of the model {error}; fetch the model again") from None

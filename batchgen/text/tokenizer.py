@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
-from batchgen.gguf.header import SUFFIX
+from batchgen.gguf.header import SUFFIX, read_gguf
 from batchgen.library_settings import short_openmp_spins
 from batchgen.request.foreign_text import read_json
 from batchgen.request.prompts import ChatPrompt
@@ -27,8 +27,7 @@ from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.chat import ChatRenderer
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
-from batchgen.text.gguf_tokenizer import load_gguf_tokenizer
-from batchgen.text.tokenizer_class import is_undescribed, plain_config
+from batchgen.text.model_files import is_undescribed, plain_config
 
 _MAIN: Final = "tokenizer.json"
 _SENTENCEPIECE: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -131,13 +130,18 @@ class Tokenizer:
 
     @classmethod
     def _from_gguf(cls, file: Path, model: str | Path | None) -> Tokenizer:
-        stamps = _stamps(file)
+        stamps, header = _stamps(file), read_gguf(file)
         with short_openmp_spins():  # as in `load`
-            hf, generation, digest = load_gguf_tokenizer(file)
-        if model is not None and Path(model) != file:
-            generation = load_generation_config(_find_folder(model))
-        made = cls(hf, file, generation)
-        made._stamps, made._header_digest = stamps, digest
+            from transformers import PreTrainedTokenizerFast
+
+            from batchgen.gguf.vocabulary import gguf_vocabulary
+
+            found = gguf_vocabulary(header)
+            hf = PreTrainedTokenizerFast(
+                tokenizer_object=found.backend, chat_template=found.chat_template, **found.special
+            )
+        made = cls(hf, file, load_generation_config(file if model is None else _find_folder(model)))
+        made._stamps, made._header_digest = stamps, header.digest
         return made
 
     def _probe_prefix(self) -> list[int]:

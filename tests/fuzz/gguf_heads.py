@@ -1,4 +1,4 @@
-"""Fuzzer of GGUF files: an input is what stands in place of the head of a file, before its tensors.
+"""Fuzzer of GGUF files: an input replaces the head of a file, before its tensors.
 
 The model is loaded, or refused by a `ModelError` of one line; so is its tokenizer.
 """

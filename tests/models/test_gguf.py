@@ -101,7 +101,7 @@ def test_quantised_model_equals_what_transformers_makes_of_the_file(
 
 @pytest.mark.parametrize("kind", DEQUANTISED, ids=lambda kind: kind.name)
 def test_values_of_every_format_are_those_of_the_package(kind: Kind, tmp_path: Path) -> None:
-    """Also of formats that the package reads and does not write, which random blocks stand for."""
+    """Also of formats that the package reads and does not write, from random blocks."""
     rows, columns = 96, 256
     block, size = gguf.GGML_QUANT_SIZES[kind]
     # Bytes below 0x3c make every scale finite, whatever its place in the block.
@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"metadata": {"general.architecture": "rwkv7"}}, "the GGUF architecture 'rwkv7' is not supported",
     ),
-    "vision tower": ({"metadata": {"general.type": "mmproj"}}, "is no language model"),
+    "vision tower": ({"metadata": {"general.type": "mmproj"}}, "holds no language model"),
     "unknown tensor": ({"extra": {"blk.0.ssm_conv1d.weight": np.ones((4, 4))}}, "holds 'blk.0.ssm_conv1d.weight'"),
     "further layer": ({"extra": {"blk.9.attn_q.weight": np.ones((4, 4))}}, "holds 'blk.9.attn_q.weight'"),
     "layers that differ": ({"metadata": {"llama.attention.head_count": [4, 2, 4]}}, "the layers differ in llama"),

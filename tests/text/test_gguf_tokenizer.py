@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from batchgen.errors import ModelError
-from batchgen.gguf.splits import SPLITS
+from batchgen.gguf.vocabulary import SPLITS
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 from tests.models.gguf_files import tokenizer_metadata, write_tiny

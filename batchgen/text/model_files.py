@@ -1,11 +1,12 @@
-"""How transformers chooses the class of a folder's tokenizer, from the folder's descriptions."""
+"""JSON files of a model folder, and the class of the tokenizer that they describe."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from batchgen.request.foreign_text import ForeignTextError, read_json_file
+from batchgen.errors import ModelError
+from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
 
 
 def plain_config(folder: Path) -> Any:
@@ -42,3 +43,19 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (OSError, ForeignTextError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """JSON object in a file of the model; {} if the file is missing.
+
+    Raises:
+        ModelError: it cannot be read, or holds something else.
+    """
+    try:
+        return typed(read_json_file(path), {})
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ModelError(f"{path.name} of the model cannot be read ({error}); fetch the model again") from None
+    except ForeignTextError as error:
+        raise ModelError(f"{path.name} of the model {error}; fetch the model again") from None
