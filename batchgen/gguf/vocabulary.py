@@ -189,7 +189,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
         raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
     backend = Tokenizer(model)
     steps = SPLITS.get(pre, ())
-    splits = [
+    splits: list[Any] = [
         pre_tokenizers.Digits(individual_digits=True)
         if step == DIGITS
         else pre_tokenizers.Split(Regex(step), behavior="isolated")
