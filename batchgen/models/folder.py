@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ from types import NoneType
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.gguf.config import gguf_config, gguf_family
+from batchgen.gguf.header import read_gguf
+from batchgen.gguf.tensors import GgufForm, hub_tensors
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
 from batchgen.models.quant_format import QuantFormat, find_quant_format
@@ -32,22 +36,25 @@ class ModelFolder:
     """A model folder whose configuration parses and whose weight files are complete."""
 
     path: Path
+    """The folder; of a GGUF model its first file."""
     config: Mapping[str, Any]
-    """Contents of config.json, with the `model_type` of transformers."""
+    """Contents of config.json, or what they would be, with the `model_type` of transformers."""
     files: tuple[Path, ...]
-    """Safetensors files, sorted by name."""
+    """Files with weights, sorted by name."""
     tensors: Mapping[str, StoredTensor]
     """Tensors of all files as a model takes them, by name."""
     config_digest: str
-    """sha256 of config.json."""
+    """sha256 of config.json, or of the headers of the GGUF files."""
     stamps: Mapping[Path, FileStamp]
-    """Stamps of config.json and the safetensors files, taken before they were read."""
+    """Stamps of config.json and the files with weights, taken before they were read."""
     quantisation: QuantFormat | None = None
     """None if the weights are stored in full."""
     encodings: Mapping[str, int] = field(default_factory=dict)
     """Encoding of quantised tensors in words -> number of tensors, most frequent first."""
     spare: frozenset[str] = frozenset()
     """Tensors that a model may lack."""
+    is_gguf: bool = False
+    """Whether the weights are in GGUF files, and the configuration in their metadata."""
 
     @property
     def model_type(self) -> str:
@@ -62,6 +69,8 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
         ModelError: the message names what is missing or damaged, and the remedy.
     """
     folder = resolve_model(path, revision)
+    if folder.is_file():
+        return _gguf_folder(folder)
     # Before the file is read, so that a change while it is read shows.
     stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
     raw, config = _read_config(folder)
@@ -84,6 +93,34 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain.labels, plain.spare)
 
 
+def _gguf_folder(path: Path) -> ModelFolder:
+    """A GGUF model as the folder of its checkpoint: configuration and tensors by the names that they have there."""
+    header = read_gguf(path)
+    family = gguf_family(header)
+    config = gguf_config(header, family)
+    stored = hub_tensors(header, family, config)
+    tensors: dict[str, StoredTensor] = {}
+    encodings: Counter[str] = Counter()
+    for name, (entry, form) in stored.items():
+        plain = form == _PLAIN.get(entry.kind)
+        dtype = entry.kind if plain else "F32"  # that of the decoded values
+        tensors[name] = TensorInfo(entry.file, dtype, entry.shape, entry.start, entry.nbytes, None if plain else form)
+        encodings.update([] if entry.kind in _PLAIN else [f"GGUF {entry.kind}"])
+    stamps = {file: FileStamp.of(status) for file, status in header.status.items()}
+    return ModelFolder(
+        header.path,
+        config,
+        header.files,
+        tensors,
+        header.digest,
+        stamps,
+        encodings=dict(encodings.most_common()),
+        is_gguf=True,
+    )
+
+
+_PLAIN: Final = {kind: GgufForm(kind) for kind in ("F16", "BF16", "F32", "F64")}
+"""Tensors that are stored as safetensors store them."""
 _CONFIG: Final[Kinds] = {
     "model_type": (str, NoneType),
     "architectures": (list, NoneType),

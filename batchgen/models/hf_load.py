@@ -66,7 +66,8 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
         # Not from the folder: its type may have another name there.
         config = CONFIG_MAPPING[folder.model_type].from_dict(copy.deepcopy(dict(folder.config)))
     except Exception as error:  # configuration classes validate with errors of many types
-        raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
+        source = folder.path if folder.is_gguf else folder.path / "config.json"
+        raise ModelError(f"transformers cannot read {source}: {_first_line(error)}.") from None
     _unset_quantisation(config)
     longest = _longest_context(config)
     if longest is None and context_length is None:
@@ -342,11 +343,11 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
-    quantised = folder.quantisation is not None
+    decoded = folder.is_gguf or folder.quantisation is not None
     with WeightReader(folder.tensors) as reader:
-        weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors} if quantised else None
+        weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors} if decoded else None
         model = _from_pretrained(config, spec, folder, weights)
-    if spec.device.type == "cpu" and not quantised:
+    if spec.device.type == "cpu" and not decoded:
         _copy_from_files(model)
     return model.eval().to(spec.device)
 

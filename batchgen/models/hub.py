@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from batchgen.errors import ModelError
+from batchgen.gguf.header import SUFFIX, is_later_part
 from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -17,13 +18,17 @@ TOKENIZER_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _HUB_TIMEOUT: Final = 5.0
 """Timeout of the first request to the hub, before any download."""
 _INDEX: Final = "model.safetensors.index.json"
+_GGUF_COMPANIONS: Final = ("mmproj", "imatrix")
+"""In the names of GGUF files that go with a model: its vision tower, statistics of its quantisation."""
+_LISTED: Final = 5
+"""Most files that an error names."""
 _OTHER_WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "adapter_config.json")
 
 
 def resolve_model(
     path_or_id: str | os.PathLike[str], revision: str | None = None, files: Sequence[str] = MODEL_FILES
 ) -> Path:
-    """Resolve a local path or a Hugging Face hub id to a folder.
+    """Resolve a local path or a Hugging Face hub id to a folder, or to the GGUF file that is named or alone in it.
 
     An id is looked up in the local cache first; the network is used only if Hugging Face's settings (`HF_HUB_OFFLINE`)
     allow it.
@@ -38,13 +43,36 @@ def resolve_model(
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
+        return (_only_gguf(path) or path) if files == MODEL_FILES else path
+    if path.is_file() and path.suffix == SUFFIX:
         return path
     if path.exists():
-        raise ModelError(f"{path} is not a folder. Name the folder that holds config.json and the safetensors files.")
+        raise ModelError(
+            f"{path} is not a folder. Name the folder that holds config.json and the safetensors files, or a GGUF file."
+        )
+    if path.suffix == SUFFIX:
+        raise ModelError(f"There is no file {path}. Check the path.")
     name = os.fspath(path_or_id)
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"There is no model folder {path}. Check the path.")
     return _from_hub(name, revision, files)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF model of a folder without safetensors; None if it has none.
+
+    Raises:
+        ModelError: it has several.
+    """
+    if any(folder.glob("*.safetensors")) or (folder / _INDEX).exists():
+        return None
+    found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not is_later_part(file))
+    found = [file for file in found if not any(word in file.name.lower() for word in _GGUF_COMPANIONS)]
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:_LISTED])
+        more = ", ..." if len(found) > _LISTED else ""
+        raise ModelError(f"{folder} holds {len(found)} GGUF models: {names}{more}. Name one of these files.")
+    return found[0] if found else None
 
 
 def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
@@ -28,6 +29,23 @@ _MAX_SIZE: Final = 1 << 62
 _MAX_AXES: Final = 64
 
 
+class StoredForm(Protocol):
+    """How the bytes of a tensor become its values, in pieces of whole rows."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that belong together: a piece holds whole groups of them."""
+        ...
+
+    def columns(self, shape: Sequence[int]) -> int:
+        """Length of a row of a tensor of this shape."""
+        ...
+
+    def values(self, data: Any, columns: int) -> Any:
+        """Values [rows, columns], a float32 array, of the bytes of some groups of rows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Location of a stored tensor: `nbytes` bytes of `dtype` (safetensors' name) from byte `start` of `file`."""
@@ -37,6 +55,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    form: StoredForm | None = None
+    """How the bytes become values, where they are not values of `dtype` themselves."""
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorInfo], FileStamp]:

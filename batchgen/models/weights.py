@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.errors import ModelError
 from batchgen.models.quantized.dequantise import dequantise_into
 from batchgen.models.quantized.tensors import QuantizedTensor, StoredTensor
-from batchgen.models.safetensors_header import TensorInfo
+from batchgen.models.safetensors_header import StoredForm, TensorInfo
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "F16": torch.float16,
@@ -73,31 +73,37 @@ class WeightReader:
             dequantise_into(target, info, self._rows)
             return
         dtype = _TORCH_DTYPES.get(info.dtype)
-        if dtype is None:
+        if dtype is None and info.form is None:
             raise ModelError(
                 f"{name} is stored as {info.dtype}, which is not supported. Use the unquantised checkpoint."
             )
         try:
             stream = self._open(info)
             stream.seek(info.start)
-            if dtype == target.dtype and target.device.type == "cpu" and target.is_contiguous():
+            if info.form is not None:
+                self._decode(stream, info.form, target, info)
+            elif dtype == target.dtype and target.device.type == "cpu" and target.is_contiguous():
                 _fill(stream, target.view(-1), info)
             else:
+                assert dtype is not None, "checked above"
                 self._convert(stream, dtype, target, info)
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor `name` in new memory: in `dtype` if it is quantised, else as it is stored. Threads may call it.
+        """The tensor `name` in new memory: as it is stored, or decoded, vectors in float32 and others in `dtype`.
+
+        Threads may call it.
 
         Raises:
             ModelError: its dtype is not supported, or the file cannot be read.
         """
         info = self._tensors[name]
         with self._lock:
-            if isinstance(info, TensorInfo):
+            if isinstance(info, TensorInfo) and info.form is None:
                 return self._rows(info, 0, info.shape[0] if info.shape else 1).view(info.shape)
-            target = torch.empty(info.shape, dtype=dtype)
+            # Vectors are small, and modules that compute in float32 keep them exact.
+            target = torch.empty(info.shape, dtype=torch.float32 if len(info.shape) == 1 else dtype)
             self.read_into(name, target)
             return target
 
@@ -135,6 +141,17 @@ class WeightReader:
             source = piece[: part.numel()]
             _fill(stream, source, info)
             part.copy_(source)
+
+    def _decode(self, stream: BinaryIO, form: StoredForm, target: Tensor, info: TensorInfo) -> None:
+        assert target.is_contiguous(), "targets are slices of leading rows"
+        matrix = target.view(-1, form.columns(target.shape))
+        rows, columns = matrix.shape
+        group = max(form.rows, _BUFFER_BYTES // (4 * columns) // form.rows * form.rows)
+        for start in range(0, rows, group):
+            part = matrix[start : start + group]
+            packed = torch.empty(info.nbytes // rows * len(part), dtype=torch.uint8)
+            _fill(stream, packed, info)
+            part.copy_(torch.from_numpy(form.values(packed.numpy(), columns)))
 
 
 class LazyWeight:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError, RowError
-from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
+from batchgen.gguf.header import read_gguf
 from batchgen.request.params import SamplingParams
+from batchgen.text.model_files import read_object
 
 _UNSET = SamplingParams()
 
@@ -52,29 +53,24 @@ class GenerationConfig:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """Read the generation settings of the model in `folder`; a folder without such files has empty ones.
+    """Read the generation settings of the model in `folder`, or in a GGUF file; one without any has empty ones.
 
     Raises:
         ModelError: a file is damaged, or an end-of-sequence id is not a token id.
     """
-    raw = _read_object(folder / "generation_config.json")
+    if folder.is_file():
+        # Imported here because its library is slow to import, and folders do not need it.
+        from batchgen.gguf.vocabulary import gguf_end_ids, gguf_sampling
+
+        header = read_gguf(folder)
+        return GenerationConfig(gguf_end_ids(header), gguf_sampling(header))
+    raw = read_object(folder / "generation_config.json")
     eos = raw.get("eos_token_id")
     if eos is None:
-        config = _read_object(folder / "config.json")
+        config = read_object(folder / "config.json")
         nested = config.get("text_config")
         eos = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
     listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if any(type(token) is not int or token < 0 for token in listed):
         raise ModelError(f"{folder.name}: eos_token_id must be a token id or a list of them, got {eos!r}")
     return GenerationConfig(frozenset(listed), raw)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return typed(read_json_file(path), {})
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ModelError(f"{path.name} of the model cannot be read ({error}); fetch the model again") from None
-    except ForeignTextError as error:
-        raise ModelError(f"{path.name} of the model {error}; fetch the model again") from None

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
+from batchgen.gguf.header import SUFFIX, read_gguf
 from batchgen.library_settings import short_openmp_spins
-from batchgen.request.foreign_text import ForeignTextError, read_json, read_json_file
+from batchgen.request.foreign_text import read_json
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.chat import ChatRenderer
 from batchgen.text.chat_template import ChatTemplate
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
+from batchgen.text.model_files import is_undescribed, plain_config
 
 _MAIN: Final = "tokenizer.json"
 _SENTENCEPIECE: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -60,6 +62,7 @@ class Tokenizer:
         """Wrap `hf`, a transformers tokenizer with a Rust backend, loaded from `folder`."""
         self._hf = hf
         self._stamps = _stamps(folder)
+        self._header_digest: str | None = None
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
@@ -100,6 +103,8 @@ class Tokenizer:
             ModelError: the folder or its tokenizer is missing, damaged or has no Rust backend.
         """
         folder = _find_folder(path, revision)
+        if folder.is_file():
+            return cls._from_gguf(folder, model)
         _check_vocabulary(folder, path)
         try:
             stamps = _stamps(folder)
@@ -109,7 +114,7 @@ class Tokenizer:
                 from transformers import AutoTokenizer
 
                 known = {} if (config := plain_config(folder)) is None else {"config": config}
-                hf = _load_pair(folder) if _is_undescribed(folder) else None
+                hf = _load_pair(folder) if is_undescribed(folder) else None
                 if hf is None:
                     options = {"local_files_only": True, "trust_remote_code": False, **known}
                     hf = AutoTokenizer.from_pretrained(str(folder), **options)
@@ -121,6 +126,22 @@ class Tokenizer:
         generation = load_generation_config(_find_folder(model, revision)) if model is not None else None
         made = cls(hf, folder, generation)
         made._stamps = stamps  # from before the files were read
+        return made
+
+    @classmethod
+    def _from_gguf(cls, file: Path, model: str | Path | None) -> Tokenizer:
+        stamps, header = _stamps(file), read_gguf(file)
+        with short_openmp_spins():  # as in `load`
+            from transformers import PreTrainedTokenizerFast
+
+            from batchgen.gguf.vocabulary import gguf_vocabulary
+
+            found = gguf_vocabulary(header)
+            hf = PreTrainedTokenizerFast(
+                tokenizer_object=found.backend, chat_template=found.chat_template, **found.special
+            )
+        made = cls(hf, file, load_generation_config(file if model is None else _find_folder(model)))
+        made._stamps, made._header_digest = stamps, header.digest
         return made
 
     def _probe_prefix(self) -> list[int]:
@@ -247,11 +268,15 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the names and contents of all files that the tokenizer is made from.
+        """SHA-256 of the names and contents of all files that the tokenizer is made from, or of a GGUF file's header.
 
         Raises:
             ModelError: a file cannot be read, or changed since the tokenizer was loaded.
         """
+        if self._header_digest is not None:
+            if _stamps(self.folder) != self._stamps:
+                raise ModelError(f"{self.folder} changed while it was read. Run the command again")
+            return self._header_digest
         digest, named = hashlib.sha256(), {*_OTHER_FILES, *_VOCABULARY_FILES, *self._hf.vocab_files_names.values()}
         names = sorted(name for name in self._stamps if name in named or name.startswith("tokenizer"))
         try:
@@ -276,12 +301,12 @@ class Tokenizer:
 
 
 def _find_folder(path: str | Path, revision: str | None = None) -> Path:
-    """Folder of a model, given as a folder or as a hub id in the local cache. Nothing is downloaded.
+    """Folder of a model, given as a folder, a GGUF file or a hub id in the local cache. Nothing is downloaded.
 
     Raises:
         ModelError: `path` is neither a folder nor a cached model.
     """
-    if Path(path).is_dir():
+    if Path(path).is_dir() or (Path(path).is_file() and Path(path).suffix == SUFFIX):
         return Path(path)
     from huggingface_hub import snapshot_download  # only hub ids need the library
 
@@ -293,7 +318,8 @@ def _find_folder(path: str | Path, revision: str | None = None) -> Path:
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Size, time of modification and of change of the files of a folder, by name."""
-    found = {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
+    files = folder.iterdir() if folder.is_dir() else [folder]
+    found = {path.name: path.stat() for path in files if path.is_file()}
     return {name: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in found.items()}
 
 
@@ -377,42 +403,6 @@ def _is_installed(package: str) -> bool:
         return find_spec("google.protobuf" if package == "protobuf" else package) is not None
     except ModuleNotFoundError:  # the parent package
         return False
-
-
-def plain_config(folder: Path) -> Any:
-    """Minimal model configuration with which transformers chooses the tokenizer's class.
-
-    Without a configuration the library builds the one of the model type, which imports slow modules. None if
-    tokenizer_config.json does not name the class, or custom code takes part in the choice.
-    """
-    from transformers import PreTrainedConfig  # as in `Tokenizer.load`
-
-    tokenizer, model = _json_object(folder / "tokenizer_config.json"), _json_object(folder / "config.json")
-    if not isinstance(tokenizer.get("tokenizer_class"), str) or "auto_map" in tokenizer:
-        return None
-    if not isinstance(model.get("model_type"), str) or "auto_map" in model:
-        return None
-    kept = {key: model[key] for key in ("model_type", "model_name", "tokenizer_class") if key in model}
-    return PreTrainedConfig(name_or_path=str(folder), **kept)
-
-
-def _is_undescribed(folder: Path) -> bool:
-    """Whether no file of a folder says which class its tokenizer has, and its model is none of a known type."""
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    if "tokenizer_class" in _json_object(folder / "tokenizer_config.json"):
-        return False
-    model = _json_object(folder / "config.json")
-    return "tokenizer_class" not in model and TOKENIZER_MAPPING_NAMES.get(model.get("model_type")) != "GPT2Tokenizer"
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """JSON object in a file; {} if the file is missing or damaged, which the library reports when it loads."""
-    try:
-        value = read_json_file(path)
-    except (OSError, ForeignTextError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _first_line(error: Exception) -> str:

@@ -68,6 +68,7 @@ MODULES = {
     "patterns": "constraints",
     "grammars": "constraints",
     "models": "models",
+    "gguf": "gguf_heads",
     "work": "work",
     "commands": "commands",
 }

@@ -30,6 +30,7 @@ NEW_INPUTS = {
     "patterns": 12,
     "grammars": 10,
     "models": 150,
+    "gguf": 150,
     "work": 3,
     "commands": 8,
 }

@@ -28,7 +28,7 @@ import psutil
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer, fuzzer
 from tests.fuzz.record import Record
 
-_INSTRUMENTED = [f"batchgen.{part}" for part in ("config", "data", "models", "request", "tables", "text")]
+_INSTRUMENTED = [f"batchgen.{part}" for part in ("config", "data", "gguf", "models", "request", "tables", "text")]
 """What reads foreign data; instrumented code takes longer to import and to run."""
 _FEW = 100
 """A check of every so many inputs, or fewer, is one of few inputs."""

@@ -1,0 +1,1 @@
+"""GGUF files as model folders: header, configuration, tensors and tokenizer, without torch."""

@@ -1,0 +1,299 @@
+"""Tokenizer and generation settings of a GGUF file, out of its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from batchgen.errors import ModelError
+from batchgen.gguf.config import decimal
+from batchgen.gguf.header import GgufHeader
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+"""Types of tokens."""
+_SPACE: Final = "▁"
+_ROLES: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""Special token of transformers -> its name in the metadata."""
+_SENTENCEPIECE_IDS: Final = {"bos": 1, "eos": 2, "unknown": 0}
+"""Special ids of a SentencePiece vocabulary whose file does not state them."""
+_TURN_ENDS: Final = frozenset(
+    (
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
+        "<|end_of_text|>", "<|eom_id|>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<|user|>",
+        "<|observation|>",
+    )
+)  # fmt: skip
+"""Control tokens that end a turn. A file states one end of sequence, which need not be that of a conversation."""
+_SAMPLING: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+# How byte-level vocabularies split a text into words before they merge bytes: the expressions of the families'
+# tokenizer.json. Each step splits what the steps before it left.
+DIGITS: Final = "digits"
+"""The step that makes each digit a word."""
+_LETTERS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3: Final = rf"{_LETTERS}|\p{{N}}{{1,3}}|{_SIGNS}"
+_QWEN2: Final = rf"{_LETTERS}|\p{{N}}|{_SIGNS}"
+_QWEN35: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_SLASHES: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN: Final = rf"{_LOWER}|{_UPPER}|\p{{N}}|{_SLASHES}"
+_SHORT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O: Final = rf"{_LOWER}{_SHORT}|{_UPPER}{_SHORT}|\p{{N}}{{1,3}}|{_SLASHES}"
+_SEED: Final = rf"{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BAILING: Final = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3: Final = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", DIGITS)
+
+_NAMES: Final[Mapping[tuple[str, ...], str]] = {
+    (): "default gpt-2 phi-2 a.x-4.0 mellum gigachat mpt olmo jais trillion exaone4 granite-docling",
+    (DIGITS,): "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
+    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2",
+    (_QWEN35,): "qwen35",
+    (_TEKKEN,): "tekken",
+    (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    (_SEED,): "seed-coder",
+    (_BAILING,): "bailingmoe bailingmoe2 llada-moe",
+    _DEEPSEEK3: "deepseek-v3 hunyuan-dense joyai-llm",
+    _DEEPSEEK_CODER: "deepseek-coder",
+}
+SPLITS: Final = {name: steps for steps, names in _NAMES.items() for name in names.split()}
+"""Name of a rule -> its steps; no step is the rule of GPT-2."""
+_LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2")
+WHOLE_WORDS: Final = frozenset((*_LLAMA3_NAMES, "tekken"))
+"""Rules whose vocabularies take a word that is a token as it is, without merging it."""
+ADD_BOS: Final = frozenset((*_LLAMA3_NAMES, "tekken"))
+"""Rules whose texts begin with BOS if the file does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """A tokenizer and what goes with it."""
+
+    backend: Any
+    """The Rust tokenizer."""
+    special: Mapping[str, str]
+    """Special token of transformers (`bos_token`, ...) -> its text."""
+    chat_template: str | dict[str, str] | None
+
+
+class _Vocabulary:
+    """The checked lists of a file."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.tokens: list[str] = self._list("tokens", str) or []
+        if not self.tokens:
+            raise self.error("holds no vocabulary")
+        size = len(self.tokens)
+        self.types: Sequence[int] = self._list("token_type", int, size) or [1] * size
+        self.scores: Sequence[float] | None = self._list("scores", float, size)
+        self.merges: list[str] | None = self._list("merges", str)
+
+    def value(self, key: str) -> Any:
+        """A value of the tokenizer's metadata; None if it is absent."""
+        return self.header.metadata.get(f"tokenizer.ggml.{key}")
+
+    def _list(self, key: str, kind: type, size: int | None = None) -> list[Any] | None:
+        found = self.value(key)
+        if found is None:
+            return None
+        if not isinstance(found, list) or any(type(each) is not kind for each in found):
+            raise self.error(f"has a list tokenizer.ggml.{key} with other entries than {kind.__name__}")
+        if size is not None and len(found) != size:
+            raise self.error(f"has {len(found)} entries in tokenizer.ggml.{key} for {size} tokens")
+        return found
+
+    def special_id(self, role: str, default: int | None = None) -> int | None:
+        """Id of a special token that the vocabulary has; None for none."""
+        found = self.value(f"{role}_token_id")
+        found = default if found is None else found
+        return found if type(found) is int and 0 <= found < len(self.tokens) else None
+
+    def ids(self) -> dict[str, int]:
+        """Token -> id, without the tokens that only pad the vocabulary to the size of the embedding."""
+        found: dict[str, int] = {}
+        for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
+            if kind != _UNUSED or token != f"[PAD{i}]":
+                found.setdefault(token, i)
+        return found
+
+    def error(self, reason: str) -> ModelError:
+        """An error of the file's tokenizer."""
+        return ModelError(f"the tokenizer of {self.header.path} {reason}. Name another tokenizer with --tokenizer")
+
+
+def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
+    """The tokenizer that a file describes.
+
+    Raises:
+        ModelError: it holds none, or one of a kind that cannot be made of its metadata.
+    """
+    kind = header.metadata.get("tokenizer.ggml.model")
+    if kind in (None, "none", "no_vocab"):
+        raise ModelError(f"{header.path} holds no tokenizer. Name one with --tokenizer")
+    vocabulary = _Vocabulary(header)
+    defaults: Mapping[str, int] = {}
+    if kind == "gpt2":
+        backend, add_bos = _byte_level(vocabulary)
+    elif kind == "llama":
+        backend, add_bos, defaults = _sentencepiece(vocabulary), True, _SENTENCEPIECE_IDS
+    else:
+        raise vocabulary.error(f"is of the kind {str(kind)[:40]!r}, which is not supported")
+    _add_tokens(backend, vocabulary, kind)
+    special = {
+        name: vocabulary.tokens[found]
+        for name, role in _ROLES.items()
+        if (found := vocabulary.special_id(role, defaults.get(role))) is not None
+    }
+    stated = vocabulary.value("add_bos_token")
+    if (add_bos if stated is None else stated is True) and "bos_token" in special:
+        backend.post_processor = _with_bos(special["bos_token"], vocabulary.special_id("bos", defaults.get("bos")))
+    return GgufVocabulary(backend, special, _templates(header))
+
+
+def _with_bos(token: str, token_id: int | None) -> Any:
+    """A post-processor that puts BOS in front; the token goes by another name, as its text may be any."""
+    bos = {"id": "BOS", "ids": [token_id], "tokens": [token]}
+    return processors.TemplateProcessing(single=["BOS", "$A"], pair=["BOS", "$A", "$B:1"], special_tokens=[bos])
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
+    """A byte-level BPE tokenizer, and whether its family begins texts with BOS."""
+    pre = vocabulary.value("pre")
+    if vocabulary.merges is None:
+        raise vocabulary.error("has no merges")
+    if pre not in SPLITS and pre is not None:
+        raise vocabulary.error(f"splits texts by a rule {str(pre)[:40]!r}, which is not known")
+    merges = [_pair(merge) for merge in vocabulary.merges]
+    ids = vocabulary.ids()
+    try:
+        model = BPE(ids, merges, ignore_merges=pre in WHOLE_WORDS)
+    except Exception as error:  # the library raises plain exceptions
+        raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
+    backend = Tokenizer(model)
+    steps = SPLITS.get(pre, ())
+    splits: list[Any] = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if step == DIGITS
+        else pre_tokenizers.Split(Regex(step), behavior="isolated")
+        for step in steps
+    ]
+    plain = not steps or steps == (DIGITS,)
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=plain))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre in ADD_BOS
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)
+    return merge[:at], merge[at + 1 :]
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Any:
+    """A SentencePiece BPE tokenizer with byte fallback."""
+    respelled = {_respell(token): i for token, i in vocabulary.ids().items()}
+    unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None)
+    pairs = [_pair(merge) for merge in vocabulary.merges] if vocabulary.merges else _derived(vocabulary, respelled)
+    try:
+        model = BPE(respelled, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    except Exception as error:  # as in `_byte_level`
+        raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
+    backend = Tokenizer(model)
+    prefix = vocabulary.value("add_space_prefix") is not False
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _respell(token: str) -> str:
+    """Runs of spaces are stored as they are; in the vocabulary they are spelled like other spaces."""
+    return _SPACE * len(token) if len(token) > 1 and not token.strip(" ") else token
+
+
+def _derived(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merges that a vocabulary implies: the pair with the best joined token comes first.
+
+    Tokens are ranked by their scores. Files of Gemma do not hold those of the vocabulary: it lists its tokens in order.
+    """
+    scores = vocabulary.scores
+    if str(vocabulary.header.metadata.get("general.architecture")).startswith("gemma"):
+        scores = [0.0] * len(vocabulary.tokens)
+    if scores is None:
+        raise vocabulary.error("has neither merges nor scores")
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for token, i in ids.items():
+        for cut in range(1, len(token)):
+            left = ids.get(token[:cut])
+            if left is not None and (right := ids.get(token[cut:])) is not None:
+                found.append((-scores[i], i, left, right, token[:cut], token[cut:]))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _add_tokens(backend: Any, vocabulary: _Vocabulary, kind: str) -> None:
+    """Make control tokens special, and keep those that are marked as user-defined whole."""
+    ids, special, plain = backend.get_vocab(), [], []
+    for token, type_ in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if not token or token not in ids:
+            continue
+        if type_ == _CONTROL or (type_ == _UNKNOWN and kind == "llama"):
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif type_ == _USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
+
+
+def _templates(header: GgufHeader) -> str | dict[str, str] | None:
+    """The chat template, or the named ones."""
+    main = header.metadata.get("tokenizer.chat_template")
+    names = header.metadata.get("tokenizer.chat_templates")
+    found = {"default": main} if isinstance(main, str) else {}
+    for name in names if isinstance(names, list) else ():
+        template = header.metadata.get(f"tokenizer.chat_template.{name}")
+        if isinstance(template, str):
+            found[str(name)] = template
+    return found["default"] if list(found) == ["default"] else found or None
+
+
+def gguf_end_ids(header: GgufHeader) -> frozenset[int]:
+    """Ids that end a sequence or a turn."""
+    tokens, types = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    stated = {header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")}
+    size = len(tokens) if isinstance(tokens, list) else 0
+    found = {each for each in stated if type(each) is int and 0 <= each < size}
+    if isinstance(tokens, list) and isinstance(types, list):
+        found |= {
+            i
+            for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
+            if token in _TURN_ENDS and kind == _CONTROL
+        }
+    return frozenset(found)
+
+
+def gguf_sampling(header: GgufHeader) -> dict[str, Any]:
+    """Sampling defaults that the file states, by the names of generation_config.json."""
+    found = {name: header.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {
+        name: decimal(value) if type(value) is float else value for name, value in found.items() if value is not None
+    }
