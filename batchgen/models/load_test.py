@@ -47,7 +47,8 @@ class Expected:
             ids = torch.cat([self.ids[start:end] for _, start, end in step])
             at = [torch.arange(start, end, device=ids.device) + self.starts[i] for i, start, end in step]
             inputs = ModelInput(ids, torch.cat(at), probe, ops=ops)
-            rows = model.logits(model.hidden(inputs)).float().split([end - start for _, start, end in step])
+            logits = model.logits(model.hidden(inputs)).float()
+            rows = torch.split(logits, [end - start for _, start, end in step])
             for (i, start, _), part in zip(step, rows, strict=True):
                 got[i] = part if start == 0 else torch.cat((got[i], part))
         errors = [_relative(one, other) for one, other in zip(got, self.logits, strict=True)]
@@ -55,7 +56,8 @@ class Expected:
 
 
 def _relative(got: Tensor, expected: Tensor) -> Tensor:
-    return (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
+    errors: Tensor = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
+    return errors
 
 
 def library_logits(model: Any, vocab_size: int, context: int, layers: int, device: torch.device) -> Expected:
