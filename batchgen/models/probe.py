@@ -42,7 +42,7 @@ class ProbeAttention:
         if query.is_meta:
             return query.new_empty(*query.shape[:2], value.shape[2])
         sequences, counts = zip(*(self.parts or ((0, query.shape[0]),)), strict=True)
-        split = zip(sequences, *(torch.split(x, counts) for x in (query, key, value)), strict=True)
+        split = zip(sequences, *(torch.split(x, list(counts)) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend_one((layer, number), q, k, v, args) for number, q, k, v in split])
 
     def _attend_one(
