@@ -28,6 +28,7 @@ from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
+from batchgen.models.context import longrope_note
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
@@ -138,6 +139,8 @@ def prepare(
     prepare_device(engine)
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
     spec = checked_spec(job.model, dtype=engine.dtype, device="cuda" if absent else engine.device, elsewhere=absent)
+    if (said := longrope_note(job.model.folder.config, spec.context_length)) is not None:
+        note(said)
     if absent:
         refuse_anywhere(engine)
         note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")

@@ -31,3 +31,21 @@ def scaled_context(model_type: str, longest: int, rope: Mapping[str, Any], origi
         named = original or rope.get("original_max_position_embeddings")
         base = named if type(named) is int else longest
     return max(longest, int(base * factor)) if longest >= base else longest  # less than unscaled is meant
+
+
+def longrope_note(config: Mapping[str, Any], context: int) -> str | None:
+    """What to say of a model whose rope settings have two sets of factors, of which one is used for all rows.
+
+    transformers takes the short factors for a row that ends within the original context. Here the context decides, so
+    that a row does not depend on the others. None if both are the same.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or (rope.get("rope_type") or rope.get("type")) not in ("longrope", "su"):
+        return None
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    if type(original) is not int or context <= original:
+        return None
+    return (
+        f"the context of {context} is past the {original} of longrope's short factors: all rows get the long ones, "
+        f"also short rows; --max-model-len {original} takes the short ones"
+    )

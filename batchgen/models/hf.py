@@ -21,6 +21,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention, AttentionArgs
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
+from batchgen.models.load_test import cache_keyword
 from batchgen.models.lora import LoraSlot
 from batchgen.models.module_discovery import ModelHooks, find_hooks
 from batchgen.models.probe import ProbeAttention
@@ -104,6 +105,24 @@ def _attend(
     return out.contiguous()[None], None
 
 
+class _Positions:
+    """Stand-in for the library's cache: it stores nothing, and says of each token how many came before its step.
+
+    Some modules count positions from the shape of a step and the length of the cache, whatever `position_ids` are.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)  # [T]
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """[T], which is added to the tokens' numbers in the step."""
+        return self._before
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The step's own keys and values: earlier ones are in the pages."""
+        return key, value
+
+
 class _DecoderOutput:
     """Output of `_IdentityDecoder`: the states, by name or as the first item; every other attribute is None."""
 
@@ -144,6 +163,9 @@ class HookedModel:
         self._head: Any = _head_only(model, name)
         self._hooks = ModelHooks(())
         self._slot = AttentionSlot() if use_slot else None
+        self._cache_name = cache_keyword(self._decoder)
+        self.counts_by_cache = False
+        """Whether forwards get the positions through a cache too; for decoders that count by its length."""
         self.lora = LoraSlot()
         self.experts = ExpertsSlot()
         for module in model.modules() if use_slot else ():
@@ -171,7 +193,9 @@ class HookedModel:
 
     def _forward(self, inputs: ModelInput, **options: bool) -> Any:
         """Run the decoder; returns the library's output."""
-        keyword: dict[str, Attention] = {} if self._slot is not None else {_KEYWORD: inputs.attention}
+        keyword: dict[str, Any] = {} if self._slot is not None else {_KEYWORD: inputs.attention}
+        if self.counts_by_cache and self._cache_name is not None:
+            keyword[self._cache_name] = _Positions(inputs.positions)
         if self._slot is not None:
             self._slot.attention = inputs.attention
         try:

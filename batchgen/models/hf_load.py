@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.device import device_for
 from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
-from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.context import scaled_context
@@ -35,6 +34,7 @@ from batchgen.models.hf import (
     decoder_name,
     register_attention,
 )
+from batchgen.models.load_test import Expected, library_logits
 from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
@@ -44,9 +44,6 @@ from batchgen.models.stored_tensors import check_library_tensors, check_unread
 from batchgen.models.weight_files import library_folder
 from batchgen.models.weights import LazyWeight, WeightReader
 
-_TEST_TOKENS: Final = 7
-_TEST_SPLIT: Final = 2
-"""Tokens of the test's first of two chunks; splitting reveals state other than keys and values."""
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Tolerance of the relative difference of a token's logits: rounding, and routing near ties, may differ."""
 
@@ -60,11 +57,12 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     try:
-        # Not from the folder: its type may have another name there.
-        config = CONFIG_MAPPING[folder.model_type].from_dict(copy.deepcopy(dict(folder.config)))
+        values, _ = PreTrainedConfig.get_config_dict(folder.path, local_files_only=True)
+        # The type may have another name in the folder.
+        config = CONFIG_MAPPING[folder.model_type].from_dict({**values, "model_type": folder.model_type})
     except Exception as error:  # configuration classes validate with errors of many types
         source = folder.path if folder.is_gguf else folder.path / "config.json"
         raise ModelError(f"transformers cannot read {source}: {_first_line(error)}.") from None
@@ -305,8 +303,8 @@ def load_transformers(
     """
     with _silence_library(), torch.no_grad():
         model = _read_weights(config, spec, folder)
-        ids = (torch.arange(_TEST_TOKENS, device=spec.device) * 7919 + 13) % spec.vocab_size  # [7]
-        expected = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
+        expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
+        ids = expected.ids
         _use_our_attention(model)
         stack_projections(model, products)
         experts = install_experts(model)
@@ -315,10 +313,10 @@ def load_transformers(
         assert (len(hooks.blocks) or None, hooks.layers) == (spec.state_layers, spec.moe_layers), (
             "differs from the meta device"
         )
-        found = _check_logits(TransformersModel(hooked, spec), ids, expected)
+        found = _check_logits(hooked, spec, expected)
         hooked.experts = experts
         if experts.layers and spec.device.type == "cuda":
-            _check_experts(found, experts, ids, expected)
+            _check_experts(found, experts, expected)
         if adapters:
             hooked.lora = wrap_adapted(model, adapters, spec.dtype, spec.device)
             _check_adapters(hooked, ids, adapters)
@@ -414,34 +412,29 @@ def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInp
     return ModelInput(ids[start:end], torch.arange(start, end, device=ids.device), probe)
 
 
-def _check_logits(model: TransformersModel, ids: Tensor, expected: Tensor) -> TransformersModel:
-    """Compare the logits [7, V] of two chunks with the library's; returns the model."""
-    worst = _difference(model, ids, expected, TORCH_OPS)
-    if not worst <= _TOLERANCE[model.spec.dtype]:
-        raise ModelError(
-            f"The architecture {model.spec.name} is not supported: with batchgen's attention its logits differ from "
-            f"transformers' by {worst:.1%}. Use another model."
-        )
-    return model
+def _check_logits(hooked: HookedModel, spec: ModelSpec, expected: Expected) -> TransformersModel:
+    """Compare the logits with the library's; a decoder that counts by its cache gets the positions through one."""
+    model = TransformersModel(hooked, spec)
+    worst = expected.difference(model, TORCH_OPS)
+    if worst <= _TOLERANCE[spec.dtype]:
+        return model
+    with contextlib.suppress(Exception):  # it may use a cache in other ways too
+        hooked.counts_by_cache = True
+        if expected.difference(model, TORCH_OPS) <= _TOLERANCE[spec.dtype]:
+            return model
+    raise ModelError(
+        f"The architecture {spec.name} is not supported: with batchgen's attention its logits differ from "
+        f"transformers' by {worst:.1%}. Use another model."
+    )
 
 
-def _check_experts(model: TransformersModel, experts: ExpertsSlot, ids: Tensor, expected: Tensor) -> None:
+def _check_experts(model: TransformersModel, experts: ExpertsSlot, expected: Expected) -> None:
     """Let the library compute the experts if batchgen's kernels fail or their logits differ."""
     from batchgen.kernels.gpu.ops import TRITON_OPS  # imported only if there is a GPU
 
     try:
-        difference = _difference(model, ids, expected, TRITON_OPS)
+        difference = expected.difference(model, TRITON_OPS)
     except Exception:  # compiling or launching a kernel raises errors of many types
         difference = float("inf")
     if not difference <= _TOLERANCE[model.spec.dtype]:
         experts.use_library()
-
-
-def _difference(model: TransformersModel, ids: Tensor, expected: Tensor, ops: Ops) -> float:
-    """Relative difference of a token's logits: the maximum over tokens in float32, the median in lower precision."""
-    probe = ProbeAttention()
-    bounds = ((0, _TEST_SPLIT), (_TEST_SPLIT, len(ids)))
-    chunks = [replace(_chunk(ids, *pair, probe), ops=ops) for pair in bounds]
-    got = torch.cat([model.logits(model.hidden(chunk)) for chunk in chunks]).float()  # [7, V]
-    error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
-    return float(error.median() if model.spec.dtype != torch.float32 else error.max())

@@ -1,4 +1,4 @@
-"""Dense attention over one sequence that records the shapes and windows of each layer.
+"""Dense attention over a few sequences that records the shapes and windows of each layer.
 
 It runs a model before there is a paged pool: to determine the shapes of its cache, and to compare it with the library's
 attention at load. On the meta device it only records.
@@ -25,13 +25,15 @@ class LayerUse:
 
 
 class ProbeAttention:
-    """Causal attention (the `Attention` protocol) over one sequence fed in order, with contiguous keys and values."""
+    """Causal attention (the `Attention` protocol) over sequences fed in order, with contiguous keys and values."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, LayerUse]] = []
         """(layer, use) in the order of the calls."""
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        self.parts: tuple[tuple[int, int], ...] = ()
+        """(sequence, tokens) of the next forward, in order; empty for all tokens in one sequence."""
+        self._keys: dict[tuple[int, int], Tensor] = {}
+        self._values: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """See `Attention.attend`."""
@@ -39,9 +41,16 @@ class ProbeAttention:
         self.calls.append((layer, LayerUse(kv, args.window, query.shape[1])))
         if query.is_meta:
             return query.new_empty(*query.shape[:2], value.shape[2])
-        if layer in self._keys:
-            key, value = torch.cat((self._keys[layer], key)), torch.cat((self._values[layer], value))
-        self._keys[layer], self._values[layer] = key, value
+        sequences, counts = zip(*(self.parts or ((0, query.shape[0]),)), strict=True)
+        split = zip(sequences, *(torch.split(x, list(counts)) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend_one((layer, number), q, k, v, args) for number, q, k, v in split])
+
+    def _attend_one(
+        self, at: tuple[int, int], query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs
+    ) -> Tensor:
+        if at in self._keys:
+            key, value = torch.cat((self._keys[at], key)), torch.cat((self._values[at], value))
+        self._keys[at], self._values[at] = key, value
         return _dense(query, key, value, args)
 
 

@@ -19,6 +19,7 @@ from batchgen.models import hf_load
 from batchgen.models.base import CaptureSpec, ModelInput
 from batchgen.models.experts import ExpertsSlot, install_experts
 from batchgen.models.load import load_model
+from batchgen.models.load_test import Expected
 from batchgen.models.probe import ProbeAttention
 from tests.models.tiny import save_tiny, tiny_model
 
@@ -163,9 +164,10 @@ def test_experts_with_wrong_results_use_the_library(
 ) -> None:
     (model, slot), ids = loaded("mixtral", tmp_path / "model"), torch.arange(7)
     with torch.no_grad():
-        expected = model.logits(model.hidden(ModelInput(ids, ids, ProbeAttention()))).float()
-        hf_load._check_experts(model, slot, ids, expected)
+        logits = model.logits(model.hidden(ModelInput(ids, ids, ProbeAttention()))).float()
+        expected = Expected(ids, (0,), (logits,))
+        hf_load._check_experts(model, slot, expected)
         assert len(slot.layers) == 3
         monkeypatch.setattr(gpu_ops, "TRITON_OPS", replace(TRITON_OPS, moe_experts=broken))
-        hf_load._check_experts(model, slot, ids, expected)
+        hf_load._check_experts(model, slot, expected)
     assert slot.layers == []

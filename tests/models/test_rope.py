@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from batchgen.errors import ModelError
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
+from batchgen.models.context import longrope_note
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_load import read_transformers_config
 from batchgen.models.native_config import NativeUnsupported, parse_native_config
@@ -163,3 +164,15 @@ def test_rotation_accepts_slices_and_does_not_change_its_input() -> None:
     assert torch.equal(x, before)
     assert torch.equal(part, apply_rope(x[:, 2:6].contiguous(), *tables))
     assert math.isclose(float(part[0].norm()), float(x[0, 2:6].norm()), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("kind", "context", "said"),
+    [("longrope", 64, True), ("su", 64, True), ("longrope", 32, False), ("yarn", 64, False)],
+)
+def test_one_choice_of_longrope_for_all_rows_is_said(key: str, kind: str, context: int, said: bool) -> None:
+    config = {key: {"rope_type": kind}, "original_max_position_embeddings": 32}
+    note = longrope_note(config, context)
+    assert (note is not None) == said
+    assert note is None or "--max-model-len 32" in note

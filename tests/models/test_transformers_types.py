@@ -94,3 +94,20 @@ def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(model_type: str, tmp_
         plain = torch.cat([rounded(input_ids=ids[None]).logits[0].float() for ids in sequences])
         exact = torch.cat([rounded.float()(input_ids=ids[None]).logits[0] for ids in sequences])
     assert (got - exact).norm() <= 2 * (plain - exact).norm()
+
+
+SCALED_POSITIONS = {"attn_temperature_tuning": True, "floor_scale": 3, "attn_scale": 0.8, "no_rope_layers": [1, 0, 1]}
+
+
+@pytest.mark.parametrize("floor", [3, 20])
+def test_positions_that_a_module_counts_itself(floor: int, tmp_path: Path) -> None:
+    """Llama 4 counts the positions of some layers from the call's shape, and scales its queries by them."""
+    values = SCALED_POSITIONS | {"floor_scale": floor}
+    save_tiny("llama4_text", tmp_path, **values)
+    model = load_model(tmp_path, dtype="float32", device="cpu")
+    reference = tiny_model("llama4_text", **values)
+    sequences = random_sequences(model.spec.vocab_size, lengths=(3, 19, 26))
+    with torch.no_grad():
+        expected = [reference(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
+    for ours, theirs in zip(packed_logits(model, sequences, DenseCache().step), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
