@@ -38,7 +38,7 @@ NEW_TOKENS = 24
 
 
 def install(folder: Path) -> Path:
-    """Install the packages into a folder of their own; returns it."""
+    """Install the packages below `folder` alone; returns where."""
     site = folder / "site"
     if not site.is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site), "--no-deps", *PACKAGES]
