@@ -48,6 +48,7 @@ _ANY = {
     "unfinished": Case(f"<think>\n{THOUGHTS}", THOUGHTS, ""),
     "empty": Case(f"<think>\n\n</think>\n\n{ANSWER}", None),
     "quoted": Case(f"<think>{THOUGHTS}</think>Write <think> and </think>.", THOUGHTS, "Write <think> and </think>."),
+    "again": Case(f"<think>{THOUGHTS}</think>\n<think> is a tag.", THOUGHTS, "<think> is a tag."),
     "late": Case(f"Well, <think>{THOUGHTS}</think>", None, f"Well, <think>{THOUGHTS}</think>"),
 }
 """Outputs of models whose prompt does not open the thoughts."""

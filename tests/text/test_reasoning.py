@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -70,6 +71,31 @@ def test_a_transcript_has_thoughts_and_an_answer(known: dict[str, Known], name: 
             assert done.reasoning_tokens < len(ids) or not expected.answer
         elif case != "empty":
             assert done.reasoning_tokens is None
+
+
+SHARED = {
+    "any other": [
+        (f"Well,<think>{THOUGHTS}</think>{ANSWER}", None, f"Well,<think>{THOUGHTS}</think>{ANSWER}"),
+        (f"<think>{THOUGHTS}</think>{ANSWER}", THOUGHTS, ANSWER),
+        (f"<think>Add.</think>{ANSWER}", "Add.", ANSWER),
+    ],
+    "hunyuan": [(f"<think>{THOUGHTS}</think><answer>{ANSWER}</answer>", THOUGHTS, ANSWER)],
+}
+"""Outputs in which a token belongs to a marker and to the text next to it."""
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_token_of_a_marker_and_a_text_is_cut(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    shared = ["Well,<", ".</", ">It", ">Add"]
+    save_tokenizer(tmp_path, "bytelevel", template=family.template, added=shared, special=family.special)
+    tokenizer = Tokenizer.load(tmp_path)
+    parser = reasoning_of(tokenizer, "auto")
+    assert parser is not None
+    for output, reasoning, answer in SHARED[name]:
+        assert any(token in tokenizer.encode_plain([output])[0] for token in map(tokenizer.token_to_id, shared))
+        done, _ = finished(Known(tokenizer, parser), Case(output))
+        assert (done.reasoning, done.text) == (reasoning, answer)
 
 
 @pytest.mark.parametrize("name", RESPONSE_TEMPLATES)

@@ -90,3 +90,24 @@ def test_whatever_is_drawn_keeps_the_budget_and_the_constraint(model: ReasoningP
             assert done.constraint_ok, (ids, done)
     assert cut > 3
     assert finished > 3
+
+
+def test_a_token_that_a_marker_and_the_grammar_begin_with_is_the_answers(model: ReasoningParser) -> None:
+    """Where a marker is text, the grammar goes on behind its first token; a marker of one token is a marker."""
+    first, second = model.tokenizer.encode_plain(["<b"])[0]
+    params = SamplingParams(separate_reasoning=True, choice=("<b",))
+    grammars = Grammars(model.tokenizer, model.tokenizer.vocab_size)
+    assert params.constraint is not None
+    grammars.prepare([params.constraint])
+    state = model.start(model.tokenizer.encode_chat(CHAT))
+    if state.part == "thoughts" or model.format.header is not None:
+        return
+    mask = ThinkingMask(state, None, GrammarState(grammars, params, params.constraint))
+    words = np.zeros(bitmask_width(model.tokenizer.vocab_size), np.int32)
+    for token in (first, second):
+        mask.fill(words)
+        assert np.unpackbits(words.view(np.uint8), bitorder="little")[token]
+        state.append(token)
+        mask.accept(token)
+    assert mask.error is None
+    assert state.answer_ids == [first, second]
