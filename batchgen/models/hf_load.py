@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -28,8 +27,20 @@ from batchgen.models.hf import (
     HookedModel,
     KeywordDropped,
     TransformersModel,
-    decoder_name,
+    copy_from_files,
     register_attention,
+    silence_library,
+)
+from batchgen.models.hf_text import (
+    causal_part,
+    decoder_config,
+    library_class,
+    library_config,
+    renamed_keys,
+    text_decoder,
+    text_runs_alone,
+    unread_modules,
+    without_modules,
 )
 from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
@@ -52,21 +63,20 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        config = library_config(folder)
     except Exception as error:  # configuration classes validate with errors of many types
         raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
-    longest = _longest_context(config)
+    text = decoder_config(config)
+    longest = _longest_context(text)
     if longest is None and context_length is None:
         raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
     if context_length is not None and longest is not None and context_length > longest:
         raise ModelError(f"--max-model-len {context_length} is past the model's context of {longest}. Give less.")
     context = context_length or longest
     assert context is not None, "one of them is given"
-    _check_rope(config)
-    _fix_longrope(config, context)
+    _check_rope(text)
+    _fix_longrope(text, context)
     return config, context
 
 
@@ -110,44 +120,33 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:300].rstrip(".")
 
 
-@contextlib.contextmanager
-def _silence_library() -> Iterator[None]:
-    """Silence the library's warnings and progress bars; relevant problems are raised as errors."""
-    from transformers.utils import logging
-
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
-
-
 def transformers_spec(
     config: Any,
     dtype: torch.dtype,
     device: torch.device,
     context: int,
     adapters: Sequence[Adapter] = (),
+    cls: Any = None,
 ) -> ModelSpec:
     """Determine the spec of a model by a forward on the meta device, without reading weights.
+
+    `cls` is its class, which `text_class` found.
 
     Raises:
         ModelError: the architecture cannot run with batchgen's attention, or an adapter does not fit the model.
     """
     register_attention()
-    with _silence_library():
-        model = _meta_model(config)
+    with silence_library():
+        model = causal_part(_meta_model(config, cls or text_class(config)))
+        _use_our_attention(model)
         fit_library_adapters(model, adapters)
-        uses, hooks = _probe_layers(model, config, context)
+        uses, hooks = _probe_layers(model, context)
+    text = decoder_config(config)
     return ModelSpec(
         name=str(config.model_type),
         implementation="transformers",
-        vocab_size=int(config.vocab_size),
-        hidden_size=int(config.hidden_size),
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
         num_layers=len(uses),
         context_length=context,
         kv_layers=tuple(use.kv for use in uses),
@@ -163,51 +162,81 @@ def transformers_spec(
     )
 
 
-def _meta_model(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def text_class(config: Any) -> Any:
+    """The library's class of a configuration, without the modules that text does not run.
 
-    config = type(config).from_dict(config.to_dict())
-    for settings in _rope_settings(config):
+    Raises:
+        ModelError: the library cannot build it, or it cannot run with batchgen's attention.
+    """
+    cls = library_class(config)
+    if not config.sub_configs:
+        return cls
+    register_attention()
+    with silence_library():
+        model = _meta_model(config, cls)
+        part = causal_part(model)
+        _use_our_attention(part)
+
+        def run() -> Sequence[Any]:
+            hooked, inputs, _ = _run_empty(part)
+            states = torch.zeros(1, decoder_config(config).hidden_size, device=inputs.input_ids.device)
+            hooked.logits(states.to(next(part.parameters()).dtype))
+            return _find_hooks(hooked, inputs).blocks
+
+        return without_modules(cls, unread_modules(model, run))
+
+
+def _meta_model(config: Any, cls: Any) -> Any:
+    config = copy.deepcopy(config)
+    for settings in _rope_settings(decoder_config(config)):
         if settings.get("rope_type") == "dynamic":
             settings["rope_type"] = "default"  # the same frequencies within the context, without reading positions
     try:
         with torch.device("meta"):
             # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+            model = cls._from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # constructors raise errors of many types
         raise ModelError(f"transformers cannot build this {config.model_type} model: {_first_line(error)}.") from None
-    _use_our_attention(model)
     return model.eval()
 
 
 def _drop_padding(model: Any) -> None:
     """Unset the padding id: some forwards search every batch for padding, which would wait for the device."""
-    model.config.pad_token_id = None
+    vars(model.config)["pad_token_id"] = None  # some classes check assignments, and want a number
 
 
 def _use_our_attention(model: Any) -> None:
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(ATTENTION_NAME)
-    if model.config._attn_implementation != ATTENTION_NAME:
-        raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
-    _drop_padding(model)
-    if decoder_name(model) is None:
+    """Let the text decoder of a causal part attend through batchgen's attention."""
+    decoder = text_decoder(model)
+    if decoder is None:
         raise _unsupported(model.config, "it has no separate decoder")
+    part = model if decoder.config is model.config else decoder
+    if part._can_set_attn_implementation():
+        part.set_attn_implementation(ATTENTION_NAME)
+    if part.config._attn_implementation != ATTENTION_NAME:
+        raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
+    for module in (model, decoder):
+        _drop_padding(module)
 
 
-def _probe_layers(model: Any, config: Any, context: int) -> tuple[list[LayerUse], ModelHooks]:
-    """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
+def _run_empty(model: Any) -> tuple[HookedModel, ModelInput, ProbeAttention]:
+    """Run a model on the meta device; returns it with what it was run on."""
     probe = ProbeAttention()
     inputs = _chunk(torch.zeros(4, dtype=torch.int64, device="meta"), 0, 4, probe)
     try:
-        hooked = _hook(model, inputs)
+        return _hook(model, inputs), inputs, probe
     except NotImplementedError:
         # The forward reads values, such as the number of tokens per expert. Run it on uninitialised CPU tensors, whose
         # pages are never written and need no memory.
         probe = ProbeAttention()
         inputs = _chunk(torch.zeros(4, dtype=torch.int64), 0, 4, probe)
-        hooked = _hook(model.to_empty(device="cpu"), inputs)
-    uses = _check_layers(config, context, probe.calls)
+        return _hook(model.to_empty(device="cpu"), inputs), inputs, probe
+
+
+def _probe_layers(model: Any, context: int) -> tuple[list[LayerUse], ModelHooks]:
+    """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
+    hooked, inputs, probe = _run_empty(model)
+    uses = _check_layers(text_decoder(model).config, context, probe.calls)
     return uses, _find_hooks(hooked, inputs)
 
 
@@ -274,14 +303,15 @@ def load_transformers(
     folder: ModelFolder,
     adapters: Sequence[Adapter] = (),
     products: Products = "measured",
+    cls: Any = None,
 ) -> TransformersModel:
     """Read the weights, install batchgen's attention, fuse projections, and compare logits with the library's.
 
     Raises:
         ModelError: weights are missing, or the logits differ from the library's.
     """
-    with _silence_library(), torch.no_grad():
-        model = _read_weights(config, spec, folder)
+    with silence_library(), torch.no_grad():
+        model = causal_part(_read_weights(config, spec, folder, cls or text_class(config)))
         ids = (torch.arange(_TEST_TOKENS, device=spec.device) * 7919 + 13) % spec.vocab_size  # [7]
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
         _use_our_attention(model)
@@ -314,22 +344,21 @@ def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]
     model.lora.visited = None
 
 
-def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -> Any:
     if (folder.path / "adapter_config.json").exists():
         raise ModelError(
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        renamed = renamed_keys(_meta_model(config, cls), folder) if text_runs_alone(folder) else None
+        model, info = cls.from_pretrained(
             folder.path,
             config=config,
             dtype=spec.dtype,
             attn_implementation="eager",
             local_files_only=True,
-            trust_remote_code=False,
+            key_mapping=renamed,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are listed in the loading info
@@ -344,18 +373,8 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
     if spec.device.type == "cpu":
-        _copy_from_files(model)
+        copy_from_files(model)
     return model.eval().to(spec.device)
-
-
-def _copy_from_files(model: Any) -> None:
-    """Move the weights to memory of the process.
-
-    The library maps the files where their dtype is that of the model. A later change of a file would change the model
-    in the middle of a job, and a shorter file would end the process.
-    """
-    for tensor in chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:

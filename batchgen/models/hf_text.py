@@ -1,0 +1,181 @@
+"""The text part of transformers classes that pack more: which class, which of its modules text runs, which tensors.
+
+Where the nested text decoder is a causal language model of the library, that class alone is built, and the stored names
+are mapped to its own. Otherwise the library's class for the whole checkpoint is built, on the meta device, and every
+module that text does not run is removed before weights are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+from torch import nn
+
+from batchgen.errors import ModelError
+from batchgen.models.architectures import runs_alone
+from batchgen.models.folder import ModelFolder
+from batchgen.models.text_part import TextTensors, find_text_tensors, is_packed, text_config
+
+_UNREAD: Final = "batchgen_unread"
+
+
+def library_config(folder: ModelFolder) -> Any:
+    """The library's configuration of the class to build: of the text decoder alone where it is a model of its own."""
+    from transformers import CONFIG_MAPPING, AutoConfig  # the library takes seconds to import
+
+    config: Any = None
+    if folder.model_type in CONFIG_MAPPING or not text_runs_alone(folder):
+        config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    if not text_runs_alone(folder):
+        thinker = getattr(config, "thinker_config", None)  # of a class whose other parts speak
+        return config if thinker is None else thinker
+    text = dict(text_config(folder.config))
+    config = AutoConfig.for_model(**text) if config is None else decoder_config(config)
+    head = f"{find_text_tensors(folder.tensors, folder.config).head}lm_head."
+    config.tie_word_embeddings = text["tie_word_embeddings"] and not any(n.startswith(head) for n in folder.tensors)
+    return config
+
+
+def text_runs_alone(folder: ModelFolder) -> bool:
+    """See `runs_alone`."""
+    return runs_alone(folder.config, folder.tensors)
+
+
+def decoder_config(config: Any) -> Any:
+    """The part of a library configuration that describes the text decoder."""
+    return config.get_text_config(decoder=True)
+
+
+def library_class(config: Any) -> Any:
+    """The library's class for a configuration: one that reads images or audio beside the text, or a causal one.
+
+    Raises:
+        KeyError: the library has none.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM  # as in library_config
+
+    for auto in (AutoModelForMultimodalLM, AutoModelForCausalLM):
+        if type(config) in auto._model_mapping:
+            found = auto._model_mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise KeyError(type(config).__name__)
+
+
+def causal_part(model: Any) -> Any:
+    """The innermost model that contains the language head: the model itself, or the one inside it that writes text.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from transformers import PreTrainedModel  # as in library_config
+
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no language head. Use a checkpoint with a language head.")
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and head in set(part.modules())]
+    return owners[-1]
+
+
+def decoder_name(model: Any) -> str | None:
+    """Attribute name of a causal language model's decoder; None if it has none."""
+    from transformers import PreTrainedModel  # as in library_config
+
+    if isinstance(getattr(model, model.base_model_prefix, None), nn.Module):
+        return str(model.base_model_prefix)
+    return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), None)
+
+
+def text_decoder(part: Any) -> Any:
+    """The module of a causal part that maps token ids to states; None if it has none of its own."""
+    name = decoder_name(part)
+    base = None if name is None else getattr(part, name)
+    if base is None or decoder_config(base.config) is base.config:
+        return base
+    return part.get_decoder()  # `base` runs towers beside it
+
+
+def unread_modules(model: nn.Module, run: Callable[[], Sequence[nn.Module]]) -> list[str]:
+    """Names of the outermost modules with parameters that text does not run.
+
+    Args:
+        model: the whole model.
+        run: runs text; returns the decoder's blocks, which are kept whole: experts run for some tokens only.
+    """
+    called: set[nn.Module] = set()
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(lambda module, _: called.add(module)).remove)
+        kept = set(run())
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if child in kept or not any(True for _ in child.parameters()):
+                continue
+            if called.isdisjoint(child.modules()):
+                yield prefix + name
+            else:
+                yield from walk(child, f"{prefix}{name}.")
+
+    return list(walk(model, ""))
+
+
+def without_modules(cls: Any, unread: Sequence[str]) -> Any:
+    """A class of the same name whose instances lack the named modules, so that their weights are not read."""
+
+    def build(self: Any, *args: Any, **options: Any) -> None:
+        cls.__init__(self, *args, **options)
+        remove_modules(self, unread)
+
+    return type(cls.__name__, (cls,), {"__init__": build, "__module__": cls.__module__, _UNREAD: tuple(unread)})
+
+
+def remove_modules(model: Any, unread: Sequence[str]) -> None:
+    """Set the named modules of a model to None."""
+    for name in unread:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, None)
+    gone = tuple(f"{name}." for name in unread)
+    for table in ("all_tied_weights_keys", "_tied_weights_keys"):
+        tied = getattr(model, table, None)
+        if isinstance(tied, dict):
+            setattr(model, table, {k: v for k, v in tied.items() if not k.startswith(gone) and not v.startswith(gone)})
+
+
+def renamed_keys(model: Any, folder: ModelFolder) -> dict[str, str]:
+    """Patterns of stored names -> names in `model`, a causal language model whose checkpoint packs more."""
+    stored = _stored(model, folder)
+    inner = f"{model.base_model_prefix}."
+    pairs = {stored.decoder: inner, f"{stored.head}lm_head.": "lm_head."}
+    return {f"^{re.escape(old)}": new for old, new in pairs.items() if old != new}
+
+
+def is_unread(name: str, model: Any, folder: ModelFolder) -> bool:
+    """Whether a stored tensor, named as stored or as in `model`, belongs to a part that text does not run.
+
+    Args:
+        name: name of the tensor, such as one that the library did not expect.
+        model: the loaded model, of the class that `without_modules` made.
+        folder: the checkpoint.
+    """
+    if not is_packed(folder.config):
+        return False
+    base = f"{model.base_model_prefix}."
+    if text_runs_alone(folder):
+        return not _stored(model, folder).is_read(name) if name in folder.tensors else not name.startswith(base)
+    unread = tuple(f"{part.removeprefix(base)}." for part in getattr(model, _UNREAD, ()))
+    kept = {id(module): path for path, module in model.named_modules()}
+    part = causal_part(model)
+    scopes = tuple(
+        f"{kept[id(module)]}.".removeprefix(base) for module in (text_decoder(part), part.get_output_embeddings())
+    )
+    inner = name.removeprefix(base)
+    return inner.startswith(unread) or not (inner.startswith(scopes) or f"{base}".startswith(scopes))
+
+
+def _stored(model: Any, folder: ModelFolder) -> TextTensors:
+    names = {id(value): name for name, value in model.named_parameters()}
+    embedding = names[id(model.get_input_embeddings().weight)].removeprefix(f"{model.base_model_prefix}.")
+    return find_text_tensors(folder.tensors, folder.config, embedding)
