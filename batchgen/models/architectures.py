@@ -20,12 +20,13 @@ _OWN_ATTENTION: Final = "its attention in transformers does not go through the a
 _RECURRENT: Final = "it keeps a recurrent state in addition to keys and values"
 _SPARSE: Final = "it selects the keys of its attention by a learned index"
 _ENCODER: Final = "it is an encoder, or needs one"
+_POSITIONS: Final = "it counts positions from its padding id, over the whole input"
 _DIFFUSION: Final = "it denoises blocks of tokens instead of writing one token after another"
-_CONDITIONED: Final = "its decoder reads audio or an image at every token, and has no text of its own"
+_CONDITIONED: Final = "its decoder reads what is packed with it at every token, and has no text of its own"
 _REASONS: Final[dict[str, str]] = {
     _OWN_ATTENTION: (
         "bloom cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese hrm_text inkling inkling_text "
-        "inkling2 inkling2_text mpt openai-gpt xglm xlm xlnet reformer blt"
+        "inkling_mm_model inkling2 inkling2_text inkling2_loop inkling2_loop_text mpt openai-gpt xglm xlm xlnet reformer blt"
     ),
     _RECURRENT: (
         "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm jamba bamba zamba zamba2 recurrent_gemma nemotron_h lfm2 "
@@ -40,7 +41,8 @@ _REASONS: Final[dict[str, str]] = {
         "musicgen musicgen_melody moshi git"
     ),
     _DIFFUSION: "diffusion_gemma",
-    _CONDITIONED: "voxtral_realtime idefics kyutai_speech_to_text",
+    _CONDITIONED: "blip evolla idefics kyutai_speech_to_text voxtral_realtime",
+    _POSITIONS: "kosmos-2 kosmos-2.5",
 }
 _UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention")

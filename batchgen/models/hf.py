@@ -115,7 +115,17 @@ class _DecoderOutput:
 
 
 class _IdentityDecoder(nn.Module):
-    """Replacement of the decoder that returns the states passed to it as embeddings."""
+    """Replacement of a decoder that returns the states passed to it as embeddings; its attributes are the decoder's."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self._replaced = (replaced,)  # not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._replaced[0], name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _DecoderOutput:
         """The states; all other arguments are ignored."""
@@ -245,7 +255,7 @@ def _head_only(model: Any, decoder: str) -> Any:
     """A copy of the model that shares every parameter, with its decoder replaced by `_IdentityDecoder`."""
     head = copy.copy(model)
     head._modules = dict(model._modules)
-    head._modules[decoder] = _IdentityDecoder()
+    head._modules[decoder] = _IdentityDecoder(getattr(model, decoder))
     return head
 
 

@@ -53,7 +53,7 @@ def library_class(config: Any) -> Any:
     """The library's class for a configuration: one that reads images or audio beside the text, or a causal one.
 
     Raises:
-        KeyError: the library has none.
+        ModelError: the library has none.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM  # as in library_config
 
@@ -61,7 +61,7 @@ def library_class(config: Any) -> Any:
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise KeyError(type(config).__name__)
+    raise ModelError(f"The installed transformers has no class for {config.model_type} that writes text.")
 
 
 def causal_part(model: Any) -> Any:

@@ -101,6 +101,14 @@ _MLA: dict[str, Any] = {
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "cohere": {"logit_scale": 2.0},
@@ -114,6 +122,16 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3"), _MLA),
     "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4},
 }
+
+
+def common_fields(model_type: str) -> dict[str, Any]:
+    """Small values of fields, for every class that has the field, and those of `model_type`."""
+    return {**_COMMON, **by_type(model_type)}
+
+
+def by_type(model_type: str) -> dict[str, Any]:
+    """Small values of fields of `model_type` alone."""
+    return _BY_TYPE.get(model_type, {})
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
