@@ -26,7 +26,8 @@ _CONDITIONED: Final = "its decoder reads what is packed with it at every token, 
 _REASONS: Final[dict[str, str]] = {
     _OWN_ATTENTION: (
         "bloom cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese hrm_text inkling inkling_text "
-        "inkling_mm_model inkling2 inkling2_text inkling2_loop inkling2_loop_text mpt openai-gpt xglm xlm xlnet reformer blt"
+        "inkling_mm_model inkling2 inkling2_text inkling2_loop inkling2_loop_text mpt openai-gpt xglm xlm "
+        "xlnet reformer blt"
     ),
     _RECURRENT: (
         "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm jamba bamba zamba zamba2 recurrent_gemma nemotron_h lfm2 "

@@ -37,6 +37,7 @@ from batchgen.models.hf_text import (
     library_class,
     library_config,
     renamed_keys,
+    skipped_blocks,
     text_decoder,
     text_runs_alone,
     unread_modules,
@@ -177,11 +178,10 @@ def text_class(config: Any) -> Any:
         part = causal_part(model)
         _use_our_attention(part)
 
-        def run() -> Sequence[Any]:
+        def run() -> None:
             hooked, inputs, _ = _run_empty(part)
-            states = torch.zeros(1, decoder_config(config).hidden_size, device=inputs.input_ids.device)
-            hooked.logits(states.to(next(part.parameters()).dtype))
-            return _find_hooks(hooked, inputs).blocks
+            with torch.no_grad():
+                hooked.logits(hooked.hidden(replace(inputs, attention=ProbeAttention())))
 
         return without_modules(cls, unread_modules(model, run))
 
@@ -236,7 +236,8 @@ def _run_empty(model: Any) -> tuple[HookedModel, ModelInput, ProbeAttention]:
 def _probe_layers(model: Any, context: int) -> tuple[list[LayerUse], ModelHooks]:
     """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
     hooked, inputs, probe = _run_empty(model)
-    uses = _check_layers(text_decoder(model).config, context, probe.calls)
+    decoder = text_decoder(model)
+    uses = _check_layers(decoder.config, context, probe.calls, skipped_blocks(decoder))
     return uses, _find_hooks(hooked, inputs)
 
 
@@ -267,10 +268,10 @@ def _unsupported(config: Any, reason: str) -> ModelError:
     return ModelError(f"The architecture {config.model_type} is not supported: {reason}. Use another model.")
 
 
-def _check_layers(config: Any, context: int, calls: list[tuple[int, LayerUse]]) -> list[LayerUse]:
+def _check_layers(config: Any, context: int, calls: list[tuple[int, LayerUse]], skipped: int = 0) -> list[LayerUse]:
     """Check that each layer attends once, with the window of the configuration; returns the layers in order."""
     counts = Counter(layer for layer, _ in calls)
-    layers = int(config.num_hidden_layers)
+    layers = int(config.num_hidden_layers) - skipped
     if set(counts) != set(range(layers)):
         raise _unsupported(config, f"only {len(counts)} of its {layers} layers attend to separate keys and values")
     if set(counts.values()) != {1}:

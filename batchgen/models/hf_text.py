@@ -97,29 +97,33 @@ def text_decoder(part: Any) -> Any:
     return part.get_decoder()  # `base` runs towers beside it
 
 
-def unread_modules(model: nn.Module, run: Callable[[], Sequence[nn.Module]]) -> list[str]:
-    """Names of the outermost modules with parameters that text does not run.
+def unread_modules(model: nn.Module, run: Callable[[], None]) -> list[str]:
+    """Names of the outermost modules with parameters that `run`, a run of text, does not call.
 
-    Args:
-        model: the whole model.
-        run: runs text; returns the decoder's blocks, which are kept whole: experts run for some tokens only.
+    Blocks and other listed modules are kept whole if they are called: experts run for some tokens only.
     """
     called: set[nn.Module] = set()
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(module.register_forward_pre_hook(lambda module, _: called.add(module)).remove)
-        kept = set(run())
+        run()
 
     def walk(module: nn.Module, prefix: str) -> Iterator[str]:
         for name, child in module.named_children():
-            if child in kept or not any(True for _ in child.parameters()):
+            if not any(True for _ in child.parameters()):
                 continue
             if called.isdisjoint(child.modules()):
                 yield prefix + name
-            else:
+            elif not isinstance(module, nn.ModuleList):
                 yield from walk(child, f"{prefix}{name}.")
 
     return list(walk(model, ""))
+
+
+def skipped_blocks(decoder: nn.Module) -> int:
+    """Number of the decoder's blocks that `remove_modules` removed, such as those that attend to images alone."""
+    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
+    return sum(block is None for module in lists for block in module._modules.values())
 
 
 def without_modules(cls: Any, unread: Sequence[str]) -> Any:
@@ -133,10 +137,14 @@ def without_modules(cls: Any, unread: Sequence[str]) -> Any:
 
 
 def remove_modules(model: Any, unread: Sequence[str]) -> None:
-    """Set the named modules of a model to None."""
+    """Set the named modules of a model to None, and number the remaining layers without gaps."""
     for name in unread:
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, None)
+        model.get_submodule(owner)._modules[attribute] = None
+    layered = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    order = {index: place for place, index in enumerate(sorted({module.layer_idx for module in layered}))}
+    for module in layered:
+        module.layer_idx = order[module.layer_idx]
     gone = tuple(f"{name}." for name in unread)
     for table in ("all_tied_weights_keys", "_tied_weights_keys"):
         tied = getattr(model, table, None)

@@ -10,12 +10,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from batchgen.errors import ModelError
-from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
 from tests.models.dense_attention import DenseCache
 from tests.models.packed import PagedCache, packed_logits, random_sequences
@@ -46,7 +44,7 @@ REFUSED: dict[str, str] = {
 RUN = [name for name in CLASSES if name not in REFUSED]
 COMMON = (
     "gemma3", "gemma3n", "mistral3", "llama4", "qwen2_5_vl", "qwen3_vl_moe", "glm4v", "internvl", "phi4_multimodal",
-    "smolvlm", "llava_next", "kimi_k25",
+    "smolvlm", "llava_next", "kimi_k25", "mllama",
 )  # fmt: skip
 """Classes that every run of the tests covers."""
 SCALED = ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus")

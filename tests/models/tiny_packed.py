@@ -63,6 +63,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     },
     "granite4_vision": {"deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2", "spatial_target_layers": [2]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "mllama_text_model": {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "molmo2_adapter": {"vision_feature_layer": [-1]},
     "muse_spark_audio": {
         "num_hidden_layers": 4,
