@@ -172,7 +172,8 @@ def is_unread(name: str, model: Any, folder: ModelFolder) -> bool:
         return False
     base = f"{model.base_model_prefix}."
     if text_runs_alone(folder):
-        return not _stored(model, folder).is_read(name) if name in folder.tensors else not name.startswith(base)
+        renamed = name not in folder.tensors and name.startswith(base)
+        return not (renamed or _stored(model, folder).is_read(name))
     unread = tuple(f"{part.removeprefix(base)}." for part in getattr(model, _UNREAD, ()))
     kept = {id(module): path for path, module in model.named_modules()}
     part = causal_part(model)
