@@ -21,6 +21,8 @@ _RECURRENT: Final = "it keeps a recurrent state in addition to keys and values"
 _SPARSE: Final = "it selects the keys of its attention by a learned index"
 _ENCODER: Final = "it is an encoder, or needs one"
 _POSITIONS: Final = "it counts positions from its padding id, over the whole input"
+_DRAFT: Final = "it drafts tokens for another model, whose states it reads"
+_ACTIONS: Final = "it writes actions of a robot, and has no language head"
 _DIFFUSION: Final = "it denoises blocks of tokens instead of writing one token after another"
 _CONDITIONED: Final = "its decoder reads what is packed with it at every token, and has no text of its own"
 _REASONS: Final[dict[str, str]] = {
@@ -44,6 +46,8 @@ _REASONS: Final[dict[str, str]] = {
     _DIFFUSION: "diffusion_gemma",
     _CONDITIONED: "blip evolla idefics kyutai_speech_to_text voxtral_realtime",
     _POSITIONS: "kosmos-2 kosmos-2.5",
+    _DRAFT: "gemma4_assistant gemma4_unified_assistant",
+    _ACTIONS: "pi0",
 }
 _UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention")

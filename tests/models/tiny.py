@@ -32,12 +32,13 @@ TYPES = (
 RECENT_TYPES = ("codegen", "gptj") if Version(transformers.__version__) >= Version("5.24") else ()
 """Types that use the attention interface only in recent versions of transformers."""
 MORE_TYPES = (
-    "afmoe", "apertus", "arcee", "axk1", "beam", "biogpt", "bitnet", "cwm", "dots1", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite_swa",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
-    "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe", "seed_oss",
-    "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
+    "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere2_moe",
+    "cwm", "dots1", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash",
+    "minicpm3", "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe",
+    "sarvam_moe", "seed_oss", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
 )  # fmt: skip
 """Further supported types, tested by the slow tests."""
 
