@@ -24,7 +24,7 @@ _POSITIONS: Final = "it counts positions from its padding id, over the whole inp
 _DRAFT: Final = "it drafts tokens for another model, whose states it reads"
 _ACTIONS: Final = "it writes actions of a robot, and has no language head"
 _DIFFUSION: Final = "it denoises blocks of tokens instead of writing one token after another"
-_CONDITIONED: Final = "its decoder reads what is packed with it at every token, and has no text of its own"
+_CONDITIONED: Final = "its decoder reads what is packed with it at every token, so text alone does not run"
 _REASONS: Final[dict[str, str]] = {
     _OWN_ATTENTION: (
         "bloom cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese hrm_text inkling inkling_text "

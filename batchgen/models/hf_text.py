@@ -23,7 +23,7 @@ _UNREAD: Final = "batchgen_unread"
 
 
 def library_config(folder: ModelFolder) -> Any:
-    """The library's configuration of the class to build: of the text decoder alone where it is a model of its own."""
+    """The library's configuration of the class to build: of the text decoder alone where that is a causal model."""
     from transformers import CONFIG_MAPPING, AutoConfig  # the library takes seconds to import
 
     config: Any = None
@@ -50,7 +50,7 @@ def decoder_config(config: Any) -> Any:
 
 
 def library_class(config: Any) -> Any:
-    """The library's class for a configuration: one that reads images or audio beside the text, or a causal one.
+    """The library's class for a configuration: one that reads images or audio too, or a causal one.
 
     Raises:
         ModelError: the library has none.
@@ -89,12 +89,12 @@ def decoder_name(model: Any) -> str | None:
 
 
 def text_decoder(part: Any) -> Any:
-    """The module of a causal part that maps token ids to states; None if it has none of its own."""
+    """The module of a causal part that maps token ids to states; None if it has none."""
     name = decoder_name(part)
     base = None if name is None else getattr(part, name)
     if base is None or decoder_config(base.config) is base.config:
         return base
-    return part.get_decoder()  # `base` runs towers beside it
+    return part.get_decoder()  # `base` runs towers too
 
 
 def unread_modules(model: nn.Module, run: Callable[[], None]) -> list[str]:

@@ -49,9 +49,9 @@ class TextTensors:
     """Where the tensors of a causal language model are in a checkpoint."""
 
     decoder: str
-    """What stands in front of the names of the decoder's tensors, such as `model.language_model.`."""
+    """What precedes the names of the decoder's tensors, such as `model.language_model.`."""
     head: str
-    """What stands in front of the name of the head's tensor, such as `language_model.`."""
+    """What precedes the name of the head's tensor, such as `language_model.`."""
     others: bool
     """Whether tensors with other names may be stored, which are not read."""
 

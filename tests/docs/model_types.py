@@ -12,7 +12,7 @@ from batchgen.models.architectures import causal_lm_types, choose_implementation
 from batchgen.models.text_part import is_packed, text_config
 
 _NAMES = ("model.language_model.embed_tokens.weight", "model.language_model.layers.0.input_layernorm.weight")
-"""Names of stored tensors, which checkpoints have of a type that packs more beside its text decoder."""
+"""Names of stored tensors, as checkpoints that pack more than a text decoder have them."""
 
 
 def default_config(name: str) -> dict[str, Any]:

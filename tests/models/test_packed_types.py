@@ -1,4 +1,4 @@
-"""Text of checkpoints that pack vision or audio beside it, against the library's own run of text alone."""
+"""Text of checkpoints that also hold vision or audio, against the library's own run of text alone."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ TOWER = {"vision_tower.blocks.0.weight": torch.ones(8, dtype=torch.int8), "mlp1.
 
 
 def pack(text: Path, folder: Path, model_type: str, key: str, names: Names, **changes: Any) -> Path:
-    """Write a checkpoint whose text decoder is that of `text`, beside a tower that no text model could read."""
+    """Write a checkpoint whose text decoder is that of `text`, with a tower that no text model could read."""
     tensors = load_file(text / "model.safetensors")
     for old, new in names.items():
         tensors = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
@@ -102,7 +102,7 @@ def test_extra_tensors_of_the_text_part_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "phi4_multimodal", "qwen2_5_omni_thinker", "llava"])
 def test_towers_are_not_read_nor_counted(name: str, tmp_path: Path) -> None:
-    """What is packed beside the text may be stored in any form, and takes no memory."""
+    """What is packed with the text may be stored in any form, and takes no memory."""
     save_packed(name, tmp_path)
     spec = inspect_model(tmp_path, dtype="float32", device="cpu", max_model_len=64)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -157,7 +157,7 @@ UNREAD: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_text_does_not_read_is_told_from_what_it_should(name: str, tmp_path: Path) -> None:
+def test_unread_tensors_are_known_by_their_names(name: str, tmp_path: Path) -> None:
     save_packed(name, tmp_path)
     folder = check_model_folder(tmp_path)
     config, _ = read_transformers_config(folder, 64)

@@ -1,4 +1,4 @@
-"""Small random checkpoints of every class of transformers that reads images or audio beside text.
+"""Small random checkpoints of every class of transformers that reads images or audio too.
 
 `save_packed("gemma3", folder)` writes one by the library's own class, with its vision tower, and returns the model.
 """
