@@ -1,4 +1,4 @@
-"""`batchgen help`: the documentation pages in a terminal."""
+"""`batchgen help` and `batchgen models`: the documentation pages, and the table of model types, in a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _GROUPS: Final = {
         "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "reference",
         "security",
     ),
-    "How it works": ("models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary"),
+    "How it works": (
+        "models", "model-types", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary",
+    ),
     "Working on batchgen": ("contributing", "gpu-check", "conformance"),
 }  # fmt: skip
 TOPICS: Final = tuple(topic for topics in _GROUPS.values() for topic in topics)
@@ -39,7 +41,8 @@ _WIDEST: Final = 110
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Add the commands to `app`."""
+    app.command("models", cls=GroupedCommand)(show_models)
     app.command("help", cls=GroupedCommand)(show_help)
 
 
@@ -77,6 +80,27 @@ def show_help(
         _show_markdown(text, paged=topic is not None)
     else:
         typer.echo(text, nl=False)
+
+
+def show_models(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", show_default=False, help="Part of a type's name; none: all. Example: qwen3"),
+    ] = None,
+) -> None:
+    """List the model types of transformers, how each runs, or which computation is missing.
+
+    Example: batchgen models llava
+    """
+    lines = page_path("model-types").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    head, *types = rows
+    wanted = [row for row in types if (name or "").lower().replace("-", "_") in row[0].replace("-", "_")]
+    if not wanted:
+        raise UsageError(f"no model type of transformers has `{name}` in its name; `batchgen models` lists them all.")
+    widths = [max(len(row[column]) for row in (head, *wanted)) for column in (0, 1)]
+    for row in (head, *wanted):
+        typer.echo(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip())
 
 
 def _contents() -> str:

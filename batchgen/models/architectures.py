@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from batchgen.errors import ModelError
 from batchgen.models.native_config import NATIVE_TYPES, NativeUnsupported, parse_native_config
+from batchgen.models.text_part import find_text_tensors, is_nested, text_config
 
 Implementation = Literal["native", "transformers"]
 Requested = Literal["auto", "native", "transformers"]
@@ -19,10 +20,16 @@ _OWN_ATTENTION: Final = "its attention in transformers does not go through the a
 _RECURRENT: Final = "it keeps a recurrent state in addition to keys and values"
 _SPARSE: Final = "it selects the keys of its attention by a learned index"
 _ENCODER: Final = "it is an encoder, or needs one"
+_POSITIONS: Final = "it counts positions from its padding id, over the whole input"
+_DRAFT: Final = "it drafts tokens for another model, whose states it reads"
+_ACTIONS: Final = "it writes actions of a robot, and has no language head"
+_DIFFUSION: Final = "it denoises blocks of tokens instead of writing one token after another"
+_CONDITIONED: Final = "its decoder reads what is packed with it at every token, so text alone does not run"
 _REASONS: Final[dict[str, str]] = {
     _OWN_ATTENTION: (
         "bloom cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese hrm_text inkling inkling_text "
-        "inkling2 inkling2_text mpt openai-gpt xglm xlm xlnet reformer blt"
+        "inkling_mm_model inkling2 inkling2_text inkling2_loop inkling2_loop_text mpt openai-gpt xglm xlm "
+        "xlnet reformer blt"
     ),
     _RECURRENT: "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm",
     _SPARSE: "deepseek_v32 deepseek_v4 glm_moe_dsa minimax_m3_vl_text dots3_note dots3_note_text hy_v4 axk2",
@@ -32,6 +39,11 @@ _REASONS: Final[dict[str, str]] = {
         "bart mbart marian pegasus bigbird_pegasus blenderbot blenderbot-small plbart prophetnet mvp whisper trocr "
         "musicgen musicgen_melody moshi git"
     ),
+    _DIFFUSION: "diffusion_gemma",
+    _CONDITIONED: "blip evolla idefics kyutai_speech_to_text voxtral_realtime",
+    _POSITIONS: "kosmos-2 kosmos-2.5",
+    _DRAFT: "gemma4_assistant gemma4_unified_assistant",
+    _ACTIONS: "pi0",
 }
 _UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _HYBRIDS: Final = (
@@ -55,15 +67,23 @@ _NOT_ATTENTION: Final = {
 """Type of a layer -> why it is not supported."""
 
 
-def choose_implementation(config: Mapping[str, Any], requested: Requested) -> Implementation:
-    """Choose the implementation for a config.json: native if it supports the model, else transformers.
+def choose_implementation(
+    config: Mapping[str, Any], requested: Requested, names: Collection[str] = ()
+) -> Implementation:
+    """Choose the implementation for a config.json: native if it supports the text decoder, else transformers.
+
+    Args:
+        config: contents of config.json.
+        requested: the implementation that the user asks for.
+        names: names of the stored tensors.
 
     Raises:
         ModelError: no implementation, or not the requested one, supports the model; the message names the reason.
     """
     _check_supported(config)
-    name = str(config["model_type"])
-    if name in NATIVE_TYPES:
+    text = text_config(config)
+    name = str(text.get("model_type"))
+    if name in NATIVE_TYPES and (runs_alone(config, names) or not is_nested(config)):
         if requested == "transformers":
             return "transformers"
         try:
@@ -78,7 +98,7 @@ def choose_implementation(config: Mapping[str, Any], requested: Requested) -> Im
             f"The native decoder does not have the architecture {name}; it has {', '.join(NATIVE_TYPES)}. "
             "Use --model-impl auto or transformers."
         )
-    if name not in causal_lm_types():
+    if name not in causal_lm_types() and config["model_type"] not in packed_types():
         raise ModelError(
             f"The architecture {name} is not supported: the installed transformers has no causal language model of "
             f"that type. Supported: {', '.join(NATIVE_TYPES)} natively, and most decoders of transformers."
@@ -86,31 +106,40 @@ def choose_implementation(config: Mapping[str, Any], requested: Requested) -> Im
     return "transformers"
 
 
+def runs_alone(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether the nested text decoder of a checkpoint runs as a causal language model without the class around it.
+
+    It does if the library has such a model, and the stored `names` have its blocks under one prefix. The library's own
+    class reads other names.
+    """
+    if not is_nested(config) or text_config(config).get("model_type") not in causal_lm_types():
+        return False
+    if config["model_type"] not in packed_types():
+        return True
+    blocks = f"{find_text_tensors(names, config).decoder}layers.0."
+    return any(name.startswith(blocks) for name in names)
+
+
 def _check_supported(config: Mapping[str, Any]) -> None:
-    name = str(config["model_type"])
-    text = config.get("text_config")
-    if name in _UNSUPPORTED:
-        raise ModelError(f"The architecture {name} is not supported: {_UNSUPPORTED[name]}. Use another model.")
-    if config.get("is_encoder_decoder"):
+    text = text_config(config)
+    name, part = str(config["model_type"]), str(text.get("model_type") or "")
+    for kind in (name, part):
+        if kind in _UNSUPPORTED:
+            raise ModelError(f"The architecture {kind} is not supported: {_UNSUPPORTED[kind]}. Use another model.")
+    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
         raise ModelError(f"The architecture {name} is an encoder-decoder, which is not supported. Use a decoder.")
-    if isinstance(text, dict) or any(key in config for key in ("vision_config", "audio_config")):
-        raise ModelError(
-            f"The architecture {name} is multimodal, which is not supported yet. Use a text-only checkpoint."
-        )
-    classes = config.get("architectures") or ()
-    if classes and not any(str(c).endswith(("ForCausalLM", "LMHeadModel")) for c in classes):
-        raise ModelError(
-            f"{classes[0]} ({name}) is not a causal language model. Use a checkpoint with a language head."
-        )
-    if config.get("auto_map") and name not in causal_lm_types():
+    alone = is_nested(config) and part in causal_lm_types()
+    known = alone or name in causal_lm_types() or name in packed_types()
+    _check_class(config, name)
+    if config.get("auto_map") and not known:
         raise ModelError(
             f"The architecture {name} needs code from its folder, which batchgen never runs. Use another model."
         )
-    if config.get("index_topk"):
+    if text.get("index_topk"):
         raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
-    if name in _HYBRIDS and not any(config.get(key) for key in _HYBRID_KEYS):
+    if name in _HYBRIDS and not any(text.get(key) for key in _HYBRID_KEYS):
         raise ModelError(f"The architecture {name} is not supported: {_RECURRENT}. Use another model.")
-    check_layer_types(name, config.get("layer_types") or config.get("layers_block_type"))
+    check_layer_types(name, text.get("layer_types") or text.get("layers_block_type"))
 
 
 def check_layer_types(name: str, types: Any) -> None:
@@ -133,36 +162,67 @@ def check_layer_types(name: str, types: Any) -> None:
         )
 
 
+def _check_class(config: Mapping[str, Any], name: str) -> None:
+    """Refuse classes without a language head; those around a nested decoder may have any name that names no task."""
+    classes = [str(given) for given in config.get("architectures") or ()]
+    heads = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", packed_types().get(name, "ForCausalLM"))
+    if not classes or any(given.endswith(heads) for given in classes):
+        return
+    if not is_nested(config) or "For" in classes[0]:
+        raise ModelError(
+            f"{classes[0]} ({name}) is not a causal language model. Use a checkpoint with a language head."
+        )
+
+
 @cache
 def causal_lm_types() -> frozenset[str]:
-    """Model types for which the installed transformers has a causal language model.
+    """Model types for which the installed transformers has a causal language model."""
+    return frozenset(_library_classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+
+
+@cache
+def packed_types() -> Mapping[str, str]:
+    """Model types for which the installed transformers has a class that reads images or audio -> its name."""
+    return _library_classes("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
+
+
+@cache
+def _library_classes(mapping: str) -> Mapping[str, str]:
+    """Model types and class names of one of the library's mappings.
 
     Parsed from the library's source, because importing it is slow; imported if the source does not look as expected.
     """
     spec = importlib.util.find_spec("transformers")
     if spec is not None and spec.origin is not None:
-        names = _parse_mapping(Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py")
+        names = _parse_mapping(Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py", mapping)
         if names:
             return names
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return dict(getattr(modeling_auto, mapping, {}))
 
 
-def _parse_mapping(file: Path) -> frozenset[str]:
+def _parse_mapping(file: Path, mapping: str) -> dict[str, str]:
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and node.targets[0].id == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-            and isinstance(node.value, ast.Call)
-        ):
-            try:
-                return frozenset(str(name) for name, _ in ast.literal_eval(node.value.args[0]))
-            except (ValueError, IndexError, TypeError):
-                return frozenset()
-    return frozenset()
+        calls = {
+            node.targets[0].id: node.value
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        return _entries(calls, mapping)
+    except (OSError, SyntaxError, ValueError, IndexError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _entries(values: Mapping[str, ast.expr], mapping: str) -> dict[str, str]:
+    """Entries of `mapping = OrderedDict([(type, class), *list(other_mapping.items()), ...])`."""
+    found: dict[str, str] = {}
+    listed: Any = values[mapping]
+    for entry in listed.args[0].elts:
+        if isinstance(entry, ast.Starred):
+            inner: Any = entry.value  # list(other_mapping.items())
+            found |= _entries(values, inner.args[0].func.value.id)
+        else:
+            key, name = ast.literal_eval(entry)
+            found[str(key)] = str(name)
+    return found

@@ -16,7 +16,9 @@ from batchgen.models.lora_config import Adapter, NamePath, fit_adapter, read_ada
 from batchgen.models.native_config import NativeConfig, parse_native_config
 from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_linears
 from batchgen.models.safetensors_header import TensorInfo
+from batchgen.models.text_part import text_config
 
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _STORED_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16"}
 _FULL_DTYPES: Final = ("bfloat16", "float16", "float32")
 
@@ -59,7 +61,7 @@ def check_model(
     if max_model_len is not None and max_model_len < 1:
         raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
     folder = check_model_folder(path, revision)
-    chosen = choose_implementation(folder.config, implementation)
+    chosen = choose_implementation(folder.config, implementation, folder.tensors)
     adapters = read_adapters(lora)
     native = None
     if chosen == "native":
@@ -77,7 +79,8 @@ def check_model(
 
 
 def _stored_dtype(folder: ModelFolder) -> str:
-    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    text, outer = text_config(folder.config), folder.config
+    named = next((given for config in (outer, text) for key in _DTYPE_KEYS if (given := config.get(key))), None)
     if isinstance(named, str) and (folder.quantisation is None or named.removeprefix("torch.") in _FULL_DTYPES):
         return named.removeprefix("torch.")
     sizes: Counter[str] = Counter()

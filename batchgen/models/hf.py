@@ -10,8 +10,10 @@ The model's own forward computes the logits, with its decoder replaced, so that 
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -21,6 +23,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention, AttentionArgs
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
+from batchgen.models.hf_text import decoder_name, text_decoder
 from batchgen.models.load_test import cache_keyword
 from batchgen.models.lora import LoraSlot
 from batchgen.models.module_discovery import ModelHooks, find_hooks
@@ -137,7 +140,17 @@ class _DecoderOutput:
 
 
 class _IdentityDecoder(nn.Module):
-    """Replacement of the decoder that returns the states passed to it as embeddings."""
+    """Replacement of a decoder that returns the states passed to it as embeddings; its attributes are the decoder's."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self._replaced = (replaced,)  # not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._replaced[0], name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _DecoderOutput:
         """The states; all other arguments are ignored."""
@@ -159,7 +172,7 @@ class HookedModel:
     def __init__(self, model: Any, *, use_slot: bool) -> None:
         name = decoder_name(model)
         assert name is not None
-        self._decoder: Any = getattr(model, name)
+        self._decoder: Any = text_decoder(model)
         self._head: Any = _head_only(model, name)
         self._hooks = ModelHooks(())
         self._slot = AttentionSlot() if use_slot else None
@@ -268,18 +281,35 @@ class TransformersModel:
         return True
 
 
-def decoder_name(model: Any) -> str | None:
-    """Attribute name of a causal language model's decoder; None if it has none."""
-    from transformers import PreTrainedModel  # as in register_attention
-
-    if isinstance(getattr(model, model.base_model_prefix, None), nn.Module):
-        return str(model.base_model_prefix)
-    return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), None)
-
-
 def _head_only(model: Any, decoder: str) -> Any:
     """A copy of the model that shares every parameter, with its decoder replaced by `_IdentityDecoder`."""
     head = copy.copy(model)
     head._modules = dict(model._modules)
-    head._modules[decoder] = _IdentityDecoder()
+    head._modules[decoder] = _IdentityDecoder(getattr(model, decoder))
     return head
+
+
+@contextmanager
+def silence_library() -> Iterator[None]:
+    """Silence the library's warnings and progress bars; relevant problems are raised as errors."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def copy_from_files(model: Any) -> None:
+    """Move the weights to memory of the process.
+
+    The library maps the files where their dtype is that of the model. A later change of a file would change the model
+    in the middle of a job, and a shorter file would end the process.
+    """
+    for tensor in chain(model.parameters(), model.buffers()):
+        tensor.data = tensor.data.clone()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,8 +30,22 @@ from batchgen.models.hf import (
     HookedModel,
     KeywordDropped,
     TransformersModel,
-    decoder_name,
+    copy_from_files,
     register_attention,
+    silence_library,
+)
+from batchgen.models.hf_text import (
+    causal_part,
+    decoder_config,
+    is_unread,
+    library_class,
+    library_config,
+    renamed_keys,
+    skipped_blocks,
+    text_decoder,
+    text_runs_alone,
+    unread_modules,
+    without_modules,
 )
 from batchgen.models.load_test import Expected, library_logits
 from batchgen.models.lora import fit_library_adapters, wrap_adapted
@@ -57,25 +70,22 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
     try:
-        values, _ = PreTrainedConfig.get_config_dict(folder.path, local_files_only=True)
-        # The type may have another name in the folder.
-        config = CONFIG_MAPPING[folder.model_type].from_dict({**values, "model_type": folder.model_type})
+        config = library_config(folder)
     except Exception as error:  # configuration classes validate with errors of many types
         source = folder.path if folder.is_gguf else folder.path / "config.json"
         raise ModelError(f"transformers cannot read {source}: {_first_line(error)}.") from None
     _unset_quantisation(config)
-    longest = _longest_context(config)
+    text = decoder_config(config)
+    longest = _longest_context(text)
     if longest is None and context_length is None:
         raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
     if context_length is not None and longest is not None and context_length > longest:
         raise ModelError(f"--max-model-len {context_length} is past the model's context of {longest}. Give less.")
     context = context_length or longest
     assert context is not None, "one of them is given"
-    _check_rope(config)
-    _fix_longrope(config, context)
+    _check_rope(text)
+    _fix_longrope(text, context)
     return config, context
 
 
@@ -126,22 +136,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:300].rstrip(".")
 
 
-@contextlib.contextmanager
-def _silence_library() -> Iterator[None]:
-    """Silence the library's warnings and progress bars; relevant problems are raised as errors."""
-    from transformers.utils import logging
-
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
-
-
 def transformers_spec(
     config: Any,
     folder: ModelFolder,
@@ -149,25 +143,32 @@ def transformers_spec(
     device: torch.device,
     context: int,
     adapters: Sequence[Adapter] = (),
+    cls: Any = None,
 ) -> ModelSpec:
     """Determine the spec of a model by a forward on the meta device, without reading weights.
+
+    `cls` is its class, which `text_class` found.
 
     Raises:
         ModelError: the architecture cannot run with batchgen's attention, the folder holds weights that the model does
             not read, or an adapter does not fit the model.
     """
     register_attention()
-    check_layer_types(str(config.model_type), getattr(config, "layer_types", None))
-    with _silence_library():
-        model = _meta_model(config)
-        check_library_tensors(model, folder, int(config.num_hidden_layers))
+    text = decoder_config(config)
+    check_layer_types(str(text.model_type), getattr(text, "layer_types", None))
+    with silence_library():
+        whole = _meta_model(config, cls or text_class(config))
+        check_library_tensors(whole, folder, int(text.num_hidden_layers), _renamed(whole, folder), is_unread)
+        model = causal_part(whole)
+        _use_our_attention(model)
         fit_library_adapters(model, adapters)
-        uses, hooks = _probe_layers(model, config, context)
+        uses, hooks = _probe_layers(model, context)
+    text = decoder_config(config)
     return ModelSpec(
         name=str(config.model_type),
         implementation="transformers",
-        vocab_size=int(config.vocab_size),
-        hidden_size=int(config.hidden_size),
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
         num_layers=len(uses),
         context_length=context,
         kv_layers=tuple(use.kv for use in uses),
@@ -183,52 +184,81 @@ def transformers_spec(
     )
 
 
-def _meta_model(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def text_class(config: Any) -> Any:
+    """The library's class of a configuration, without the modules that text does not run.
 
-    config = type(config).from_dict(config.to_dict())
-    for settings in _rope_settings(config):
+    Raises:
+        ModelError: the library cannot build it, or it cannot run with batchgen's attention.
+    """
+    cls = library_class(config)
+    if not config.sub_configs:
+        return cls
+    register_attention()
+    with silence_library():
+        model = _meta_model(config, cls)
+        part = causal_part(model)
+        _use_our_attention(part)
+
+        def run() -> None:
+            hooked, inputs, _ = _run_empty(part)
+            with torch.no_grad():
+                hooked.logits(hooked.hidden(replace(inputs, attention=ProbeAttention())))
+
+        return without_modules(cls, unread_modules(model, run))
+
+
+def _meta_model(config: Any, cls: Any) -> Any:
+    config = copy.deepcopy(config)
+    for settings in _rope_settings(decoder_config(config)):
         if settings.get("rope_type") == "dynamic":
             settings["rope_type"] = "default"  # the same frequencies within the context, without reading positions
     try:
         with torch.device("meta"):
             # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+            model = cls._from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # constructors raise errors of many types
         raise ModelError(f"transformers cannot build this {config.model_type} model: {_first_line(error)}.") from None
-    _use_our_attention(model)
     return model.eval()
 
 
 def _drop_padding(model: Any) -> None:
     """Unset the padding id: some forwards search every batch for padding, which would wait for the device."""
-    with contextlib.suppress(Exception):  # classes of strict configurations need one
-        model.config.pad_token_id = None
+    vars(model.config)["pad_token_id"] = None  # some classes check assignments, and want a number
 
 
 def _use_our_attention(model: Any) -> None:
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(ATTENTION_NAME)
-    if model.config._attn_implementation != ATTENTION_NAME:
-        raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
-    _drop_padding(model)
-    if decoder_name(model) is None:
+    """Let the text decoder of a causal part attend through batchgen's attention."""
+    decoder = text_decoder(model)
+    if decoder is None:
         raise _unsupported(model.config, "it has no separate decoder")
+    part = model if decoder.config is model.config else decoder
+    if part._can_set_attn_implementation():
+        part.set_attn_implementation(ATTENTION_NAME)
+    if part.config._attn_implementation != ATTENTION_NAME:
+        raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
+    for module in (model, decoder):
+        _drop_padding(module)
 
 
-def _probe_layers(model: Any, config: Any, context: int) -> tuple[list[LayerUse], ModelHooks]:
-    """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
+def _run_empty(model: Any) -> tuple[HookedModel, ModelInput, ProbeAttention]:
+    """Run a model on the meta device; returns it with what it was run on."""
     probe = ProbeAttention()
     inputs = _chunk(torch.zeros(4, dtype=torch.int64, device="meta"), 0, 4, probe)
     try:
-        hooked = _hook(model, inputs)
+        return _hook(model, inputs), inputs, probe
     except NotImplementedError:
         # The forward reads values, such as the number of tokens per expert. Run it on uninitialised CPU tensors, whose
         # pages are never written and need no memory.
         probe = ProbeAttention()
         inputs = _chunk(torch.zeros(4, dtype=torch.int64), 0, 4, probe)
-        hooked = _hook(model.to_empty(device="cpu"), inputs)
-    uses = _check_layers(config, context, probe.calls)
+        return _hook(model.to_empty(device="cpu"), inputs), inputs, probe
+
+
+def _probe_layers(model: Any, context: int) -> tuple[list[LayerUse], ModelHooks]:
+    """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
+    hooked, inputs, probe = _run_empty(model)
+    decoder = text_decoder(model)
+    uses = _check_layers(decoder.config, context, probe.calls, skipped_blocks(decoder))
     return uses, _find_hooks(hooked, inputs)
 
 
@@ -259,10 +289,10 @@ def _unsupported(config: Any, reason: str) -> ModelError:
     return ModelError(f"The architecture {config.model_type} is not supported: {reason}. Use another model.")
 
 
-def _check_layers(config: Any, context: int, calls: list[tuple[int, LayerUse]]) -> list[LayerUse]:
+def _check_layers(config: Any, context: int, calls: list[tuple[int, LayerUse]], skipped: int = 0) -> list[LayerUse]:
     """Check that each layer attends once, with the window of the configuration; returns the layers in order."""
     counts = Counter(layer for layer, _ in calls)
-    layers = int(config.num_hidden_layers)
+    layers = int(config.num_hidden_layers) - skipped
     if set(counts) != set(range(layers)):
         raise _unsupported(config, f"only {len(counts)} of its {layers} layers attend to separate keys and values")
     if set(counts.values()) != {1}:
@@ -295,14 +325,15 @@ def load_transformers(
     folder: ModelFolder,
     adapters: Sequence[Adapter] = (),
     products: Products = "measured",
+    cls: Any = None,
 ) -> TransformersModel:
     """Read the weights, install batchgen's attention, fuse projections, and compare logits with the library's.
 
     Raises:
         ModelError: weights are missing, or the logits differ from the library's.
     """
-    with _silence_library(), torch.no_grad():
-        model = _read_weights(config, spec, folder)
+    with silence_library(), torch.no_grad():
+        model = causal_part(_read_weights(config, spec, folder, cls or text_class(config)))
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
         _use_our_attention(model)
@@ -335,7 +366,7 @@ def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]
     model.lora.visited = None
 
 
-def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
+def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -> Any:
     if (folder.path / "adapter_config.json").exists():
         raise ModelError(
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
@@ -344,30 +375,28 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
     decoded = folder.is_gguf or folder.quantisation is not None
     with WeightReader(folder.tensors) as reader:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors} if decoded else None
-        model = _from_pretrained(config, spec, folder, weights)
+        model = _from_pretrained(config, spec, folder, cls, weights)
     if spec.device.type == "cpu" and not decoded:
-        _copy_from_files(model)
+        copy_from_files(model)
     return model.eval().to(spec.device)
 
 
 def _from_pretrained(
-    config: Any, spec: ModelSpec, folder: ModelFolder, weights: Mapping[str, LazyWeight] | None
+    config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any, weights: Mapping[str, LazyWeight] | None
 ) -> Any:
     """The library's model, with the weights of the folder or, if given, `weights`.
 
     Raises:
         ModelError: the library cannot load it, or weights are missing.
     """
-    from transformers import AutoModelForCausalLM
-
-    # The automatic class looks for files even if it is given weights.
-    cls = AutoModelForCausalLM if weights is None else type(_meta_model(config))
     try:
+        renamed = _renamed(_meta_model(config, cls), folder)
         with _source(folder, weights) as source:
             model, info = cls.from_pretrained(
                 source,
                 config=config,
                 state_dict=weights,
+                key_mapping=renamed,
                 dtype=spec.dtype,
                 attn_implementation="eager",
                 local_files_only=True,
@@ -385,27 +414,23 @@ def _from_pretrained(
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
-    unread = [name for name in info.get("unexpected_keys") or () if name not in folder.spare]
-    check_unread(folder, unread, spec.num_layers)
+    others = [name for name in info.get("unexpected_keys") or () if not is_unread(name, model, folder)]
+    layers = int(decoder_config(config).num_hidden_layers)
+    check_unread(folder, [name for name in others if name not in folder.spare], layers)
     return model
+
+
+def _renamed(model: Any, folder: ModelFolder) -> dict[str, str] | None:
+    """Patterns of stored names -> names in `model`, where the text decoder of a larger checkpoint runs alone."""
+    return renamed_keys(model, folder) if text_runs_alone(folder) else None
 
 
 def _source(folder: ModelFolder, weights: Mapping[str, LazyWeight] | None) -> AbstractContextManager[Path | None]:
     """The folder from which the library reads the weights; None if they are given."""
     if weights is not None:
-        return contextlib.nullcontext()
+        return nullcontext()
     stored = {name: info for name, info in folder.tensors.items() if isinstance(info, TensorInfo)}
     return library_folder(folder.path, folder.files, stored)
-
-
-def _copy_from_files(model: Any) -> None:
-    """Move the weights to memory of the process.
-
-    The library maps the files where their dtype is that of the model. A later change of a file would change the model
-    in the middle of a job, and a shorter file would end the process.
-    """
-    for tensor in chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:
@@ -418,7 +443,7 @@ def _check_logits(hooked: HookedModel, spec: ModelSpec, expected: Expected) -> T
     worst = expected.difference(model, TORCH_OPS)
     if worst <= _TOLERANCE[spec.dtype]:
         return model
-    with contextlib.suppress(Exception):  # it may use a cache in other ways too
+    with suppress(Exception):  # it may use a cache in other ways too
         hooked.counts_by_cache = True
         if expected.difference(model, TORCH_OPS) <= _TOLERANCE[spec.dtype]:
             return model

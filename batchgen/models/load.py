@@ -76,11 +76,12 @@ def load_checked(
         return load_native(spec, config, layout, checked.folder, checked.adapters, products)
     with _named_failures(checked.folder, "load"):
         # Imported here because the library is slow to import and native models do not need it.
-        from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
+        from batchgen.models.hf_load import load_transformers, read_transformers_config, text_class, transformers_spec
 
         library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
-        spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
-        return load_transformers(library_config, spec, checked.folder, checked.adapters, products)
+        cls = text_class(library_config)
+        spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters, cls)
+        return load_transformers(library_config, spec, checked.folder, checked.adapters, products, cls)
 
 
 def inspect_model(

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 from batchgen.errors import ModelError
 from batchgen.kernels.rope_config import ROPE_KINDS, RopeConfig, RopeKind
 from batchgen.models.context import scaled_context
+from batchgen.models.text_part import is_nested, text_config
 
 NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS: Final = (
@@ -29,8 +30,14 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
-
-
+_SIZES: Final = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_NESTED_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "llama": {**_SIZES, "intermediate_size": 11008},
+    "mistral": {**_SIZES, "intermediate_size": 14336},
+    "qwen2": {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016},
+    "qwen3": {**_SIZES, "vocab_size": 151936, "intermediate_size": 22016},
+}
+"""Sizes in transformers, which nested configurations leave out where they are these."""
 _MAX_SIZE: Final = 1 << 31
 _MAX_SIZES: Final = {"num_hidden_layers": 10_000}
 """Largest sizes, beyond which a file is damaged."""
@@ -80,8 +87,10 @@ class _Reader:
     """Typed access to config.json, with the family's defaults."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.model_type = str(config["model_type"])
-        self.values = {**_DEFAULTS[self.model_type], **config}
+        text = text_config(config)
+        self.model_type = str(text["model_type"])
+        nested = _NESTED_DEFAULTS[self.model_type] if is_nested(config) else {}
+        self.values = {**_DEFAULTS[self.model_type], **nested, **text}
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
@@ -107,7 +116,7 @@ class _Reader:
 
 
 def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
-    """Parse a config.json of one of `NATIVE_TYPES`.
+    """Parse a config.json of one of `NATIVE_TYPES`, or the nested part of one whose text decoder has such a type.
 
     Raises:
         NativeUnsupported: it uses a feature that this decoder does not have.

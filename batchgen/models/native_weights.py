@@ -13,6 +13,7 @@ from batchgen.models.folder import ModelFolder
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.quant_format import FULL_DTYPES
 from batchgen.models.stored_tensors import check_unread, stored_wrongly
+from batchgen.models.text_part import TextTensors, find_text_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class NativeLayout:
     """None if the embedding is also the head."""
     layers: tuple[Mapping[str, FusedTensor], ...]
     """For each layer: fused name -> tensor."""
+    stored: TextTensors
+    """Where the tensors are in the checkpoint."""
 
     def __iter__(self) -> Iterator[FusedTensor]:
         yield from (self.embedding, self.norm)
@@ -50,14 +53,14 @@ class NativeLayout:
 
 
 def native_layout(config: NativeConfig, folder: ModelFolder) -> NativeLayout:
-    """Layout that `config` needs, with the names that `folder` uses (with or without the prefix `model.`).
+    """Layout that `config` needs, with the names that `folder` uses (`model.`, `model.language_model.`, none, ...).
 
     As in transformers, a stored `lm_head.weight` is used even if the configuration ties it: a tied checkpoint that
     stores both tensors either stores equal values or was untied by training.
     """
-    prefix = "" if "embed_tokens.weight" in folder.tensors else "model."
-    hidden = (config.hidden_size,)
-    embedding, head = f"{prefix}embed_tokens.weight", "lm_head.weight"
+    stored = find_text_tensors(folder.tensors, folder.config)
+    prefix, hidden = stored.decoder, (config.hidden_size,)
+    embedding, head = f"{prefix}embed_tokens.weight", f"{stored.head}lm_head.weight"
     one = config.tied and not (embedding in folder.tensors and head in folder.tensors)
     if one and head in folder.tensors:
         embedding = head
@@ -66,6 +69,7 @@ def native_layout(config: NativeConfig, folder: ModelFolder) -> NativeLayout:
         norm=FusedTensor(((f"{prefix}norm.weight", config.hidden_size),), ()),
         head=None if one else FusedTensor(((head, config.vocab_size),), hidden),
         layers=tuple(_layer(config, f"{prefix}layers.{i}.") for i in range(config.num_layers)),
+        stored=stored,
     )
 
 
@@ -100,8 +104,8 @@ def adapted_parts(fused: FusedTensor) -> list[tuple[str, int]]:
 
 
 def _module(tensor: str) -> str:
-    """Module name of a tensor in adapters, which always has the prefix `model.`."""
-    return "model." + tensor.removeprefix("model.").removesuffix(".weight")
+    """Module name of a layer's tensor in adapters, which always begins with `model.layers.`."""
+    return "model.layers." + tensor.partition("layers.")[2].removesuffix(".weight")
 
 
 def native_linears(layout: NativeLayout) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
@@ -141,5 +145,5 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
             )
         if info.dtype not in FULL_DTYPES:
             raise stored_wrongly(name, info.dtype)
-    unread = [name for name in folder.tensors if name not in needed and name not in folder.spare]
-    check_unread(folder, unread, len(layout.layers))
+    others = [name for name in folder.tensors if name not in needed and layout.stored.is_read(name)]
+    check_unread(folder, [name for name in others if name not in folder.spare], len(layout.layers))

@@ -7,7 +7,7 @@ would run, and give wrong tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from batchgen.errors import ModelError
@@ -74,13 +74,21 @@ def _layer(name: str) -> int | None:
     return None if found is None else int(found[3])
 
 
-def check_library_tensors(model: Any, folder: ModelFolder, layers: int) -> None:
+def check_library_tensors(
+    model: Any,
+    folder: ModelFolder,
+    layers: int,
+    renamed: Mapping[str, str] | None,
+    is_left_out: Callable[[str, Any, ModelFolder], bool],
+) -> None:
     """Check that a library model takes every stored tensor, with the names that the library gives it as it loads.
 
     Args:
         model: the model, on the meta device.
         folder: its folder.
         layers: number of its layers.
+        renamed: patterns of stored names -> names in the model, before those that the library has itself.
+        is_left_out: whether a stored tensor of a model and a folder belongs to a part that text does not run.
 
     Raises:
         ModelError: a tensor is read by no module and not harmless, or its dtype is not that of weights.
@@ -88,7 +96,8 @@ def check_library_tensors(model: Any, folder: ModelFolder, layers: int) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
-    rules, taken, unread = get_model_conversion_mapping(model), model.state_dict(), []
+    rules = get_model_conversion_mapping(model, None if renamed is None else dict(renamed))
+    taken, unread = model.state_dict(), []
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     for name in sorted(folder.tensors, key=dot_natural_key):  # the order of the library, whose rules keep state
@@ -99,7 +108,8 @@ def check_library_tensors(model: Any, folder: ModelFolder, layers: int) -> None:
             unread.append(name)
         elif taken[target].is_floating_point() and folder.tensors[name].dtype not in FULL_DTYPES:
             raise stored_wrongly(name, folder.tensors[name].dtype)
-    check_unread(folder, [name for name in unread if name not in folder.spare and not is_ignored(model, name)], layers)
+    left = [name for name in unread if not is_left_out(name, model, folder) and not is_ignored(model, name)]
+    check_unread(folder, [name for name in left if name not in folder.spare], layers)
 
 
 def is_ignored(model: Any, name: str) -> bool:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from batchgen.request.foreign_text import read_json_file, typed
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.chat_forms import plain_json
 from batchgen.text.template_budget import Budget, OverBudget, budgeted
@@ -58,9 +60,28 @@ class ChatTemplate:
             OverBudget: the template does more than `budget` allows.
             Exception: whatever the template or the library raises.
         """
+        if self._reads_parts:
+            messages = [_in_parts(message) for message in messages]
         if prompt.continue_final_message:
             return self._render_open(prompt, messages)
         return self._render(prompt, messages)
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template leaves out content that is text, and renders it as a list of parts.
+
+        Templates of models that read images do so.
+        """
+        message = {"role": "user", "content": _END_MARK}
+        source = next(iter(self.sources))
+        if "type" not in source:  # which is how a part is known
+            return False
+        shown: list[bool] = []
+        for given in (message, _in_parts(message)):
+            with suppress(Exception):  # a template may refuse either form, or a lone message
+                context = {"tools": None, "documents": None, "add_generation_prompt": False, "messages": [given]}
+                shown.append(_END_MARK in self._call(source, {**self._special_tokens, **context}))
+        return shown == [False, True]
 
     def _render(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
         if not messages:
@@ -227,3 +248,23 @@ def _template_reads(source: str) -> TemplateReads:
     known = None not in formats and len(formats) + tested == named  # else it may be called under another name
     variables = frozenset(meta.find_undeclared_variables(tree))
     return TemplateReads(variables, frozenset(map(str, constants)), frozenset(map(str, formats)) if known else None)
+
+
+def processor_template(folder: Path) -> str | None:
+    """The chat template that a model folder keeps with its processor of images and audio; None if there is none.
+
+    Raises:
+        ForeignTextError: a file is damaged.
+    """
+    for name in ("chat_template.json", "processor_config.json"):
+        if (folder / name).is_file():
+            template = typed(read_json_file(folder / name), {}).get("chat_template")
+            if isinstance(template, str):
+                return template
+    return None
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose text is a list of one part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

@@ -25,7 +25,7 @@ from batchgen.request.foreign_text import read_json
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.chat import ChatRenderer
-from batchgen.text.chat_template import ChatTemplate
+from batchgen.text.chat_template import ChatTemplate, processor_template
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 from batchgen.text.model_files import is_undescribed, plain_config
 
@@ -44,6 +44,7 @@ _OTHER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "merges.txt",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
@@ -108,16 +109,15 @@ class Tokenizer:
         _check_vocabulary(folder, path)
         try:
             stamps = _stamps(folder)
-            # Imported here: transformers is slow to import, and commands that need no model start without it.
-            # It imports sentencepiece, if that is installed, which brings another OpenMP runtime.
-            with short_openmp_spins():
-                from transformers import AutoTokenizer
+            with short_openmp_spins():  # the import of sentencepiece, if there is one, brings another OpenMP runtime
+                from transformers import AutoTokenizer  # slow to import
 
                 known = {} if (config := plain_config(folder)) is None else {"config": config}
                 hf = _load_pair(folder) if is_undescribed(folder) else None
                 if hf is None:
                     options = {"local_files_only": True, "trust_remote_code": False, **known}
                     hf = AutoTokenizer.from_pretrained(str(folder), **options)
+            hf.chat_template = hf.chat_template or processor_template(folder)
         except Exception as error:  # a damaged file may raise anything
             raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
         if not getattr(hf, "is_fast", False):

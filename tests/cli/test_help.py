@@ -55,3 +55,23 @@ def test_a_terminal_gets_a_rendered_page(columns: int) -> None:
     assert any("Glossary" in line for line in lines)
     assert not any(line.startswith(("# ", "|---")) for line in lines)
     assert max(map(len, lines)) <= columns
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("llava", ["llava", "native", "text, of `llama`"]),
+        ("Qwen3-VL", ["qwen3_vl", "transformers", "text, of `qwen3_vl_text`"]),
+        ("mamba2", ["mamba2", "no", "it keeps a recurrent state in addition to keys and values"]),
+    ],
+)
+def test_model_types_are_listed(name: str, row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["models", name]) == 0
+    lines = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][:2] == ["type", "runs"]
+    assert row in lines
+
+
+def test_a_model_type_that_no_library_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["models", "nothing-like-it"]) == 2
+    assert "`nothing-like-it`" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.cli.reference import reference
-from tests.docs import conformance, other_systems, results_tables
+from tests.docs import conformance, model_types, other_systems, results_tables
 from tests.gpu import table as gpu_table
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,7 @@ PARTS = (
     Part(DOCS / "gpu-check.md", lambda: gpu_table.markdown(gpu_table.stored()), "goals"),
     Part(DOCS / "reference.md", reference),
     Part(DOCS / "conformance.md", conformance.page),
+    Part(DOCS / "model-types.md", model_types.table, "types"),
     Part(DOCS / "other-systems.md", other_systems.tables, "names"),
 )
 

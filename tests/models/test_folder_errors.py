@@ -115,7 +115,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "not a causal language model",
     ),
     "encoder-decoder": (configure(model_type="t5", is_encoder_decoder=True), "t5 is not supported"),
-    "multimodal": (configure(model_type="gemma3", text_config={}), "gemma3 is multimodal"),
+    "unknown decoder": (
+        configure(model_type="new_vl", text_config={"model_type": "new_text"}),
+        "new_text is not supported",
+    ),
     "aqlm": (configure(quantization_config={"quant_method": "aqlm"}), "quantised .*aqlm"),
     "rope": (configure(rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}), "rope type 'spiral'"),
     "no heads": (configure(num_attention_heads=None), "num_attention_heads must be a positive integer"),

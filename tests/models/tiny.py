@@ -32,12 +32,13 @@ TYPES = (
 RECENT_TYPES = ("codegen", "gptj") if Version(transformers.__version__) >= Version("5.24") else ()
 """Types that use the attention interface only in recent versions of transformers."""
 MORE_TYPES = (
-    "afmoe", "apertus", "arcee", "axk1", "beam", "biogpt", "bitnet", "cwm", "dots1", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite_swa",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
-    "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe", "seed_oss",
-    "modernbert-decoder", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
+    "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere2_moe",
+    "cwm", "dots1", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite_swa", "granitemoe",
+    "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash",
+    "minicpm3", "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe",
+    "modernbert-decoder", "sarvam_moe", "seed_oss", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
 )  # fmt: skip
 """Further supported types, tested by the slow tests."""
 
@@ -108,6 +109,14 @@ _FULL = ["full_attention"] * 3
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "cohere": {"logit_scale": 2.0},
@@ -128,6 +137,16 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3"), _MLA),
     "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4},
 }
+
+
+def common_fields(model_type: str) -> dict[str, Any]:
+    """Small values of fields, for every class that has the field, and those of `model_type`."""
+    return {**_COMMON, **by_type(model_type)}
+
+
+def by_type(model_type: str) -> dict[str, Any]:
+    """Small values of fields of `model_type` alone."""
+    return _BY_TYPE.get(model_type, {})
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:

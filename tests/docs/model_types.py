@@ -1,0 +1,48 @@
+"""The generated table of model types: what the installed transformers has, and how each runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING
+
+from batchgen.errors import ModelError
+from batchgen.models.architectures import causal_lm_types, choose_implementation, packed_types
+from batchgen.models.text_part import is_packed, text_config
+
+_NAMES = ("model.language_model.embed_tokens.weight", "model.language_model.layers.0.input_layernorm.weight")
+"""Names of stored tensors, as checkpoints that pack more than a text decoder have them."""
+
+
+def default_config(name: str) -> dict[str, Any]:
+    """The configuration of a type with the library's default sizes."""
+    try:
+        config: dict[str, Any] = CONFIG_MAPPING[name]().to_dict()
+    except Exception:  # some classes need values, or refuse their own defaults
+        config = {"is_encoder_decoder": "encoder-decoder" in name}
+    return {**config, "model_type": name}
+
+
+def outcome(name: str) -> tuple[str, str]:
+    """(how checkpoints of a type run, what runs of them or the missing computation)."""
+    config = default_config(name)
+    try:
+        chosen = choose_implementation(config, "auto", _NAMES)
+    except ModelError as error:
+        words = str(error)
+        for end in (". Use", ", which"):
+            words = words.partition(end)[0]
+        return "no", words.partition("not supported: ")[2] or words.partition(f"{name} ")[2] or words
+    part = text_config(config).get("model_type")
+    return chosen, f"text, of `{part}`" if part not in (None, name) else "text" if is_packed(config) else ""
+
+
+def table() -> str:
+    """The table in Markdown."""
+    names = sorted({*causal_lm_types(), *packed_types()} & set(CONFIG_MAPPING))
+    lines = [f"| {name} | {' | '.join(outcome(name))} |".replace("|  |", "| |") for name in names]
+    head = (
+        f"Types of transformers {transformers.__version__}:\n\n| type | runs | what runs, or the missing computation |"
+    )
+    return "\n".join([head, "|---|---|---|", *lines, ""])
