@@ -97,7 +97,9 @@ def check_library_tensors(
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
     rules = get_model_conversion_mapping(model, None if renamed is None else dict(renamed))
-    taken, unread = model.state_dict(), []
+    taken = model.state_dict()
+    unread: dict[str, str] = {}
+    """Stored name -> name in the model."""
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     for name in sorted(folder.tensors, key=dot_natural_key):  # the order of the library, whose rules keep state
@@ -105,11 +107,11 @@ def check_library_tensors(
         if target not in taken and name in taken:
             target = name
         if target not in taken:
-            unread.append(name)
+            unread[name] = target
         elif taken[target].is_floating_point() and folder.tensors[name].dtype not in FULL_DTYPES:
             raise stored_wrongly(name, folder.tensors[name].dtype)
-    left = [name for name in unread if not is_left_out(name, model, folder) and not is_ignored(model, name)]
-    check_unread(folder, [name for name in left if name not in folder.spare], layers)
+    left = [name for name, target in unread.items() if not is_left_out(target, model, folder)]
+    check_unread(folder, [name for name in left if name not in folder.spare and not is_ignored(model, name)], layers)
 
 
 def is_ignored(model: Any, name: str) -> bool:

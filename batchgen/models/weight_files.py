@@ -99,9 +99,6 @@ def _no_weights(folder: Path) -> ModelError:
 
 def foreign_form(folder: Path) -> str | None:
     """What a folder that is not a checkpoint holds, and how to run it; None if nothing that is known."""
-    ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs:
-        return f"holds GGUF files ({_names(ggufs)}) and no safetensors. Name the file: --model {ggufs[0]}"
     if (folder / "adapter_config.json").is_file():
         base = _base_model(folder / "adapter_config.json")
         return (
