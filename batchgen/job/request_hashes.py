@@ -56,6 +56,7 @@ def environment(setup: Setup) -> dict[str, Any]:
     facts, config = setup.identity, setup.config
     found = {f"model {name}": facts[name] for name in _MODEL_FACTS}
     found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in _OPTIONS}
+    found["--quantization"] = config.engine.computed_weights  # "auto" is not another way to compute than "none"
     found["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):
         found["--max-model-len"] = config.engine.max_model_len

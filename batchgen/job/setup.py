@@ -29,6 +29,7 @@ from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
+from batchgen.models.folder import ModelFolder
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.request.params import SamplingParams
@@ -99,6 +100,17 @@ class Setup:
             **({"adapters": adapters} if adapters else {}),
         }
 
+    @property
+    def checkpoint_format(self) -> str | None:
+        """The quantiser of the checkpoint and its encodings; None if the weights are stored in full."""
+        folder = self.model.folder
+        return None if folder.quantisation is None else f"{folder.quantisation.method}: {', '.join(folder.encodings)}"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return self.spec.parameters * self.spec.dtype.itemsize
+
     def note_unused_options(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:
         """Call `note` if logprob options are given but none of the rows' parameter sets `params` uses them."""
         unused = [BY_NAME[name].flag for name in self.defaults.unused_logprob_options(params)]
@@ -145,6 +157,8 @@ def prepare(
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
+    if job.model.folder.quantisation is not None:
+        note(_quantised_note(job.model.folder, spec))
     found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
     tokenizer = Tokenizer.load(found, model=folder)
     front_end = FrontEnd.build(
@@ -163,6 +177,16 @@ def prepare(
     options = CarriedOptions(carried, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     return Setup(config, job.model, spec, front_end, defaults, job.hashes)
+
+
+def _quantised_note(folder: ModelFolder, spec: ModelSpec) -> str:
+    assert folder.quantisation is not None
+    stored = sum(tensor.nbytes for tensor in folder.tensors.values())
+    return (
+        f"the checkpoint is quantized ({folder.quantisation.method}: {', '.join(folder.encodings)}): its weights are "
+        f"dequantized to {str(spec.dtype).removeprefix('torch.')} as they are read, {format_size(stored)} stored, "
+        f"{format_size(spec.parameters * spec.dtype.itemsize)} in memory"
+    )
 
 
 def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:

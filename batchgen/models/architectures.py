@@ -24,11 +24,7 @@ _REASONS: Final[dict[str, str]] = {
         "bloom cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese hrm_text inkling inkling_text "
         "inkling2 inkling2_text mpt openai-gpt xglm xlm xlnet reformer blt"
     ),
-    _RECURRENT: (
-        "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm jamba bamba zamba zamba2 recurrent_gemma nemotron_h lfm2 "
-        "lfm2_moe lfm3 granitemoehybrid kimi_linear minimax olmo_hybrid bailing_hybrid qwen3_next qwen3_5 qwen3_5_moe "
-        "qwen3_5_text qwen3_5_moe_text qwen4_exp qwen4_exp_text zaya"
-    ),
+    _RECURRENT: "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm",
     _SPARSE: "deepseek_v32 deepseek_v4 glm_moe_dsa minimax_m3_vl_text dots3_note dots3_note_text hy_v4 axk2",
     _ENCODER: (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
@@ -38,7 +34,25 @@ _REASONS: Final[dict[str, str]] = {
     ),
 }
 _UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-_LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention")
+_HYBRIDS: Final = (
+    "jamba", "bamba", "zamba", "zamba2", "recurrent_gemma", "nemotron_h", "lfm2", "lfm2_moe", "lfm3",
+    "granitemoehybrid", "kimi_linear", "minimax", "olmo_hybrid", "bailing_hybrid", "qwen3_next", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "zaya",
+)  # fmt: skip
+"""Types some of whose layers are recurrent unless their configuration says otherwise."""
+_HYBRID_KEYS: Final = (
+    "layer_types", "layers_block_type", "attn_layer_indices", "attn_layer_period", "hybrid_override_pattern",
+    "block_types", "full_attn_idxs", "full_attention_interval", "layer_group_size", "linear_attn_config",
+)  # fmt: skip
+"""Keys that say which layers of a hybrid type are recurrent. The library derives the type of each layer from them."""
+_LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_NOT_ATTENTION: Final = {
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"), _RECURRENT),
+    "conv": _RECURRENT,
+    **dict.fromkeys(("mlp", "moe"), "a layer without attention is not supported"),
+    "indexed_attention": _SPARSE,
+}
+"""Type of a layer -> why it is not supported."""
 
 
 def choose_implementation(config: Mapping[str, Any], requested: Requested) -> Implementation:
@@ -94,9 +108,29 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         )
     if config.get("index_topk"):
         raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
-    unknown = sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_LAYER_TYPES))
-    if unknown:
-        raise ModelError(f"The architecture {name} has layers of type {unknown[0]}, which are not supported.")
+    if name in _HYBRIDS and not any(config.get(key) for key in _HYBRID_KEYS):
+        raise ModelError(f"The architecture {name} is not supported: {_RECURRENT}. Use another model.")
+    check_layer_types(name, config.get("layer_types") or config.get("layers_block_type"))
+
+
+def check_layer_types(name: str, types: Any) -> None:
+    """Check that all layers are attention, whatever the architecture `name` is called.
+
+    Args:
+        name: the `model_type`.
+        types: the type of each layer, or None if the configuration does not list them.
+
+    Raises:
+        ModelError: a layer has another type; the message says what is missing.
+    """
+    listed = [str(kind) for kind in types] if isinstance(types, list | tuple) else []
+    others = sorted(set(listed) - set(_LAYER_TYPES))
+    if others:
+        count, reason = listed.count(others[0]), _NOT_ATTENTION.get(others[0], "their computation is not known here")
+        raise ModelError(
+            f"The architecture {name} is not supported: it has layers of type {others[0]} ({count} of {len(listed)}): "
+            f"{reason}. Use another model."
+        )
 
 
 @cache

@@ -6,6 +6,7 @@ Does not import torch, so that a missing or incomplete folder is rejected immedi
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class ModelFolder:
     tensors: Mapping[str, StoredTensor]
     """Tensors of all files as a model takes them, by name."""
     config_digest: str
-    """sha256 of config.json."""
+    """sha256 of config.json; of quantised checkpoints, of it and the description of their quantisation."""
     stamps: Mapping[Path, FileStamp]
     """Stamps of config.json and the safetensors files, taken before they were read."""
     quantisation: QuantFormat | None = None
@@ -74,12 +75,13 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise ModelError(f"{file} lacks {name}, which {_INDEX} says it holds. Copy the folder again.")
-    digest = hashlib.sha256(raw).hexdigest()
     found = find_quant_format(folder, config, tensors)
     if found is None:
-        return ModelFolder(folder, config, tuple(files), tensors, digest, stamps)
+        return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
     plain = plain_tensors(tensors, found)
     form = found if plain.labels else None
+    # Of a description in another file, too, so that its change makes another job.
+    digest = hashlib.sha256(raw + json.dumps([found.method, dict(found.settings)], sort_keys=True).encode()).hexdigest()
     return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain.labels, plain.spare)
 
 

@@ -83,6 +83,12 @@ def _attend(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelError(f"{type(module).__name__} has no layer index, so it cannot have a cache.")
+    groups = getattr(module, "num_key_value_groups", None)
+    if groups is not None and (key.shape[1] * groups, key.shape[-1]) != (query.shape[1], query.shape[-1]):
+        raise ModelError(
+            f"{type(module).__name__} has {query.shape[1]} query heads of size {query.shape[-1]} for {key.shape[1]} "
+            f"key heads of size {key.shape[-1]}, {groups} per key head, which do not fit. Check config.json."
+        )
     out = attention.attend(
         layer,
         query[0].transpose(0, 1),  # [T, N, D]

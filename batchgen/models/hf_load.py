@@ -18,6 +18,7 @@ from batchgen.kernels.device import device_for
 from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.context import scaled_context
 from batchgen.models.experts import ExpertsSlot, install_experts
@@ -35,6 +36,7 @@ from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
+from batchgen.models.stored_tensors import check_library_tensors, check_unread
 from batchgen.models.weights import LazyWeight, WeightReader
 
 _TEST_TOKENS: Final = 7
@@ -137,6 +139,7 @@ def _silence_library() -> Iterator[None]:
 
 def transformers_spec(
     config: Any,
+    folder: ModelFolder,
     dtype: torch.dtype,
     device: torch.device,
     context: int,
@@ -145,11 +148,14 @@ def transformers_spec(
     """Determine the spec of a model by a forward on the meta device, without reading weights.
 
     Raises:
-        ModelError: the architecture cannot run with batchgen's attention, or an adapter does not fit the model.
+        ModelError: the architecture cannot run with batchgen's attention, the folder holds weights that the model does
+            not read, or an adapter does not fit the model.
     """
     register_attention()
+    check_layer_types(str(config.model_type), getattr(config, "layer_types", None))
     with _silence_library():
         model = _meta_model(config)
+        check_library_tensors(model, folder, int(config.num_hidden_layers))
         fit_library_adapters(model, adapters)
         uses, hooks = _probe_layers(model, config, context)
     return ModelSpec(
@@ -191,7 +197,8 @@ def _meta_model(config: Any) -> Any:
 
 def _drop_padding(model: Any) -> None:
     """Unset the padding id: some forwards search every batch for padding, which would wait for the device."""
-    model.config.pad_token_id = None
+    with contextlib.suppress(Exception):  # classes of strict configurations need one
+        model.config.pad_token_id = None
 
 
 def _use_our_attention(model: Any) -> None:
@@ -372,6 +379,7 @@ def _from_pretrained(
                 f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
                 "Copy the folder again, or check that config.json belongs to these weights."
             )
+    check_unread(folder, info.get("unexpected_keys") or (), spec.num_layers)
     return model
 
 

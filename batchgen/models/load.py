@@ -8,16 +8,18 @@ both steps in one, for a folder that has not been checked yet.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, Literal
 
 import torch
 
-from batchgen.errors import ModelError
+from batchgen.errors import BatchgenError, ModelError
 from batchgen.kernels.linear import Products
 from batchgen.models.architectures import Requested
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel, check_model
+from batchgen.models.folder import ModelFolder
 from batchgen.models.lora_config import NamePath
 from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
@@ -72,12 +74,13 @@ def load_checked(
         config, layout = checked.native
         spec = _native_spec(checked, config, layout, kind, where)
         return load_native(spec, config, layout, checked.folder, checked.adapters, products)
-    # Imported here because the library is slow to import and native models do not need it.
-    from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
+    with _named_failures(checked.folder, "load"):
+        # Imported here because the library is slow to import and native models do not need it.
+        from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
 
-    library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
-    spec = transformers_spec(library_config, kind, where, context, checked.adapters)
-    return load_transformers(library_config, spec, checked.folder, checked.adapters, products)
+        library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
+        spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
+        return load_transformers(library_config, spec, checked.folder, checked.adapters, products)
 
 
 def inspect_model(
@@ -105,10 +108,32 @@ def checked_spec(
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
         return _native_spec(checked, *checked.native, kind, where)
-    from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_checked
+    with _named_failures(checked.folder, "build"):
+        from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_checked
 
-    library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
-    return transformers_spec(library_config, kind, where, context, checked.adapters)
+        library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
+        return transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
+
+
+@contextmanager
+def _named_failures(folder: ModelFolder, action: str) -> Iterator[None]:
+    """Turn what a call into the library raises into an error that names the model.
+
+    Configurations are validated, modules built and forwards run by code of many authors, which raises errors of any
+    type. Those of memory and of the device are not the model's.
+    """
+    try:
+        yield
+    except (BatchgenError, MemoryError):
+        raise
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] == "torch":
+            raise
+        reason = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
+        raise ModelError(
+            f"transformers cannot {action} this {folder.model_type} model ({type(error).__name__}: {reason}). Check "
+            f"{folder.path / 'config.json'} against the weights, or use another model."
+        ) from error
 
 
 def _native_spec(

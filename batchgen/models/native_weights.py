@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.native_config import NativeConfig
-
-_IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
-"""Tensors that older checkpoints store but the configuration determines."""
-_FLOATS: Final = ("F16", "BF16", "F32", "F64")
+from batchgen.models.quant_format import FULL_DTYPES
+from batchgen.models.stored_tensors import check_unread, stored_wrongly
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +139,6 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
                 f"{name} has shape {list(info.shape)} where config.json calls for {list(shape)}. "
                 "Check that config.json belongs to these weights."
             )
-        if info.dtype not in _FLOATS:
-            raise ModelError(
-                f"{name} is stored as {info.dtype}, which is not supported. Use the unquantised checkpoint."
-            )
-    others = [name for name in folder.tensors if name not in needed and name not in folder.spare]
-    extra = [name for name in others if not name.endswith(_IGNORED_SUFFIXES)]
-    if extra:
-        raise ModelError(
-            f"{folder.path} holds {len(extra)} tensors that a {folder.model_type} model of this config.json does not "
-            f"have, {extra[0]} first. Check that config.json belongs to these weights."
-        )
+        if info.dtype not in FULL_DTYPES:
+            raise stored_wrongly(name, info.dtype)
+    check_unread(folder, [name for name in folder.tensors if name not in needed], len(layout.layers))

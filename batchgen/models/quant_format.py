@@ -132,7 +132,7 @@ _SIDE_FILES: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
     "quant_config.json": _awq,  # AutoAWQ
     "quantization_config.json": dict,  # AutoRound and others
 }
-"""Files beside config.json, and what makes an entry of `quantization_config` of their contents."""
+"""Files next to config.json, and what makes an entry of `quantization_config` of their contents."""
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -161,14 +161,15 @@ _TELLING_NAMES: Final = (
     (".biases", "mlx"),
 )
 """Ends of the names of tensors that one quantiser alone stores."""
-_FULL_DTYPES: Final = ("F16", "BF16", "F32", "F64")
+FULL_DTYPES: Final = ("F16", "BF16", "F32", "F64")
+"""Stored dtypes of weights that are not quantised."""
 _PACKED_DTYPES: Final = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")
 """Dtypes that only quantised weights have."""
 
 
 def _by_tensors(tensors: Mapping[str, TensorInfo]) -> QuantFormat | None:
     """The format that names and dtypes of tensors tell."""
-    odd = [name for name, info in tensors.items() if info.dtype not in _FULL_DTYPES]
+    odd = [name for name, info in tensors.items() if info.dtype not in FULL_DTYPES]
     if not odd:
         return None
     for ending, method in _TELLING_NAMES:

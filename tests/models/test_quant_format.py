@@ -124,7 +124,7 @@ def test_damaged_side_file_is_named(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_told_by_tensors(name: str, tmp_path: Path) -> None:
+def test_known_by_tensors(name: str, tmp_path: Path) -> None:
     stored, method = TENSORS[name]
     tensors = {key: TensorInfo(tmp_path, dtype, shape, 0, 0) for key, (dtype, shape) in stored.items()}
     found = find_quant_format(tmp_path, {}, tensors)

@@ -11,7 +11,7 @@ from batchgen.models.load import inspect_model, load_model
 from tests.models.dense_attention import DenseCache
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.test_taps import NO_CHOICES, check_experts, check_states
-from tests.models.tiny import MORE_TYPES, TYPES, WINDOW, save_tiny, tiny_config, tiny_model
+from tests.models.tiny import HYBRID_TYPES, MORE_TYPES, TYPES, WINDOW, save_tiny, tiny_config, tiny_model
 
 torch.set_num_threads(1)
 
@@ -49,6 +49,18 @@ def test_type_equals_eager(model_type: str, tmp_path: Path) -> None:
 def test_at_least_twenty_types_including_common_ones() -> None:
     assert len(set(TYPES)) >= 20
     assert {"gemma2", "gemma3_text", "gpt_oss", "phi3", "olmo2", "mixtral", "qwen3_moe"} <= set(TYPES)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "modernbert-decoder"])
+def test_types_of_other_computations_with_attention_alone(model_type: str, tmp_path: Path) -> None:
+    """The layers of the configuration decide, not the name of the type."""
+    check(model_type, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", HYBRID_TYPES)
+def test_hybrid_types_with_attention_alone(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
 
 
 @pytest.mark.slow

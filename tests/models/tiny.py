@@ -37,9 +37,15 @@ MORE_TYPES = (
     "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
     "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
     "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe", "seed_oss",
-    "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
+    "modernbert-decoder", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
 )  # fmt: skip
 """Further supported types, tested by the slow tests."""
+
+HYBRID_TYPES = (
+    "bailing_hybrid", "bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "minimax", "nemotron_h",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
+"""Types whose configuration says which layers are recurrent; here all layers are attention."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -98,6 +104,7 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 12,
     "head_dim": 8,
 }
+_FULL = ["full_attention"] * 3
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -111,6 +118,13 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": None},
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
+    "bamba": {"attn_layer_indices": [0, 1, 2]},
+    "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
+    "nemotron_h": {"layers_block_type": _FULL},
+    "lfm2_moe": {"layer_types": _FULL, "num_dense_layers": 1},
+    **{name: {"layer_types": _FULL} for name in ("granitemoehybrid", "lfm2", "minimax", "qwen3_next")},
+    **{name: {"layer_types": _FULL} for name in ("qwen3_5_moe_text", "qwen3_5_text")},
+    **{name: {**_MLA, "layer_types": _FULL} for name in ("bailing_hybrid", "kimi_linear")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3"), _MLA),
     "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4},
 }
