@@ -192,16 +192,20 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
             "reading": round(read - started, 3),
             "planning": round(planned - read, 3),
         },
-        model={
-            **setup.identity,
-            "parameters": setup.spec.parameters,
-            "context_length": setup.spec.context_length,
-            "checkpoint_format": setup.checkpoint_format,
-            "weight_bytes": setup.weight_bytes,
-        },
+        model=_model(setup),
         configuration=config.describe(),
     )
     return report, output
+
+
+def _model(setup: Setup) -> dict[str, Any]:
+    return {
+        **setup.identity,
+        "parameters": setup.spec.parameters,
+        "context_length": setup.spec.context_length,
+        "checkpoint_format": setup.checkpoint_format,
+        "weight_bytes": setup.weight_bytes,
+    }
 
 
 def _print_note(message: str) -> None:

@@ -29,9 +29,9 @@ from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
-from batchgen.models.folder import ModelFolder
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.params import SamplingParams
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
@@ -103,8 +103,8 @@ class Setup:
     @property
     def checkpoint_format(self) -> str | None:
         """The quantiser of the checkpoint and its encodings; None if the weights are stored in full."""
-        folder = self.model.folder
-        return None if folder.quantisation is None else f"{folder.quantisation.method}: {', '.join(folder.encodings)}"
+        plain = self.model.folder.plain
+        return None if plain is None else str(plain)
 
     @property
     def weight_bytes(self) -> int:
@@ -157,8 +157,8 @@ def prepare(
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
-    if job.model.folder.quantisation is not None:
-        note(_quantised_note(job.model.folder, spec))
+    if job.model.folder.plain is not None:
+        note(_quantised_note(job.model.folder.plain, spec))
     found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
     tokenizer = Tokenizer.load(found, model=folder)
     front_end = FrontEnd.build(
@@ -179,12 +179,10 @@ def prepare(
     return Setup(config, job.model, spec, front_end, defaults, job.hashes)
 
 
-def _quantised_note(folder: ModelFolder, spec: ModelSpec) -> str:
-    assert folder.quantisation is not None
-    stored = sum(tensor.nbytes for tensor in folder.tensors.values())
+def _quantised_note(plain: PlainTensors, spec: ModelSpec) -> str:
     return (
-        f"the checkpoint is quantized ({folder.quantisation.method}: {', '.join(folder.encodings)}): its weights are "
-        f"dequantized to {str(spec.dtype).removeprefix('torch.')} as they are read, {format_size(stored)} stored, "
+        f"the checkpoint is quantized ({plain}): its weights are dequantized to "
+        f"{str(spec.dtype).removeprefix('torch.')} as they are read, {format_size(plain.nbytes)} stored, "
         f"{format_size(spec.parameters * spec.dtype.itemsize)} in memory"
     )
 

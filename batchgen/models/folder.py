@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
@@ -18,7 +18,7 @@ from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import read_weight_map, resolve_model
 from batchgen.models.quant_format import QuantFormat, find_quant_format
-from batchgen.models.quantized.formats import plain_tensors
+from batchgen.models.quantized.formats import PlainTensors, plain_tensors
 from batchgen.models.quantized.tensors import StoredTensor
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
@@ -44,10 +44,13 @@ class ModelFolder:
     """Stamps of config.json and the safetensors files, taken before they were read."""
     quantisation: QuantFormat | None = None
     """None if the weights are stored in full."""
-    encodings: Mapping[str, int] = field(default_factory=dict)
-    """Encoding of quantised tensors in words -> number of tensors, most frequent first."""
-    spare: frozenset[str] = frozenset()
-    """Tensors that a model may lack."""
+    plain: PlainTensors | None = None
+    """What the quantised tensors mean; None if the weights are stored in full."""
+
+    @property
+    def spare(self) -> frozenset[str]:
+        """Tensors that a model may lack."""
+        return frozenset() if self.plain is None else self.plain.spare
 
     @property
     def model_type(self) -> str:
@@ -82,7 +85,7 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     form = found if plain.labels else None
     # Of a description in another file, too, so that its change makes another job.
     digest = hashlib.sha256(raw + json.dumps([found.method, dict(found.settings)], sort_keys=True).encode()).hexdigest()
-    return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain.labels, plain.spare)
+    return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain if form else None)
 
 
 _CONFIG: Final[Kinds] = {

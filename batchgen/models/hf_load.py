@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -37,7 +36,7 @@ from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.stored_tensors import check_library_tensors, check_unread
-from batchgen.models.weights import LazyWeight, WeightReader
+from batchgen.models.weights import LazyWeight, WeightReader, copy_from_files
 
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
@@ -341,7 +340,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors} if quantised else None
         model = _from_pretrained(config, spec, folder, weights)
     if spec.device.type == "cpu" and not quantised:
-        _copy_from_files(model)
+        copy_from_files(model)
     return model.eval().to(spec.device)
 
 
@@ -381,16 +380,6 @@ def _from_pretrained(
             )
     check_unread(folder, info.get("unexpected_keys") or (), spec.num_layers)
     return model
-
-
-def _copy_from_files(model: Any) -> None:
-    """Move the weights to memory of the process.
-
-    The library maps the files where their dtype is that of the model. A later change of a file would change the model
-    in the middle of a job, and a shorter file would end the process.
-    """
-    for tensor in chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:

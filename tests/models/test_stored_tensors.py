@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Requested
+from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.stored_tensors import UNREAD
 from tests.models.tiny import save_tiny
@@ -96,11 +97,17 @@ def test_scales_in_a_side_file(
         tensors[UP.replace("weight", scale)] = torch.ones(())
 
     folder = changed(made(name), tmp_path / "fp8", quantise)
-    with pytest.raises(ModelError, match=r"is quantised \(fp8, by its tensor"):
-        inspect(folder, path)
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(ModelError, match=r"is quantised \(modelopt FP8, by hf_quant_config.json\)"):
-        inspect(folder, path)
+    for described in (False, True):
+        if described:
+            (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+        if scale == "input_scale":
+            with pytest.raises(ModelError, match=rf"{UP} .* stored as F8_E4M3, and no scale"):
+                inspect(folder, path)
+        else:
+            inspect(folder, path)
+            plain = check_model(folder).folder.plain
+            assert plain is not None
+            assert str(plain) == ("modelopt" if described else "fp8") + ": FP8 per tensor"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
