@@ -51,7 +51,7 @@ def products_of(config: EngineConfig) -> Products:
     if config.attention == "torch":
         return "torch"
     # Full weights that will be quantised are multiplied only a few times, so measuring does not pay.
-    return "fixed" if config.deterministic or config.quantization != "none" else "measured"
+    return "fixed" if config.deterministic or config.quantization == "int8" else "measured"
 
 
 def refuse_anywhere(config: EngineConfig) -> None:
@@ -60,7 +60,7 @@ def refuse_anywhere(config: EngineConfig) -> None:
     Raises:
         UsageError: as `fixed_kernels`.
     """
-    if config.quantization != "none":
+    if config.quantization == "int8":
         raise UsageError(f"`--quantization {config.quantization}` needs a CPU; leave the option out")
     try:
         if config.deterministic:

@@ -135,7 +135,7 @@ class Engine:
         self.model: Model = model
         self.quantization: QuantizationLoss | None = None
         """Measured quantisation loss; None without quantisation."""
-        if config.quantization != "none":
+        if config.quantization == "int8":
             self.quantization = quantize(model, config, front_end.tokenizer)
         if config.deterministic:
             assert self.backend is not None, "a measured backend is not deterministic"

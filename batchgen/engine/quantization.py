@@ -30,7 +30,7 @@ def refuse_quantization(config: EngineConfig, spec: ModelSpec) -> None:
     Raises:
         UsageError: with the reason.
     """
-    if config.quantization == "none":
+    if config.quantization != "int8":
         return
     reason = None
     if spec.implementation != "native":

@@ -192,10 +192,20 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
             "reading": round(read - started, 3),
             "planning": round(planned - read, 3),
         },
-        model={**setup.identity, "parameters": setup.spec.parameters, "context_length": setup.spec.context_length},
+        model=_model(setup),
         configuration=config.describe(),
     )
     return report, output
+
+
+def _model(setup: Setup) -> dict[str, Any]:
+    return {
+        **setup.identity,
+        "parameters": setup.spec.parameters,
+        "context_length": setup.spec.context_length,
+        "checkpoint_format": setup.checkpoint_format,
+        "weight_bytes": setup.weight_bytes,
+    }
 
 
 def _print_note(message: str) -> None:
@@ -250,6 +260,7 @@ def _lines(report: CheckReport) -> list[str]:
         f"sharing ratio {report.sharing_ratio:.2f})",
         f"output tokens   at most {report.max_completion_tokens:,}",
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
+        f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{_stored(report)}",
         f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
         f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
         f"{report.estimated_occupancy:.0%} full ({report.estimated_tail_efficiency:.0%} in the last "
@@ -265,6 +276,11 @@ def _lines(report: CheckReport) -> list[str]:
         lines.append("first prompt, as the model sees it:")
         lines += [f"  | {line}" for line in report.first_prompt.split("\n")]
     return lines
+
+
+def _stored(report: CheckReport) -> str:
+    form = report.model["checkpoint_format"]
+    return "" if form is None else f", dequantized from {form}"
 
 
 def _states(report: CheckReport) -> str:

@@ -32,6 +32,7 @@ from batchgen.models.context import longrope_note
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.params import SamplingParams
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
@@ -102,6 +103,17 @@ class Setup:
             **({} if reasoning is None else {"reasoning": reasoning.format.name}),
         }
 
+    @property
+    def checkpoint_format(self) -> str | None:
+        """The quantiser of the checkpoint and its encodings; None if the weights are stored in full."""
+        plain = self.model.folder.plain
+        return None if plain is None else str(plain)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return self.spec.parameters * self.spec.dtype.itemsize
+
     def note_unused_options(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:
         """Call `note` if logprob options are given but none of the rows' parameter sets `params` uses them."""
         unused = [BY_NAME[name].flag for name in self.defaults.unused_logprob_options(params)]
@@ -150,6 +162,8 @@ def prepare(
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
+    if job.model.folder.plain is not None:
+        note(_quantised_note(job.model.folder.plain, spec))
     found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
     tokenizer = Tokenizer.load(found, model=folder)
     front_end = FrontEnd.build(
@@ -168,6 +182,14 @@ def prepare(
     options = CarriedOptions(carried, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     return Setup(config, job.model, spec, front_end, defaults, job.hashes)
+
+
+def _quantised_note(plain: PlainTensors, spec: ModelSpec) -> str:
+    return (
+        f"the checkpoint is quantized ({plain}): its weights are dequantized to "
+        f"{str(spec.dtype).removeprefix('torch.')} as they are read, {format_size(plain.nbytes)} stored, "
+        f"{format_size(spec.parameters * spec.dtype.itemsize)} in memory"
+    )
 
 
 def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:

@@ -6,10 +6,11 @@ Does not import torch, so that a missing or incomplete folder is rejected immedi
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
@@ -21,7 +22,7 @@ from batchgen.gguf.tensors import GgufForm, hub_tensors
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
 from batchgen.models.quant_format import QuantFormat, find_quant_format
-from batchgen.models.quantized.formats import plain_tensors
+from batchgen.models.quantized.formats import PlainTensors, plain_tensors
 from batchgen.models.quantized.tensors import StoredTensor
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.models.weight_files import INDEX, find_weight_files, foreign_form
@@ -44,17 +45,22 @@ class ModelFolder:
     tensors: Mapping[str, StoredTensor]
     """Tensors of all files as a model takes them, by name."""
     config_digest: str
-    """sha256 of config.json, or of the headers of the GGUF files."""
+    """sha256 of config.json; of quantised checkpoints, of it and the description of their quantisation; of GGUF files,
+    of their headers.
+    """
     stamps: Mapping[Path, FileStamp]
     """Stamps of config.json and the files with weights, taken before they were read."""
     quantisation: QuantFormat | None = None
     """None if the weights are stored in full."""
-    encodings: Mapping[str, int] = field(default_factory=dict)
-    """Encoding of quantised tensors in words -> number of tensors, most frequent first."""
-    spare: frozenset[str] = frozenset()
-    """Tensors that a model may lack."""
+    plain: PlainTensors | None = None
+    """What the quantised tensors mean; None if the weights are stored in full."""
     is_gguf: bool = False
     """Whether the weights are in GGUF files, and the configuration in their metadata."""
+
+    @property
+    def spare(self) -> frozenset[str]:
+        """Tensors that a model may lack."""
+        return frozenset() if self.plain is None else self.plain.spare
 
     @property
     def model_type(self) -> str:
@@ -84,13 +90,14 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise ModelError(f"{file} lacks {name}, which {INDEX} says it holds. Copy the folder again.")
-    digest = hashlib.sha256(raw).hexdigest()
     found = find_quant_format(folder, config, tensors)
     if found is None:
-        return ModelFolder(folder, config, tuple(files), tensors, digest, stamps)
+        return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
     plain = plain_tensors(tensors, found)
     form = found if plain.labels else None
-    return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain.labels, plain.spare)
+    # Of a description in another file, too, so that its change makes another job.
+    digest = hashlib.sha256(raw + json.dumps([found.method, dict(found.settings)], sort_keys=True).encode()).hexdigest()
+    return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain if form else None)
 
 
 def _gguf_folder(path: Path) -> ModelFolder:
@@ -105,7 +112,7 @@ def _gguf_folder(path: Path) -> ModelFolder:
         plain = form == _PLAIN.get(entry.kind)
         dtype = entry.kind if plain else "F32"  # that of the decoded values
         tensors[name] = TensorInfo(entry.file, dtype, entry.shape, entry.start, entry.nbytes, None if plain else form)
-        encodings.update([] if entry.kind in _PLAIN else [f"GGUF {entry.kind}"])
+        encodings.update([] if entry.kind in _PLAIN else [entry.kind])
     stamps = {file: FileStamp.of(status) for file, status in header.status.items()}
     return ModelFolder(
         header.path,
@@ -114,7 +121,7 @@ def _gguf_folder(path: Path) -> ModelFolder:
         tensors,
         header.digest,
         stamps,
-        encodings=dict(encodings.most_common()),
+        plain=PlainTensors("gguf", tensors, dict(encodings.most_common()), frozenset()) if encodings else None,
         is_gguf=True,
     )
 

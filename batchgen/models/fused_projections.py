@@ -98,7 +98,8 @@ def stack_projections(model: nn.Module, products: Products = "measured") -> int:
         Number of stacked groups.
     """
     stacked = 0
-    for parent in list(model.modules()):
+    # Without the layers themselves, whose old weights the list would keep.
+    for parent in [module for module in model.modules() if module._modules]:
         for names in _GROUPS:
             group = [parent._modules.get(name) for name in names]
             if _stackable(group):

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -303,13 +302,3 @@ def silence_library() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-def copy_from_files(model: Any) -> None:
-    """Move the weights to memory of the process.
-
-    The library maps the files where their dtype is that of the model. A later change of a file would change the model
-    in the middle of a job, and a shorter file would end the process.
-    """
-    for tensor in chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.data.clone()

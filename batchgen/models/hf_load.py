@@ -30,7 +30,6 @@ from batchgen.models.hf import (
     HookedModel,
     KeywordDropped,
     TransformersModel,
-    copy_from_files,
     register_attention,
     silence_library,
 )
@@ -55,7 +54,7 @@ from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.safetensors_header import TensorInfo
 from batchgen.models.stored_tensors import check_library_tensors, check_unread
 from batchgen.models.weight_files import library_folder
-from batchgen.models.weights import LazyWeight, WeightReader
+from batchgen.models.weights import LazyWeight, WeightReader, copy_from_files
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Tolerance of the relative difference of a token's logits: rounding, and routing near ties, may differ."""
@@ -372,7 +371,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
-    decoded = folder.is_gguf or folder.quantisation is not None
+    decoded = folder.is_gguf or folder.plain is not None
     with WeightReader(folder.tensors) as reader:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors} if decoded else None
         model = _from_pretrained(config, spec, folder, cls, weights)

@@ -61,7 +61,7 @@ def check_unread(folder: ModelFolder, unread: Iterable[str], layers: int) -> Non
 
 
 def _is_harmless(folder: ModelFolder, name: str, layers: int, drafts: set[int | None]) -> bool:
-    if _HARMLESS.search(name):
+    if _HARMLESS.search(name) or name in folder.spare:
         return True
     if _MASK.search(name) and (name not in folder.tensors or len(folder.tensors[name].shape) == 4):
         return True

@@ -90,14 +90,16 @@ def test_quantization_is_in_the_footer_and_the_fingerprint(tmp_path: Path, capsy
     common = ["--temperature", "0", "--max-new-tokens", "4", "--device", "cpu"]
     int8 = ["--quantization", "int8"]
     footers = []
-    for number, flags in enumerate(([], int8, [*int8, "--deterministic"])):
+    full = ["--quantization", "none"]
+    for number, flags in enumerate(([], full, int8, [*int8, "--deterministic"])):
         out = tmp_path / f"{number}.parquet"
         assert run_command(["run", str(source), "-o", str(out), *common, *flags]) == 0, capsys.readouterr().err
         footers.append(json.loads(pq.read_schema(out).metadata[b"batchgen.run"]))
-    assert [footer["quantization"] for footer in footers] == ["none", "int8", "int8"]
-    assert "compiled int8 (" in footers[1]["kernels"]
-    assert "nats from the full weights' distributions" in footers[1]["kernels"]
-    assert len({footer["fingerprint"] for footer in footers}) == 3
+    assert [footer["quantization"] for footer in footers] == ["none", "none", "int8", "int8"]
+    assert "compiled int8 (" in footers[2]["kernels"]
+    assert "nats from the full weights' distributions" in footers[2]["kernels"]
+    assert footers[0]["fingerprint"] == footers[1]["fingerprint"]  # "auto" computes nothing else
+    assert len({footer["fingerprint"] for footer in footers[1:]}) == 3
 
 
 @here

@@ -365,6 +365,11 @@ CASES: dict[str, Case] = {
 def save_quantised(case: Case, model_type: str, folder: Path, **overrides: Any) -> tuple[Path, Path]:
     """Write a tiny checkpoint with its projections quantised, and its plain twin in float32; returns both folders."""
     plain = save_tiny(model_type, folder / "plain", **overrides)
+    return quantise_folder(case, folder / "quantised", plain), plain
+
+
+def quantise_folder(case: Case, folder: Path, plain: Path) -> Path:
+    """Write the checkpoint `plain` to `folder` with its projections quantised, and what they mean to `plain`."""
     tensors = load_file(plain / "model.safetensors")
     stored: Stored = {}
     for name in list(tensors):
@@ -376,12 +381,12 @@ def save_quantised(case: Case, model_type: str, folder: Path, **overrides: Any) 
         stored |= {f"{base}.{ending}": part.contiguous() for ending, part in parts.items()}
         stored |= {f"{base}.{ending}": part.clone() for ending, part in case.extra.items()}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    return write_stored(stored, case.config, plain, folder / "quantised"), plain
+    return write_stored(stored, case.config, plain, folder)
 
 
 def write_stored(stored: Stored, config: Mapping[str, Any], plain: Path, folder: Path) -> Path:
     """Write a quantised checkpoint with the configuration of `plain`."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     described = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(described))

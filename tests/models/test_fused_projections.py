@@ -144,3 +144,19 @@ def hf_load_model(folder: Path):  # type: ignore[no-untyped-def]
     from batchgen.models.load import load_model
 
     return load_model(folder, implementation="transformers", dtype="float32", device="cpu")
+
+
+@torch.no_grad()
+def test_a_layer_is_freed_before_the_next_one_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Block().double(), Block().double())
+    first = weakref.ref(model[0].q_proj)
+    alive: list[bool] = []
+
+    def seen(*arguments: object, **options: object) -> Linear:
+        alive.append(first() is not None)
+        return Linear(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("batchgen.models.fused_projections.Linear", seen)
+    stack_projections(model)
+    assert alive[0]
+    assert not alive[-1]

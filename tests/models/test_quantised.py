@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +14,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
 from batchgen.models.load import load_model
 from batchgen.models.probe import ProbeAttention
 from tests.models.quantised import CASES, described, mxfp4, save_quantised, write_stored
+from tests.models.test_load import write_large
 from tests.models.tiny import save_tiny
 
 torch.set_num_threads(1)
+
+
+def labels(folder: Path) -> dict[str, int]:
+    """Encodings that are found in a folder, with the number of their tensors."""
+    plain = check_model(folder).folder.plain
+    assert plain is not None
+    return dict(plain.labels)
 
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
@@ -34,24 +47,29 @@ def assert_same(quantised: Path, plain: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_quantised_checkpoint_equals_its_plain_twin(name: str, tmp_path: Path) -> None:
-    quantised, plain = save_quantised(CASES[name], "llama", tmp_path)
-    assert check_model(quantised).folder.encodings == {CASES[name].label: 21}
+    quantised, plain = save_quantised(CASES[name], "llama", tmp_path, num_hidden_layers=1)
+    assert labels(quantised) == {CASES[name].label: 7}
     assert_same(quantised, plain, implementation="native")
 
 
-TRANSFORMERS = ("fp8 blocks", "gptq act-order", "awq", "compressed int4 with zeros", "nvfp4", "bitsandbytes nf4 nested")
+SAMPLED = ("fp8 blocks", "gptq zero biases")
+"""Formats that run through the library in every test run; all of them are read by the same reader."""
+EACH = [pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.slow) for name in CASES]
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", EACH)
 def test_the_library_gets_the_plain_tensors(name: str, tmp_path: Path) -> None:
-    quantised, plain = save_quantised(CASES[name], "qwen3", tmp_path)
+    quantised, plain = save_quantised(CASES[name], "qwen3", tmp_path, num_hidden_layers=1)
     assert_same(quantised, plain, implementation="transformers")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+SLOW_EXPERTS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "deepseek_v3")]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", *SLOW_EXPERTS])
 def test_experts_are_stacked_from_quantised_ones(model_type: str, tmp_path: Path) -> None:
     quantised, plain = save_quantised(CASES["fp8 blocks"], model_type, tmp_path)
-    assert sum(check_model(quantised).folder.encodings.values()) > 30
+    assert sum(labels(quantised).values()) > 30
     assert_same(quantised, plain)
 
 
@@ -71,5 +89,156 @@ def test_gpt_oss_experts(tmp_path: Path) -> None:
         assert torch.equal(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32), tensors[name])
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     quantised = write_stored(stored, described("mxfp4"), plain, tmp_path / "quantised")
-    assert check_model(quantised).folder.encodings == {"MXFP4 in groups of 32": 6}
+    assert labels(quantised) == {"MXFP4 in groups of 32": 6}
     assert_same(quantised, plain)
+
+
+def test_bfloat16_rounds_each_weight_once(tmp_path: Path) -> None:
+    quantised, plain = save_quantised(CASES["gptq"], "llama", tmp_path, num_hidden_layers=1)
+    got, expected = logits(quantised, dtype="bfloat16"), logits(plain, dtype="bfloat16")
+    assert torch.equal(got, expected)
+
+
+def test_a_side_file_describes_the_format(tmp_path: Path) -> None:
+    """As in AutoGPTQ's folders; which version it has changes every zero."""
+    quantised, plain = save_quantised(CASES["gptq"], "llama", tmp_path, num_hidden_layers=1)
+    config = json.loads((quantised / "config.json").read_text())
+    described = config.pop("quantization_config")
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"no description says which version .* \(quantize_config.json\)"):
+        check_model(quantised)
+    (quantised / "quantize_config.json").write_text(json.dumps(described))
+    assert_same(quantised, plain)
+    digest = check_model(quantised).folder.config_digest
+    (quantised / "quantize_config.json").write_text(json.dumps(described | {"checkpoint_format": "gptq_v2"}))
+    assert check_model(quantised).folder.config_digest != digest
+
+
+Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
+FIRST = "model.layers.0.mlp.down_proj"
+
+
+def without(name: str) -> Change:
+    return lambda tensors, config: tensors.pop(f"{FIRST}.{name}")
+
+
+def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda tensors, config: tensors.update({f"{FIRST}.{name}": change(tensors[f"{FIRST}.{name}"]).contiguous()})
+
+
+def with_setting(**settings: Any) -> Change:
+    return lambda tensors, config: config.update(settings)
+
+
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "no scale": ("fp8 blocks", without("weight_scale_inv"), "down_proj.weight .* F8_E4M3, and no scale"),
+    "a scale of another size": (
+        "fp8 blocks",
+        with_tensor("weight_scale_inv", lambda scale: scale[:, :1].expand(-1, 97)),
+        r"down_proj.weight .* its scale has shape \[2, 97\] where its values have \[64, 96\]",
+    ),
+    "a scale of a full weight": (
+        "fp8 blocks",
+        with_tensor("weight", lambda weight: weight.float()),
+        "down_proj.weight_scale_inv .* belongs to no quantised tensor",
+    ),
+    "no zeros": ("gptq", without("qzeros"), "down_proj.qweight .*down_proj.qzeros is not stored"),
+    "groups of another size": ("gptq", with_tensor("g_idx", lambda of: of[:-1]), "down_proj.qweight .* does not fit"),
+    "words of another type": ("awq", with_tensor("qweight", lambda words: words.long()), "down_proj.qweight .* I64"),
+    "an unknown version of GPTQ": ("gptq", with_setting(checkpoint_format="marlin"), "checkpoint_format marlin is not"),
+    "another version of AWQ": ("awq", with_setting(version="gemv"), "version gemv is not supported"),
+    "another method": ("awq", with_setting(quant_method="hqq"), r"quantised \(hqq.*not supported"),
+    "sparse weights": (
+        "compressed int4",
+        with_setting(sparsity_config={"format": "sparse-24-bitmask"}),
+        r"stored sparsely \(sparse-24-bitmask\)",
+    ),
+    "transforms": ("compressed int4", with_setting(transform_config={"config_groups": {"R1": {}}}), "transformed"),
+    "no shape": ("compressed int4", without("weight_shape"), "down_proj.weight_shape is not stored"),
+    "no global scale": ("nvfp4", without("weight_global_scale"), "down_proj.weight_global_scale is not stored"),
+    "bad state": (
+        "bitsandbytes nf4",
+        with_tensor("weight.quant_state.bitsandbytes__nf4", lambda state: state[:-5]),
+        "bitsandbytes__nf4 .* does not describe a quantised tensor",
+    ),
+    "blocks of another size": (
+        "bitsandbytes nf4",
+        with_tensor("weight.absmax", lambda absmax: absmax[:-1]),
+        "bitsandbytes__nf4 .* its parts do not fit",
+    ),
+    "a bias that is not zero": (
+        "gptq zero biases",
+        with_tensor("bias", lambda bias: bias + 1),
+        "down_proj.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_dequantised_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    case, change, message = REFUSED[name]
+    quantised, _ = save_quantised(CASES[case], "llama", tmp_path, num_hidden_layers=1)
+    tensors = load_file(quantised / "model.safetensors")
+    config = json.loads((quantised / "config.json").read_text())
+    change(tensors, config["quantization_config"])
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    (quantised / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        check_model(quantised)
+
+
+PEAK = """
+import sys
+from batchgen.models.load import load_model
+import torch
+torch.set_num_threads(1)
+def status(key):
+    for line in open('/proc/self/status'):
+        if line.startswith(key + ':'): return int(line.split()[1]) * 1024
+options = {'dtype': 'bfloat16', 'device': 'cpu', 'products': 'torch', 'implementation': sys.argv[3]}
+load_model(sys.argv[1], **options)  # do not count imported libraries
+open('/proc/self/clear_refs', 'w').write('5')
+before = status('VmRSS')
+model = load_model(sys.argv[2], **options)
+print(status('VmHWM') - before, 2 * model.spec.parameters)
+"""
+
+
+def fp8_of_ones(shape: torch.Size) -> dict[str, torch.Tensor]:
+    scale = torch.ones(shape[0] // 128, shape[1] // 128)
+    return {"weight": torch.ones(shape, dtype=torch.float8_e4m3fn), "weight_scale_inv": scale}
+
+
+def gptq_of_zeros(shape: torch.Size) -> dict[str, torch.Tensor]:
+    rows, columns = shape
+    stored = {
+        "qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
+        "g_idx": torch.arange(columns).int() // 128,
+    }
+    zeros, scales = torch.zeros(columns // 128, rows // 8, dtype=torch.int32), torch.ones(columns // 128, rows)
+    return stored | {"qzeros": zeros, "scales": scales.half()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory through /proc")
+@pytest.mark.parametrize(
+    ("store", "implementation"),
+    [(fp8_of_ones, "native"), (gptq_of_zeros, "native"), (fp8_of_ones, "transformers")],
+)
+def test_peak_memory_is_the_weights_and_a_matrix(
+    store: Callable[[torch.Size], dict[str, torch.Tensor]], implementation: str, tmp_path: Path
+) -> None:
+    small, large = save_tiny("llama", tmp_path / "small"), tmp_path / "large"
+    write_large(large)
+    tensors, stored = load_file(large / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        base = name.removesuffix(".weight")
+        of_format = {f"{base}.{end}": part for end, part in store(tensor.shape).items()} if "_proj" in name else None
+        stored |= of_format or {name: tensor}
+    write_stored(stored, described("gptq" if store is gptq_of_zeros else "fp8", group_size=128), large, large)
+    command = [sys.executable, "-c", PEAK, str(small), str(large), implementation]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    peak, weights = map(int, done.stdout.split())
+    matrix = 2 * 2 * 3072 * 1024
+    # The matrices that are being stacked, pieces of the one that is being dequantised, and the allocator's slack.
+    assert weights < peak < weights + 2 * matrix + (64 << 20)

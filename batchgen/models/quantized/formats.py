@@ -15,13 +15,15 @@ from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.quant_format import QuantFormat
-from batchgen.models.quantized.blocks import aligned, block_size, granularity
 from batchgen.models.quantized.tensors import (
     BlockTensor,
     PackedTensor,
     QuantizedTensor,
     ScaledTensor,
     StoredTensor,
+    aligned,
+    block_size,
+    granularity,
 )
 from batchgen.models.safetensors_header import TensorInfo
 from batchgen.request.foreign_text import ForeignTextError, read_json, typed
@@ -50,6 +52,8 @@ _Taken = tuple[str, QuantizedTensor, tuple[str, ...]]
 class PlainTensors:
     """The tensors of a quantised checkpoint as a model takes them."""
 
+    method: str
+    """The quantiser, by the name of `quant_method`."""
     tensors: Mapping[str, StoredTensor]
     labels: Mapping[str, int]
     """Encoding in words -> number of tensors, most frequent first."""
@@ -57,7 +61,12 @@ class PlainTensors:
     """Tensors that a model may lack: biases of zeros, which some quantisers store for every layer."""
 
     def __str__(self) -> str:
-        return ", ".join(self.labels)
+        return f"{self.method}: {', '.join(self.labels)}"
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def plain_tensors(stored: Mapping[str, TensorInfo], form: QuantFormat) -> PlainTensors:
@@ -93,7 +102,7 @@ def plain_tensors(stored: Mapping[str, TensorInfo], form: QuantFormat) -> PlainT
             raise _refused(name, "it is stored twice, quantised and in full")
         found[name] = info
     labels = Counter(tensor.label for tensor in quantized)
-    return PlainTensors(found, dict(labels.most_common()), frozenset(checkpoint.zero_biases()))
+    return PlainTensors(form.method, found, dict(labels.most_common()), frozenset(checkpoint.zero_biases()))
 
 
 def _refuse_settings(form: QuantFormat) -> None:
