@@ -32,7 +32,7 @@ def input_advice(rows: Ingested, workload: JobWorkload, setup: Setup) -> list[st
 
 def output_advice(totals: Totals, table: RequestTable) -> list[str]:
     """Advice on the results of a whole job."""
-    return [*_empty_texts(totals), *_limited(totals, table)]
+    return [*_empty_texts(totals, table), *_limited(totals, table)]
 
 
 def _plain_text(rows: Ingested, setup: Setup) -> str | None:
@@ -115,12 +115,16 @@ def _is_open(text: str) -> bool:
     return any(text.rfind(begin) > text.rfind(end) for begin, end in MARKERS)
 
 
-def _empty_texts(totals: Totals) -> Iterator[str]:
+def _empty_texts(totals: Totals, table: RequestTable) -> Iterator[str]:
     if totals.empty_texts:
-        yield (
-            f"{totals.empty_texts:,} of {totals.answers:,} answers are empty: the model ended at once; look at the "
-            "prompt as the model sees it with `batchgen check`, or set `min_new_tokens`"
-        )
+        empty = f"{totals.empty_texts:,} of {totals.answers:,} answers are empty: the model ended "
+        if any(each.separate_reasoning for each in table.params):
+            yield f"{empty}in its thoughts, or at once; raise `max_new_tokens`, or set `thinking_budget` below it"
+        else:
+            yield (
+                f"{empty}at once; look at the prompt as the model sees it with `batchgen check`, or set "
+                "`min_new_tokens`"
+            )
 
 
 def _limited(totals: Totals, table: RequestTable) -> Iterator[str]:

@@ -191,7 +191,7 @@ class _Job:
         self.collector.collect()
         with self._phase("writing"):
             totals = write_output(work, rows, {**identity.record, "kernels": kernels}, setup)
-        summary = run_summary(self.result, identity.run.fingerprint, rows, totals, counts, self.seconds)
+        summary = run_summary(self.result, identity.record, rows, totals, counts, self.seconds)
         written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
             summary,
@@ -199,7 +199,6 @@ class _Job:
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=kernels,
-            reasoning=identity.record.get("reasoning"),
             advice=[*advice, *output_advice(totals, rows.table)],
             engine={**summary.engine, **written},
         )

@@ -131,13 +131,18 @@ class RunCounts:
 
 
 def run_summary(
-    result: Path, fingerprint: str, rows: Ingested, totals: Totals, counts: RunCounts, seconds: Mapping[str, float]
+    result: Path,
+    record: Mapping[str, Any],
+    rows: Ingested,
+    totals: Totals,
+    counts: RunCounts,
+    seconds: Mapping[str, float],
 ) -> RunSummary:
     """The summary of a run that has finished its job, with what its rows, its output and its engine counted.
 
     Args:
         result: path of the output.
-        fingerprint: the job's.
+        record: the job's record of the footer.
         rows: the rows of the input.
         totals: the totals of the output.
         counts: what the plan and the engine counted.
@@ -148,7 +153,8 @@ def run_summary(
         output=str(result),
         rows=rows.rows,
         **counted(totals),
-        fingerprint=fingerprint,
+        fingerprint=record["fingerprint"],
+        reasoning=record.get("reasoning"),
         rows_skipped=rows.skipped,
         prompt_tokens=counts.prompt_tokens,
         distinct_prompt_tokens=counts.distinct_prompt_tokens,

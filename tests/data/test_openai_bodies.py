@@ -255,3 +255,15 @@ def test_ids_depend_on_the_row_and_the_job() -> None:
 def test_the_model_name_contains_no_path(name: str, shown: str) -> None:
     _, line = batch_line([row([2])], TEXT, RUN | {"model": name}, piece)
     assert line["response"]["body"]["model"] == shown
+
+
+def test_thoughts_are_in_the_message_and_their_tokens_in_no_text() -> None:
+    thought = row([8, 8, 2, 3, 4], reasoning=" a a", reasoning_tokens=2, text="Hello wörld")
+    chat = body([thought], CHAT)
+    assert chat["choices"][0]["message"]["reasoning"] == " a a"
+    assert chat["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+    scored = {**thought, "output_logprobs": [-1.0] * 5}
+    assert body([scored], TEXT)["choices"][0]["logprobs"]["text_offset"] == [0, 0, 0, 5, 8]
+    assert len(body([scored], CHAT)["choices"][0]["logprobs"]["content"]) == 5
+    older = {name: value for name, value in row([2]).items() if not name.startswith("reasoning")}
+    assert "reasoning" not in body([older], CHAT)["choices"][0]["message"]

@@ -203,6 +203,16 @@ def test_events_have_the_answer_and_at_the_end_the_thoughts(engines: dict[str, E
         assert (own[-1].reasoning, {event.reasoning for event in own[:-1]}) == (each.reasoning, {None})
 
 
+def test_blanks_before_an_answer_without_thoughts_are_kept(engines: dict[str, Engine]) -> None:
+    engine = engines["qwen3"]
+    (ids,) = engine.tokenizer.encode_plain(["\n\n three"])
+    given = row(engine, "qwen3", "", "", stream=True, custom_params={"ids": ids, "end": [-1], "answer": []})
+    events: list[StreamEvent] = []
+    (done,) = engine.generate([given], on_event=events.append)
+    assert (done.text, "".join(event.text for event in events)) == ("\n\n three", "\n\n three")
+    assert any(event.text.startswith("\n\n ") for event in events[:-1])
+
+
 def test_what_cannot_be_obeyed_is_refused(engines: dict[str, Engine], engine: Engine) -> None:
     chat = {"messages": HELLO, "max_new_tokens": 2}
     thinks = engines["qwen3"]
@@ -334,6 +344,9 @@ def test_interrupted_and_sharded_jobs(folders: dict[str, Path], tmp_path: Path) 
     run(["run", "in.jsonl", "-o", "reused.parquet", "--reuse", "whole.parquet", *model], tmp_path)
     expected = rows_of(tmp_path / "whole.parquet")
     assert {each["reasoning_tokens"] for each in expected} == {3}
+    write_lines(tmp_path / "short.jsonl", [{"messages": HELLO, "max_new_tokens": 3}])
+    advice = run(["run", "short.jsonl", "--report", "-", *model], tmp_path).report["advice"]
+    assert any("the model ended in its thoughts, or at once" in line for line in advice), advice
     for name in ("out", "merged", "reused"):
         found = rows_of(tmp_path / f"{name}.parquet")
         for column in ("text", "reasoning", "reasoning_tokens", "reasoning_cut", "output_ids"):
