@@ -46,7 +46,7 @@ _REASONS: Final[dict[str, str]] = {
     _ACTIONS: "pi0",
 }
 _UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-_HYBRIDS: Final = (
+HYBRIDS: Final = (
     "jamba", "bamba", "zamba", "zamba2", "recurrent_gemma", "nemotron_h", "lfm2", "lfm2_moe", "lfm3",
     "granitemoehybrid", "kimi_linear", "minimax", "olmo_hybrid", "bailing_hybrid", "qwen3_next", "qwen3_5",
     "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "zaya",
@@ -137,7 +137,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         )
     if text.get("index_topk"):
         raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
-    if name in _HYBRIDS and not any(text.get(key) for key in _HYBRID_KEYS):
+    if name in HYBRIDS and not any(text.get(key) for key in _HYBRID_KEYS):
         raise ModelError(f"The architecture {name} is not supported: {_RECURRENT}. Use another model.")
     check_layer_types(name, text.get("layer_types") or text.get("layers_block_type"))
 

@@ -21,7 +21,6 @@ from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec
-from batchgen.models.context import scaled_context
 from batchgen.models.experts import ExpertsSlot, install_experts
 from batchgen.models.folder import ModelFolder
 from batchgen.models.fused_projections import stack_projections
@@ -36,10 +35,11 @@ from batchgen.models.hf import (
 from batchgen.models.hf_text import (
     causal_part,
     decoder_config,
+    first_line,
     is_unread,
     library_class,
-    library_config,
     renamed_keys,
+    rope_settings,
     skipped_blocks,
     text_decoder,
     text_runs_alone,
@@ -58,81 +58,6 @@ from batchgen.models.weights import LazyWeight, WeightReader, copy_from_files
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Tolerance of the relative difference of a token's logits: rounding, and routing near ties, may differ."""
-
-
-def read_transformers_config(folder: ModelFolder, context_length: int | None) -> tuple[Any, int]:
-    """Read the library's configuration, made independent of the batch, and the context length.
-
-    transformers selects the frequencies of `longrope` by the longest position in a batch; here the context length
-    selects them once for all rows.
-
-    Raises:
-        ModelError: the library cannot read it, or the requested context is longer than the model's.
-    """
-    try:
-        config = library_config(folder)
-    except Exception as error:  # configuration classes validate with errors of many types
-        source = folder.path if folder.is_gguf else folder.path / "config.json"
-        raise ModelError(f"transformers cannot read {source}: {_first_line(error)}.") from None
-    _unset_quantisation(config)
-    text = decoder_config(config)
-    longest = _longest_context(text)
-    if longest is None and context_length is None:
-        raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
-    if context_length is not None and longest is not None and context_length > longest:
-        raise ModelError(f"--max-model-len {context_length} is past the model's context of {longest}. Give less.")
-    context = context_length or longest
-    assert context is not None, "one of them is given"
-    _check_rope(text)
-    _fix_longrope(text, context)
-    return config, context
-
-
-def _unset_quantisation(config: Any) -> None:
-    """Make it the configuration of the plain model: quantised weights are dequantised before the library has them."""
-    for holder in (config, config.get_text_config()):
-        if getattr(holder, "quantization_config", None) is not None:
-            del holder.quantization_config
-
-
-def _longest_context(config: Any) -> int | None:
-    """The model's context length; None if its configuration names none."""
-    longest: Any = getattr(config, "max_position_embeddings", None)
-    settings = _rope_settings(config)
-    if longest is None or len(settings) != 1:  # one per layer type: the longest is that of the configuration
-        return None if longest is None else int(longest)
-    original = getattr(config, "original_max_position_embeddings", None)
-    return scaled_context(str(config.model_type), int(longest), settings[0], original)
-
-
-def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Rope settings of the configuration: one dict, or one per layer type."""
-    settings = getattr(config, "rope_parameters", None)
-    if not isinstance(settings, dict):
-        return []
-    nested = [value for value in settings.values() if isinstance(value, dict)]
-    return nested or [settings]
-
-
-def _check_rope(config: Any) -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for settings in _rope_settings(config):
-        kind = settings.get("rope_type", "default")
-        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
-            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
-            raise ModelError(f"config.json: rope type {kind!r} is not supported. Supported: {known}.")
-
-
-def _fix_longrope(config: Any, context: int) -> None:
-    for settings in _rope_settings(config):
-        original = settings.get("original_max_position_embeddings")
-        if settings.get("rope_type") == "longrope" and original and context > original:
-            settings["short_factor"] = settings["long_factor"]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().split("\n")[0] or type(error).__name__)[:300].rstrip(".")
 
 
 def transformers_spec(
@@ -208,7 +133,7 @@ def text_class(config: Any) -> Any:
 
 def _meta_model(config: Any, cls: Any) -> Any:
     config = copy.deepcopy(config)
-    for settings in _rope_settings(decoder_config(config)):
+    for settings in rope_settings(decoder_config(config)):
         if settings.get("rope_type") == "dynamic":
             settings["rope_type"] = "default"  # the same frequencies within the context, without reading positions
     try:
@@ -216,7 +141,7 @@ def _meta_model(config: Any, cls: Any) -> Any:
             # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
             model = cls._from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # constructors raise errors of many types
-        raise ModelError(f"transformers cannot build this {config.model_type} model: {_first_line(error)}.") from None
+        raise ModelError(f"transformers cannot build this {config.model_type} model: {first_line(error)}.") from None
     return model.eval()
 
 
@@ -280,7 +205,7 @@ def _hook(model: Any, inputs: ModelInput) -> HookedModel:
         except (ModelError, NotImplementedError):
             raise
         except Exception as error:  # such a forward may raise anything
-            raise _unsupported(model.config, f"it cannot run on packed tokens ({_first_line(error)})") from None
+            raise _unsupported(model.config, f"it cannot run on packed tokens ({first_line(error)})") from None
     raise _unsupported(model.config, "its attention cannot be reached")
 
 
@@ -405,7 +330,7 @@ def _from_pretrained(
                 ignore_mismatched_sizes=True,  # they are listed in the loading info
             )
     except Exception as error:  # loading raises errors of many types
-        raise ModelError(f"transformers cannot load {folder.path}: {_first_line(error)}.") from None
+        raise ModelError(f"transformers cannot load {folder.path}: {first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
             first = sorted(str(entry) for entry in info[problem])[0]

@@ -1,4 +1,5 @@
-"""The text part of transformers classes that pack more: which class, which of its modules text runs, which tensors.
+"""The library's configuration of a folder, and the text part of its classes that pack more: which class, which modules
+text runs, which tensors.
 
 Where the nested text decoder is a causal language model of the library, that class alone is built, and the stored names
 are mapped to its own. Otherwise the library's class for the whole checkpoint is built, on the meta device, and every
@@ -17,13 +18,90 @@ from torch import nn
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import runs_alone
+from batchgen.models.context import scaled_context
 from batchgen.models.folder import ModelFolder
 from batchgen.models.text_part import TextTensors, find_text_tensors, is_packed, text_config
 
 _UNREAD: Final = "batchgen_unread"
 
 
-def library_config(folder: ModelFolder) -> Any:
+def read_transformers_config(folder: ModelFolder, context_length: int | None) -> tuple[Any, int]:
+    """Read the library's configuration, made independent of the batch, and the context length.
+
+    transformers selects the frequencies of `longrope` by the longest position in a batch; here the context length
+    selects them once for all rows.
+
+    Raises:
+        ModelError: the library cannot read it, or the requested context is longer than the model's.
+    """
+    try:
+        config = _library_config(folder)
+    except Exception as error:  # configuration classes validate with errors of many types
+        source = folder.path if folder.is_gguf else folder.path / "config.json"
+        raise ModelError(f"transformers cannot read {source}: {first_line(error)}.") from None
+    _unset_quantisation(config)
+    text = decoder_config(config)
+    longest = _longest_context(text)
+    if longest is None and context_length is None:
+        raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
+    if context_length is not None and longest is not None and context_length > longest:
+        raise ModelError(f"--max-model-len {context_length} is past the model's context of {longest}. Give less.")
+    context = context_length or longest
+    assert context is not None, "one of them is given"
+    _check_rope(text)
+    _fix_longrope(text, context)
+    return config, context
+
+
+def _unset_quantisation(config: Any) -> None:
+    """Make it the configuration of the plain model: quantised weights are dequantised before the library has them."""
+    for holder in (config, config.get_text_config()):
+        if getattr(holder, "quantization_config", None) is not None:
+            del holder.quantization_config
+
+
+def _longest_context(config: Any) -> int | None:
+    """The model's context length; None if its configuration names none."""
+    longest: Any = getattr(config, "max_position_embeddings", None)
+    settings = rope_settings(config)
+    if longest is None or len(settings) != 1:  # one per layer type: the longest is that of the configuration
+        return None if longest is None else int(longest)
+    original = getattr(config, "original_max_position_embeddings", None)
+    return scaled_context(str(config.model_type), int(longest), settings[0], original)
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Rope settings of the configuration: one dict, or one per layer type."""
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict):
+        return []
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    return nested or [settings]
+
+
+def _check_rope(config: Any) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for settings in rope_settings(config):
+        kind = settings.get("rope_type", "default")
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+            raise ModelError(f"config.json: rope type {kind!r} is not supported. Supported: {known}.")
+
+
+def _fix_longrope(config: Any, context: int) -> None:
+    for settings in rope_settings(config):
+        original = settings.get("original_max_position_embeddings")
+        if settings.get("rope_type") == "longrope" and original and context > original:
+            settings["short_factor"] = settings["long_factor"]
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, shortened; its type if it has none."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:300].rstrip(".")
+
+
+def _library_config(folder: ModelFolder) -> Any:
     """The library's configuration of the class to build: of the text decoder alone where that is a causal model."""
     from transformers import CONFIG_MAPPING, AutoConfig  # the library takes seconds to import
 
@@ -41,7 +119,7 @@ def library_config(folder: ModelFolder) -> Any:
 
 def _whole_config(folder: ModelFolder) -> Any:
     """The library's configuration of a folder, of the type that `folder` names: the folder may name it otherwise."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig  # as in library_config
+    from transformers import CONFIG_MAPPING, PreTrainedConfig  # as in _library_config
 
     values: Any = dict(folder.config)
     if not folder.is_gguf:
@@ -65,7 +143,7 @@ def library_class(config: Any) -> Any:
     Raises:
         ModelError: the library has none.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM  # as in library_config
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM  # as in _library_config
 
     for auto in (AutoModelForMultimodalLM, AutoModelForCausalLM):
         if type(config) in auto._model_mapping:
@@ -80,7 +158,7 @@ def causal_part(model: Any) -> Any:
     Raises:
         ModelError: there is none.
     """
-    from transformers import PreTrainedModel  # as in library_config
+    from transformers import PreTrainedModel  # as in _library_config
 
     head = model.get_output_embeddings()
     if head is None:
@@ -91,7 +169,7 @@ def causal_part(model: Any) -> Any:
 
 def decoder_name(model: Any) -> str | None:
     """Attribute name of a causal language model's decoder; None if it has none."""
-    from transformers import PreTrainedModel  # as in library_config
+    from transformers import PreTrainedModel  # as in _library_config
 
     if isinstance(getattr(model, model.base_model_prefix, None), nn.Module):
         return str(model.base_model_prefix)

@@ -76,7 +76,8 @@ def load_checked(
         return load_native(spec, config, layout, checked.folder, checked.adapters, products)
     with _named_failures(checked.folder, "load"):
         # Imported here because the library is slow to import and native models do not need it.
-        from batchgen.models.hf_load import load_transformers, read_transformers_config, text_class, transformers_spec
+        from batchgen.models.hf_load import load_transformers, text_class, transformers_spec
+        from batchgen.models.hf_text import read_transformers_config
 
         library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
         cls = text_class(library_config)
@@ -110,7 +111,8 @@ def checked_spec(
     if checked.native is not None:
         return _native_spec(checked, *checked.native, kind, where)
     with _named_failures(checked.folder, "build"):
-        from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_checked
+        from batchgen.models.hf_load import transformers_spec  # as in load_checked
+        from batchgen.models.hf_text import read_transformers_config
 
         library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
         return transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)

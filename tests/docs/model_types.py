@@ -8,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from batchgen.errors import ModelError
-from batchgen.models.architectures import causal_lm_types, choose_implementation, packed_types
+from batchgen.models.architectures import HYBRIDS, causal_lm_types, choose_implementation, packed_types
 from batchgen.models.text_part import is_packed, text_config
 
 _NAMES = ("model.language_model.embed_tokens.weight", "model.language_model.layers.0.input_layernorm.weight")
@@ -35,6 +35,8 @@ def outcome(name: str) -> tuple[str, str]:
             words = words.partition(end)[0]
         return "no", words.partition("not supported: ")[2] or words.partition(f"{name} ")[2] or words
     part = text_config(config).get("model_type")
+    if part in HYBRIDS:
+        return chosen, "where the configuration names layers of attention alone"
     return chosen, f"text, of `{part}`" if part not in (None, name) else "text" if is_packed(config) else ""
 
 

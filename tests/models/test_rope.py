@@ -19,7 +19,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
 from batchgen.models.context import longrope_note
 from batchgen.models.folder import ModelFolder
-from batchgen.models.hf_load import read_transformers_config
+from batchgen.models.hf_text import read_transformers_config
 from batchgen.models.native_config import NativeUnsupported, parse_native_config
 
 BASE: dict[str, Any] = {

@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
-from batchgen.models.hf_load import read_transformers_config, text_class
-from batchgen.models.hf_text import is_unread
+from batchgen.models.hf_load import text_class
+from batchgen.models.hf_text import is_unread, read_transformers_config
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.native_config import NATIVE_TYPES, parse_native_config
 from batchgen.models.text_part import find_text_tensors
