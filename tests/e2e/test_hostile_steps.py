@@ -1,4 +1,4 @@
-"""No row holds the others for more than a second: the processor time between two tokens of a row beside a hostile one.
+"""No row holds the others for a second: processor time between two tokens of a row while a hostile one runs too.
 
 Reading a row, compiling its constraint and tokenising its text come before the first step.
 """
