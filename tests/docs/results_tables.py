@@ -33,9 +33,36 @@ def short_table() -> str:
 
 def full_tables() -> str:
     """A table for each results file, with spreads and shares of the roofline floors."""
-    return "\n".join(
-        _table(path) if read_figures(path).figures else _eta_table(path) for path in sorted(RESULTS.glob("*.jsonl"))
-    )
+    return "\n".join(map(_any_table, sorted(RESULTS.glob("*.jsonl"))))
+
+
+def _any_table(path: Path) -> str:
+    found = read_figures(path)
+    if found.figures:
+        return _table(path)
+    return _load_table(path) if found.others[0]["workload"] == "load" else _eta_table(path)
+
+
+def _load_table(path: Path) -> str:
+    """Large jobs: what must not grow."""
+    lines = read_figures(path).others
+    table = [
+        f"### {path.stem}",
+        "",
+        f"`python -m tests.e2e.load`: {lines[0]['processors']} threads of an {lines[0]['cpu']}, with a model that "
+        "computes nothing. Other programs ran on the machine. Rates are rows per second of the generating phase.",
+        "",
+        "| job | rows | seconds | first tenth | last tenth | memory of no file | open files | finish |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        rates = [f"{rate:,}" if rate else "" for rate in (line["rate_first_tenth"], line["rate_last_tenth"])]
+        handles = f"{line['handles_first_half']}, then {line['handles_last_half']}"
+        table.append(
+            f"| {line['description']} | {line['rows']:,} | {sum(line['seconds'].values()):.0f} | {' | '.join(rates)} | "
+            f"{line['peak_anonymous_bytes'] / 2**20:.0f} MiB | {handles} | {line['finish_share']}% |"
+        )
+    return "\n".join(table) + "\n"
 
 
 def _eta_table(path: Path) -> str:
