@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -126,8 +126,22 @@ class RunCounts:
             computed_prompt_tokens=self.computed_prompt_tokens + alone.computed_prompt_tokens,
             output_tokens=self.output_tokens + alone.output_tokens,
             kv_peak_bytes=max(self.kv_peak_bytes, alone.kv_peak_bytes),
-            engine={**self.engine, "steps": self.engine["steps"] + alone.engine["steps"]},
+            engine={name: _both(name, count, alone.engine[name]) for name, count in self.engine.items()},
         )
+
+
+_LARGEST: Final = ("peak_pages", "max_decode_rows", "in_flight_peak_bytes")
+_OF_PLAN: Final = (
+    "slots", "tail_steps", "tail_tokens", "tokens_per_step", "group_min_saving", "occupancy", "tail_efficiency"
+)  # fmt: skip
+"""Counts that describe how full the steps of all rows were."""
+
+
+def _both(name: str, together: Any, alone: Any) -> Any:
+    """A count of the engine over the rows that ran together and one that ran alone."""
+    if name in _OF_PLAN:
+        return together
+    return max(together, alone) if name in _LARGEST else together + alone
 
 
 def run_summary(

@@ -84,8 +84,11 @@ def test_a_row_that_ends_run_after_run_is_set_aside_with_its_copies(
     for i in (3, 11, 29):
         rows[i] = deadly(i, dies=at, kill=kill)
     write_lines(folder / "in.jsonl", rows)
-    deaths, _ = until_finished(command(model, *NAMED), folder, 5)
+    deaths, _ = until_finished(command(model, *NAMED, "--report", "report.json"), folder, 5)
     assert deaths == 4  # two among others, two alone
+    report = json.loads((folder / "report.json").read_text())
+    made = report["engine"]["sampled_tokens"] + report["copied_tokens"]
+    assert made == 8 * (report["rows_ok"] - report["rows_resumed"]), "rows that ran alone are counted"
     found = rows_of(folder / "out.parquet")
     assert [row["id"] for row in found if row["error"]] == ["id 3", "id 11", "id 29"]
     assert found[11]["error"]["code"] == "engine_crash"
