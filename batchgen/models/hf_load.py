@@ -82,7 +82,8 @@ def transformers_spec(
     check_layer_types(str(text.model_type), getattr(text, "layer_types", None))
     with silence_library():
         whole = _meta_model(config, cls or text_class(config))
-        check_library_tensors(whole, folder, int(text.num_hidden_layers), _renamed(whole, folder), is_unread)
+        renamed = renamed_keys(whole, folder) if text_runs_alone(folder) else None
+        check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
         model = causal_part(whole)
         _use_our_attention(model)
         fit_library_adapters(model, adapters)
@@ -314,7 +315,7 @@ def _from_pretrained(
         ModelError: the library cannot load it, or weights are missing.
     """
     try:
-        renamed = _renamed(_meta_model(config, cls), folder)
+        renamed = renamed_keys(_meta_model(config, cls), folder) if text_runs_alone(folder) else None
         with _source(folder, weights) as source:
             model, info = cls.from_pretrained(
                 source,
@@ -342,11 +343,6 @@ def _from_pretrained(
     layers = int(decoder_config(config).num_hidden_layers)
     check_unread(folder, [name for name in others if name not in folder.spare], layers)
     return model
-
-
-def _renamed(model: Any, folder: ModelFolder) -> dict[str, str] | None:
-    """Patterns of stored names -> names in `model`, where the text decoder of a larger checkpoint runs alone."""
-    return renamed_keys(model, folder) if text_runs_alone(folder) else None
 
 
 def _source(folder: ModelFolder, weights: Mapping[str, LazyWeight] | None) -> AbstractContextManager[Path | None]:

@@ -14,6 +14,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,7 +128,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {"constraints": _constraints, "conver
 def main() -> int:
     """Check both models."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/batchgen-real"))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "batchgen-real")
     parser.add_argument("--prompts", type=int, default=40)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
