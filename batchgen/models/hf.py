@@ -108,7 +108,7 @@ def _attend(
 
 
 class _Positions:
-    """Stand-in for the library's cache: it stores nothing, and says of each token how many came before its step.
+    """Replacement for the library's cache: it stores nothing, and says of each token how many came before its step.
 
     Some modules count positions from the shape of a step and the length of the cache, whatever `position_ids` are.
     """
