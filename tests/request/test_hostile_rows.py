@@ -80,6 +80,8 @@ HOSTILE: list[Hostile] = [
     ({"messages": HELLO, "tools": "all"}, "invalid_field", "tools"),
     ({"messages": HELLO, "tools": ["f"]}, "invalid_field", "tools"),
     ({"messages": HELLO, "chat_template_kwargs": []}, "invalid_field", "chat_template_kwargs"),
+    ({"text": "a", "chat_template_kwargs": {"a": 1}}, "invalid_field", "chat_template_kwargs"),
+    ({"text": "a", "reasoning_effort": "low"}, "invalid_field", "reasoning_effort"),
     ({"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}}, "invalid_field", "chat_template_kwargs"),
     ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "invalid_field", "chat_template_kwargs"),
     ({"messages": HELLO, "add_generation_prompt": 1}, "invalid_field", "add_generation_prompt"),
