@@ -1,16 +1,20 @@
 """Grammar compiler process, separate from the run; its main function is `serve`.
 
 A grammar compiler cannot be interrupted, and a hostile grammar can make it run for hours, exhaust memory or crash.
-Each grammar is therefore compiled in a fork of this process, which holds the vocabularies, under limits of processor
-time and memory. A run without constraints never starts the process. It imports xgrammar without torch and transformers.
+Grammars are therefore compiled in forks of this process, which holds the vocabularies, under limits of processor time
+and memory. A fork compiles several grammars, as forking takes longer than most of them; the error of a grammar is
+believed only if it is the first of its fork, so that it does not depend on those before it. A run without constraints
+never starts the process. It imports xgrammar without torch and transformers.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import signal
+import struct
 import sys
 import time
 from collections import deque
@@ -68,7 +72,11 @@ class _Stub:
 
 
 _WALL_FACTOR = 15
-"""Wall time limit of a fork, as a multiple of its processor time limit."""
+"""Wall time limit of a grammar, as a multiple of its processor time limit."""
+_MOST_JOBS = 32
+"""Most grammars that a fork compiles."""
+_LENGTH = struct.Struct("<Q")
+"""Length of a result, before its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +123,19 @@ class CompileJob:
 
 @dataclass(slots=True)
 class _Fork:
-    """A fork that compiles one grammar."""
+    """A fork that compiles grammars."""
 
-    job: CompileJob
+    jobs: deque[CompileJob]
+    """Those without a result yet, in order."""
     pid: int
     deadline: float
-    parts: list[bytes] = field(default_factory=list)
+    """Time at which the first of `jobs` takes too long."""
+    is_first: bool = True
+    """Whether the fork has compiled no grammar yet."""
+    unread: bytearray = field(default_factory=bytearray)
+
+    def set_deadline(self) -> None:
+        self.deadline = time.monotonic() + _WALL_FACTOR * self.jobs[0].limits.seconds
 
 
 def serve(source: int, sink: int, workers: int) -> None:
@@ -143,17 +158,18 @@ def serve(source: int, sink: int, workers: int) -> None:
     is_open = True
     while is_open or queue or running:
         while queue and len(running) < workers:
-            job = queue.popleft()
-            descriptor, started = _fork_job(job, tokenizers[job.vocabulary])
+            count = min(_MOST_JOBS, -(-len(queue) // workers))
+            descriptor, started = _start_fork([queue.popleft() for _ in range(count)], tokenizers)
             running[descriptor] = started
         deadline = min((each.deadline for each in running.values()), default=None)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait([*running, *([requests] if is_open else [])], timeout)
         for descriptor in [each for each in running if each in ready or running[each].deadline <= time.monotonic()]:
-            result = _read_fork(descriptor, running[descriptor])
-            if result is not None:
+            fork = running[descriptor]
+            ended = _read_fork(descriptor, fork, results)
+            if ended:
                 del running[descriptor]
-                results.send(result)
+                queue.extendleft(reversed(fork.jobs))
         if requests not in ready:
             continue
         try:
@@ -165,6 +181,8 @@ def serve(source: int, sink: int, workers: int) -> None:
                 os.kill(each.pid, signal.SIGKILL)
             continue
         if isinstance(message, CompileJob):
+            if message.vocabulary[1] != "text":
+                import_module("batchgen.text.grammar.schemas")  # before forking, so that forks share it
             queue.append(message)
         elif isinstance(message, DropVocabulary):
             tokenizers.pop(message.key, None)
@@ -174,33 +192,46 @@ def serve(source: int, sink: int, workers: int) -> None:
             tokenizers[message.key] = xgrammar.TokenizerInfo(message.pieces, vocab_size=size, stop_token_ids=[])
 
 
-def _fork_job(job: CompileJob, tokenizer: Any) -> tuple[int, _Fork]:
+def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) -> tuple[int, _Fork]:
     descriptor, child_descriptor = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             os.close(descriptor)
-            _set_limits(job.limits)
-            _write_result(child_descriptor, _compile(job, tokenizer))
+            _limit_memory(jobs[0].limits)
+            for job in jobs:
+                _limit_seconds(job.limits)
+                result = _compile(job, tokenizers[job.vocabulary])
+                if isinstance(result, ErrorInfo) and job is not jobs[0]:
+                    break  # its next fork says whether it is an error
+                _write_result(child_descriptor, result)
             status = 0
         finally:
             os._exit(status)  # do not flush or close the parent's files
     os.close(child_descriptor)
-    return descriptor, _Fork(job, pid, time.monotonic() + _WALL_FACTOR * job.limits.seconds)
+    fork = _Fork(deque(jobs), pid, 0.0)
+    fork.set_deadline()
+    return descriptor, fork
 
 
 def _compile(job: CompileJob, tokenizer: Any) -> bytes | ErrorInfo:
     return compile_constraint(job.constraint, tokenizer, lenient=job.lenient, max_size=job.limits.size)
 
 
-def _set_limits(limits: CompileLimits) -> None:
+def _limit_memory(limits: CompileLimits) -> None:
     pages = int(open("/proc/self/statm").read().split()[0]) if sys.platform == "linux" else 0  # noqa: PTH123, SIM115
     if pages:
         size = pages * resource.getpagesize() + limits.memory
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_seconds(limits: CompileLimits) -> None:
+    """Limit the processor time from now on; the signal at the limit ends the process."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = math.ceil(time.process_time()) + limits.seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _write_result(descriptor: int, result: bytes | ErrorInfo) -> None:
@@ -208,34 +239,57 @@ def _write_result(descriptor: int, result: bytes | ErrorInfo) -> None:
         result = b"E" + json.dumps([result.code, result.message, result.param]).encode()
     else:
         result = b"G" + result
-    view = memoryview(result)
+    view = memoryview(_LENGTH.pack(len(result)) + result)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
-def _read_fork(descriptor: int, fork: _Fork) -> tuple[int, bytes | ErrorInfo] | None:
-    """Read the fork's output; return its result if it has ended."""
-    if fork.deadline <= time.monotonic():
+def _read_fork(descriptor: int, fork: _Fork, results: Connection) -> bool:
+    """Read the fork's output and send the results in it; return whether the fork has ended, with `jobs` left over."""
+    if fork.jobs and fork.deadline <= time.monotonic():
         os.kill(fork.pid, signal.SIGKILL)
     else:
         part = os.read(descriptor, 1 << 20)
         if part:
-            fork.parts.append(part)
-            return None
+            fork.unread += part
+            _send_results(fork, results)
+            return False
     os.close(descriptor)
     _, status = os.waitpid(fork.pid, 0)
-    data = b"".join(fork.parts)
-    code = os.waitstatus_to_exitcode(status)
-    if code == 0 and data[:1] == b"G":
-        return fork.job.number, data[1:]
-    if code == 0 and data[:1] == b"E":
-        name, message, param = read_json(data[1:])
-        return fork.job.number, ErrorInfo(ErrorCode(name), message, param)
-    limits = fork.job.limits
+    if fork.jobs and fork.is_first:
+        job = fork.jobs.popleft()
+        results.send((job.number, _death(job, os.waitstatus_to_exitcode(status))))
+    return True
+
+
+def _send_results(fork: _Fork, results: Connection) -> None:
+    """Send the results that `unread` has whole."""
+    start = _LENGTH.size
+    while len(fork.unread) >= start:
+        end = start + _LENGTH.unpack_from(fork.unread)[0]
+        if len(fork.unread) < end:
+            return
+        data = bytes(fork.unread[start:end])
+        del fork.unread[:end]
+        fork.is_first = False
+        results.send((fork.jobs.popleft().number, _result(data)))
+        if fork.jobs:
+            fork.set_deadline()
+
+
+def _result(data: bytes) -> bytes | ErrorInfo:
+    if data[:1] == b"G":
+        return data[1:]
+    code, message, param = read_json(data[1:])
+    return ErrorInfo(ErrorCode(code), message, param)
+
+
+def _death(job: CompileJob, code: int) -> ErrorInfo:
+    """The error of a grammar whose fork ended before its result."""
     if -code in (signal.SIGXCPU, signal.SIGKILL):
-        problem = f"takes more than {limits.seconds} seconds to compile; make it smaller"
+        problem = f"takes more than {job.limits.seconds} seconds to compile; make it smaller"
     else:
         problem = (
-            f"needs more memory than {limits.memory >> 20} MiB to compile, or crashes the compiler; make it smaller"
+            f"needs more memory than {job.limits.memory >> 20} MiB to compile, or crashes the compiler; make it smaller"
         )
-    return fork.job.number, invalid_grammar(fork.job.constraint.kind, problem)
+    return invalid_grammar(job.constraint.kind, problem)

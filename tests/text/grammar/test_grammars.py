@@ -136,6 +136,21 @@ def test_a_hostile_grammar_is_an_error_and_the_next_one_compiles(
     assert grammars.error(GOOD) is None or limits.memory == 1 << 20, "a limit that no grammar is under"
 
 
+def test_grammars_compiled_by_one_process_do_not_change_each_other(tokenizer: Tokenizer) -> None:
+    limits = CompileLimits(seconds=2)
+    good = [Constraint("regex", f"[a-z]{{{i + 1}}}") for i in range(90)]
+    bad = {1: Constraint("regex", "(" * 20_000 + "a" + ")" * 20_000), 30: HOSTILE[0][1], 31: Constraint("regex", "(")}
+    mixed = [bad.get(i, each) for i, each in enumerate(good)]
+    grammars, alone = (Grammars(tokenizer, tokenizer.vocab_size, limits=limits) for _ in range(2))
+    grammars.prepare(mixed)
+    for constraint in mixed:
+        if constraint in bad.values():
+            alone.prepare([constraint])
+            assert grammars.error(constraint) == alone.error(constraint) is not None
+        else:
+            assert grammars.error(constraint) is None
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full to simulate a full disk")
 def test_a_full_temporary_folder_is_named_in_the_error(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
