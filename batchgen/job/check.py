@@ -22,7 +22,7 @@ from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.advice import input_advice
-from batchgen.job.estimate import OutputEstimate, estimate_output
+from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.opening import set_clock
@@ -73,6 +73,8 @@ class CheckReport:
     """Upper limit: the sum over all samples of `max_new_tokens`."""
     kv_peak_bytes: int
     page_waste: float
+    estimated_peak_bytes: int | None
+    """Peak of the run's resident memory; None on a GPU."""
     estimated_steps: int
     """Number of steps if every row runs to its limit and pages are unlimited; so, too, the next three figures."""
     estimated_occupancy: float
@@ -157,6 +159,8 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         counts, steps = _plan(config, setup, workload)
         output = estimate_output(rows, config, setup.spec)
+        kv_peak = cache_bytes(cache_groups(setup.spec, config.engine.page_size), counts.kv_peak_pages)
+        memory = estimate_memory(setup, workload, kv_peak)
         planned = time.monotonic()
     report = CheckReport(
         rows=rows.rows,
@@ -175,8 +179,9 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         deduplicated_rows=len(workload.followers),
         grammar_backends=rows.grammar_backends,
         max_completion_tokens=int((workload.samples.astype(np.int64) * table.max_new_tokens).sum()),
-        kv_peak_bytes=cache_bytes(cache_groups(setup.spec, config.engine.page_size), counts.kv_peak_pages),
+        kv_peak_bytes=kv_peak,
         page_waste=round(counts.page_waste, 4),
+        estimated_peak_bytes=memory,
         estimated_steps=steps.steps,
         estimated_occupancy=round(steps.occupancy, 4),
         estimated_tail_steps=steps.tail_steps,
@@ -262,6 +267,7 @@ def _lines(report: CheckReport) -> list[str]:
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
         f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{_stored(report)}",
         f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
+        *_memory(report),
         f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
         f"{report.estimated_occupancy:.0%} full ({report.estimated_tail_efficiency:.0%} in the last "
         f"{report.estimated_tail_steps:,}, with no sample waiting)",
@@ -281,6 +287,11 @@ def _lines(report: CheckReport) -> list[str]:
 def _stored(report: CheckReport) -> str:
     form = report.model["checkpoint_format"]
     return "" if form is None else f", dequantized from {form}"
+
+
+def _memory(report: CheckReport) -> list[str]:
+    size = report.estimated_peak_bytes
+    return [] if size is None else [f"memory          about {format_size(size)} at the peak, program included"]
 
 
 def _states(report: CheckReport) -> str:

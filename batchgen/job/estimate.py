@@ -1,4 +1,4 @@
-"""Estimated size of a job's output files if every row runs to its limit."""
+"""Estimated size of a job's output files, and of its memory, if every row runs to its limit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from batchgen.config.run_config import RunConfig
+from batchgen.engine.backend_choice import products_of
+from batchgen.engine.machine import step_limits
+from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
+from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.job.ingest import Ingested
+from batchgen.job.setup import Setup
+from batchgen.kernels.linear import repacks, shares_rows
 from batchgen.models.base import ModelSpec
 from batchgen.plan.tree import blocks
 from batchgen.request.params import SamplingParams
@@ -85,6 +92,28 @@ def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> Outpu
     if config.include_prompt_ids:
         results += _PROMPT_ID_BYTES * _prompt_ids(table)
     return OutputEstimate(results, states)
+
+
+def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int) -> int | None:
+    """Estimated peak of a run's resident memory, in bytes, called when its rows are read; None on a GPU.
+
+    The program is as large as this process. Next to the weights are either, while they are loaded, the largest matrix
+    in another layout, or keys and values and the largest step.
+    """
+    spec, engine = setup.spec, setup.config.engine
+    if spec.device.type != "cpu":
+        return None
+    products = products_of(engine)
+    head = spec.vocab_size * spec.embeds_size * spec.dtype.itemsize
+    weights, loading = setup.weight_bytes, head if repacks(spec.dtype, spec.device, products) else 0
+    if spec.tied and not shares_rows(spec.dtype, spec.device, products):
+        weights += head
+    step = 0
+    if workload.samples.any():
+        limits = step_limits(engine, spec.device)
+        step = expected_bytes(spec, dummy_run(workload, spec, engine.page_size, *limits))
+    program = int(psutil.Process().memory_info().rss)
+    return program + weights + max(loading, kv_bytes + step)
 
 
 @dataclass(frozen=True, slots=True)

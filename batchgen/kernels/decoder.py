@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from batchgen.kernels.heads import HeadNorms
-from batchgen.kernels.linear import Linear
+from batchgen.kernels.linear import Embedding, Linear
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.types import Attention
 
@@ -43,8 +43,7 @@ class DecoderWeights:
     activation: str
     eps: float
     """Epsilon of all norms."""
-    embedding: Tensor
-    """[V, H]"""
+    embedding: Embedding
     norm: Tensor
     """[H], of the final norm"""
     inv_freq: Tensor

@@ -179,6 +179,10 @@ class Compiled:
         return grouped.dense().to(self.packed.dtype)
 
 
+WHOLE: Final = ("compiled", "compiled dot")
+"""Names of the layouts of the compiled kernels that hold exactly the numbers of the weight."""
+
+
 def _packed(weight: Tensor, method: Method) -> PackedWeight:
     if method == "int8":
         return pack_int8(quantise_weight(weight, INT8), weight.dtype)

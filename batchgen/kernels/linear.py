@@ -1,15 +1,17 @@
-"""The linear layer y = x W^T + b, with the weight in the fastest layout of the device (see `layouts`)."""
+"""Linear layers and embeddings, with the weight in the fastest layout of the device (see `layouts`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.layouts import Compiled, Layout, Plain, Product, Products, choose_layout, layouts
+from batchgen.kernels.cpu.matmul import unpack_rows
+from batchgen.kernels.layouts import WHOLE, Compiled, Layout, Plain, Product, Products, choose_layout, layouts
 
-__all__ = ["Linear", "Product", "Products", "describe_products", "forms", "repacks"]
+__all__ = ["Embedding", "Linear", "Product", "Products", "describe_products", "forms", "repacks"]
 
 
 class Linear:
@@ -77,9 +79,42 @@ class Linear:
         return self._layout(x)
 
 
+class Embedding:
+    """Vectors of tokens, the rows of `weight` [V, H].
+
+    Args:
+        weight: the rows.
+        head: a layer of the same weight. If it stores exactly these numbers in panels, rows are read from there: the
+            caller should drop its reference to `weight`, so that the numbers are in memory once.
+    """
+
+    __slots__ = ("_panels", "data", "dtype", "width")
+
+    def __init__(self, weight: Tensor, head: Linear | None = None) -> None:
+        compiled = None if head is None else head.compiled
+        self._panels = None if compiled is None or compiled.packed.layout != "whole" else compiled.packed
+        self.data = weight if self._panels is None else self._panels.data
+        """The rows, [V, H], or in panels."""
+        self.dtype, self.width = weight.dtype, weight.shape[1]
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows are in panels."""
+        return self._panels is not None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[*] int64 -> [*, H]."""
+        return F.embedding(ids, self.data) if self._panels is None else unpack_rows(self._panels, ids)
+
+
 def repacks(dtype: torch.dtype, device: torch.device, products: Products) -> bool:
     """Whether `Linear` copies a weight of `dtype` into another layout and drops the original."""
     return device.type == "cpu" and choose_layout(dtype, products).name != "plain"
+
+
+def shares_rows(dtype: torch.dtype, device: torch.device, products: Products) -> bool:
+    """Whether an `Embedding` of `dtype` reads its rows from the head that it is tied to."""
+    return device.type != "cpu" or choose_layout(dtype, products).name in ("plain", *WHOLE)
 
 
 def describe_products(dtype: torch.dtype, device: torch.device, products: Products) -> str | None:

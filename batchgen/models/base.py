@@ -44,6 +44,8 @@ class ModelSpec:
     """Names of the LoRA adapters, in the order of their indexes."""
     embedding_size: int | None = None
     """Width of the token embeddings; None if it is `hidden_size`."""
+    tied: bool = False
+    """Whether the embedding is also the head."""
 
     @property
     def state_limits(self) -> CaptureSupport:

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from batchgen.kernels.linear import Linear, Products
+from batchgen.kernels.linear import Embedding, Linear, Products
 
 _GROUPS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -88,16 +88,27 @@ class _StackedPart(nn.Module):
         return self._stack.part(self._index, x, self._start, self._end)
 
 
+class _SharedRows(nn.Embedding):
+    """Base of an embedding's class that reads the rows from the head that the embedding is tied to."""
+
+    rows: Embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[*] int64 -> [*, E]."""
+        return self.rows(input)
+
+
 def stack_projections(model: nn.Module, products: Products = "measured") -> int:
     """Stack the sibling projections of `model` in place and change the layout of its other linear layers.
 
     Only exact `nn.Linear`s without hooks are replaced. A layer's old weights are freed before the next layer is
-    stacked.
+    stacked, and an embedding that is tied to a layer reads its rows from there where it can.
 
     Returns:
         Number of stacked groups.
     """
     stacked = 0
+    embeddings = {id(module.weight): module for module in model.modules() if isinstance(module, nn.Embedding)}
     # Without the layers themselves, whose old weights the list would keep.
     for parent in [module for module in model.modules() if module._modules]:
         for names in _GROUPS:
@@ -107,7 +118,7 @@ def stack_projections(model: nn.Module, products: Products = "measured") -> int:
                 stacked += 1
         for name, child in list(parent.named_children()):
             if _is_plain_linear(child):
-                _replace_linear(parent, name, products)
+                _replace_linear(parent, name, products, embeddings.get(id(child.weight)))
     return stacked
 
 
@@ -141,10 +152,24 @@ def _stack_group(parent: nn.Module, names: tuple[str, ...], products: Products) 
         start += weight.shape[0]
 
 
-def _replace_linear(parent: nn.Module, name: str, products: Products) -> None:
+def _replace_linear(parent: nn.Module, name: str, products: Products, tied: nn.Embedding | None) -> None:
     module = parent._modules[name]
     assert isinstance(module, nn.Linear)
     bias = None if module.bias is None else module.bias.detach()
     linear = Linear(module.weight.detach(), bias, products=products)
     if linear.packed:  # an unpacked one is as fast as nn.Linear
         parent._modules[name] = _FastLinear(linear)
+        rows = None if tied is None else Embedding(tied.weight.detach(), linear)
+        if tied is not None and rows is not None and rows.packed:
+            _share_rows(tied, rows)
+
+
+def _share_rows(module: nn.Embedding, rows: Embedding) -> None:
+    """Let an embedding read its rows from `rows`, and what its class makes of them be as before."""
+    known = type(module)
+    bases = (_SharedRows,) if known is nn.Embedding else (known, _SharedRows)
+    module.__class__ = type(known.__name__, bases, {})
+    vars(module)["rows"] = rows
+    # Classes read the weight's dtype; its values are nowhere, which the comparison of logits would show.
+    nowhere = torch.full((), torch.nan, dtype=rows.dtype).expand(module.weight.shape)
+    module.weight = nn.Parameter(nowhere, requires_grad=False)

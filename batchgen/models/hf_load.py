@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -51,10 +50,8 @@ from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
-from batchgen.models.safetensors_header import TensorInfo
 from batchgen.models.stored_tensors import check_library_tensors, check_unread
-from batchgen.models.weight_files import library_folder
-from batchgen.models.weights import LazyWeight, WeightReader, copy_from_files
+from batchgen.models.weights import LazyWeight, WeightReader
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Tolerance of the relative difference of a token's logits: rounding, and routing near ties, may differ."""
@@ -106,6 +103,7 @@ def transformers_spec(
         adapters=tuple(adapter.name for adapter in adapters),
         num_heads=uses[0].num_heads if uses else 1,
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
+        tied=getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight,
     )
 
 
@@ -297,39 +295,46 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -
             f"{folder.path} also holds an adapter (adapter_config.json), which transformers would apply to every "
             "row. Move the adapter to a separate folder, and name it with --lora."
         )
-    decoded = folder.is_gguf or folder.plain is not None
     with WeightReader(folder.tensors) as reader:
-        weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors} if decoded else None
-        model = _from_pretrained(config, spec, folder, cls, weights)
-    if spec.device.type == "cpu" and not decoded:
-        copy_from_files(model)
+        alone = text_runs_alone(folder)
+        built = _meta_model(config, cls) if alone or reader.converts(spec.dtype) else None
+        renamed = renamed_keys(built, folder) if alone else None
+        exact = () if built is None else {*built._keep_in_fp32_modules, *built._keep_in_fp32_modules_strict}
+        weights = {
+            name: LazyWeight(name, reader, torch.float32 if any(part in name for part in exact) else spec.dtype)
+            for name in folder.tensors
+        }
+        model = _from_pretrained(config, spec, folder, cls, weights, renamed)
     return model.eval().to(spec.device)
 
 
 def _from_pretrained(
-    config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any, weights: Mapping[str, LazyWeight] | None
+    config: Any,
+    spec: ModelSpec,
+    folder: ModelFolder,
+    cls: Any,
+    weights: Mapping[str, LazyWeight],
+    renamed: dict[str, str] | None,
 ) -> Any:
-    """The library's model, with the weights of the folder or, if given, `weights`.
+    """The library's model with `weights`, which are read into memory of the process: a change of a mapped file would
+    change the model in the middle of a job, and a shorter file would end the process.
 
     Raises:
         ModelError: the library cannot load it, or weights are missing.
     """
     try:
-        renamed = renamed_keys(_meta_model(config, cls), folder) if text_runs_alone(folder) else None
-        with _source(folder, weights) as source:
-            model, info = cls.from_pretrained(
-                source,
-                config=config,
-                state_dict=weights,
-                key_mapping=renamed,
-                dtype=spec.dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are listed in the loading info
-            )
+        model, info = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            key_mapping=renamed,
+            dtype=spec.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are listed in the loading info
+        )
     except Exception as error:  # loading raises errors of many types
         raise ModelError(f"transformers cannot load {folder.path}: {first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
@@ -343,14 +348,6 @@ def _from_pretrained(
     layers = int(decoder_config(config).num_hidden_layers)
     check_unread(folder, [name for name in others if name not in folder.spare], layers)
     return model
-
-
-def _source(folder: ModelFolder, weights: Mapping[str, LazyWeight] | None) -> AbstractContextManager[Path | None]:
-    """The folder from which the library reads the weights; None if they are given."""
-    if weights is not None:
-        return nullcontext()
-    stored = {name: info for name, info in folder.tensors.items() if isinstance(info, TensorInfo)}
-    return library_folder(folder.path, folder.files, stored)
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:

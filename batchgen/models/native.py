@@ -12,13 +12,12 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.backend import fused_decoder
 from batchgen.kernels.decoder import DecoderLayer, DecoderWeights, FusedDecoder
 from batchgen.kernels.heads import HeadNorms
-from batchgen.kernels.linear import Linear, Product, Products, repacks
+from batchgen.kernels.linear import Embedding, Linear, Product, Products, repacks
 from batchgen.kernels.lora import LoraPairs
 from batchgen.kernels.rope import inverse_frequencies
 from batchgen.kernels.types import AttentionArgs, LayerKV, PagedAttention
@@ -71,7 +70,7 @@ class NativeModel:
         if self._fused is not None and self._fused.takes(inputs.attention):
             return _hidden_fused(self._fused, inputs, self._spec)
         weights, layers = self._weights, self._weights.layers
-        x = F.embedding(inputs.input_ids, weights.embedding)  # [T, H]
+        x = weights.embedding(inputs.input_ids)  # [T, H]
         if inputs.embeds is not None:
             x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
         ops, eps, capture = inputs.ops, weights.eps, inputs.capture
@@ -197,6 +196,7 @@ def native_spec(
         state_layers=config.num_layers,
         num_heads=config.num_heads,
         adapters=tuple(adapter.name for adapter in adapters),
+        tied=layout.head is None,
     )
 
 
@@ -227,6 +227,7 @@ def load_native(
             for i, layer in enumerate(layout.layers)
         ]
         norm = loader.tensor(layout.norm)
+        tied = layout.head is None
         head = Linear(embedding, products=products) if layout.head is None else loader.linear(layout.head)
     inv_freq, rope_scale = inverse_frequencies(config.rope, spec.context_length)
     weights = DecoderWeights(
@@ -235,7 +236,7 @@ def load_native(
         dim=config.head_dim,
         activation=config.activation,
         eps=config.rms_eps,
-        embedding=embedding,
+        embedding=Embedding(embedding, head if tied else None),
         norm=norm,
         inv_freq=inv_freq.to(spec.device),
         rope_scale=rope_scale,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.hub import read_weight_map
-from batchgen.models.safetensors_header import TensorInfo
 from batchgen.request.foreign_text import ForeignTextError, read_json_file
 
 SINGLE: Final = "model.safetensors"
@@ -125,20 +121,3 @@ def _base_model(file: Path) -> str | None:
         return None
     base = value.get("base_model_name_or_path") if isinstance(value, dict) else None
     return base[:200] if isinstance(base, str) and base else None
-
-
-@contextmanager
-def library_folder(folder: Path, files: Sequence[Path], tensors: Mapping[str, TensorInfo]) -> Iterator[Path]:
-    """A folder in which transformers finds the weights: the model's own, or one of links if its names are others."""
-    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="batchgen-weights-") as made:
-        names: dict[Path, str] = {file: f"model-{i:05}.safetensors" for i, file in enumerate(files)}
-        for file, name in names.items():
-            (Path(made) / name).symlink_to(file.resolve())
-        weight_map = {tensor: names[info.file] for tensor, info in tensors.items()}
-        index: dict[str, Any] = {"metadata": {}, "weight_map": weight_map}
-        (Path(made) / INDEX).write_text(json.dumps(index), encoding="utf-8")
-        (Path(made) / "generation_config.json").write_text("{}", encoding="utf-8")  # the library wants one
-        yield Path(made)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from threading import Lock
 from types import EllipsisType, TracebackType
 from typing import BinaryIO, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.models.quantized.tensors import (
@@ -109,8 +108,14 @@ class WeightReader:
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
 
+    def converts(self, dtype: torch.dtype) -> bool:
+        """Whether `read` rounds a matrix to `dtype`, from what is stored."""
+        infos = (info for info in self._tensors.values() if len(info.shape) > 1)
+        return any(isinstance(i, QuantizedTensor) or _TORCH_DTYPES.get(i.dtype) != dtype for i in infos)
+
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor `name` in new memory: as it is stored, or decoded, vectors in float32 and others in `dtype`.
+        """The tensor `name` in new memory: floating-point matrices in `dtype`, decoded vectors in float32, others as
+        they are stored.
 
         Threads may call it.
 
@@ -119,7 +124,11 @@ class WeightReader:
         """
         info = self._tensors[name]
         with self._lock:
-            if isinstance(info, TensorInfo) and info.form is None:
+            if (
+                isinstance(info, TensorInfo)
+                and info.form is None
+                and (len(info.shape) < 2 or info.dtype not in _TORCH_DTYPES)
+            ):
                 return self._rows(info, 0, info.shape[0] if info.shape else 1).view(info.shape)
             # Vectors are small, and modules that compute in float32 keep them exact.
             target = torch.empty(info.shape, dtype=torch.float32 if len(info.shape) == 1 else dtype)
@@ -196,16 +205,6 @@ def _fill(stream: BinaryIO, target: Tensor, info: TensorInfo) -> None:
         if not count:
             raise ModelError(f"{info.file} ended while it was read. Copy the file again.")
         view = view[count:]
-
-
-def copy_from_files(model: nn.Module) -> None:
-    """Move the weights to memory of the process.
-
-    The library maps the files where their dtype is that of the model. A later change of a file would change the model
-    in the middle of a job, and a shorter file would end the process.
-    """
-    for tensor in chain(model.parameters(), model.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def _dequantise(target: Tensor, tensor: QuantizedTensor, read: _ReadRows) -> None:

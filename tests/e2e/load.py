@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from batchgen.bench.machine import commit_name, cpu_name, processors
@@ -45,6 +46,9 @@ class LoadJob:
 class Sample:
     """The state of the process at one moment."""
 
+    seconds: float
+    """Since its start."""
+    processor_seconds: float
     anonymous: int
     """Bytes of memory that belong to no file."""
     resident: int
@@ -55,7 +59,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigure:
-    """What a job took. Rates are rows per second of the generating phase."""
+    """What a job took. Rates are rows per processor second of the generating phase, which other programs on the
+    machine change less than those per second."""
 
     workload: str
     job: str
@@ -144,9 +149,11 @@ JOBS = (
 )
 
 
-def sample(process: int) -> Sample | None:
-    """The state of a process; None when it has ended."""
+def sample(process: int, began: float) -> Sample | None:
+    """The state of a process that was started at `began`; None when it has ended."""
     try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
         handles = len(os.listdir(f"/proc/{process}/fd"))  # noqa: PTH208
     except OSError:
@@ -155,7 +162,7 @@ def sample(process: int) -> Sample | None:
     if "VmRSS" not in values:
         return None
     anonymous, resident = (int(values[name].split()[0]) * 1024 for name in ("RssAnon", "VmRSS"))
-    return Sample(anonymous, resident, handles)
+    return Sample(time.monotonic() - began, used, anonymous, resident, handles)
 
 
 def run(job: LoadJob, folder: Path) -> LoadFigure:
@@ -170,9 +177,10 @@ def run(job: LoadJob, folder: Path) -> LoadFigure:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     samples: list[Sample] = []
     with (folder / "log.txt").open("wb") as log:
+        began = time.monotonic()
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
         while process.poll() is None:
-            found = sample(process.pid)
+            found = sample(process.pid, began)
             if found is not None:
                 samples.append(found)
             time.sleep(SAMPLE_SECONDS)
@@ -183,7 +191,7 @@ def run(job: LoadJob, folder: Path) -> LoadFigure:
     rows = pq.ParquetFile(folder / "out.parquet").metadata.num_rows
     if (rows, report["rows_error"]) != (job.rows, 0):
         raise RuntimeError(f"{job.name}: {rows} rows instead of {job.rows}, {report['errors']}")
-    first, last = _rates(text)
+    first, last = _rates(text, samples)
     seconds = report["seconds"]
     middle = len(samples) // 2
     return LoadFigure(
@@ -206,16 +214,16 @@ def run(job: LoadJob, folder: Path) -> LoadFigure:
     )
 
 
-def _rates(log: str) -> tuple[float, float]:
-    """Rows per second in the first and in the last tenth of the generating phase's rows."""
+def _rates(log: str, samples: Sequence[Sample]) -> tuple[float, float]:
+    """Rows per processor second in the first and in the last tenth of the generating phase's rows."""
     lines = [json.loads(line) for line in log.splitlines() if line.startswith('{"phase"') or '"phase":' in line[:40]]
     points = [(x["rows_done"], x["seconds"]) for x in lines if x["phase"] in ("generating", "writing")]
     points = [point for at, point in enumerate(points) if not at or point[0] > points[at - 1][0]]
-    (begin, began), (end, ended) = points[0], points[-1]
-    tenth = (end - begin) / 10
-    head = next(((rows, at) for rows, at in points if rows >= begin + tenth), points[-1])
-    tail = next(((rows, at) for rows, at in reversed(points) if rows <= end - tenth), points[0])
-    return (head[0] - begin) / max(head[1] - began, 1e-9), (end - tail[0]) / max(ended - tail[1], 1e-9)
+    rows, seconds = (np.array(values, np.float64) for values in zip(*points, strict=True))
+    used = np.interp(seconds, [x.seconds for x in samples], [x.processor_seconds for x in samples])
+    tenths = np.interp(np.linspace(rows[0], rows[-1], 11), rows, used)
+    tenth = (rows[-1] - rows[0]) / 10
+    return tuple(tenth / max(tenths[end] - tenths[end - 1], 1e-9) for end in (1, 10))
 
 
 def main(words: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ from batchgen.kernels.layouts import (
     int8_refusal,
     layouts,
 )
-from batchgen.kernels.linear import Linear, describe_products, forms, repacks
+from batchgen.kernels.linear import Embedding, Linear, describe_products, forms, repacks
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -104,6 +104,23 @@ def test_a_repacked_weight_is_a_copy(dtype: torch.dtype, monkeypatch: pytest.Mon
                 expected = torch.full((3, shape[0]), (1 if copied else 2) * shape[1], dtype=dtype)
                 torch.testing.assert_close(linear(x), expected, rtol=0.02, atol=0)
         assert copied is (name != "plain")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_embedding_has_the_rows_of_the_head_that_it_is_tied_to(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, make in layouts(dtype, "measured").items():
+        with monkeypatch.context() as patch:
+            taken = LayoutChoice(name, make, name)
+            patch.setattr(linears, "choose_layout", lambda *_, taken=taken: taken)
+            for shape in ((48, 16), (33, 65), (1, 1), (100, 7)):
+                weight = torch.randn(shape).to(dtype)
+                embedding = Embedding(weight, Linear(weight))
+                assert embedding.packed is (name in ("compiled", "compiled dot"))
+                for ids in (torch.arange(shape[0]), torch.zeros(2, 3, dtype=torch.int64)):
+                    assert torch.equal(embedding(ids), F.embedding(ids, weight))
+    assert not Embedding(weight).packed
 
 
 def test_a_fixed_choice_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

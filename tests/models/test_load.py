@@ -175,7 +175,7 @@ load_model(sys.argv[1], dtype=sys.argv[3], device='cpu')  # do not count importe
 open('/proc/self/clear_refs', 'w').write('5')
 before = status('VmRSS')
 model = load_model(sys.argv[2], dtype=sys.argv[3], device='cpu')
-print(status('VmHWM') - before, model.spec.parameters)
+print(status('VmHWM') - before, status('VmRSS') - before, model.spec.parameters)
 """
 
 
@@ -187,7 +187,7 @@ def test_peak_memory_is_the_weights_and_one_matrix(dtype: str, width: int, tmp_p
     write_large(large)
     command = [sys.executable, "-c", PEAK, str(small), str(large), dtype]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
-    peak, parameters = map(int, done.stdout.split())
+    peak, _, parameters = map(int, done.stdout.split())
     matrix, embedding = 2 * 3072 * 1024 * width, 1024 * 1024 * width
     # In addition to the weights: the matrix being repacked, the stored one being converted and the allocator's slack,
     # in total less than two matrices.
@@ -195,6 +195,19 @@ def test_peak_memory_is_the_weights_and_one_matrix(dtype: str, width: int, tmp_p
     assert embedding + slack < 1.2 * matrix
     assert parameters * width > 4 * (matrix + embedding + slack) / 2, "the model is too small for this test"
     assert parameters * width < peak < parameters * width + matrix + embedding + slack
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory through /proc")
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_tied_embedding_is_in_memory_once(model_type: str, tmp_path: Path) -> None:
+    small = save_tiny(model_type, tmp_path / "small")
+    large = save_tiny(model_type, tmp_path / "large", vocab_size=40_000, hidden_size=512, tie_word_embeddings=True)
+    command = [sys.executable, "-c", PEAK, str(small), str(large), "float32"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    _, held, parameters = map(int, done.stdout.split())
+    embedding = 40_000 * 512 * 4
+    assert embedding > 0.8 * parameters * 4
+    assert parameters * 4 < held < parameters * 4 + embedding / 3
 
 
 def write_large(folder: Path) -> None:

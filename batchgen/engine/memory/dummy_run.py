@@ -224,17 +224,27 @@ def estimated_bytes(spec: ModelSpec, job: DummyRun) -> int:
     parameters allow and captured hidden states; per row the logits, in float32 and sorted with their indexes if they
     are sampled from or edited; and fixed sizes for prompt logits and attention.
     """
-    step, params = job.steps[_DECODE_STEPS], job.workload.table.params[-1]
-    states = params.return_hidden_states
+    params = job.workload.table.params[-1]
+    row = spec.dtype.itemsize + 4 + (4 if _edits_logits(params) else 0) + (0 if params.greedy else 32)
+    has_texts = bool((job.workload.table.score_start >= 0).any())
+    blocks = 4 if has_texts or params.logprob_start_len >= 0 else 0
+    return _activation_bytes(spec, job) + job.rows * spec.vocab_size * row + blocks * _LOGITS_BYTES + _ATTENTION_BYTES
+
+
+def expected_bytes(spec: ModelSpec, job: DummyRun) -> int:
+    """As `estimated_bytes`, with the compiled kernels: they sort no logits and gather no scores, keys or values."""
+    row = 4 + (spec.dtype.itemsize if spec.dtype != torch.float32 else 0)
+    return _activation_bytes(spec, job) + job.rows * spec.vocab_size * row
+
+
+def _activation_bytes(spec: ModelSpec, job: DummyRun) -> int:
+    states = job.workload.table.params[-1].return_hidden_states
     kept = 0 if states is None else len(states.layers)
     heads = max((x.kv_heads * (x.key_dim + x.value_dim) for x in spec.kv_layers), default=0)
     head = max((x.key_dim for x in spec.kv_layers), default=0)
     inner = -(-spec.parameters // max(1, 3 * spec.hidden_size * spec.num_layers))
     token = 6 * spec.hidden_size + 2 * heads + 6 * spec.num_heads * head + 4 * inner + kept * spec.hidden_size
-    row = spec.dtype.itemsize + 4 + (4 if _edits_logits(params) else 0) + (0 if params.greedy else 32)
-    has_texts = bool((job.workload.table.score_start >= 0).any())
-    blocks = 4 if has_texts or params.logprob_start_len >= 0 else 0
-    return step.tokens * token * 4 + job.rows * spec.vocab_size * row + blocks * _LOGITS_BYTES + _ATTENTION_BYTES
+    return job.steps[_DECODE_STEPS].tokens * token * 4
 
 
 def _edits_logits(params: SamplingParams) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.attention import CompiledAttention
@@ -64,6 +63,7 @@ class _Decoder(Structure):
         ("dim", c_int64),
         ("activation", c_int64),
         ("dtype", c_int64),
+        ("packed_embedding", c_int64),
         ("eps", c_double),
     )
 
@@ -114,11 +114,12 @@ class CompiledDecoder:
     def __init__(self, weights: DecoderWeights, products: Sequence[Mapping[str, Compiled]]) -> None:
         """`products`: the compiled linear layers of each layer; see `compiled_decoder`."""
         layers, embedding = weights.layers, weights.embedding
-        hidden, inner = embedding.shape[1], products[0]["down"].packed.inner
+        hidden, inner = embedding.width, products[0]["down"].packed.inner
         self._args = AttentionArgs(weights.dim**-0.5)
         self._windows = [layer.window for layer in layers]
         self._kept = (list(layers), list(products), embedding, weights.norm)
         self._embedding = embedding
+        self._hidden = hidden
         self._scratch = max(product.packed.scratch for layer in products for product in layer.values())
         self._wide = _wide(products)
         into = 2 if self._wide else 1  # a product's input in float32 takes the memory of two bfloat16 numbers
@@ -130,7 +131,7 @@ class CompiledDecoder:
         self._lora = LoraWorkspace(max((stack.width for layer in stacks for stack in layer.values()), default=0))
         self._decoder = _Decoder(
             addressof(self._layers),
-            embedding.data_ptr(),
+            embedding.data.data_ptr(),
             weights.norm.data_ptr(),
             len(layers),
             hidden,
@@ -140,6 +141,7 @@ class CompiledDecoder:
             weights.dim,
             ACTIVATION_CODES[weights.activation],
             DTYPES[embedding.dtype],
+            embedding.packed,
             weights.eps,
         )
         self._rope = _RopeRows(weights.inv_freq, weights.rope_scale, embedding.dtype)
@@ -164,14 +166,14 @@ class CompiledDecoder:
         assert isinstance(attention, CompiledAttention)
         buffer = current_buffer()
         tokens, threads = ids.shape[0], torch.get_num_threads() if buffer is None else buffer.threads
-        rows, hidden = tokens if wanted is None else len(wanted), self._embedding.shape[1]
-        normed = self._embedding.new_empty(rows, hidden)
-        wanted_x = None if wanted is None else self._embedding.new_empty(rows, hidden)
+        rows, hidden = tokens if wanted is None else len(wanted), self._hidden
+        normed = torch.empty(rows, hidden, dtype=self._embedding.dtype)
+        wanted_x = None if wanted is None else torch.empty_like(normed)
         if not tokens:
             return normed
         memory = self._workspace.layout(max(tokens, rows), threads * self._scratch)
         if embeds is not None:
-            memory.x[:tokens] = F.embedding(ids, self._embedding)
+            memory.x[:tokens] = self._embedding(ids)
             memory.x[embeds[0]] = embeds[1].to(memory.x.dtype)
         arguments = attention.stack(
             memory.query, memory.attended, self._args, self._windows, None if wanted is None else wanted.numpy()

@@ -234,6 +234,13 @@ def unpack(packed: PackedWeight) -> Tensor:
     return weight
 
 
+def unpack_rows(packed: PackedWeight, rows: Tensor) -> Tensor:
+    """Rows [*] int64 of the weight that was given to `pack`: [*, I], bit for bit."""
+    panel, pair = _library().bg_matmul_panel(), 2 if packed.dtype == torch.bfloat16 else 1
+    panels = packed.data.view(-1, -(-packed.inner // pair), panel, pair)
+    return panels[rows // panel, :, rows % panel].flatten(-2)[..., : packed.inner]
+
+
 def unpack_int8(packed: PackedWeight) -> GroupedWeight:
     """The quantised weight that was given to `pack_int8`."""
     return _grouped(packed, INT8, 8, 4)

@@ -68,18 +68,6 @@ class Heads(Structure):
     )
 
 
-class Embed(Structure):
-    """`Embed` of elementwise.h: embedding rows by token id."""
-
-    _fields_ = (
-        ("ids", c_void_p),
-        ("table", c_void_p),
-        ("out", c_void_p),
-        ("tokens", c_int64),
-        ("bytes", c_int64),
-    )
-
-
 class PageCopies(Structure):
     """`PageCopies` of copies.h: the first positions of pages copied to other pages."""
 

@@ -48,7 +48,7 @@ class Run {
 
     void begin() {
         parallel_for_parts(tokens_, [&](int part, int parts) {
-            if (s_.ids) embed_part({s_.ids, d_.embedding, s_.x, s_.tokens, row_bytes()}, part, parts);
+            if (s_.ids) embed_part(embedding(), part, parts);
             capture(0, part, parts);
             norm_part(norm_of(nullptr, d_.layers[0].input_norm, false), part, parts);
         });
@@ -124,6 +124,10 @@ class Run {
         const int64_t from = span.begin * row_bytes();
         std::memcpy(static_cast<char*>(s_.capture[at]) + from, static_cast<const char*>(x_) + from,
                     (span.end - span.begin) * row_bytes());
+    }
+
+    Embed embedding() const {
+        return {s_.ids, d_.embedding, s_.x, s_.tokens, row_bytes(), d_.packed_embedding};
     }
 
     int64_t row_bytes() const { return d_.hidden * (d_.dtype ? 2 : 4); }

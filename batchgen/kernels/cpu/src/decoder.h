@@ -19,9 +19,9 @@ struct DecoderLayer {
 
 struct Decoder {
     const DecoderLayer* layers;  // [L]
-    const void *embedding;       // [V, H]
+    const void *embedding;       // [V, H], in panels if `packed_embedding`
     const void *final_norm;      // [H]
-    int64_t num_layers, hidden, inner, heads, kv_heads, dim, activation, dtype;
+    int64_t num_layers, hidden, inner, heads, kv_heads, dim, activation, dtype, packed_embedding;
     double eps;
 };
 

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <type_traits>
+
+#include "matmul.h"
 
 namespace bg {
 namespace {
@@ -168,8 +171,21 @@ void heads_part(const Heads& h, int thread, int threads) {
     return h.dtype ? heads_rows<bf16>(h, thread, threads) : heads_rows<float>(h, thread, threads);
 }
 
+// Copies a row out of panels: a panel holds four bytes of each of its rows, then the next four.
+void copy_from_panel(const Embed& e, int64_t row, char* out) {
+    const int64_t words = (e.bytes + 3) / 4;
+    const char* in = static_cast<const char*>(e.table) + (row / PANEL * words * PANEL + row % PANEL) * 4;
+    for (int64_t word = 0; word < words; word++)
+        std::memcpy(out + 4 * word, in + word * PANEL * 4, std::min<int64_t>(4, e.bytes - 4 * word));
+}
+
 void embed_part(const Embed& e, int thread, int threads) {
     const Span span(e.tokens, thread, threads);
+    if (e.packed) {
+        for (int64_t t = span.begin; t < span.end; t++)
+            copy_from_panel(e, e.ids[t], static_cast<char*>(e.out) + t * e.bytes);
+        return;
+    }
     for (int64_t t = span.begin; t < span.end; t++)
         std::memcpy(static_cast<char*>(e.out) + t * e.bytes, static_cast<const char*>(e.table) + e.ids[t] * e.bytes,
                     e.bytes);

@@ -44,9 +44,10 @@ void heads_part(const Heads& h, int thread, int threads);
 // Rows of the embedding [V, H] by token id: out [T, H].
 struct Embed {
     const int64_t* ids;  // [T]
-    const void* table;   // [V, H]
+    const void* table;   // [V, H], or the same in the panels of matmul.h
     void* out;           // [T, H]
     int64_t tokens, bytes;  // `bytes` of a row
+    int64_t packed;      // whether the table is in panels
 };
 void embed_part(const Embed& e, int thread, int threads);
 

@@ -1,0 +1,51 @@
+"""`check` says what memory a run takes: its peak of resident memory, measured from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runner import batchgen
+from tests.models.tiny import save_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_the_peak_is_within_a_tenth_of_the_estimate(model_type: str, tmp_path: Path) -> None:
+    model = save_tiny(model_type, tmp_path / "model", vocab_size=80_000, hidden_size=512, tie_word_embeddings=True)
+    rows = [{"input_ids": [3 + i, 5, 6], "max_new_tokens": 20, "ignore_eos": True} for i in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = ["rows.jsonl", "--model", model, "--tokenizer", ROOT / "batchgen" / "demo" / "model", "--device", "cpu"]
+    options += ["--dtype", "float32"]
+    checked = batchgen(["check", *options, "--json"], tmp_path)
+    expected = json.loads(checked.stdout)["estimated_peak_bytes"]
+    assert expected > 80_000 * 512 * 4 * 2, "too small to tell the weights from the program"
+    measured = _peak([*map(str, options), "-o", "out.parquet"], tmp_path)
+    assert abs(measured / expected - 1) < 0.1
+
+
+def _peak(arguments: list[str], folder: Path) -> int:
+    """Peak of resident bytes of `batchgen run`."""
+    command = [sys.executable, "-m", "batchgen", "run", *arguments]
+    peak = 0
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max([peak, *(int(line.split()[1]) << 10 for line in status.splitlines() if line[:6] == "VmHWM:")])
+            time.sleep(0.01)
+    assert process.returncode == 0
+    return peak
