@@ -34,7 +34,7 @@ ROW_GROUP_BYTES = 60 << 20
 
 _MOST_BUCKETS = 256
 _BLOCK_ROWS = 1 << 16
-"""Number of rows assigned to buckets at once."""
+"""Number of rows assigned to buckets, and most rows written to them, at once."""
 _ROW_OVERHEAD = 256
 """Bytes of a row in memory in addition to its values: offsets and validity of 39 columns."""
 _RANK = "rank"
@@ -135,7 +135,8 @@ def merge_sort(
             _write_sorted(pa.concat_tables(tables), keys.order, writer)
         return nulls
     buckets = _assign_buckets(keys.order, sizes, memory_bytes)
-    for bucket in _write_buckets(_all_rows(paths, writer.schema, nulls), keys.order, buckets, scratch):
+    tables = _joined(_all_rows(paths, writer.schema, nulls), memory_bytes // 4)
+    for bucket in _write_buckets(tables, keys.order, buckets, scratch):
         _write_bucket(bucket, writer)
         remove_file(bucket.file)
     return nulls
@@ -151,6 +152,20 @@ def _size(path: Path) -> tuple[int, int]:
 
 def _all_rows(paths: Iterable[Path], schema: pa.Schema, merged: Counter[str]) -> Iterator[pa.Table]:
     return (table for path in paths for table in _row_groups(path, schema, merged))
+
+
+def _joined(tables: Iterable[pa.Table], most_bytes: int) -> Iterator[pa.Table]:
+    """The rows in larger tables, of which each bucket gets a part: many small parts would take longer to write."""
+    pending: list[pa.Table] = []
+    rows = size = 0
+    for table in tables:
+        if pending and (rows + len(table) > _BLOCK_ROWS or size + table.nbytes > most_bytes):
+            yield pa.concat_tables(pending)
+            pending, rows, size = [], 0, 0
+        pending.append(table)
+        rows, size = rows + len(table), size + table.nbytes
+    if pending:
+        yield pa.concat_tables(pending)
 
 
 def _row_groups(path: Path, schema: pa.Schema, merged: Counter[str]) -> Iterator[pa.Table]:
