@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.kernels.grouped import Pool, pools_of
 from batchgen.kernels.types import AttentionBatch, GroupPages
 from batchgen.plan.step_plan import DecodeRows, PrefixGroup
 
@@ -22,7 +23,8 @@ class DecodeTable:
     """
 
     def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
+        """Tokens per page."""
         self._sequence_ids = np.zeros(0, np.int64)  # [R] sequences of the last step
         self._slots = np.zeros(0, np.int64)  # [R]
         self._first_own = np.zeros(0, np.int64)  # [R] first own page of each row
@@ -30,6 +32,7 @@ class DecodeTable:
         self._own_lens = np.zeros(0, np.int64)  # [R] number of positions in own pages
         self._tail_pages = np.zeros(0, np.int64)  # [R] page of each row's last position
         self._first_position = self._last_position = -2  # of the first and the last row
+        self._window_pages: Int64 | None = None
         self._plan_groups: list[PrefixGroup] | None = None
         self._groups: list[GroupPages] = []
         self._sequence_id = np.zeros(0, np.int64)  # [slots] sequence whose pages are laid out; -1: none
@@ -38,7 +41,12 @@ class DecodeTable:
         self._pages = np.zeros((0, 1), np.int64)  # [slots, W] own pages
 
     def fill(
-        self, attention: AttentionBatch, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64
+        self,
+        attention: AttentionBatch,
+        rows: DecodeRows,
+        groups: list[PrefixGroup],
+        slots: Int64,
+        window_pages: Int64 | None = None,
     ) -> tuple[Int64, Int64]:
         """Write the decode rows into a step's attention batch.
 
@@ -47,11 +55,14 @@ class DecodeTable:
             rows: [R > 0] the step's decode rows.
             groups: prefix groups over the rows; the plan reuses the list object while no row joins or leaves.
             slots: [R] slot of each row, the same in all steps and not shared.
+            window_pages: as in `StepPlan`, for a table of the window layers. Pages behind a row's window stay in the
+                table as they were: nothing reads them.
 
         Returns:
             Positions [R] of the input tokens, and their slot mapping [R].
         """
-        size, positions = self._page_size, rows.positions
+        size, positions = self.page_size, rows.positions
+        self._window_pages = window_pages
         stale = self._stale_rows(rows, groups, slots)
         opens_page = positions % size == 0
         advances = (
@@ -73,7 +84,7 @@ class DecodeTable:
             page = positions[opening] // size
             place = page - self._first_own[opening]
             self._reserve_pages(int(place.max()) + 1)
-            new = [rows.pages[i][p] for i, p in zip(opening.tolist(), page.tolist(), strict=True)]
+            new = self._named([rows.pages[i][p] for i, p in zip(opening.tolist(), page.tolist(), strict=True)])
             self._pages[slots[opening], place] = new
             self._tail_pages[opening] = new
         if not advances:
@@ -101,7 +112,7 @@ class DecodeTable:
         self._sequence_id[self._slots] = _EMPTY
         self._sequence_id[slots] = rows.sequence_ids
         self._first_own = self._first_own_pages(len(rows), groups)
-        self._own_start = self._first_own * self._page_size
+        self._own_start = self._first_own * self.page_size
         self._tail_pages = np.zeros(len(rows), np.int64)
         stale |= self._own_page[slots] != self._first_own
         self._own_page[slots] = self._first_own
@@ -114,7 +125,7 @@ class DecodeTable:
         if groups is not self._plan_groups:
             self._plan_groups = groups
             self._groups = [
-                GroupPages(np.array(g.rows, np.int64), np.array(g.pages, np.int64), g.start_page * self._page_size)
+                GroupPages(np.array(g.rows, np.int64), self._named(g.pages), g.start_page * self.page_size)
                 for g in groups
             ]
         for group, laid in zip(groups, self._groups, strict=True):
@@ -123,8 +134,13 @@ class DecodeTable:
 
     def _lay_out_row(self, slot: int, pages: list[int], used: int, own: int) -> None:
         self._reserve_pages(used - own)
-        self._pages[slot, : used - own] = pages[own:used]
+        self._pages[slot, : used - own] = self._named(pages[own:used])
         self._pages[slot, used - own :] = 0
+
+    def _named(self, pages: list[int]) -> Int64:
+        """The pages of this table's layers, by pages of a plan."""
+        named = np.array(pages, np.int64)
+        return named if self._window_pages is None else self._window_pages[named]
 
     def _reserve_pages(self, width: int) -> None:
         more = width - self._pages.shape[1]
@@ -139,3 +155,11 @@ class DecodeTable:
             self._position = np.pad(self._position, (0, more))
             self._own_page = np.pad(self._own_page, (0, more))
             self._pages = np.pad(self._pages, ((0, more), (0, 0)))
+
+
+class DecodeTables:
+    """The decode tables of a job: one, or one of the layers without a window and one of those with a window."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.tables = [DecodeTable(part.page_size) for part in pools_of(pool)]
+        """The last one is that of the layers with a window, if there are any."""

@@ -25,7 +25,16 @@ from batchgen.engine.memory.dummy_run import (
     estimated_bytes,
     measure_largest_step,
 )
-from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, most_pages, pool_pages
+from batchgen.engine.memory.kv_budget import (
+    DeviceMemory,
+    cache_groups,
+    device_memory,
+    most_pages,
+    page_counts,
+    pool_pages,
+    with_job_windows,
+    with_windows_in,
+)
 from batchgen.engine.quantization import quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
@@ -34,15 +43,15 @@ from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device, device_for
+from batchgen.kernels.grouped import Pool, allocate_pool, first_pages, pools_of, with_pools
 from batchgen.kernels.linear import describe_products
-from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import load_checked
 from batchgen.models.quantize import QuantizationLoss
-from batchgen.plan.cache_groups import cache_bytes
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts, bytes_by_kind
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import Completion, StreamEvent
@@ -63,12 +72,14 @@ class Running:
     workload: JobWorkload
     scheduler: Scheduler
     loop: Loop
-    pool: KVPool
+    pool: Pool
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page, summed over all cache groups."""
-        return cache_bytes(self.scheduler.config.cache_groups, 1)
+    def kv_peak_bytes(self) -> dict[str, int]:
+        """Most bytes of pages in use at once, by kind of layers."""
+        stats = self.scheduler.stats
+        peak = PageCounts(stats.peak_pages, stats.peak_window_pages)
+        return bytes_by_kind(self.scheduler.config.cache_groups, peak)
 
     def alone(self, row: int) -> Running:
         """The run of one row that this job has held, in the same pool, when this job has run."""
@@ -78,6 +89,14 @@ class Running:
         kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
         scheduler = Scheduler(workload.tree, workload.samples, workload.max_tokens, self.scheduler.config, kinds)
         return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """What the KV pool of a job holds."""
+
+    groups: tuple[CacheGroup, ...]
+    pages: PageCounts
 
 
 class Engine:
@@ -152,7 +171,7 @@ class Engine:
         """As in `LoopSettings`."""
         self.last_run: Running | None = None
         """The last job, for its counters."""
-        self._pool: KVPool | None = None
+        self._pool: Pool | None = None
         """On a CPU: the last job's pool, which the next job reuses if it fits."""
 
     @property
@@ -260,20 +279,20 @@ class Engine:
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
-        pool, pages, tokens = self._pool_for(workload, seqs, tokens)
-        workload.skip_too_large(pages - 1, config.page_size)
+        pool, cache, tokens = self._pool_for(workload, seqs, tokens)
+        workload.skip_too_large(cache.pages.full - 1, config.page_size)
         if record is not None:
             workload.set_aside(record.set_aside)
             workload.hold(record.alone)
-        scheduler = self._scheduler(workload, pages, seqs, tokens)
+        scheduler = self._scheduler(workload, cache, seqs, tokens)
         workload = workload.reordered(scheduler.tree)  # so that there is one tree
         trim_heap()
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 
-    def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[KVPool, int, int]:
-        """The KV pool of a job, its number of pages, and the most tokens in a step.
+    def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[Pool, CachePlan, int]:
+        """The KV pool of a job, what it holds, and the most tokens in a step.
 
         On a CPU, a job reuses the last job's pool if it fits, because the system zeroes new memory page by page. A GPU
         pool uses all free memory and is cheap to allocate again.
@@ -287,14 +306,28 @@ class Engine:
         memory, tokens = self._memory(workload, seqs, tokens)
         if kept is not None:
             memory = replace(memory, free=memory.free + kept.nbytes)
-        pages = pool_pages(workload, spec, config.page_size, config.kv_memory, memory)
-        if kept is None or kept.num_pages < pages:
-            kept = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
-            if self.backend is not None:
-                kept = self.backend.extend_pool(kept, memory.budget(config.kv_memory) - kept.nbytes)
+        limits, budget = (seqs, tokens), memory.budget(config.kv_memory)
+        planned = with_windows_in(with_job_windows(spec, workload), config.page_size, budget)
+        full = pool_pages(workload, planned, config.page_size, config.kv_memory, memory, limits)
+        pages = page_counts(workload, planned, config.page_size, full, limits, budget)
+        pool = None if kept is None else first_pages(kept, planned.windows, (pages.full, pages.window))
+        if pool is None:
+            kept = None  # frees its memory
+            counts = (pages.full, pages.window)
+            kept = allocate_pool(spec.kv_layers, planned.windows, counts, config.page_size, spec.dtype, spec.device)
+            pool = kept = self._extended(kept, budget - kept.nbytes)
         if spec.device.type == "cpu":
             self._pool = kept
-        return kept.first(pages), pages, tokens
+        return pool, CachePlan(cache_groups(planned, config.page_size), pages), tokens
+
+    def _extended(self, pool: Pool, room: int) -> Pool:
+        """The pool with what the backend keeps next to it, in as many bytes."""
+        if self.backend is None:
+            return pool
+        parts = []
+        for part in pools_of(pool):
+            parts.append(self.backend.extend_pool(part, room * part.nbytes // max(1, pool.nbytes)))
+        return with_pools(pool, parts)
 
     def _memory(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
         """The device's memory, with the bytes of the job's largest step, and the most tokens in a step."""
@@ -313,18 +346,20 @@ class Engine:
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
         return device_memory(spec.device, step_bytes), tokens
 
-    def dummy_runner(self, seqs: int, tokens: int) -> Callable[[DummyRun, KVPool], None]:
+    def dummy_runner(self, seqs: int, tokens: int) -> Callable[[DummyRun, Pool], None]:
         """Runs dummy runs whose steps have at most `seqs` rows and `tokens` tokens."""
 
-        def run(job: DummyRun, pool: KVPool) -> None:
-            self._loop(job.workload, self._scheduler(job.workload, PAGES, seqs, tokens), pool).run_dummy(job)
+        def run(job: DummyRun, pool: Pool) -> None:
+            scheduler = self._scheduler(job.workload, CachePlan(ONE_BYTE_PAGES, PageCounts(PAGES)), seqs, tokens)
+            self._loop(job.workload, scheduler, pool).run_dummy(job)
 
         return run
 
-    def _scheduler(self, workload: JobWorkload, pages: int, seqs: int, tokens: int) -> Scheduler:
+    def _scheduler(self, workload: JobWorkload, cache: CachePlan, seqs: int, tokens: int) -> Scheduler:
         saving = None if self.backend is None else self.backend.group_saving
         config = SchedulerConfig(
-            num_pages=pages,
+            num_pages=cache.pages.full,
+            window_pages=cache.pages.window,
             page_size=self.config.page_size,
             max_num_seqs=seqs,
             max_tokens_per_step=tokens,
@@ -332,7 +367,7 @@ class Engine:
             group_rows=None if saving is None else saving.rows,
             order=self.order,
             admission=self.admission,
-            cache_groups=cache_groups(self.model.spec, self.config.page_size),
+            cache_groups=cache.groups,
         )
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
         return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds)
@@ -341,7 +376,7 @@ class Engine:
         self,
         workload: JobWorkload,
         scheduler: Scheduler,
-        pool: KVPool,
+        pool: Pool,
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,

@@ -24,7 +24,7 @@ from batchgen.engine.step_times import StepTimes
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError, ErrorInfo, row_error
-from batchgen.kernels.types import KVPool
+from batchgen.kernels.grouped import GroupedPool, Pool
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
@@ -68,7 +68,7 @@ class Loop:
         self,
         workload: JobWorkload,
         scheduler: Scheduler,
-        pool: KVPool,
+        pool: Pool,
         resources: EngineResources,
         settings: LoopSettings,
         emit: Emit | None = None,
@@ -111,6 +111,7 @@ class Loop:
         """Sequences that only compute their prompt; their one sampled token is discarded."""
         self.over = False
         """Whether `run` has ended, so that the pool is not used any more."""
+        self._only_windows = not isinstance(pool, GroupedPool) and scheduler.config.window_pages > 0
         self.state = LoopState(kv_pages=max(0, pool.num_pages - 1))
 
     def again(self, workload: JobWorkload, scheduler: Scheduler) -> Loop:
@@ -259,7 +260,8 @@ class Loop:
     def _retire_ended(self, ended: _StepResult) -> Iterator[list[Completion]]:
         """Remove the sequences that have ended and yield their completions."""
         self.state.running = len(self._sequences) - len(ended.sequences)
-        self.state.kv_pages_used = self._scheduler.pages_in_use
+        used = self._scheduler.window_pages_in_use if self._only_windows else self._scheduler.pages_in_use
+        self.state.kv_pages_used = used
         for sequence in ended.sequences:
             yield from self._open.end(sequence, self._remove(sequence))
             if self._record is not None:

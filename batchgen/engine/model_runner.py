@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.decode_table import DecodeTable
+from batchgen.engine.decode_table import DecodeTables
 from batchgen.engine.executors.base import Executor, ExecutorContext, InFlight, Step
 from batchgen.engine.executors.cuda_graph import CudaGraphExecutor, GraphCounts
 from batchgen.engine.executors.eager import EagerExecutor
@@ -59,7 +59,7 @@ class ModelRunner:
         self._sampler = sampler
         self._executors = executors_for(context)
         page_size = context.pool.page_size
-        self._decode_table = DecodeTable(page_size)
+        self._decode_tables = DecodeTables(context.pool)
         self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache)
         """Runs a step in parts when it does not fit into memory"""
 
@@ -113,8 +113,7 @@ class ModelRunner:
                 plan,
                 workload.table,
                 running,
-                self._decode_table,
-                self._context.pool.page_size,
+                self._decode_tables,
                 workload.adapter,
                 None if unread is None else unread.rows,
             ),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.decode_table import DecodeTable
+from batchgen.engine.decode_table import DecodeTable, DecodeTables
 from batchgen.engine.input_batch import BatchView, InputBatch
 from batchgen.kernels.device import Device
 from batchgen.kernels.lora import LoraStep, lora_step
@@ -75,6 +75,8 @@ class StepArrays:
     """[U] as in `StepBatch`, never None"""
     sample_rows: Int64 | None
     num_sampled: Int64
+    window_slots: Int64 | None
+    """[T] slot mapping of the layers with a window; None: that of all layers is `slots`"""
     attention: AttentionBatch
     """Its slot mapping is set by `upload`"""
     adapters: npt.NDArray[np.int32] | None
@@ -99,9 +101,11 @@ class StepArrays:
     def upload(self, device: Device) -> StepBatch:
         """The step's tensors, in one transfer."""
         arrays = [self.ids, self.positions, self.slots, self.logit_rows, self.num_sampled]
-        arrays += [array for array in (self.sample_rows, self.source) if array is not None]
+        arrays += [array for array in (self.sample_rows, self.source, self.window_slots) if array is not None]
         ids, positions, slots, logit_rows, num_sampled, *others = device.upload(*arrays)
         self.attention.slot_mapping, self.attention.uploader = slots, device
+        if self.attention.window is not None:
+            self.attention.window.slot_mapping, self.attention.window.uploader = others.pop(), device
         return StepBatch(
             input_ids=ids,
             positions=positions,
@@ -119,8 +123,7 @@ def lay_out_step(
     plan: StepPlan,
     table: RequestTable,
     running: InputBatch,
-    decodes: DecodeTable,
-    page_size: int,
+    decodes: DecodeTables,
     adapter: npt.NDArray[np.int32] | None = None,
     unread: BatchView | None = None,
 ) -> StepArrays:
@@ -130,35 +133,37 @@ def lay_out_step(
         plan: the step.
         table: every prompt of the job.
         running: the running batch, with all sequences of the plan.
-        decodes: the decode table; it must see every step of the job, in order.
-        page_size: tokens per page.
+        decodes: the decode tables; they must see every step of the job, in order.
         adapter: [N] adapter of each request, -1 for none.
         unread: [R'] rows of the last step if its tokens are still only on the device.
     """
     total = plan.tokens
     ids = np.empty(total, np.int64)
     positions = np.empty(total, np.int64)
-    slots = np.empty(total, np.int64)
     source = np.full(total, -1, np.int64) if unread is not None else None
-    at, chunks = 0, []
+    at = total - len(plan.decodes)
     if plan.prefills:
-        at = total - len(plan.decodes)
-        chunks = _lay_out_chunks(plan.prefills, table, page_size, ids[:at], positions[:at], slots[:at])
-        _fill_output_ids(plan.prefills, chunks, table, running, ids, source, unread)
-    attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at)
+        _lay_out_chunks(plan.prefills, table, ids[:at], positions[:at])
+        _fill_output_ids(plan.prefills, table, running, ids, source, unread)
     rows = running.slots(plan.decodes.sequence_ids)
     if len(rows):
         ids[at:] = running.last_token[rows]
+        positions[at:] = plan.decodes.positions
         if unread is not None and source is not None:
             source[at:] = _source_rows(plan.decodes.sequence_ids, rows, unread)
-        positions[at:], slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows)
-    else:
-        decodes.clear()
+    *full, last = decodes.tables
+    attention, slots = _lay_out_pages(plan, last, positions, rows, plan.window_pages)
+    window_slots = None
+    if full:
+        window, window_slots = attention, slots
+        attention, slots = _lay_out_pages(plan, full[0], positions, rows, None)
+        attention.window = window
     logit_rows, sample_rows = _unique_tokens(plan.samples.tokens)
     return StepArrays(
         ids=ids,
         positions=positions,
         slots=slots,
+        window_slots=window_slots,
         source=source,
         logit_rows=logit_rows,
         sample_rows=sample_rows,
@@ -169,24 +174,50 @@ def lay_out_step(
     )
 
 
-def _lay_out_chunks(
-    prefills: Sequence[PrefillChunk],
-    table: RequestTable,
-    page_size: int,
-    ids: Int64,
-    positions: Int64,
-    slots: Int64,
-) -> list[ChunkPages]:
-    """Fill ids, positions and slots [T'] of all chunks at once; ids of output positions stay undefined."""
-    starts, ends, requests, stored, widths = np.array(
-        [(c.start, c.end, c.request, c.store, len(c.pages)) for c in prefills], np.int64
-    ).T
+def _lay_out_pages(
+    plan: StepPlan, decodes: DecodeTable, positions: Int64, rows: Int64, window_pages: Int64 | None
+) -> tuple[AttentionBatch, Int64]:
+    """Page tables of one kind of layers, and the slot mapping [T].
+
+    Args:
+        plan: the step.
+        decodes: these layers' decode table.
+        positions: [T].
+        rows: [R] slots of the decode rows.
+        window_pages: as in `StepPlan` for the layers with a window, None for those without.
+    """
+    at, slots = len(positions) - len(rows), np.empty(len(positions), np.int64)
+    chunks: list[ChunkPages] = []
+    if plan.prefills:
+        chunks = _lay_out_tables(plan.prefills, positions[:at], decodes.page_size, slots[:at], window_pages)
+    attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at)
+    if len(rows):
+        _, slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows, window_pages)
+    else:
+        decodes.clear()
+    return attention, slots
+
+
+def _lay_out_chunks(prefills: Sequence[PrefillChunk], table: RequestTable, ids: Int64, positions: Int64) -> None:
+    """Fill ids and positions [T'] of all chunks at once; ids of output positions stay undefined."""
+    starts, ends, requests = np.array([(c.start, c.end, c.request) for c in prefills], np.int64).T
     lengths, offsets = ends - starts, table.offsets[requests]
     of = np.repeat(np.arange(len(lengths)), lengths)
-    flat_ends = np.cumsum(lengths)
-    positions[:] = np.arange(len(positions)) + (starts - flat_ends + lengths)[of]
+    positions[:] = np.arange(len(positions)) + (starts - np.cumsum(lengths) + lengths)[of]
     ids[:] = table.tokens.take(offsets[of] + positions, mode="clip")
+
+
+def _lay_out_tables(
+    prefills: Sequence[PrefillChunk], positions: Int64, page_size: int, slots: Int64, window_pages: Int64 | None
+) -> list[ChunkPages]:
+    """Fill the slots [T'] of all chunks at once."""
+    starts, ends, stored, widths = np.array([(c.start, c.end, c.store, len(c.pages)) for c in prefills], np.int64).T
+    lengths = ends - starts
+    of = np.repeat(np.arange(len(lengths)), lengths)
+    flat_ends = np.cumsum(lengths)
     pages = np.fromiter(chain.from_iterable(c.pages for c in prefills), np.int64, int(widths.sum()))
+    if window_pages is not None:
+        pages = window_pages[pages]
     edges = np.cumsum(widths)
     slots[:] = positions % page_size
     page_starts = pages[(edges - widths)[of] + positions // page_size] * page_size
@@ -199,7 +230,6 @@ def _lay_out_chunks(
 
 def _fill_output_ids(
     prefills: Sequence[PrefillChunk],
-    chunks: Sequence[ChunkPages],
     table: RequestTable,
     running: InputBatch,
     ids: Int64,
@@ -207,7 +237,9 @@ def _fill_output_ids(
     unread: BatchView | None,
 ) -> None:
     """Fill the ids of output positions in recomputed chunks; at most one token of a sequence is still on the device."""
-    for chunk, pages_of_chunk in zip(prefills, chunks, strict=True):
+    flat = 0
+    for chunk in prefills:
+        begin, flat = flat, flat + chunk.end - chunk.start
         if chunk.sequence is None:
             continue
         length = len(table.prompt_ids(chunk.request))
@@ -215,13 +247,13 @@ def _fill_output_ids(
             continue
         first = max(chunk.start - length, 0)
         known = running.output_ids(chunk.sequence)[first : chunk.end - length]
-        at, end = pages_of_chunk.q_start + length + first - chunk.start, pages_of_chunk.q_start + pages_of_chunk.q_len
+        at = begin + length + first - chunk.start
         ids[at : at + len(known)] = known
-        if at + len(known) < end:
+        if at + len(known) < flat:
             assert source is not None
             assert unread is not None
-            assert at + len(known) == end - 1, "more than one token is still on the device"
-            source[end - 1] = np.flatnonzero(unread.sequence_ids == chunk.sequence).item()
+            assert at + len(known) == flat - 1, "more than one token is still on the device"
+            source[flat - 1] = np.flatnonzero(unread.sequence_ids == chunk.sequence).item()
 
 
 def _source_rows(sequence_ids: Int64, slots: Int64, unread: BatchView) -> Int64:

@@ -19,7 +19,7 @@ from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import open_inputs
 from batchgen.data.write.work_folder import output_paths
 from batchgen.engine.machine import step_limits
-from batchgen.engine.memory.kv_budget import cache_groups
+from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.advice import input_advice
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
@@ -30,14 +30,14 @@ from batchgen.job.preflight import CheckedJob
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare, wait_for_hashes
 from batchgen.job.summary import write_report
-from batchgen.plan.cache_groups import cache_bytes
+from batchgen.plan.cache_groups import PageCounts, bytes_by_kind, window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
-from batchgen.request.printable import format_size, json_printable, printable
+from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
@@ -72,6 +72,8 @@ class CheckReport:
     max_completion_tokens: int
     """Upper limit: the sum over all samples of `max_new_tokens`."""
     kv_peak_bytes: int
+    kv_peak_bytes_by_group: dict[str, int]
+    """`full`, `window` -> the peak of these layers."""
     page_waste: float
     estimated_peak_bytes: int | None
     """Peak of the run's resident memory; None on a GPU."""
@@ -157,11 +159,10 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         setup.note_unused_options(table.params, _print_note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
-        counts, steps = _plan(config, setup, workload)
+        counts, steps, peaks = _plan(config, setup, workload)
         output = estimate_output(rows, config, setup.spec)
-        kv_peak = cache_bytes(cache_groups(setup.spec, config.engine.page_size), counts.kv_peak_pages)
-        memory = estimate_memory(setup, workload, kv_peak)
-        planned = time.monotonic()
+        memory = estimate_memory(setup, workload, sum(peaks.values()))
+    phases = {"starting": started - began, "reading": read - started, "planning": time.monotonic() - read}
     report = CheckReport(
         rows=rows.rows,
         rows_ok=rows.rows - rows.errors.total() - rows.skipped,
@@ -179,7 +180,8 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         deduplicated_rows=len(workload.followers),
         grammar_backends=rows.grammar_backends,
         max_completion_tokens=int((workload.samples.astype(np.int64) * table.max_new_tokens).sum()),
-        kv_peak_bytes=kv_peak,
+        kv_peak_bytes=sum(peaks.values()),
+        kv_peak_bytes_by_group=peaks,
         page_waste=round(counts.page_waste, 4),
         estimated_peak_bytes=memory,
         estimated_steps=steps.steps,
@@ -192,11 +194,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         fingerprint=identity.run.fingerprint,
         first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt),
         advice=input_advice(rows, workload, setup),
-        seconds={
-            "starting": round(started - began, 3),
-            "reading": round(read - started, 3),
-            "planning": round(planned - read, 3),
-        },
+        seconds={phase: round(spent, 3) for phase, spent in phases.items()},
         model=_model(setup),
         configuration=config.describe(),
     )
@@ -217,15 +215,19 @@ def _print_note(message: str) -> None:
     print(printable(message), file=sys.stderr)
 
 
-def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats]:
-    """Token counts of the job, and its simulation with unlimited pages and every row running to its limit."""
+def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats, dict[str, int]]:
+    """Token counts of the job, its simulation with unlimited pages and every row running to its limit, and the most
+    bytes of keys and values by kind of layers.
+    """
     sequences, tokens = step_limits(config.engine, setup.spec.device)
     limits = SchedulerConfig(_ALL_PAGES, config.engine.page_size, sequences, tokens)
     kinds = workload.kinds(repeats_end=config.engine.stop_on_repeat is not None)
     draws = workload.max_tokens
     order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
-    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences)
-    return counts, simulate(order, workload.samples, draws, limits)
+    groups = cache_groups(with_job_windows(setup.spec, workload), config.engine.page_size)
+    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences, window_of(groups))
+    peaks = bytes_by_kind(groups, PageCounts(counts.kv_peak_pages, counts.kv_peak_window_pages))
+    return counts, simulate(order, workload.samples, draws, limits), peaks
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:
@@ -266,7 +268,8 @@ def _lines(report: CheckReport) -> list[str]:
         f"output tokens   at most {report.max_completion_tokens:,}",
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
         f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{_stored(report)}",
-        f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
+        f"KV cache        {format_kv_peak(report.kv_peak_bytes_by_group)} at the peak "
+        f"(page waste {report.page_waste:.1%})",
         *_memory(report),
         f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
         f"{report.estimated_occupancy:.0%} full ({report.estimated_tail_efficiency:.0%} in the last "

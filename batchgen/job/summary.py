@@ -24,7 +24,7 @@ from batchgen.data.write.lines import errors_path, is_lines, lines_of_job
 from batchgen.data.write.results_file import read_footer
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.job.console import SafeConsole
-from batchgen.request.printable import format_size, json_printable, printable
+from batchgen.request.printable import format_kv_peak, json_printable, printable
 from batchgen.request.unknown_keys import carried_summary
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class RunSummary:
     empty_texts: int = 0
     """Number of answers without text."""
     kv_peak_bytes: int = 0
+    kv_peak_bytes_by_group: Mapping[str, int] = field(default_factory=dict)
+    """`full`, `window` -> the peak of these layers."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase name -> seconds."""
     output_tokens_per_second: float = 0.0
@@ -103,7 +105,8 @@ class RunCounts:
     distinct_prompt_tokens: int
     computed_prompt_tokens: int
     output_tokens: int
-    kv_peak_bytes: int
+    kv_peaks: Mapping[str, int]
+    """Most bytes of keys and values, by kind of layers."""
     engine: dict[str, Any]
 
     @staticmethod
@@ -115,7 +118,7 @@ class RunCounts:
             distinct_prompt_tokens=tree.distinct_tokens,
             computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
             output_tokens=running.loop.state.output_tokens,
-            kv_peak_bytes=stats.peak_pages * running.page_bytes,
+            kv_peaks=running.kv_peak_bytes,
             engine={**stats.as_dict(), **running.loop.counts()},
         )
 
@@ -125,12 +128,12 @@ class RunCounts:
             self,
             computed_prompt_tokens=self.computed_prompt_tokens + alone.computed_prompt_tokens,
             output_tokens=self.output_tokens + alone.output_tokens,
-            kv_peak_bytes=max(self.kv_peak_bytes, alone.kv_peak_bytes),
+            kv_peaks={kind: max(peak, alone.kv_peaks[kind]) for kind, peak in self.kv_peaks.items()},
             engine={name: _both(name, count, alone.engine[name]) for name, count in self.engine.items()},
         )
 
 
-_LARGEST: Final = ("peak_pages", "max_decode_rows", "in_flight_peak_bytes")
+_LARGEST: Final = ("peak_pages", "peak_window_pages", "max_decode_rows", "in_flight_peak_bytes")
 _OF_PLAN: Final = (
     "slots", "tail_steps", "tail_tokens", "tokens_per_step", "group_min_saving", "occupancy", "tail_efficiency"
 )  # fmt: skip
@@ -173,7 +176,8 @@ def run_summary(
         prompt_tokens=counts.prompt_tokens,
         distinct_prompt_tokens=counts.distinct_prompt_tokens,
         computed_prompt_tokens=counts.computed_prompt_tokens,
-        kv_peak_bytes=counts.kv_peak_bytes,
+        kv_peak_bytes=sum(counts.kv_peaks.values()),
+        kv_peak_bytes_by_group=counts.kv_peaks,
         seconds={phase: round(spent, 3) for phase, spent in seconds.items()},
         output_tokens_per_second=counts.output_tokens / generating if generating else 0.0,
         engine=counts.engine,
@@ -333,8 +337,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     phases = ", ".join(f"{phase} {format_seconds(spent)}" for phase, spent in summary.seconds.items())
     if phases:
         lines.append(("time", Text(phases)))
-    if summary.kv_peak_bytes:
-        lines.append(("KV peak", Text(format_size(summary.kv_peak_bytes))))
+    if summary.kv_peak_bytes_by_group:
+        lines.append(("KV peak", Text(format_kv_peak(summary.kv_peak_bytes_by_group))))
     lines += [("advice" if i == 0 else "", Text(line, style="yellow")) for i, line in enumerate(summary.advice)]
     if not summary.rows_error and not is_lines(Path(summary.output)):
         lines.append(("next", Text(f"batchgen show {shlex.quote(summary.output)}", style="dim")))

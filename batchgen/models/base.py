@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,6 +43,8 @@ class ModelSpec:
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters, in the order of their indexes."""
+    windows: tuple[int | None, ...] = ()
+    """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
     embedding_size: int | None = None
     """Width of the token embeddings; None if it is `hidden_size`."""
     tied: bool = False
@@ -56,6 +59,12 @@ class ModelSpec:
     def embeds_size(self) -> int:
         """Width of the token embeddings."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+
+def windows_within(windows: Sequence[int | None], context: int) -> tuple[int | None, ...]:
+    """`ModelSpec.windows` of layers with these windows; one of the whole context is none."""
+    found = tuple(None if window is None or window >= context else window for window in windows)
+    return found if any(found) else ()
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 from batchgen.errors import UsageError
 from batchgen.kernels.attention.torch_attention import TorchAttention, product_heights
 from batchgen.kernels.backend import DETERMINISTIC, Backend
+from batchgen.kernels.grouped import GroupedAttention
 from batchgen.kernels.lora import LoraSegment, LoraStep
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import CaptureSpec, Model, ModelInput, ModelSpec, TokenEmbeds
@@ -104,7 +105,7 @@ def _tiles(count: int, tile_sizes: Sequence[int]) -> Iterator[tuple[int, int, in
 
 
 def _hidden(model: Model, inputs: ModelInput, tile_sizes: Sequence[int]) -> Tensor:
-    assert isinstance(inputs.attention, TorchAttention)
+    assert isinstance(inputs.attention, TorchAttention | GroupedAttention)
     parts, capture = [], _TileCapture(inputs.capture)
     for start, end, tile_size in _tiles(len(inputs.input_ids), tile_sizes):
         tile = ModelInput(

@@ -19,7 +19,7 @@ from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.architectures import check_layer_types
-from batchgen.models.base import ModelInput, ModelSpec
+from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.experts import ExpertsSlot, install_experts
 from batchgen.models.folder import ModelFolder
 from batchgen.models.fused_projections import stack_projections
@@ -102,6 +102,7 @@ def transformers_spec(
         experts_per_token=hooks.experts_per_token,
         adapters=tuple(adapter.name for adapter in adapters),
         num_heads=uses[0].num_heads if uses else 1,
+        windows=windows_within([use.window for use in uses], context),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
         tied=getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight,
     )

@@ -21,7 +21,7 @@ from batchgen.kernels.linear import Embedding, Linear, Product, Products, repack
 from batchgen.kernels.lora import LoraPairs
 from batchgen.kernels.rope import inverse_frequencies
 from batchgen.kernels.types import AttentionArgs, LayerKV, PagedAttention
-from batchgen.models.base import ModelInput, ModelSpec
+from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.folder import ModelFolder
 from batchgen.models.lora import adapter_reader, fused_pair
 from batchgen.models.lora_config import Adapter
@@ -197,6 +197,7 @@ def native_spec(
         num_heads=config.num_heads,
         adapters=tuple(adapter.name for adapter in adapters),
         tied=layout.head is None,
+        windows=windows_within(config.windows, context_length),
     )
 
 

@@ -13,10 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.plan.block_manager import BlockManager
+from batchgen.plan.cache_groups import window_pages
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import LengthPredictor
-from batchgen.plan.page_forecast import Candidate, PageForecast
-from batchgen.plan.sequences import SequenceScheduler
+from batchgen.plan.page_forecast import (
+    Candidate,
+    Int64s,
+    PageForecast,
+    Samples,
+    WithCandidate,
+    with_new_samples,
+)
+from batchgen.plan.sequences import ScheduledSequence, SequenceScheduler
 
 
 class PendingSubtrees:
@@ -102,6 +110,49 @@ class SampleSlots:
         return count
 
 
+_NO_NODES: Final = np.zeros(0, np.int64)
+
+
+class WindowForecast(PageForecast):
+    """Forecast of the pages of the window layers: a sample holds those of its window at most.
+
+    What nodes hold counts as held forever. They hold a window only for samples that have not begun.
+    """
+
+    def __init__(
+        self, nodes: BlockManager, sequences: SequenceScheduler, ends: LengthPredictor, chunk_tokens: int
+    ) -> None:
+        """`chunk_tokens`: most tokens of a step, whose pages are kept free for the chunks in progress."""
+        super().__init__(nodes, sequences, ends)
+        assert nodes.window is not None
+        self._allocator = nodes.window.allocator
+        self.most = window_pages(nodes.window.window, self._page_size)
+        """Most pages that a sample holds."""
+        self._capacity = self._allocator.capacity - min(self._allocator.capacity // 4, chunk_tokens // self._page_size)
+
+    def fits_at_most(self, pages: int) -> bool:
+        """Whether `pages` further pages fit."""
+        return self._allocator.used_count + pages <= self._capacity
+
+    def _samples(self, columns: Int64s, nodes: Int64s) -> Samples:
+        end, position, allocated, own = columns
+        held = np.minimum(own, self.most)
+        return Samples(end, position, allocated, held, _NO_NODES, _NO_NODES, self.most - held)
+
+    def _other_columns(self, sample: ScheduledSequence) -> tuple[int, int, int, int, int]:
+        end, position, allocated, freed, node = super()._other_columns(sample)
+        if sample.node is not None:
+            allocated = sample.hold.high  # pages are allocated as its positions are recomputed
+            freed = max(0, allocated - sample.first_own_page - (sample.in_place and sample.node.tail_held))
+        return end, position, allocated, freed, node
+
+    def _with_candidate(self, candidate: Candidate) -> WithCandidate:
+        length, size = self._block_manager.end[candidate.node], self._page_size
+        usage = with_new_samples(self._curve, self._ends_of(candidate), length - 1, length // size, 0, size, self.most)
+        path = (min(self.most, self._path_pages(n, first=n == candidate.path[0])) for n in candidate.path)
+        return WithCandidate(usage, sum(path), {}, {})
+
+
 class Admission:
     """Admission by forecast page use.
 
@@ -126,6 +177,9 @@ class Admission:
         self._page_size = config.page_size
         self._uses_forecast = config.admission == "foreseen"
         self._forecast = PageForecast(block_manager, sequences, predictor)
+        self._window: WindowForecast | None = None
+        if block_manager.window is not None:
+            self._window = WindowForecast(block_manager, sequences, predictor, config.max_tokens_per_step)
         self._forecast_step = -1
         """Step of the current forecast."""
         self.blocked_until = 0
@@ -137,6 +191,8 @@ class Admission:
         """Running sample -> number of pages it holds itself at full length."""
         self._total_max_pages = 0
         """Sum of `_max_pages`."""
+        self._total_window_pages = 0
+        """The same of the window layers."""
 
     @property
     def uses_forecast(self) -> bool:
@@ -148,11 +204,14 @@ class Admission:
         self._predictor.begin(sequence, request, self._block_manager.step)
         self._max_pages[sequence] = pages = self._own_pages(request, node_id)
         self._total_max_pages += pages
+        self._total_window_pages += self._in_window(pages)
 
     def end(self, sequences: Collection[int]) -> None:
         """Record that samples have ended."""
         self._predictor.end(sequences, self._block_manager.step)
-        self._total_max_pages -= sum(self._max_pages.pop(sequence) for sequence in sequences)
+        ended = [self._max_pages.pop(sequence) for sequence in sequences]
+        self._total_max_pages -= sum(ended)
+        self._total_window_pages -= sum(map(self._in_window, ended))
         self.blocked_until = 0
 
     def admit(
@@ -182,28 +241,38 @@ class Admission:
         self, candidate: Candidate, waiting: Callable[[], list[Candidate]], nothing_running: bool
     ) -> Candidate | None:
         if self._forecast_step != self._block_manager.step:
-            self._forecast.update(waiting())
+            candidates = waiting()
+            self._forecast.update(candidates)
+            if self._window is not None:
+                self._window.update(candidates)
             self._forecast_step = self._block_manager.step
         fewest = (
             1
             if nothing_running
             else max(1, min(len(candidate.requests), self._start_together, len(self._max_pages) // _WAIT_FRACTION))
         )
-        while not self._forecast.admit(candidate):
+        while not (self._window is None or self._window.fits(candidate)) or not self._forecast.admit(candidate):
             if len(candidate.requests) == fewest:
-                if nothing_running:
-                    self._forecast.add(candidate)
-                    return candidate
-                return None
+                if not nothing_running:
+                    return None
+                self._forecast.add(candidate)
+                break
             candidate = replace(candidate, requests=candidate.requests[: max(fewest, len(candidate.requests) // 2)])
+        if self._window is not None:
+            self._window.add(candidate)
         return candidate
 
     def _fits_at_full_length(self, candidate: Candidate, waiting: Callable[[], list[Candidate]]) -> bool:
         if self._forecast_step == self._block_manager.step:
             return False
         manager = self._block_manager
+        if self._window is not None:
+            pages = sum(map(self._most_in_window, [candidate, *waiting()]))
+            if not self._window.fits_at_most(self._total_window_pages + pages):
+                return False
         held = manager.allocator.used_count + self._total_max_pages + self._pages(candidate)
-        return manager.fits(held) and manager.fits(held + sum(map(self._pages, waiting())))
+        capacity = manager.allocator.capacity
+        return held <= capacity and held + sum(map(self._pages, waiting())) <= capacity
 
     def _pages(self, candidate: Candidate) -> int:
         """Most pages that a candidate can hold."""
@@ -214,6 +283,15 @@ class Admission:
                 - self._block_manager.start_of(candidate.path[0]) // self._page_size
             )
         return pages
+
+    def _in_window(self, pages: int) -> int:
+        """Most of `pages` pages that the window layers keep."""
+        return 0 if self._window is None else min(pages, self._window.most)
+
+    def _most_in_window(self, candidate: Candidate) -> int:
+        """Most pages of the window layers that a candidate can hold."""
+        pages = sum(self._in_window(self._own_pages(request, candidate.node)) for request in candidate.requests)
+        return pages + sum(self._in_window(self._block_manager.pages_to_compute(node)) for node in candidate.path)
 
     def _own_pages(self, request: int, node_id: int) -> int:
         length = self._block_manager.end[node_id]

@@ -1,10 +1,14 @@
-"""KV pages of the prefix tree: the page allocator, the nodes in the pool, their users and the pages they hold.
+"""KV pages of the prefix tree: the nodes in the pool, their users and the pages they hold.
 
 A node holds the pages of its segment: the full ones and, while a user still has to branch off, the last, partly
 filled one, its *tail*. A user (child node or sequence) needs the tail's positions at the head of its first page.
 The first user continues in the tail itself, after the node's positions (*in place*); the others copy it. If the tail
 was dropped under memory pressure, they recompute its positions. All descendants share the full pages of their
 ancestors.
+
+Where layers have a sliding window, a user also needs their keys and values of the last window before the node's end. A
+node holds these pages until no further user can branch off. A user that comes back after that, because it was preempted
+or evicted, needs them again: the node has *lost its window*, and its positions are recomputed in its pages.
 
 Positions are always copied rather than recomputed, however few they are: copying one moves its keys and values once,
 computing it multiplies by every weight. A segment that two prompts share is therefore computed once.
@@ -13,82 +17,17 @@ computing it multiplies by every weight. A segment that two prompts share is the
 from __future__ import annotations
 
 import heapq
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, cache_bytes
 from batchgen.plan.config import SchedulerStats
+from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.step_plan import PageCopy
-from batchgen.plan.tree import PrefixTree, blocks
-
-
-class PageAllocator:
-    """Allocator of pages 1..num_pages-1 with exact reference counts; page 0 is scratch and never allocated.
-
-    Of the free pages the first are allocated first: pages in use stay close together, and pages that are allocated in
-    one step, and so read one after the other in the next ones, are neighbours however long the run is.
-    """
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        if num_pages < 2 or page_size < 1:
-            raise ValueError(f"a pool needs at least two pages of one position, got {num_pages} pages of {page_size}")
-        self.page_size = page_size
-        self.capacity = num_pages - 1
-        """Number of pages that can be in use at once."""
-        self.used_count = 0
-        """Number of pages in use."""
-        self.peak = 0
-        """Peak number of pages in use at once."""
-        self._freed: list[int] = []
-        """Heap of the pages that were in use and are free."""
-        self._ref_counts = [0]
-        """By page, up to the last one that was ever in use."""
-
-    @property
-    def free_count(self) -> int:
-        """Number of free pages."""
-        return self.capacity - self.used_count
-
-    def ref_count(self, page: int) -> int:
-        """Reference count of `page`."""
-        return self._ref_counts[page] if page < len(self._ref_counts) else 0
-
-    def alloc(self, count: int) -> list[int]:
-        """Allocate `count` pages with one reference each. The caller has checked `free_count`."""
-        assert 0 <= count <= self.free_count, f"{count} pages requested, {self.free_count} free"
-        again = min(count, len(self._freed))
-        pages = [heapq.heappop(self._freed) for _ in range(again)]
-        for page in pages:
-            self._ref_counts[page] = 1
-        if again < count:
-            first = len(self._ref_counts)
-            self._ref_counts += [1] * (count - again)
-            pages += range(first, len(self._ref_counts))
-        self.used_count += count
-        if self.used_count > self.peak:
-            self.peak = self.used_count
-        return pages
-
-    def share(self, page: int) -> None:
-        """Add a reference to a page in use."""
-        assert self.ref_count(page) > 0, f"page {page} is not in use"
-        self._ref_counts[page] += 1
-
-    def free(self, pages: Iterable[int]) -> None:
-        """Drop one reference from each page; a page without references is free."""
-        ref_count = self._ref_counts
-        for page in pages:
-            left = ref_count[page] - 1 if page < len(ref_count) else -1
-            assert left >= 0, f"page {page} freed twice"
-            ref_count[page] = left
-            if left == 0:
-                heapq.heappush(self._freed, page)
-                self.used_count -= 1
-
+from batchgen.plan.tree import PrefixTree, user_counts
+from batchgen.plan.window_pages import Hold, WindowPages
 
 COMPUTING = -1
 """`Node.completed_step` of a node that is not complete."""
@@ -128,15 +67,22 @@ class Node:
     """Children with two or more decode rows below, by id."""
     alive: bool = True
     """Whether the node is still in the pool."""
+    hold: Hold = field(default_factory=Hold)
+    """Pages of the window layers."""
+    window_lost: bool = False
+    """Whether its last window is not held, so that no user can branch off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """Pages of a new user of a node, and the position from which it must compute."""
 
-    pages: list[int]
+    page_table: list[int]
+    """Pages from position 0 on, the node's included."""
     begin: int
     in_place: bool
+    hold: Hold
+    """Pages of the window layers that it holds, those of the positions before `begin`."""
 
 
 class BlockManager:
@@ -148,14 +94,15 @@ class BlockManager:
         samples: npt.NDArray[np.int32],
         allocator: PageAllocator,
         stats: SchedulerStats,
-        cache_groups: Sequence[CacheGroup] = ONE_BYTE_PAGES,
+        window: WindowPages | None = None,
     ) -> None:
+        """`window`: pages of the layers with a sliding window; None: the model has none."""
         self.parent = tree.parent.data
         self.end = tree.end.data
         self.first_row = tree.first_row.data
         self.subtree_end = tree.subtree_end.data
         self._order = tree.order.data
-        self.refs, self.unstarted = _counts(tree, samples)
+        self.refs, self.unstarted = user_counts(tree, samples)
         """[M] unfinished samples at each node's end plus children with any below; samples at its end not yet begun."""
         self.step = 0
         """Number of the step being planned."""
@@ -170,14 +117,31 @@ class BlockManager:
         self.allocator = allocator
         self._page_size = allocator.page_size
         self.stats = stats
-        self._page_bytes = cache_bytes(cache_groups, 1)
-        self._capacity_bytes = cache_bytes(cache_groups, allocator.capacity)
+        self.window = window
+        self._advanced: list[Node] = []
+        """Nodes that have been computed further in the last step, and hold pages for that."""
         self._computed_to: dict[int, int] = {}
         """Evicted node -> the position it had been computed to."""
 
-    def fits(self, pages: int) -> bool:
-        """Whether `pages` pages in use at once fit into the pool."""
-        return pages * self._page_bytes <= self._capacity_bytes
+    def begin_step(self, step: int) -> None:
+        """Begin to plan a step: nodes let go of the window layers' pages that only the last step read."""
+        self.step = step
+        if self.window is not None:
+            for node in self._advanced:
+                self.window.slide(node.hold, node.page_table, self._restart(node.next_position))
+            self._advanced.clear()
+
+    def advance(self, node: Node, end: int) -> None:
+        """Record that this step computes a node up to `end`, for which the window layers' pages are allocated."""
+        node.next_position = end
+        node.last_used_step = self.step
+        if self.window is not None:
+            self.window.extend(node.hold, node.page_table, end)
+            self._advanced.append(node)
+
+    def reach(self, node: Node) -> int:
+        """Position up to which a node can be computed in this step, as far as pages are concerned."""
+        return node.end if self.window is None else min(node.end, self.window.room(node.hold))
 
     def start_of(self, node_id: int) -> int:
         """First position of a node's segment: its parent's end."""
@@ -189,20 +153,31 @@ class BlockManager:
         return self._order[self.first_row[node_id]]
 
     def missing_path(self, node_id: int) -> list[int]:
-        """Of a node and its ancestors, those that are not in the pool, topmost first."""
+        """Of a node and its ancestors, those from which no user can branch off, topmost first."""
         path: list[int] = []
-        while node_id >= 0 and node_id not in self.active:
+        while node_id >= 0 and self.usable(node_id) is None:
             path.append(node_id)
             node_id = self.parent[node_id]
         path.reverse()
         return path
 
+    def usable(self, node_id: int) -> Node | None:
+        """A node if it is in the pool, complete or being computed, and has not lost its window."""
+        node = self.active.get(node_id)
+        return None if node is None or node.window_lost else node
+
     def computed_to(self, node: Node) -> int:
         """Position up to which the node has been computed before."""
         return self._computed_to.get(node.id, node.start)
 
+    def pages_to_compute(self, node_id: int) -> int:
+        """Number of pages that a node's positions are in."""
+        return -(-self.end[node_id] // self._page_size) - self.start_of(node_id) // self._page_size
+
     def pages_to_admit(self, node_id: int) -> int:
         """Number of free pages that `admit` would allocate now."""
+        if node_id in self.active:
+            return int(self.end[node_id] % self._page_size != 0 and not self.tail_held[node_id])
         return self.pages_to_branch(self._parent_of(node_id), self.start_of(node_id), self.end[node_id])
 
     def pages_to_branch(self, node: Node | None, begin: int, end: int) -> int:
@@ -215,27 +190,37 @@ class BlockManager:
     def branch(self, node: Node | None, begin: int, end: int, copies: list[PageCopy]) -> Branch:
         """Allocate pages for positions [begin, end) of a new user of `node`, whose end is `begin`."""
         size = self._page_size
-        count = -(-end // size) - begin // size
+        count, filled = -(-end // size) - begin // size, begin % size
         if node is None:
-            return Branch(self.allocator.alloc(count), begin, False)
+            return Branch(self.allocator.alloc(count), begin, False, Hold())
         node.users += 1
-        filled = begin % size
-        if not filled:
-            return Branch(self.allocator.alloc(count), begin, False)
-        if not node.tail_held:
-            return Branch(self.allocator.alloc(count), begin - filled, False)
-        tail = node.page_table[node.full_pages]
-        in_place = not node.tail_taken
-        if in_place:
-            self.allocator.share(tail)
-            pages = [tail, *self.allocator.alloc(count - 1)]
-            node.tail_taken = True
-        else:
-            pages = self.allocator.alloc(count)
-            copies.append(PageCopy(tail, pages[0], filled))
+        above = node.page_table[: node.full_pages]
+        if not filled or not node.tail_held:
+            branch = self._hold(Branch(above + self.allocator.alloc(count), begin - filled, False, Hold()), node)
+        elif node.tail_taken:
+            branch = self._hold(Branch(above + self.allocator.alloc(count), begin, False, Hold()), node)
+            copies.append(self._copy(node.page_table[node.full_pages], branch.page_table[node.full_pages], filled))
             self.stats.page_copies += 1
-        self.drop_unused_tail(node)
-        return Branch(pages, begin, in_place)
+        else:
+            tail = node.page_table[node.full_pages]
+            self.allocator.share(tail)
+            branch = self._hold(Branch([*above, tail, *self.allocator.alloc(count - 1)], begin, True, Hold()), node)
+            node.tail_taken = True
+        self.drop_unused(node)
+        return branch
+
+    def _hold(self, branch: Branch, node: Node) -> Branch:
+        """The branch, holding the window layers' pages that its user needs of `node`."""
+        if self.window is not None:
+            assert not node.window_lost, f"node {node.id} has lost its window"
+            # What the user computes in the node's own chunk attends to all that this chunk holds.
+            self.window.hold(branch.hold, branch.page_table, node.hold.low, branch.begin)
+        return branch
+
+    def _copy(self, source: int, target: int, tokens: int) -> PageCopy:
+        if self.window is None:
+            return PageCopy(source, target, tokens)
+        return PageCopy(source, target, tokens, (self.window.page(source), self.window.page(target)))
 
     def detach(self, node: Node, in_place: bool) -> None:
         """Remove a user of `node`, which has freed its pages."""
@@ -245,30 +230,69 @@ class BlockManager:
 
     def admit(self, node_id: int, copies: list[PageCopy]) -> Node:
         """Allocate the pages of a node that will be computed; its parent is complete, or it is a root."""
+        lost = self.active.get(node_id)
+        if lost is not None:
+            return self._reopen(lost)
         parent = self._parent_of(node_id)
         start, end = self.start_of(node_id), self.end[node_id]
         branch = self.branch(parent, start, end, copies)
-        first_own_page = start // self._page_size
         node = Node(
             id=node_id,
             parent=parent,
             start=start,
             end=end,
-            page_table=branch.pages if parent is None else parent.page_table[:first_own_page] + branch.pages,
-            first_own_page=first_own_page,
+            page_table=branch.page_table,
+            first_own_page=start // self._page_size,
             full_pages=end // self._page_size,
             next_position=branch.begin,
             in_place=branch.in_place,
             tail_held=end % self._page_size != 0,
+            hold=branch.hold,
         )
         self.active[node_id] = node
         self.tail_held[node_id], self.in_place[node_id] = node.tail_held, node.in_place
         return node
 
-    def drop_unused_tail(self, node: Node) -> None:
-        """Free the tail once no further user can branch off."""
-        if node.tail_held and node.users == self.refs[node.id]:
+    def _reopen(self, node: Node) -> Node:
+        """Compute a node that has lost its window once more, in its own pages."""
+        assert self.window is not None
+        self._computed_to[node.id] = node.end
+        node.completed_step, node.window_lost = COMPUTING, False
+        node.next_position = node.start // self._page_size * self._page_size
+        if node.end % self._page_size and not node.tail_held:
+            node.page_table += self.allocator.alloc(1)
+            node.tail_held = self.tail_held[node.id] = True
+        low = self.window.first_page(node.next_position)
+        if node.parent is not None and node.parent.last_used_step == self.step:
+            low = min(low, node.parent.hold.low)
+        self.window.hold(node.hold, node.page_table, low, node.next_position)
+        if node.parent is not None:
+            self.drop_unused(node.parent)
+        return node
+
+    def computable(self, node_id: int) -> bool:
+        """Whether this step may compute a node that has lost its window: not a second time."""
+        node = self.active.get(node_id)
+        return node is None or node.last_used_step != self.step
+
+    def continues(self, node_id: int) -> bool:
+        """Whether a chunk may go on from a node's parent into the node, which may have its own copy of a tail."""
+        return node_id not in self.active or (
+            self.start_of(node_id) % self._page_size == 0 and self.computable(node_id)
+        )
+
+    def _restart(self, position: int) -> int:
+        """Where users of a node that ends at `position` begin at the earliest: they may recompute its last page."""
+        return max(0, position - 1) // self._page_size * self._page_size
+
+    def drop_unused(self, node: Node) -> None:
+        """Free the tail and the window once no further user can branch off."""
+        if node.completed_step == COMPUTING or node.users != self.refs[node.id]:
+            return
+        if node.tail_held:
             self._drop_tail(node)
+        if self.window is not None:
+            self._lose_window(node)
 
     def release(self, node_id: int, count: int = 1) -> None:
         """Record that `count` samples at the node's end have ended; free finished nodes, up to the root."""
@@ -279,7 +303,7 @@ class BlockManager:
             node = self.active.get(node_id)
             if self.refs[node_id]:
                 if node is not None:
-                    self.drop_unused_tail(node)
+                    self.drop_unused(node)
                 return
             if node is not None:
                 self._remove(node)
@@ -294,58 +318,84 @@ class BlockManager:
         else:
             del self.waiting[node_id]
 
-    def make_room(self, need: Callable[[], int], *, spare_waiting: bool, keep: Node | None = None) -> bool:
+    def make_room(
+        self, need: Callable[[], int], *, window: int = 0, spare_waiting: bool, keep: Node | None = None
+    ) -> bool:
         """Evict nodes without users, the deepest first, until `need()` pages are free.
 
         Args:
             need: number of pages needed; evictions may lower it.
-            spare_waiting: keep nodes that begun sequences wait for. Otherwise tails are freed, too.
-            keep: a node that stays, with its tail.
+            window: number of pages of the window layers needed.
+            spare_waiting: keep nodes that begun sequences wait for. Otherwise tails and windows are freed, too.
+            keep: a node that stays, with its tail and its window.
 
         Returns:
-            Whether `need()` pages are free now.
+            Whether so many pages are free now.
         """
-        if need() <= self.allocator.free_count:
-            return True
+
+        def enough() -> bool:
+            return need() <= self.allocator.free_count and (self.window is None or window <= self.window.free_count)
 
         def idle(node: Node) -> bool:
             if node.users or node is keep or node.last_used_step == self.step:
                 return False
             return not (spare_waiting and node.id in self.waiting)
 
+        if enough():
+            return True
         heap = [(-node.end, node.id) for node in self.active.values() if idle(node)]
         heapq.heapify(heap)
-        while heap and need() > self.allocator.free_count:
+        while heap and not enough():
             node = self.active[heapq.heappop(heap)[1]]
             self._evict(node)
             if node.parent is not None and idle(node.parent):
                 heapq.heappush(heap, (-node.parent.end, node.parent.id))
         if not spare_waiting:
-            self._drop_tails(need, keep)
-        return need() <= self.allocator.free_count
+            self._drop_tails(enough, keep)
+            if self.window is not None:
+                self._drop_windows(enough, keep)
+        return enough()
 
     def _parent_of(self, node_id: int) -> Node | None:
         parent = self.parent[node_id]
         return None if parent < 0 else self.active[parent]
 
-    def _drop_tails(self, need: Callable[[], int], keep: Node | None) -> None:
+    def _resting(self, node: Node, keep: Node | None) -> bool:
+        """Whether a node is complete and no part of this step."""
+        return node is not keep and node.completed_step != COMPUTING and node.last_used_step != self.step
+
+    def _drop_tails(self, enough: Callable[[], bool], keep: Node | None) -> None:
         """Free tails that no user continues in; nested nodes may hold the same page as their tail."""
         held: dict[int, list[Node]] = {}
         for node in self.active.values():
-            idle = node is not keep and node.completed_step != COMPUTING and node.last_used_step != self.step
-            if idle and node.tail_held:
+            if node.tail_held and self._resting(node, keep):
                 held.setdefault(node.page_table[node.full_pages], []).append(node)
         for page, nodes in held.items():
-            if need() <= self.allocator.free_count:
+            if enough():
                 return
             if self.allocator.ref_count(page) == len(nodes):
                 for node in nodes:
                     self._drop_tail(node)
 
+    def _drop_windows(self, enough: Callable[[], bool], keep: Node | None) -> None:
+        """Free windows for users that are still to come."""
+        for node in self.active.values():
+            if enough():
+                return
+            if not node.window_lost and self._resting(node, keep):
+                self._lose_window(node)
+
     def _drop_tail(self, node: Node) -> None:
+        if self.window is not None:
+            self.window.shrink(node.hold, node.page_table, node.full_pages)
         node.tail_held = False
         self.tail_held[node.id] = False
         self.allocator.free([node.page_table.pop()])
+
+    def _lose_window(self, node: Node) -> None:
+        assert self.window is not None
+        self.window.release(node.hold, node.page_table)
+        node.window_lost = True
 
     def _evict(self, node: Node) -> None:
         assert not node.users
@@ -354,23 +404,10 @@ class BlockManager:
         self._remove(node)
 
     def _remove(self, node: Node) -> None:
+        if self.window is not None:
+            self.window.release(node.hold, node.page_table)
         self.allocator.free(node.page_table[node.first_own_page :])
         node.alive = False
         del self.active[node.id]
         if node.parent is not None:
             self.detach(node.parent, node.in_place)
-
-
-def _counts(tree: PrefixTree, samples: npt.NDArray[np.int32]) -> tuple[array[int], array[int]]:
-    """[M] samples at each node's end plus children with samples below; [M] samples at each node's end."""
-    before = np.zeros(len(samples) + 1, np.int32)
-    np.cumsum(samples[tree.order] > 0, dtype=np.int32, out=before[1:])
-    ends, refs = (array("i", bytes(4)) * len(tree) for _ in range(2))
-    samples_at, users = np.frombuffer(ends, np.int32), np.frombuffer(refs, np.int32)
-    np.add.at(samples_at, tree.node_of_request, samples)
-    users[:] = samples_at
-    for part in blocks(len(tree)):
-        live = before[tree.row_after(part)] > before[tree.first_row[part]]
-        parent = tree.parent[part][live]
-        np.add.at(users, parent[parent >= 0], 1)
-    return refs, ends

@@ -42,6 +42,8 @@ class Samples:
     """[N] last step in which each node holds its pages."""
     pages: Int64s
     """[N] pages that each node frees then."""
+    most: Int64s | None = None
+    """[R] most pages that each sample holds in addition; None: a page for each position."""
 
 
 def pages_by_step(samples: Samples, page_size: int) -> PagesByStep:
@@ -51,6 +53,9 @@ def pages_by_step(samples: Samples, page_size: int) -> PagesByStep:
     into = samples.position % page_size
     taken = (into + samples.end) // page_size  # pages allocated after now
     now = samples.position // page_size + 1 - samples.allocated
+    if samples.most is not None:
+        now = np.minimum(now, samples.most)
+        taken = np.minimum(taken, samples.most - now)
     steps = int(max(samples.end.max(), samples.release.max(initial=0))) + 1
     # A sample at offset `into` of its page allocates the k-th further page in step k * page_size - into. `taking`
     # counts by that step less one, as [k, offset], the samples that allocate their last page; its reversed cumulative
@@ -68,7 +73,13 @@ def pages_by_step(samples: Samples, page_size: int) -> PagesByStep:
 
 
 def with_new_samples(
-    usage: PagesByStep, ends: Int64s, position: int, allocated: int, reused: int, page_size: int
+    usage: PagesByStep,
+    ends: Int64s,
+    position: int,
+    allocated: int,
+    reused: int,
+    page_size: int,
+    most: int | None = None,
 ) -> PagesByStep:
     """Page use with further samples that begin together.
 
@@ -79,11 +90,14 @@ def with_new_samples(
         allocated: pages of positions from 0 on that they share and need not allocate.
         reused: further pages that the first of them need not allocate.
         page_size: S.
+        most: most pages that each sample holds; None: a page for each position.
     """
     active = np.bincount(ends)[::-1].cumsum()[::-1]  # [T] running samples in each step
     own = np.arange(position, position + len(active))
     own //= page_size
     own += 1 - allocated
+    if most is not None:
+        np.minimum(own, most, out=own)
     own *= active
     both = _extended(usage, len(own) + 1)
     both[: len(own)] += own
@@ -128,7 +142,7 @@ class Candidate:
     """Steps until the samples get their first token."""
 
 
-class _WithCandidate(NamedTuple):
+class WithCandidate(NamedTuple):
     """Forecast with a candidate added."""
 
     usage: PagesByStep
@@ -146,6 +160,8 @@ class PageForecast:
         self._block_manager = nodes
         self._sequences = sequences
         self._predictor = ends
+        self._allocator = nodes.allocator
+        self._capacity = nodes.allocator.capacity
         self._page_size = nodes.allocator.page_size
         self._columns = _NodeColumns(nodes)
         self._curve: PagesByStep = np.zeros(1)
@@ -165,7 +181,7 @@ class PageForecast:
 
     def update(self, waiting: Iterable[Candidate]) -> None:
         """Recompute the forecast for the current step; `waiting` are the samples whose prompts are being computed."""
-        self._used_pages, self._admitted_pages = self._block_manager.allocator.used_count, 0
+        self._used_pages, self._admitted_pages = self._allocator.used_count, 0
         self._next_id = self._sequences.next_id
         self._uncertain = self._predictor.uncertain_count
         columns, nodes = self._running_columns()
@@ -173,40 +189,47 @@ class PageForecast:
             others = [self._other_columns(s) for s in self._sequences.by_id.values() if s.phase is not Phase.RUNNING]
             more = np.array(others, np.int64).T
             columns, nodes = np.concatenate([columns, more[:4]], axis=1), np.concatenate([nodes, more[4]])
-        end, position, allocated, freed = columns
-        gone, release = self._columns.update(nodes, end)
         self._unresolved.clear()
         self._last_end.clear()
-        self._curve = pages_by_step(
-            Samples(end, position, allocated, freed, release, self._columns.held(gone)), self._page_size
-        )
+        self._curve = pages_by_step(self._samples(columns, nodes), self._page_size)
         for candidate in waiting:
             self.add(candidate)
 
     def admit(self, candidate: Candidate) -> bool:
-        """Add the candidate and return True if the pool then holds all samples until their ends, else return False.
-
-        One page is kept in reserve for every second sample that may end later than expected.
-        """
+        """Add the candidate and return True if it fits, else return False."""
         found = self._with_candidate(candidate)
-        spare = (self._uncertain + sum(map(self._predictor.is_uncertain, candidate.requests))) // 2
-        held = max(self._block_manager.allocator.used_count, self._used_pages + self._admitted_pages)
-        if not self._block_manager.fits(held + found.pages + peak_pages(found.usage) + spare):
+        if not self._holds(candidate, found):
             return False
         self._apply(candidate, found)
         return True
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the pool holds all samples until their ends if the candidate begins."""
+        return self._holds(candidate, self._with_candidate(candidate))
+
+    def _holds(self, candidate: Candidate, found: WithCandidate) -> bool:
+        """See `fits`. One page is kept in reserve for every second sample that may end later than expected."""
+        spare = (self._uncertain + sum(map(self._predictor.is_uncertain, candidate.requests))) // 2
+        held = max(self._allocator.used_count, self._used_pages + self._admitted_pages)
+        return held + found.pages + peak_pages(found.usage) + spare <= self._capacity
 
     def add(self, candidate: Candidate) -> None:
         """Add a candidate that begins now."""
         self._apply(candidate, self._with_candidate(candidate))
 
-    def _apply(self, candidate: Candidate, found: _WithCandidate) -> None:
+    def _apply(self, candidate: Candidate, found: WithCandidate) -> None:
         self._next_id += len(candidate.requests)
         self._uncertain += sum(map(self._predictor.is_uncertain, candidate.requests))
         self._curve = found.usage
         self._admitted_pages += found.pages
         self._unresolved.update(found.unresolved)
         self._last_end.update(found.last_end)
+
+    def _samples(self, columns: Int64s, nodes: Int64s) -> Samples:
+        """The samples, given their first columns [4, R] and nodes [R], and the nodes that are freed after them."""
+        end, position, allocated, freed = columns
+        gone, release = self._columns.update(nodes, end)
+        return Samples(end, position, allocated, freed, release, self._columns.held(gone))
 
     def _running_columns(self) -> tuple[Int64s, Int64s]:
         """[4, R] the first columns of `Samples` for the decode rows, and [R] their nodes."""
@@ -237,7 +260,7 @@ class PageForecast:
         freed = len(sample.pages) - sample.first_own_page - (sample.in_place and sample.node.tail_held)
         return end, position, len(sample.pages), freed, node
 
-    def _with_candidate(self, candidate: Candidate) -> _WithCandidate:
+    def _with_candidate(self, candidate: Candidate) -> WithCandidate:
         """The forecast with a candidate, and with the nodes that are freed once it has ended."""
         nodes, size = self._block_manager, self._page_size
         length = nodes.end[candidate.node]
@@ -258,7 +281,7 @@ class PageForecast:
                 break
             usage[last_end[node] + 1 :] -= held[node] if node in held else self._columns.held(np.array([node]))
             node, end, gone = nodes.parent[node], last_end[node], 1
-        return _WithCandidate(usage, sum(held.values()), unresolved, last_end)
+        return WithCandidate(usage, sum(held.values()), unresolved, last_end)
 
     def _unresolved_below(self, node: int) -> tuple[int, int]:
         """Number of samples and child subtrees of a node whose ends are unknown, and the last known end below it."""

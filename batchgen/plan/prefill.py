@@ -76,6 +76,11 @@ class PrefillScheduler:
         """Computed nodes with samples at their ends that have yet to begin, in order."""
         self._admission = Admission(block_manager, sequences, predictor, self._max_new, config, order.interval)
 
+    @property
+    def in_progress(self) -> bool:
+        """Whether prompts are being computed that were begun in earlier steps."""
+        return bool(self._runs)
+
     def advance(self, builder: StepBuilder) -> None:
         """Continue the runs of earlier steps."""
         self._requeue_deferred()
@@ -108,14 +113,22 @@ class PrefillScheduler:
                 return
 
     def force(self, builder: StepBuilder) -> None:
-        """Begin the next node, evicting all idle nodes if needed. For an empty step while no sequence runs."""
+        """Continue a run or begin the next node, evicting all idle nodes if needed.
+
+        For an empty step while no sequence runs.
+        """
         self._requeue_deferred()
+        if self._runs:
+            keep = self._runs[0].node
+            self._block_manager.make_room(lambda: 0, window=1, spare_waiting=False, keep=keep)
+            self.advance(builder)
+            return
         parent_id = next(iter(self._backlog), -1)
         taken = self._pending.pop() if parent_id < 0 else None
         if taken is not None:
             low, high = taken
             parent_id = self._block_manager.parent[low]
-            if (parent_id < 0 or parent_id in self._block_manager.active) and self._make_room(low, force=True):
+            if (parent_id < 0 or self._block_manager.usable(parent_id)) and self._make_room(low, force=True):
                 self._pending.push(self._block_manager.subtree_end[low], high)
                 self._advance(self._new_run(low, builder, None, force=True), builder)
                 return
@@ -182,9 +195,13 @@ class PrefillScheduler:
             spare = len(self._sequences.by_id) + self._slots.reserved
             if self._admission.uses_forecast:
                 spare = 0
+            if block_manager.window is not None and block_manager.window.free_count < 2 + spare:
+                return False
             return block_manager.pages_to_admit(node_id) + spare <= block_manager.allocator.free_count
         keep = block_manager.active.get(block_manager.parent[node_id])
-        return block_manager.make_room(lambda: block_manager.pages_to_admit(node_id), spare_waiting=False, keep=keep)
+        return block_manager.make_room(
+            lambda: block_manager.pages_to_admit(node_id), window=2, spare_waiting=False, keep=keep
+        )
 
     def _blocked_until(self, node_id: int, builder: StepBuilder) -> int:
         """`node_id` if it can begin now; else the end of the id range that waits for the same ancestor.
@@ -214,7 +231,9 @@ class PrefillScheduler:
 
     def _recompute_run(self, node_id: int, builder: StepBuilder, force: bool) -> _Run | None:
         top, *missing = self._block_manager.missing_path(node_id)
-        if not self._parent_complete(top, builder) or not self._make_room(top, force):
+        if not self._block_manager.computable(top) or not self._parent_complete(top, builder):
+            return None
+        if not self._make_room(top, force):
             return None
         return self._run(top, builder, deque(missing), (0, 0), None, force)
 
@@ -242,11 +261,11 @@ class PrefillScheduler:
         budget = builder.budget
         while True:
             node = run.node
-            if position - begin == budget:
+            end = min(block_manager.reach(node), begin + budget)
+            if end <= position:
                 self._runs.append(run)
                 break
-            node.next_position = min(node.end, begin + budget)
-            node.last_used_step = builder.step
+            block_manager.advance(node, end)
             self._count_tokens(node, position)
             position = node.next_position
             if position == node.end:
@@ -267,7 +286,7 @@ class PrefillScheduler:
         block_manager = self._block_manager
         forced_step = run.forced_step == builder.step
         if run.path:
-            if not self._make_room(run.path[0], forced_step):
+            if not block_manager.continues(run.path[0]) or not self._make_room(run.path[0], forced_step):
                 return False
             child = run.path.popleft()
         else:
@@ -307,7 +326,7 @@ class PrefillScheduler:
             if not self._block_manager.unstarted[node_id]:
                 del self._backlog[node_id]
                 continue
-            node = self._block_manager.active.get(node_id)
+            node = self._block_manager.usable(node_id)
             if node is not None and node.completed_step in (COMPUTING, builder.step):
                 continue
             if node is None:

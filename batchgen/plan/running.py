@@ -132,6 +132,13 @@ class Running(Generic[Row]):
         found: list[int] = (columns[_POSITION] == columns[_CAPACITY]).nonzero()[0].tolist()
         return found
 
+    def leaving_page(self, window: int, page_size: int) -> list[tuple[Row, int]]:
+        """Rows whose window has just left a page, with the position that they feed next."""
+        positions = self._columns[_POSITION, : len(self._rows)]
+        first = positions - (window - 1)  # first visible position
+        found = ((first > 0) & (first % page_size == 0)).nonzero()[0]
+        return [(self._rows[i], p) for i, p in zip(found.tolist(), positions[found].tolist(), strict=True)]
+
     def index_of(self, row: Row) -> int:
         """Index of a row."""
         return bisect_left(self._rows, (row.row, row.id), key=_tree_order)

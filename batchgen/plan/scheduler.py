@@ -8,17 +8,20 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.block_manager import BlockManager, PageAllocator
+from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.builder import StepBuilder
+from batchgen.plan.cache_groups import window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
+from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.prefill import PrefillScheduler
 from batchgen.plan.prefix_group_selection import PrefixGroups
 from batchgen.plan.sequences import Phase, SequenceScheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
 from batchgen.plan.unbegun import UnbegunSamples
+from batchgen.plan.window_pages import WindowPages
 from batchgen.plan.work import Work, WorkForecast, WorkLeft, work_done
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -63,7 +66,9 @@ class Scheduler:
         self._tree = tree
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
-        self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats, config.cache_groups)
+        window = window_of(config.cache_groups)
+        self._window = None if window is None else WindowPages(window, config.window_pages, config.page_size)
+        self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats, self._window)
         self._groups = PrefixGroups(
             self._block_manager.first_row, config.page_size, config.group_costs, int(tree.end.max(initial=0))
         )
@@ -90,8 +95,13 @@ class Scheduler:
 
     @property
     def pages_in_use(self) -> int:
-        """Number of pages in use now."""
+        """Number of pages in use now, those of the window layers not included."""
         return self._allocator.used_count
+
+    @property
+    def window_pages_in_use(self) -> int:
+        """Number of pages of the window layers in use now."""
+        return 0 if self._window is None else self._window.allocator.used_count
 
     @property
     def work_done(self) -> Work:
@@ -136,7 +146,8 @@ class Scheduler:
         if not self.stats.steps:
             self._check_sizes()
         self.stats.steps += 1
-        self._block_manager.step = self.stats.steps
+        self._block_manager.begin_step(self.stats.steps)
+        self._sequences.begin_step()
         builder = StepBuilder(self.stats.steps, self.stats)
         self._fill(builder)
         self._finish_plan(builder)
@@ -206,7 +217,11 @@ class Scheduler:
             prefill.begin(builder)
         if builder.flat or sequences.running:
             return
-        if not sequences.by_id:
+        if sequences.resuming:
+            # All pages of the window layers are in use.
+            sequences.make_progress()
+            sequences.resume(builder)
+        elif not sequences.by_id or prefill.in_progress:
             prefill.force(builder)
         elif sequences.waiting:
             # A sequence that computes its own logits has only just begun.
@@ -224,6 +239,9 @@ class Scheduler:
         stats.sampled_tokens += sampled
         stats.max_decode_rows = max(stats.max_decode_rows, len(plan.decodes))
         stats.peak_pages = self._allocator.peak
+        if self._window is not None:
+            stats.peak_window_pages = self._window.allocator.peak
+            plan.window_pages = self._window.by_page
         if not self._unbegun:
             stats.tail_steps += 1
             stats.tail_tokens += sampled

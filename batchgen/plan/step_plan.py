@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from batchgen.plan.rows import DecodeRow, DecodeRows, SampleRow, SampleRows
 
 __all__ = [
@@ -25,6 +28,8 @@ __all__ = [
     "split_plan",
 ]
 
+Int64 = npt.NDArray[np.int64]
+
 _NO_ROWS: Final = DecodeRows.of([])
 _NO_SAMPLES: Final = SampleRows.of([])
 
@@ -36,6 +41,8 @@ class PageCopy:
     source: int
     target: int
     tokens: int
+    window: tuple[int, int] | None = None
+    """Source and target in the window layers; None if the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,9 @@ class StepPlan:
     decodes: DecodeRows = field(default_factory=lambda: _NO_ROWS)
     groups: list[PrefixGroup] = field(default_factory=list)
     samples: SampleRows = field(default_factory=lambda: _NO_SAMPLES)
+    window_pages: Int64 | None = None
+    """Page of the window layers by page of the tables here, for pages whose positions the step stores or sees; valid
+    until the next step is planned. None: the model has no such layers."""
 
     @property
     def tokens(self) -> int:
@@ -125,12 +135,14 @@ def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> 
         decodes=plan.decodes[:decodes],
         groups=_slice_groups(plan.groups, 0, decodes),
         samples=plan.samples[:mine],
+        window_pages=plan.window_pages,
     )
     second = StepPlan(
         prefills=right,
         decodes=plan.decodes[decodes:],
         groups=_slice_groups(plan.groups, decodes, len(plan.decodes)),
         samples=SampleRows(plan.samples.sequence_ids[mine:], plan.samples.tokens[mine:] - at),
+        window_pages=plan.window_pages,
     )
     return first, second
 
@@ -143,7 +155,7 @@ def _split_samples(plan: StepPlan) -> tuple[StepPlan, StepPlan] | None:
     again = [replace(plan.prefills[0], store=False)]
     return (
         replace(plan, samples=plan.samples[: count // 2]),
-        StepPlan(prefills=again, samples=plan.samples[count // 2 :]),
+        StepPlan(prefills=again, samples=plan.samples[count // 2 :], window_pages=plan.window_pages),
     )
 
 

@@ -6,6 +6,7 @@ with different keys (adapter, media) share nothing, so the tree is a forest.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -247,3 +248,18 @@ def _in_blocks(least: list[Int32s], places: Int32s) -> Int32s:
     found = np.empty(len(places), np.int32)
     found[numbers] = blocks
     return found
+
+
+def user_counts(tree: PrefixTree, samples: npt.NDArray[np.int32]) -> tuple[array[int], array[int]]:
+    """[M] samples at each node's end plus children with samples below; [M] samples at each node's end."""
+    before = np.zeros(len(samples) + 1, np.int32)
+    np.cumsum(samples[tree.order] > 0, dtype=np.int32, out=before[1:])
+    ends, refs = (array("i", bytes(4)) * len(tree) for _ in range(2))
+    samples_at, users = np.frombuffer(ends, np.int32), np.frombuffer(refs, np.int32)
+    np.add.at(samples_at, tree.node_of_request, samples)
+    users[:] = samples_at
+    for part in blocks(len(tree)):
+        live = before[tree.row_after(part)] > before[tree.first_row[part]]
+        parent = tree.parent[part][live]
+        np.add.at(users, parent[parent >= 0], 1)
+    return refs, ends

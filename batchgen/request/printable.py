@@ -7,7 +7,7 @@ through it: see `EscapedText`. JSON is escaped by `json_printable`, which keeps 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, BinaryIO, TextIO
 from unicodedata import category
@@ -138,3 +138,10 @@ def format_size(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_kv_peak(by_group: Mapping[str, int]) -> str:
+    """Bytes of keys and values by kind of layers: `1.5 GiB (full 1.0 GiB, window 512.0 MiB)`."""
+    total = format_size(sum(by_group.values()))
+    parts = ", ".join(f"{kind} {format_size(size)}" for kind, size in by_group.items())
+    return f"{total} ({parts})" if len(by_group) > 1 else total

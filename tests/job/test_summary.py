@@ -28,6 +28,7 @@ SUMMARY = RunSummary(
     cached_tokens=8_000,
     completion_tokens=56_789,
     kv_peak_bytes=3 * 2**29,
+    kv_peak_bytes_by_group={"full": 3 * 2**29},
     seconds={"reading": 0.25, "generating": 200.0, "total": 7500.0},
     output_tokens_per_second=283.9,
     engine={"steps": 1234, "occupancy": 0.9768, "tail_steps": 56, "tail_efficiency": 0.5, "tail_tokens": 1792},

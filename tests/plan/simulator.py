@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from batchgen.plan.cache_groups import window_of, window_pages
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.plan.tree import build_tree
@@ -38,6 +39,8 @@ class Simulator:
         self.keys = keys or [0] * len(prompts)
         self.size = config.page_size
         self.memory: list[list[int | None]] = [[None] * self.size for _ in range(config.num_pages)]
+        self.window = window_of(config.cache_groups)
+        self.window_memory: list[list[int | None]] = [[None] * self.size for _ in range(config.window_pages)]
         self.interned: dict[tuple[int, object], int] = {}
         self.owners: dict[int, tuple[int, int]] = {}
         """Sequence id -> (request, sample)."""
@@ -57,6 +60,8 @@ class Simulator:
         self.decode_positions = 0
         self.saved = 0
         self.most_groups = 0
+        self.most_spare = 0
+        """Most pages of the window layers that were held for samples that had not begun."""
         self.delayed: list[list[int]] = [[] for _ in range(lag)]
 
     def chain(self, root: int, items: list[int]) -> list[int]:
@@ -81,6 +86,7 @@ class Simulator:
         else:
             raise AssertionError("the job did not finish")
         assert self.scheduler.pages_in_use == 0
+        assert self.scheduler.window_pages_in_use == 0
         assert self.scheduler.unended == 0
         expected = {
             (r, s): n
@@ -125,14 +131,61 @@ class Simulator:
             self.store(stores, row.pages, row.position, self.tokens[row.sequence][row.position])
         for (page, slot), value in stores.items():
             self.memory[page][slot] = value
+        if self.window is not None:
+            self.store_in_window(plan, stores)
         for chunk in plan.prefills:
             self.attend(chunk.pages, chunk.end, self.ids(chunk))
+            self.attend_in_window(plan, chunk.pages, chunk.start, chunk.end, self.ids(chunk))
         for row in plan.decodes:
             assert row.position == len(self.tokens[row.sequence]) - 1
             assert len(row.pages) == row.position // self.size + 1
             self.attend(row.pages, row.position + 1, self.tokens[row.sequence])
+            self.attend_in_window(plan, row.pages, row.position, row.position + 1, self.tokens[row.sequence])
+        if self.window is not None and not self.lag:
+            self.count_window_pages(plan)
         self.check_groups(plan)
         self.check_samples(plan)
+
+    def count_window_pages(self, plan: StepPlan) -> None:
+        """The window layers hold pages for what the step sees and for what starts later, and for nothing else."""
+        assert plan.window_pages is not None
+        assert self.window is not None
+        spans = [(chunk.pages, chunk.start, chunk.end) for chunk in plan.prefills]
+        spans += [(row.pages, row.position, row.position + 1) for row in plan.decodes]
+        seen = {
+            int(plan.window_pages[page])
+            for pages, start, end in spans
+            for page in pages[max(0, start - self.window + 1) // self.size : -(-end // self.size)]
+        }
+        spare = self.scheduler.window_pages_in_use - len(seen)
+        assert spare >= 0
+        decoding = {row.sequence for row in plan.decodes}
+        alive = set(self.owners) - self.ended
+        starting = self.nodes_to_start(alive - decoding)
+        each = window_pages(self.window, self.size) + 1
+        assert spare <= len(starting) * each, "no sample starts at the other nodes"
+        if not starting and not plan.prefills:
+            assert spare == 0
+        self.most_spare = max(self.most_spare, spare)
+
+    def nodes_to_start(self, waiting: set[int]) -> set[int]:
+        """Nodes on the paths to samples that have not begun, or have begun and hold no pages."""
+        begun = [0] * len(self.prompts)
+        for request, _ in self.owners.values():
+            begun[request] += 1
+        requests = {self.owners[s][0] for s in waiting}
+        requests |= {
+            r
+            for r, targets in enumerate(self.targets)
+            if begun[r] < len(targets) and r not in self.failed and r not in self.too_large
+        }
+        nodes: set[int] = set()
+        for request in requests:
+            node = int(self.tree.node_of_request[request])
+            while node >= 0:
+                nodes.add(node)
+                node = int(self.tree.parent[node])
+        return nodes
 
     def copy(self, plan: StepPlan) -> None:
         """Copy pages; the order of the copies must not matter."""
@@ -145,6 +198,12 @@ class Simulator:
             assert 0 < copy.tokens < self.size
             assert self.memory[copy.source][: copy.tokens] == source[: copy.tokens]
             self.memory[copy.target] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
+        before = [list(self.window_memory[c.window[0]]) for c in plan.copies if c.window is not None]
+        assert len(before) == (0 if self.window is None else len(plan.copies))
+        for copy, source in zip(plan.copies, before, strict=False):
+            assert copy.window is not None
+            assert 0 not in copy.window
+            self.window_memory[copy.window[1]] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
 
     def ids(self, chunk: PrefillChunk) -> list[int]:
         ids = self.prompt_ids[chunk.request]
@@ -164,6 +223,24 @@ class Simulator:
         assert 0 not in pages
         held = [value for page in pages for value in self.memory[page]][:end]
         assert held == ids[:end]
+
+    def store_in_window(self, plan: StepPlan, stores: dict[tuple[int, int], int]) -> None:
+        """Store into the window layers' pages; no two positions of a step share a slot there either."""
+        assert plan.window_pages is not None
+        slots = [(int(plan.window_pages[page]), slot) for page, slot in stores]
+        assert len(set(slots)) == len(slots)
+        for (page, slot), value in zip(slots, stores.values(), strict=True):
+            assert page != 0
+            self.window_memory[page][slot] = value
+
+    def attend_in_window(self, plan: StepPlan, pages: list[int], start: int, end: int, ids: list[int]) -> None:
+        """Read what tokens at positions [start, end) see in the window layers."""
+        if self.window is None:
+            return
+        assert plan.window_pages is not None
+        for position in range(max(0, start - self.window + 1), end):
+            page = int(plan.window_pages[pages[position // self.size]])
+            assert self.window_memory[page][position % self.size] == ids[position]
 
     def check_groups(self, plan: StepPlan) -> None:
         covered = [0] * len(plan.decodes)

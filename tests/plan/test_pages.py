@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchgen.plan.block_manager import PageAllocator
+from batchgen.plan.page_allocator import PageAllocator
 
 
 def test_counts_and_peak() -> None:

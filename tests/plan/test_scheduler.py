@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.plan.block_manager import BlockManager, PageAllocator
+from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.config import SchedulerStats
+from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from tests.plan.simulator import Simulator
 from tests.plan.test_tree import tree_of

@@ -58,7 +58,7 @@ class Engine(PeerEngine):
         running = self._engine.last_run
         assert running is not None
         stats = running.scheduler.stats
-        page_bytes, times = running.page_bytes, running.loop.times.milliseconds()
+        peak, times = sum(running.kv_peak_bytes.values()), running.loop.times.milliseconds()
         del running
         if self._engine.model.spec.device.type == "cuda":
             import torch
@@ -75,7 +75,7 @@ class Engine(PeerEngine):
             "preemptions": stats.preemptions,
             "decode_kv_positions": stats.decode_kv_positions,
             "decode_kv_reads": stats.decode_kv_reads,
-            "kv_peak_bytes": stats.peak_pages * page_bytes,
+            "kv_peak_bytes": peak,
             **times,
         }
 

@@ -19,8 +19,9 @@ from batchgen.engine.step_times import StepTimes
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
+from batchgen.kernels.grouped import Pool, attention_of, pools_of
 from batchgen.kernels.pooled import AttentionCounts
-from batchgen.kernels.types import KVPool
+from batchgen.kernels.types import AttentionBatch, PagedAttention
 from batchgen.models.base import CaptureSpec, Model
 from batchgen.plan.step_plan import PageCopy, StepPlan
 
@@ -77,7 +78,7 @@ class ExecutorContext:
     """What the executors of one job share."""
 
     model: Model
-    pool: KVPool
+    pool: Pool
     backend: Backend
     device: Device
     outputs: D2HQueue
@@ -101,13 +102,20 @@ class ExecutorContext:
         self.copy_pages(step.copies)
         step.copies.clear()
 
+    def attend(self, batch: AttentionBatch) -> PagedAttention:
+        """The attention of a step."""
+        return attention_of(self.backend.attention, self.pool, batch)
+
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages, in order: the source of one copy may be the target of a later one."""
         if not copies:
             return
-        (table,) = self.device.upload(np.array([(copy.source, copy.target, copy.tokens) for copy in copies], np.int64))
+        pools, tables = pools_of(self.pool), [[(c.source, c.target, c.tokens) for c in copies]]
+        if copies[0].window is not None:
+            tables.append([(*c.window, c.tokens) for c in copies if c.window is not None])
         try:
-            self.backend.ops.copy_pages(self.pool, table)
+            for pool, table in zip(pools, tables[-len(pools) :], strict=True):
+                self.backend.ops.copy_pages(pool, *self.device.upload(np.array(table, np.int64)))
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise DeviceError(f"out of memory while copying {len(copies)} KV pages; lower --kv-memory") from None

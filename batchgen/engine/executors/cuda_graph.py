@@ -27,6 +27,7 @@ from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.sampling.sampler import PlainColumns
 from batchgen.engine.step_batch import StepArrays, select_input_ids
 from batchgen.kernels.device import Device, Graph
+from batchgen.kernels.grouped import planner_of, pools_of
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import DecodePlanner, DecodeWork, Graphs
@@ -90,10 +91,11 @@ class CudaGraphExecutor(Executor):
 
     def __init__(self, context: ExecutorContext, support: Graphs) -> None:
         super().__init__(context)
-        self._planner = support.planner(context.pool, context.device)
+        self._planner = planner_of(support, context.pool, context.device)
         self._device = context.device
         self._most = support.max_graphs
-        self._shared = _SharedBuffers(context.model, context.backend.ops, context.device)
+        kinds = len(pools_of(context.pool))
+        self._shared = _SharedBuffers(context.model, context.backend.ops, context.device, kinds)
         self._steps: OrderedDict[_Key, _GraphStep] = OrderedDict()
         self._retired: deque[_GraphStep] = deque(maxlen=_MAX_RETIRED)
         self._counts = GraphCounts()
@@ -220,7 +222,9 @@ class _CannotCapture(RuntimeError):
 class _SharedBuffers:
     """Buffers that all graphs of a job share, because only one graph runs at a time."""
 
-    def __init__(self, model: Model, ops: Ops, device: Device) -> None:
+    def __init__(self, model: Model, ops: Ops, device: Device, kinds: int) -> None:
+        """`kinds`: number of slot mappings, one for each kind of layers."""
+        self.kinds = kinds
         self.model = model
         self.ops = ops
         self.device = device
@@ -255,9 +259,9 @@ class _GraphStep:
         self._shared = shared
         self._padded = padded
         # Rows of an even number of int64 start at multiples of 16 bytes, which kernels need for wide loads.
-        self._int_columns = torch.zeros(5, max(2, padded), dtype=torch.int64, device=device)
-        self._ids, self._source, self._positions, slots, self._num_sampled = self._int_columns[:, :padded]
-        self.attention = planner.attention(slots, work)
+        self._int_columns = torch.zeros(4 + shared.kinds, max(2, padded), dtype=torch.int64, device=device)
+        self._ids, self._source, self._positions, self._num_sampled, *slots = self._int_columns[:, :padded]
+        self.attention = planner.attention(self._int_columns[4:, :padded] if shared.kinds > 1 else slots[0], work)
         self._columns = _StaticColumns(padded, device) if samples else None
         self._all_rows = torch.arange(padded, device=device) if capture is not None else None
         self._captured = None if capture is None else (capture.layers, capture.experts)
@@ -269,7 +273,9 @@ class _GraphStep:
         rows = len(step.ids)
         int_columns = np.zeros(tuple(self._int_columns.shape), np.int64)
         int_columns[1] = -1
-        columns = (step.ids, step.source, step.positions, step.slots, step.num_sampled)
+        columns = [step.ids, step.source, step.positions, step.num_sampled, step.slots]
+        if step.window_slots is not None:
+            columns.append(step.window_slots)
         for row, values in zip(int_columns, columns, strict=True):
             if values is not None:
                 row[:rows] = values

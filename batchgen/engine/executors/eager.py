@@ -33,7 +33,7 @@ class EagerExecutor(Executor):
     def _forward(self, step: Step, batch: StepBatch) -> Tensor:
         """[U, H] states after the final norm, of the tokens whose logits are needed."""
         context = self.context
-        attention, scores = context.backend.attention(context.pool, batch.attention), bool(context.prompts)
+        attention, scores = context.attend(batch.attention), bool(context.prompts)
         inputs = ModelInput(
             batch.feed(step.last),
             batch.positions,

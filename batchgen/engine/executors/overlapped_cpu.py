@@ -32,7 +32,7 @@ class OverlappedCpuExecutor(Executor):
         if self._recordable is False or threads < 2 or needs_more or (sampling is not None and sampling.plain is None):
             return None
         batch = step.arrays.upload(context.device)
-        attention = context.backend.attention(context.pool, batch.attention)
+        attention = context.attend(batch.attention)
         feeds_samples = batch.source is not None and step.last is not None
         try:
             with record_commands(threads) as commands:

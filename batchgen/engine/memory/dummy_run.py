@@ -16,7 +16,7 @@ import torch
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
-from batchgen.kernels.types import KVPool
+from batchgen.kernels.grouped import Pool, allocate_pool
 from batchgen.models.base import ModelSpec
 from batchgen.plan.step_plan import (
     DecodeRow,
@@ -60,7 +60,7 @@ class CudaMeter:
 
 
 def measure_largest_step(
-    run: Callable[[DummyRun, KVPool], None],
+    run: Callable[[DummyRun, Pool], None],
     workload: JobWorkload,
     spec: ModelSpec,
     page_size: int,
@@ -99,14 +99,14 @@ def measure_largest_step(
 
 
 def _measure(
-    run: Callable[[DummyRun, KVPool], None],
+    run: Callable[[DummyRun, Pool], None],
     job: DummyRun,
     spec: ModelSpec,
     page_size: int,
     meter: Meter,
 ) -> int | None:
     """Bytes of a dummy run; None if memory ran out."""
-    pool = KVPool.allocate(list(spec.kv_layers), PAGES, page_size, spec.dtype, spec.device)
+    pool = allocate_pool(spec.kv_layers, spec.windows, (PAGES, PAGES), page_size, spec.dtype, spec.device)
     try:
         return meter.peak(lambda: run(job, pool))
     except (RuntimeError, MemoryError) as problem:
@@ -119,6 +119,7 @@ def _measure(
 PAGES: Final = 2
 """Pages in the pool of a dummy run, including the scratch page."""
 _PAGE_ID: Final = 1
+_WINDOW_PAGES: Final = np.arange(PAGES)
 _DISTINCT_IDS: Final = 64
 _LOGITS_BYTES: Final = 64 << 20
 """Bytes of prompt logits that are computed at once, in float32."""
@@ -172,19 +173,23 @@ def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int,
     last_chunk = PrefillChunk(0, None, max(0, longest - chunk), longest, _page_list(longest, page_size))
     short_length = min(chunk, longest, page_size)
     short_chunks = [replace(last_chunk, start=longest - short_length)] * (chunk // short_length)
+    steps = [
+        *[_step_plan([], decodes, groups)] * _DECODE_STEPS,
+        _step_plan(prefills, decodes, []),
+        _step_plan([last_chunk], decodes, groups),
+        _step_plan(short_chunks, decodes, groups),
+    ]
+    if any(spec.windows):
+        steps = [replace(step, window_pages=_WINDOW_PAGES) for step in steps]
     return DummyRun(
         workload=plan_workload(table, dedup=False, adapters=list(spec.adapters)),
         start=StepPlan(
             starts=[SequenceStart(i, 0, i) for i in range(rows)],
             prefills=[replace(last_chunk, start=longest - 1)],
             samples=SampleRows.of(SampleRow(i, 0) for i in range(rows)),
+            window_pages=_WINDOW_PAGES if any(spec.windows) else None,
         ),
-        steps=[
-            *[_step_plan([], decodes, groups)] * _DECODE_STEPS,
-            _step_plan(prefills, decodes, []),
-            _step_plan([last_chunk], decodes, groups),
-            _step_plan(short_chunks, decodes, groups),
-        ],
+        steps=steps,
         rows=rows,
     )
 

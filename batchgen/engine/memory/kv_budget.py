@@ -6,7 +6,8 @@ programs share the memory (`dummy_run`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,8 +17,16 @@ import torch
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
-from batchgen.models.base import ModelSpec
-from batchgen.plan.cache_groups import CacheGroup, cache_bytes, pages_within
+from batchgen.models.base import ModelSpec, windows_within
+from batchgen.plan.cache_groups import (
+    CacheGroup,
+    PageCounts,
+    cache_bytes,
+    least_window_pages,
+    pages_within,
+    window_of,
+    window_pages,
+)
 from batchgen.request.printable import format_size
 
 AUTO_SHARE: Final = 0.4
@@ -55,9 +64,16 @@ class DeviceMemory:
 
 
 def pool_pages(
-    workload: JobWorkload, spec: ModelSpec, page_size: int, kv_memory: int | float | None, memory: DeviceMemory
+    workload: JobWorkload,
+    spec: ModelSpec,
+    page_size: int,
+    kv_memory: int | float | None,
+    memory: DeviceMemory,
+    limits: tuple[int, int],
 ) -> int:
     """Pages to allocate, including the scratch page: as many as the job can use within the memory budget.
+
+    Layers with a window have others (`page_counts`). If all have a window, pages cost nothing and are not limited.
 
     Args:
         workload: the job; a small one gets a small pool.
@@ -65,12 +81,24 @@ def pool_pages(
         page_size: positions per page.
         kv_memory: as for `allowed_pages`.
         memory: the device's memory.
+        limits: most sequences at once and most tokens in a step.
 
     Raises:
         UsageError: the budget holds less than two pages, or exceeds the free memory.
     """
-    pages = min(allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size))
-    pool_bytes = cache_bytes(cache_groups(spec, page_size), pages)
+    allowed, most = allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size)
+    groups, budget = cache_groups(spec, page_size), memory.budget(kv_memory)
+
+    def bytes_of(pages: int) -> int:
+        return cache_bytes(groups, page_counts(workload, spec, page_size, pages, limits, budget))
+
+    if not any(spec.windows):
+        pages = min(allowed, most)
+    elif all(spec.windows):
+        pages = most
+    else:
+        pages = max(2, bisect_right(range(most + 1), budget, key=bytes_of) - 1)
+    pool_bytes = bytes_of(pages)
     if pool_bytes > memory.room:
         used = f", of which the largest step takes {format_size(memory.step)}" if memory.exclusive else ""
         raise UsageError(
@@ -109,7 +137,7 @@ def allowed_pages(
                 f"`--kv-memory`: the largest step takes {format_size(memory.step)} of {format_size(memory.free)} of "
                 "free memory, which leaves no room for keys and values; lower --max-tokens-per-step or --max-num-seqs"
             )
-        page = cache_bytes(groups, 1)
+        page = cache_bytes(groups, PageCounts(1, 1))
         raise UsageError(f"`--kv-memory`: {budget} bytes hold {allowed} pages of {page} bytes, at least 2 are needed")
     return allowed
 
@@ -120,16 +148,66 @@ def _whole_mib(count: int) -> str:
 
 
 def cache_groups(spec: ModelSpec, page_size: int) -> tuple[CacheGroup, ...]:
-    """The caches that a model's layers keep: one group for each size of keys and values."""
-    sizes = dict.fromkeys(spec.kv_layers)
+    """The caches that a model's layers keep: a group for each size of keys and values without and with a window."""
+    windows = spec.windows or (None,) * len(spec.kv_layers)
+    kinds = list(zip(spec.kv_layers, windows, strict=True))
     return tuple(
         CacheGroup(
-            "full",
-            layers=tuple(i for i, layer in enumerate(spec.kv_layers) if layer == size),
-            page_bytes=spec.kv_layers.count(size) * KVPool.page_bytes([size], page_size, spec.dtype),
+            "full" if window is None else "window",
+            layers=tuple(i for i, kind in enumerate(kinds) if kind == (size, window)),
+            page_bytes=kinds.count((size, window)) * KVPool.page_bytes([size], page_size, spec.dtype),
+            window=window,
         )
-        for size in sizes
+        for size, window in dict.fromkeys(kinds)
     )
+
+
+def with_job_windows(spec: ModelSpec, workload: JobWorkload) -> ModelSpec:
+    """The model without windows that no row of the job is longer than."""
+    if not spec.windows:
+        return spec
+    active = workload.samples > 0
+    lengths = (np.diff(workload.table.offsets).astype(np.int64) + workload.max_tokens - 1)[active]
+    return replace(spec, windows=windows_within(spec.windows, int(lengths.max(initial=0))))
+
+
+def with_windows_in(spec: ModelSpec, page_size: int, budget: int) -> ModelSpec:
+    """The model without its windows if `budget` bytes do not hold what `least_window_pages` asks for."""
+    groups = cache_groups(spec, page_size)
+    window = window_of(groups)
+    if window is None or cache_bytes(groups, PageCounts(2, least_window_pages(window, page_size))) <= budget:
+        return spec
+    return replace(spec, windows=())
+
+
+def page_counts(
+    workload: JobWorkload, spec: ModelSpec, page_size: int, pages: int, limits: tuple[int, int], budget: int
+) -> PageCounts:
+    """`pages` with the pages of the layers that have a window, including the scratch page.
+
+    With enough memory no sequence ever waits for one of these. With less, their share is that of the job: what its
+    nodes and outputs keep of a window, against their whole length.
+
+    Args:
+        workload: the job.
+        spec: the model's cache layout.
+        page_size: positions per page.
+        pages: pages of the layers without a window, including the scratch page.
+        limits: most sequences at once and most tokens in a step.
+        budget: bytes of the pool.
+    """
+    groups = cache_groups(spec, page_size)
+    window = window_of(groups)
+    if window is None:
+        return PageCounts(pages)
+    each, (rows, tokens) = window_pages(window, page_size) + 1, limits
+    rows = min(rows, int(workload.samples.sum(dtype=np.int64)))
+    chunks, least = -(-tokens // page_size) + rows, least_window_pages(window, page_size)
+    enough = 2 * rows * each + chunks + least  # windows of the samples, and of the nodes that they begin at
+    if all(spec.windows):
+        return PageCounts(pages, max(least, min(enough, pages, budget // cache_bytes(groups, PageCounts(0, 1)))))
+    share = _sum_pages(workload, page_size, each) / _sum_pages(workload, page_size)
+    return PageCounts(pages, max(least, min(enough, pages, int(pages * share) + chunks)))
 
 
 def most_pages(workload: JobWorkload, page_size: int) -> int:
@@ -138,10 +216,17 @@ def most_pages(workload: JobWorkload, page_size: int) -> int:
     Includes the scratch page, partial pages that are copied where a node or output starts, and the page that admission
     keeps free for each running sequence.
     """
+    return _sum_pages(workload, page_size) + 2
+
+
+def _sum_pages(workload: JobWorkload, page_size: int, most: int | None = None) -> int:
+    """Pages of all tree nodes and outputs, at most `most` of each."""
     tree = workload.tree
     nodes = -(-(tree.end - tree.start) // page_size) + 1
     outputs = -(-workload.table.max_new_tokens // page_size) + 2
-    return int(nodes.sum(dtype=np.int64) + np.dot(outputs.astype(np.int64), workload.samples)) + 2
+    if most is not None:
+        nodes, outputs = np.minimum(nodes, most), np.minimum(outputs, most)
+    return int(nodes.sum(dtype=np.int64) + np.dot(outputs.astype(np.int64), workload.samples))
 
 
 def device_memory(device: torch.device, step: int = 0) -> DeviceMemory:

@@ -17,11 +17,20 @@ import batchgen
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.engine.machine import step_limits
-from batchgen.engine.memory.kv_budget import DeviceMemory, allowed_pages, pool_pages
+from batchgen.engine.memory.kv_budget import (
+    DeviceMemory,
+    allowed_pages,
+    cache_groups,
+    page_counts,
+    pool_pages,
+    with_job_windows,
+    with_windows_in,
+)
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool, LayerKV
 from batchgen.models.base import ModelSpec
+from batchgen.plan.cache_groups import PageCounts, cache_bytes, least_window_pages
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
@@ -54,6 +63,7 @@ def test_limits_of_a_step_on_a_cpu(given: dict[str, int], limits: tuple[int, int
 
 
 PLENTY = DeviceMemory(1 << 42, 1 << 42)
+LIMITS = (256, 1024)
 
 
 def workload(seed: int, count: int = 60) -> JobWorkload:
@@ -65,9 +75,10 @@ def workload(seed: int, count: int = 60) -> JobWorkload:
     return plan_workload(table)
 
 
-def run(job: JobWorkload, pages: int, page_size: int, rows: int) -> dict[str, int]:
+def run(job: JobWorkload, pages: int, page_size: int, rows: int, **cache: Any) -> dict[str, int]:
     """Scheduler counters of the job if all samples reach their limit."""
-    config = SchedulerConfig(num_pages=pages, page_size=page_size, max_num_seqs=rows, max_tokens_per_step=rows + 64)
+    limits = {"max_num_seqs": rows, "max_tokens_per_step": rows + 64}
+    config = SchedulerConfig(num_pages=pages, page_size=page_size, **limits, **cache)
     scheduler = Scheduler(job.tree, job.samples, job.table.max_new_tokens, config)
     left: dict[int, int] = {}
     while (plan := scheduler.step()) is not None:
@@ -84,7 +95,7 @@ def run(job: JobWorkload, pages: int, page_size: int, rows: int) -> dict[str, in
 @pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 4), (2, 16), (3, 16)])
 def test_no_sequence_waits_for_pages(seed: int, page_size: int) -> None:
     job = workload(seed)
-    pages = pool_pages(job, SPEC, page_size, 1 << 40, PLENTY)
+    pages = pool_pages(job, SPEC, page_size, 1 << 40, PLENTY, LIMITS)
     for rows in (8, 200):
         stats = run(job, pages, page_size, rows)
         assert stats == run(job, 50 * pages, page_size, rows)
@@ -97,14 +108,14 @@ def test_a_shared_prefix_is_counted_once() -> None:
     for i in range(64):
         table.append(i, 0, [*range(1, 41), i], SamplingParams(temperature=0.0), i, 4)
     # 3 + 1 pages for the prefix, 1 + 1 for each prompt's last token, 1 + 2 for each output, and the scratch page.
-    assert pool_pages(plan_workload(table), SPEC, 16, 1 << 40, PLENTY) <= 4 + 64 * 5 + 2
+    assert pool_pages(plan_workload(table), SPEC, 16, 1 << 40, PLENTY, LIMITS) <= 4 + 64 * 5 + 2
 
 
 def test_kv_memory_bounds_the_pool() -> None:
     page = KVPool.page_bytes([LAYER], 16, torch.float32)
-    assert pool_pages(workload(0), SPEC, 16, 7 * page, PLENTY) == 7
+    assert pool_pages(workload(0), SPEC, 16, 7 * page, PLENTY, LIMITS) == 7
     with pytest.raises(UsageError, match="at least 2 are needed"):
-        pool_pages(workload(0), SPEC, 16, page, PLENTY)
+        pool_pages(workload(0), SPEC, 16, page, PLENTY, LIMITS)
 
 
 GIB = 1 << 30
@@ -128,17 +139,50 @@ def test_a_cpu_pool_uses_a_share_of_the_free_memory() -> None:
 def test_the_error_of_a_pool_that_does_not_fit_names_the_largest_size() -> None:
     page = KVPool.page_bytes([LAYER], 16, torch.float32)
     job = workload(0)
-    needed = pool_pages(job, SPEC, 16, GIB, PLENTY) * page
+    needed = pool_pages(job, SPEC, 16, GIB, PLENTY, LIMITS) * page
     memory = DeviceMemory(free=5 << 20, total=80 * GIB, step=4 << 20, exclusive=True)
     memory = replace(memory, free=memory.step + int(memory.total * 0.02) + needed - 1)
     with pytest.raises(UsageError, match=r"do not fit .* largest step takes 4\.0 MiB; at most \d+MiB fit"):
-        pool_pages(job, SPEC, 16, GIB, memory)
-    assert pool_pages(job, SPEC, 16, GIB, replace(memory, free=memory.free + 1)) * page == needed
-    assert pool_pages(job, SPEC, 16, None, memory) * page <= memory.room
+        pool_pages(job, SPEC, 16, GIB, memory, LIMITS)
+    assert pool_pages(job, SPEC, 16, GIB, replace(memory, free=memory.free + 1), LIMITS) * page == needed
+    assert pool_pages(job, SPEC, 16, None, memory, LIMITS) * page <= memory.room
     with pytest.raises(UsageError, match=r"7\.0 GiB exceed the device's memory of 6\.0 GiB; at most 1024MiB fit"):
-        pool_pages(job, SPEC, 16, 7 * GIB, DeviceMemory(GIB, 6 * GIB))
+        pool_pages(job, SPEC, 16, 7 * GIB, DeviceMemory(GIB, 6 * GIB), LIMITS)
     with pytest.raises(UsageError, match=r"which leaves no room .* lower --max-tokens-per-step"):
-        pool_pages(job, SPEC, 16, None, DeviceMemory(GIB, 2 * GIB, step=GIB, exclusive=True))
+        pool_pages(job, SPEC, 16, None, DeviceMemory(GIB, 2 * GIB, step=GIB, exclusive=True), LIMITS)
+
+
+MIXED = replace(SPEC, kv_layers=(LAYER,) * 6, windows=(8, 8, 8, 8, 8, None))
+
+
+@pytest.mark.parametrize("spec", [MIXED, replace(MIXED, windows=(8,) * 6)])
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.15])
+def test_both_kinds_of_layers_share_the_budget(spec: ModelSpec, share: float) -> None:
+    """With enough memory no sequence waits for a page of either kind; with less, the job still ends."""
+    job, limits, groups = workload(1), (8, 72), cache_groups(spec, 4)
+
+    def counts(budget: int) -> PageCounts:
+        return page_counts(job, spec, 4, pool_pages(job, spec, 4, budget, PLENTY, limits), limits, budget)
+
+    needed = cache_bytes(groups, counts(1 << 40))
+    budget = int(needed * share)
+    found = counts(budget)
+    assert cache_bytes(groups, found) <= budget
+    stats = run(job, found.full, 4, 8, cache_groups=groups, window_pages=found.window)
+    assert stats["peak_window_pages"] < found.window
+    if share == 1.0:
+        plenty = run(job, 50 * found.full, 4, 8, cache_groups=groups, window_pages=50 * found.window)
+        assert stats == plenty
+
+
+def test_windows_count_only_where_they_save_memory() -> None:
+    job = workload(1)
+    longest = int(max(np.diff(job.table.offsets) + job.max_tokens)) - 1
+    assert with_job_windows(replace(MIXED, windows=(longest,) * 6), job).windows == ()
+    assert with_job_windows(replace(MIXED, windows=(longest - 1,) * 6), job).windows == (longest - 1,) * 6
+    least = cache_bytes(cache_groups(MIXED, 4), PageCounts(2, least_window_pages(8, 4)))
+    assert with_windows_in(MIXED, 4, least) is MIXED
+    assert with_windows_in(MIXED, 4, least - 1).windows == ()
 
 
 def test_the_pool_is_zero_and_writable() -> None:

@@ -1,0 +1,86 @@
+"""Models with sliding windows, whose layers free the pages behind them, against transformers' eager model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchgen.engine.engine import Engine
+from batchgen.plan.cache_groups import window_pages
+from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
+from tests.models.tiny import VOCAB, WINDOW, save_tiny
+
+NEW = 16
+SIZE = 4
+ROW = window_pages(WINDOW, SIZE)
+
+
+TYPES = [
+    "gemma3_text",
+    "mistral",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "gemma2", "gemma4_text", "gpt_oss", "phi3", "cohere2", "olmo3", "qwen2", "starcoder2", "ministral",
+            "mimo_v2_flash", "exaone4",
+        )
+    ),
+]  # fmt: skip
+"""Layers with a window natively (`mistral`, all; `qwen2`, some) and through transformers; `test_parity` has more."""
+
+
+def engine_of(folder: Path, **options: int) -> Engine:
+    return Engine(str(folder), dtype="float32", page_size=SIZE, **{"max_tokens_per_step": 2048, **options})
+
+
+def check(engine: Engine, prompts: list[list[int]], members: list[int], expected: Greedy) -> None:
+    params = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    rows = [{"input_ids": prompts[i], "sampling_params": params, "return_logprob": True} for i in members]
+    for i, completion in zip(members, engine.generate(rows, ordered=True), strict=True):
+        expected.assert_same(i, completion)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_windows_equal_eager(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together and alone; shuffled in small chunks; preempted, which computes lost windows again."""
+    folder = save_tiny(model_type, tmp_path)
+    save_word_tokenizer(folder, VOCAB)
+    prompts = shared_prefix_prompts(12, VOCAB, seed=3)
+    expected = eager_greedy(folder, prompts, NEW)
+    everything = list(range(len(prompts)))
+    engine = engine_of(folder)
+    check(engine, prompts, everything, expected)
+    longest = max(everything, key=lambda i: len(prompts[i]))
+    check(engine, prompts, [longest], expected)
+    alone = engine.last_run
+    assert alone is not None
+    assert alone.scheduler.stats.peak_window_pages == -(-len(prompts[longest]) // SIZE), "the prompt, in one chunk"
+
+    engine = engine_of(folder, max_tokens_per_step=24, max_num_seqs=8)
+    check(engine, prompts, [longest], expected)
+    alone = engine.last_run
+    assert alone is not None
+    assert alone.scheduler.stats.peak_window_pages <= 24 // SIZE + ROW < alone.scheduler.stats.peak_pages
+    check(engine, prompts, everything[::-1], expected)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 4 * (len(prompts[longest]) + NEW) // SIZE)
+        patch.setattr(engine, "order", "tree")
+        patch.setattr(engine, "admission", "free")
+        check(engine, prompts, everything, expected)
+    short = engine.last_run
+    assert short is not None
+    assert short.scheduler.stats.preemptions > 0
+    assert short.scheduler.stats.recomputed_tokens > 0
+
+
+def test_rows_shorter_than_the_window_are_planned_without_it(tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path, sliding_window=200)
+    save_word_tokenizer(tmp_path, VOCAB)
+    engine = engine_of(tmp_path)
+    prompts = shared_prefix_prompts(4, VOCAB, seed=3)
+    check(engine, prompts, [0, 1, 2, 3], eager_greedy(tmp_path, prompts, NEW))
+    run = engine.last_run
+    assert run is not None
+    assert list(run.kv_peak_bytes) == ["full"]
