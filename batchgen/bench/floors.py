@@ -151,7 +151,7 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
     head = spec.vocab_size * spec.hidden_size
     layers = spec.parameters - head * (1 if tied else 2)
     attention = 2 * spec.num_heads * sum(kv.key_dim + kv.value_dim for kv in spec.kv_layers)
-    position = spec.dtype.itemsize * sum(kv.kv_heads * (kv.key_dim + kv.value_dim) for kv in spec.kv_layers)
+    position = spec.dtype.itemsize * sum(kv.position_size for kv in spec.kv_layers)
 
     distinct = 0
     flops = prompt_flops = decode_flops = read = 0.0

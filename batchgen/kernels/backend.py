@@ -292,6 +292,8 @@ def _triton(needs: AttentionNeeds) -> Backend:
     if needs.capability is not None and needs.capability < (8, 0):
         major, minor = needs.capability
         raise BackendUnavailable(f"it needs a GPU of compute capability 8.0 or more, and this one has {major}.{minor}")
+    if any(layer.latent for layer in needs.layers):
+        raise BackendUnavailable("it does not support values that are part of the keys (multi-head latent attention)")
     _check_tiles(chip_tuning(needs.device), ("decode", "prefill"), needs)
     from batchgen.kernels.gpu.attention import TritonAttention
     from batchgen.kernels.gpu.ops import TRITON_OPS
