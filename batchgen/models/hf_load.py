@@ -88,7 +88,7 @@ def transformers_spec(
         model = causal_part(whole)
         _use_our_attention(model)
         fit_library_adapters(model, adapters)
-        store_latents(model, adapters)
+        store_latents(model)
         uses, hooks = _probe_layers(model, context)
     text = decoder_config(config)
     return ModelSpec(
@@ -264,7 +264,7 @@ def load_transformers(
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
         _use_our_attention(model)
-        store_latents(model, adapters)
+        store_latents(model)
         stack_projections(model, products)
         experts = install_experts(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))

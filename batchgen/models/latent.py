@@ -15,20 +15,25 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from batchgen.models.lora_config import Adapter
+from batchgen.kernels.lora import LoraPair
+from batchgen.models.lora import LayerAdapters
 
 _PROJECTION: Final = "kv_b_proj"
 _SIZES: Final = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class AbsorbedProjection(nn.Module):
-    """Replacement of a layer's `kv_b_proj`, with the same weight: its two halves are applied to queries and results."""
+    """Replacement of a layer's `kv_b_proj`, with the same weight: its two halves are applied to queries and results.
+
+    An adapter B A of the projection has two halves too: W_UK + B_K A and W_UV + B_V A. A query's adapter is that of its
+    keys, as tokens of different adapters have none in common.
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -39,6 +44,11 @@ class AbsorbedProjection(nn.Module):
         self.key_dim = nope + rope
         """Size of an expanded key, Dn + R."""
         self._latent, self._nope, self._value = latent, nope, value
+        self._adapters: LayerAdapters | None = None
+
+    def adapt(self, adapters: LayerAdapters) -> None:
+        """See `AppliesAdapters.adapt`."""
+        self._adapters = adapters
 
     def compressed(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values in the place of the expanded ones.
@@ -55,32 +65,44 @@ class AbsorbedProjection(nn.Module):
 
     def fold_query(self, query: Tensor) -> Tensor:
         """[1, N, T, Dn + R] -> [1, N, T, L + R]."""
-        folded = torch.bmm(query[0, ..., : self._nope], self._parts()[0])  # [N, T, L]
+        nope = query[0, ..., : self._nope]  # [N, T, Dn]
+        folded = torch.bmm(nope, self._halves(self.weight)[0])  # [N, T, L]
+        for pair, own in self._adapted(nope):
+            folded += torch.bmm(own, self._halves(pair.up)[0]) @ pair.down
         return torch.cat((folded, query[0, ..., self._nope :]), -1)[None]
 
     def expand_result(self, result: Tensor) -> Tensor:
         """Weighted sums of latents [T, N, L] -> of values [T, N, Dv]."""
-        return torch.bmm(result.transpose(0, 1), self._parts()[1].transpose(1, 2)).transpose(0, 1)
+        latents = result.transpose(0, 1)  # [N, T, L]
+        values = torch.bmm(latents, self._halves(self.weight)[1].transpose(1, 2))  # [N, T, Dv]
+        for pair, own in self._adapted(latents):
+            values += torch.bmm(own @ pair.down.T, self._halves(pair.up)[1].transpose(1, 2))
+        return values.transpose(0, 1)
 
-    def _parts(self) -> tuple[Tensor, Tensor]:
-        """W_UK [N, Dn, L] and W_UV [N, Dv, L]."""
-        weight = self.weight.view(self.heads, self._nope + self._value, self._latent)
-        return weight[:, : self._nope], weight[:, self._nope :]
+    def _halves(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """[N (Dn + Dv), x] -> [N, Dn, x], [N, Dv, x]."""
+        by_head = matrix.view(self.heads, self._nope + self._value, matrix.shape[1])
+        return by_head[:, : self._nope], by_head[:, self._nope :]
+
+    def _adapted(self, x: Tensor) -> Iterator[tuple[LoraPair, Tensor]]:
+        """Matrices of each adapter of the step, and x [N, T, i] with zeros for tokens without it.
+
+        Zeros keep the shapes of products, on which the bits of a row may depend.
+        """
+        step = None if self._adapters is None else self._adapters.visit()
+        for segment in () if step is None or self._adapters is None else step.segments:
+            pair, rows = self._adapters.pairs[segment.adapter], segment.rows
+            if pair is not None:
+                yield pair, x if rows is None else torch.zeros_like(x).index_copy_(1, rows, x.index_select(1, rows))
 
 
-def store_latents(model: nn.Module, adapters: Sequence[Adapter] = ()) -> None:
-    """Let the layers with multi-head latent attention store the latent, in place.
-
-    A layer whose `kv_b_proj` an adapter changes keeps its expanded keys and values, as does every layer of a version of
-    the library that does not expand them in a method of its own.
-    """
-    adapted = {name for adapter in adapters for name in adapter.layers}
-    layers: list[tuple[str, Any]] = [(name, x) for name, x in model.named_modules() if _is_latent(x)]
-    for name, layer in layers:
-        if f"{name}.{_PROJECTION}" not in adapted:
-            projection = AbsorbedProjection(layer)
-            setattr(layer, _PROJECTION, projection)
-            layer.expand_kv = projection.compressed
+def store_latents(model: nn.Module) -> None:
+    """Let the layers with multi-head latent attention store the latent, in place."""
+    layers: list[Any] = [layer for layer in model.modules() if _is_latent(layer)]
+    for layer in layers:
+        projection = AbsorbedProjection(layer)
+        setattr(layer, _PROJECTION, projection)
+        layer.expand_kv = projection.compressed
 
 
 def absorbed_projection(layer: nn.Module) -> AbsorbedProjection | None:

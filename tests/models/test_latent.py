@@ -69,25 +69,23 @@ def test_compiled_attention_equals_eager(overrides: dict[str, Any], tmp_path: Pa
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-ADAPTERS: dict[str, tuple[dict[str, Any], set[int]]] = {
-    "around": ({"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}, {0, 1, 2}),
-    "one layer": ({"target_modules": ["kv_b_proj", "q_a_proj"], "layers_to_transform": [1]}, {0, 2}),
-    "all": ({"target_modules": ["kv_b_proj", "q_a_proj", "kv_a_proj_with_mqa"]}, set()),
-}
-"""Adapter, and the layers that keep the latent: those whose expansion it does not change."""
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters(name: str, tmp_path: Path) -> None:
-    config, latent = ADAPTERS[name]
+def test_adapters_of_the_projections(tmp_path: Path) -> None:
+    """Of all of them, of the folded one in some layers, and of those around it, in one batch."""
     base = save_tiny("deepseek_v3", tmp_path / "base")
-    path = save_adapter(base, tmp_path / "adapter", **config)
-    model = load_model(base, dtype="float32", device="cpu", lora=[("a", str(path))])
-    assert {i for i, layer in enumerate(model.spec.kv_layers) if layer == LATENT} == latent
-    sequences = random_sequences(VOCAB)
-    adapters = [i % 2 - 1 for i in range(len(sequences))]
-    got = packed_logits(model, sequences, PagedCache(model.spec, len(sequences)).step, adapters=adapters)
-    plain, adapted = (adapted_logits(base, given, sequences) for given in (None, path))
-    for i, adapter in enumerate(adapters):
-        torch.testing.assert_close(got[i], plain[i] if adapter < 0 else adapted[i], atol=1e-4, rtol=1e-4)
-        assert (adapted[i] - plain[i]).abs().max() > 0.1, "the adapter has no effect"
+    kinds: list[dict[str, Any]] = [
+        {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], "r": 3},
+        {"target_modules": ["kv_b_proj"], "layers_to_transform": [0, 2], "r": 5},
+        {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
+    ]
+    paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **kind) for i, kind in enumerate(kinds)]
+    named = [(path.name, str(path)) for path in paths]
+    model = load_model(base, dtype="float32", device="cpu", lora=named)
+    assert set(model.spec.kv_layers) == {LATENT}
+    sequences = random_sequences(VOCAB, lengths=(3, 19, 11, 26))
+    got = packed_logits(model, sequences, PagedCache(model.spec, 4).step, adapters=[2, 1, 0, -1])
+    plain = adapted_logits(base, None, sequences)
+    torch.testing.assert_close(got[3], plain[3], atol=1e-4, rtol=1e-4)
+    for i, path in enumerate(reversed(paths)):
+        adapted = adapted_logits(base, path, [sequences[i]])[0]
+        torch.testing.assert_close(got[i], adapted, atol=1e-4, rtol=1e-4)
+        assert (adapted - plain[i]).abs().max() > 0.1, "the adapter has no effect"
