@@ -151,7 +151,6 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
     head = spec.vocab_size * spec.hidden_size
     layers = spec.parameters - head * (1 if tied else 2)
     attention = 2 * spec.num_heads * sum(kv.key_dim + kv.value_dim for kv in spec.kv_layers)
-    position = spec.dtype.itemsize * sum(kv.kv_heads * (kv.key_dim + kv.value_dim) for kv in spec.kv_layers)
 
     distinct = 0
     flops = prompt_flops = decode_flops = read = 0.0
@@ -164,7 +163,7 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
         flops += 2.0 * weights * part.computed + decode_matmul
         prompt_flops += 2.0 * weights * part.computed + attention * part.prompt_attended
         decode_flops += decode_matmul + attention * part.attended
-        read += position * part.read
+        read += spec.kv_bytes_per_token * part.read
         distinct += int(part.computed)
     output = sum(row.max_new * row.samples for row in rows)
     decode_rows = output - sum(row.samples for row in rows)
@@ -180,7 +179,7 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
         prompt_flops=prompt_flops,
         decode_flops=decode_flops,
         decode_bytes=steps * stored + read + states,
-        resident_bytes=stored + position * (distinct + decode_rows),
+        resident_bytes=stored + spec.kv_bytes_per_token * (distinct + decode_rows),
     )
 
 

@@ -208,6 +208,7 @@ def _model(setup: Setup) -> dict[str, Any]:
         "context_length": setup.spec.context_length,
         "checkpoint_format": setup.checkpoint_format,
         "weight_bytes": setup.weight_bytes,
+        "kv_bytes_per_token": setup.spec.kv_bytes_per_token,
     }
 
 
@@ -269,7 +270,7 @@ def _lines(report: CheckReport) -> list[str]:
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
         f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{_stored(report)}",
         f"KV cache        {format_kv_peak(report.kv_peak_bytes_by_group)} at the peak "
-        f"(page waste {report.page_waste:.1%})",
+        f"({format_size(report.model['kv_bytes_per_token'])} a token, page waste {report.page_waste:.1%})",
         *_memory(report),
         f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
         f"{report.estimated_occupancy:.0%} full ({report.estimated_tail_efficiency:.0%} in the last "

@@ -146,12 +146,11 @@ def prior_costs(spec: ModelSpec, threads: int) -> tuple[float, ...]:
         flops, bandwidth, step = (2.5e11 if half else 1e11) * threads, 1.5e10 * min(threads, 8), 2e-4
     head = spec.vocab_size * spec.hidden_size
     body = max(1, spec.parameters - head)
-    values = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in spec.kv_layers)
     products = sum(spec.num_heads * (layer.key_dim + layer.value_dim) for layer in spec.kv_layers)
     return (
         step + spec.parameters * spec.dtype.itemsize / bandwidth,
         2.0 * body / flops,
         (2.0 * products + 1.0) / flops,  # above 0 for models without attention, too
         2.0 * head / flops + 1e-6,
-        (values * spec.dtype.itemsize + 1.0) / bandwidth,
+        (spec.kv_bytes_per_token + 1.0) / bandwidth,
     )

@@ -257,6 +257,8 @@ def _deterministic_compiled(needs: AttentionNeeds) -> Backend:
 def _deterministic_triton(needs: AttentionNeeds) -> Backend:
     """The Triton backend with tiles that do not depend on the batch, and its own product for linear layers."""
     found = _triton(needs)
+    if any(layer.latent for layer in needs.layers):
+        raise BackendUnavailable("`--deterministic`: it has no batch-invariant kernel for multi-head latent attention")
     from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
     from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS
 
@@ -310,10 +312,13 @@ def _check_tiles(tuning: ChipTuning, kinds: tuple[str, ...], needs: AttentionNee
     Raises:
         BackendUnavailable: a layer's heads are too large for every tile.
     """
+    from batchgen.kernels.gpu.attention import Heads
+
     try:
         for layer in needs.layers:
+            heads = Heads(needs.heads, layer.kv_heads, layer.key_dim, layer.value_dim, layer.latent)
             for kind in kinds:
-                tuning.attention_tile(kind, max(layer.key_dim, layer.value_dim), needs.dtype)
+                heads.tile(tuning, kind, needs.dtype)
     except ValueError as problem:
         raise BackendUnavailable(str(problem)) from None
 

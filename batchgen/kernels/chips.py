@@ -16,7 +16,9 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-ATTENTION_KINDS: Final = ("decode", "prefill", "fixed", "float32")
+ATTENTION_KINDS: Final = (
+    "decode", "prefill", "fixed", "float32", "latent_decode", "latent_prefill", "latent_float32"
+)  # fmt: skip
 GROUPED_KINDS: Final = ("half", "float32")
 MATMUL_KINDS: Final = ("half", "float32")
 LARGEST_TILE: Final = 65536
@@ -104,7 +106,7 @@ class ChipTuning:
     prefix_pass_tokens: int
     """Reads of cached positions, (rows - 1) x shared, that a prefix group's separate pass must save to pay off."""
     attention: Mapping[str, Mapping[int, AttentionTile]]
-    """Kind ("decode", "prefill", "fixed", "float32") -> padded head size -> tile."""
+    """Kind (`ATTENTION_KINDS`) -> padded head size, or size of the latent -> tile."""
     grouped: Mapping[str, Mapping[int, GroupedTile]]
     """Kind ("half", "float32") -> rows -> tile."""
     matmul: Mapping[str, Mapping[int, MatmulTile]]
@@ -129,12 +131,16 @@ class ChipTuning:
         return tiles[next((size for size in sorted(tiles) if outputs <= size), max(tiles))]
 
     def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
-        """The tile of a kind ("decode", "prefill" or "fixed") for heads of up to `head_dim` elements.
+        """The tile of a kind ("decode", "prefill", ..., "latent_decode", ...) for heads of up to `head_dim` elements.
 
         Raises:
             ValueError: no tile supports heads of that size.
         """
-        tiles = self.attention["float32" if dtype == torch.float32 else kind]
+        if dtype == torch.float32:
+            kind = "latent_float32" if kind.startswith("latent_") else "float32"
+        if kind not in self.attention:
+            raise ValueError(f"no {kind.replace('_', ' ')} attention tile")
+        tiles = self.attention[kind]
         for size, tile in sorted(tiles.items()):
             if head_dim <= size:
                 return tile

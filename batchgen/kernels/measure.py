@@ -103,7 +103,7 @@ class _Pages:
     def pool(self) -> KVPool:
         step = self._step
         pool = KVPool.allocate([step.layer], self._count, step.page_size, step.dtype, step.device)
-        for cache in (*pool.keys, *pool.values):
+        for cache in pool.caches:
             cache.normal_()
         return pool
 

@@ -42,7 +42,8 @@ class PooledAttention(ABC):
         """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
         keys, values, slots = self.cache(layer)
         store(keys, key, slots)
-        store(values, value, slots)
+        if layer not in self._pool.latent:
+            store(values, value, slots)
         return self.attend_stored(layer, query, args)
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,5 +82,5 @@ def copy_pages(pool: KVPool, copies: Tensor) -> None:
     """
     for at in range(0, len(copies), _TOGETHER):
         sources, targets = copies[at : at + _TOGETHER, 0], copies[at : at + _TOGETHER, 1]
-        for cache in (*pool.keys, *pool.values):
+        for cache in pool.caches:
             cache[targets] = cache[sources]

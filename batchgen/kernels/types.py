@@ -27,11 +27,18 @@ _LINE: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Sizes of one layer's KV cache. `value_dim` differs from `key_dim` in some architectures (MLA)."""
+    """Sizes of one layer's KV cache. `value_dim` differs from `key_dim` in some architectures."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: bool = False
+    """Whether keys alone are stored: values are their first `value_dim` numbers (multi-head latent attention)."""
+
+    @property
+    def position_size(self) -> int:
+        """Numbers stored for one position."""
+        return self.kv_heads * (self.key_dim if self.latent else self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,8 @@ class KVPool:
     keys: list[Tensor]
     values: list[Tensor]
     page_size: int
+    latent: frozenset[int] = frozenset()
+    """Layers whose values are views of the first numbers of their keys."""
 
     @staticmethod
     def allocate(
@@ -59,7 +68,14 @@ class KVPool:
             begin = -memory.ctypes.data % _LINE
             return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(shape)
 
-        return KVPool([make(x, x.key_dim) for x in layers], [make(x, x.value_dim) for x in layers], page_size)
+        keys = [make(x, x.key_dim) for x in layers]
+        values = [keys[i][..., : x.value_dim] if x.latent else make(x, x.value_dim) for i, x in enumerate(layers)]
+        return KVPool(keys, values, page_size, frozenset(i for i, x in enumerate(layers) if x.latent))
+
+    @property
+    def caches(self) -> list[Tensor]:
+        """The tensors that hold memory: all keys, and the values that are not views of them."""
+        return [*self.keys, *(x for i, x in enumerate(self.values) if i not in self.latent)]
 
     @property
     def num_pages(self) -> int:
@@ -69,7 +85,7 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages; pages that were never written to may not be resident."""
-        return sum(x.nbytes for x in (*self.keys, *self.values))
+        return sum(x.nbytes for x in self.caches)
 
     def first(self, num_pages: int) -> KVPool:
         """A pool of the first `num_pages` pages, in the same memory."""
@@ -79,7 +95,7 @@ class KVPool:
     @staticmethod
     def page_bytes(layers: list[LayerKV], page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers."""
-        return sum(page_size * x.kv_heads * (x.key_dim + x.value_dim) for x in layers) * dtype.itemsize
+        return sum(page_size * x.position_size for x in layers) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +167,8 @@ class AttentionArgs:
     """Scores become softcap * tanh(scores / softcap); None: they stay."""
     sinks: Tensor | None = None
     """[N] logits that join each softmax's denominator and carry no value."""
+    latent: bool = False
+    """Whether values are the first numbers of the keys, which alone are stored."""
 
 
 class Attention(Protocol):

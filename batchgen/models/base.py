@@ -56,6 +56,11 @@ class ModelSpec:
         return CaptureSupport(self.state_layers, self.hidden_size, bool(self.moe_layers))
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that all layers store for one position."""
+        return sum(layer.position_size for layer in self.kv_layers) * self.dtype.itemsize
+
+    @property
     def embeds_size(self) -> int:
         """Width of the token embeddings."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size

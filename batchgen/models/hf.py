@@ -23,6 +23,7 @@ from batchgen.kernels.types import Attention, AttentionArgs
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
 from batchgen.models.hf_text import decoder_name, text_decoder
+from batchgen.models.latent import absorbed_projection
 from batchgen.models.load_test import cache_keyword
 from batchgen.models.lora import LoraSlot
 from batchgen.models.module_discovery import ModelHooks, find_hooks
@@ -86,24 +87,31 @@ def _attend(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelError(f"{type(module).__name__} has no layer index, so it cannot have a cache.")
+    absorbed = absorbed_projection(module)
+    heads, size = (key.shape[1], key.shape[-1]) if absorbed is None else (absorbed.heads, absorbed.key_dim)
     groups = getattr(module, "num_key_value_groups", None)
-    if groups is not None and (key.shape[1] * groups, key.shape[-1]) != (query.shape[1], query.shape[-1]):
+    if groups is not None and (heads * groups, size) != (query.shape[1], query.shape[-1]):
         raise ModelError(
-            f"{type(module).__name__} has {query.shape[1]} query heads of size {query.shape[-1]} for {key.shape[1]} "
-            f"key heads of size {key.shape[-1]}, {groups} per key head, which do not fit. Check config.json."
+            f"{type(module).__name__} has {query.shape[1]} query heads of size {query.shape[-1]} for {heads} "
+            f"key heads of size {size}, {groups} per key head, which do not fit. Check config.json."
         )
+    if absorbed is not None:
+        query = absorbed.fold_query(query)
     out = attention.attend(
         layer,
         query[0].transpose(0, 1),  # [T, N, D]
         key[0].transpose(0, 1),  # [T, K, D]
         value[0].transpose(0, 1),  # [T, K, Dv]
         AttentionArgs(
-            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            scale=size**-0.5 if scaling is None else float(scaling),
             window=sliding_window or None,
             softcap=softcap or None,
             sinks=s_aux,
+            latent=absorbed is not None,
         ),
     )  # [T, N, Dv]
+    if absorbed is not None:
+        out = absorbed.expand_result(out)
     return out.contiguous()[None], None
 
 

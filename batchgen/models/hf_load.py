@@ -45,6 +45,7 @@ from batchgen.models.hf_text import (
     unread_modules,
     without_modules,
 )
+from batchgen.models.latent import store_latents
 from batchgen.models.load_test import Expected, library_logits
 from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
@@ -84,6 +85,7 @@ def transformers_spec(
         model = causal_part(whole)
         _use_our_attention(model)
         fit_library_adapters(model, adapters)
+        store_latents(model)
         uses, hooks = _probe_layers(model, context)
     text = decoder_config(config)
     return ModelSpec(
@@ -261,6 +263,7 @@ def load_transformers(
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
         _use_our_attention(model)
+        store_latents(model)
         stack_projections(model, products)
         experts = install_experts(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -87,13 +88,38 @@ class LoraSlot:
             self.step = None
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """The adapters of one layer, and the slot that says which of them a step uses."""
+
+    name: str
+    """Name of the layer's module."""
+    slot: LoraSlot
+    pairs: LoraPairs
+
+    def visit(self) -> LoraStep | None:
+        """The current step's segments, None if no token has an adapter; records that the layer has run."""
+        if self.slot.step is not None and self.slot.visited is not None:
+            self.slot.visited.add(self.name)
+        return self.slot.step
+
+
+@runtime_checkable
+class AppliesAdapters(Protocol):
+    """A module that applies its layer's adapters, instead of a wrapper around it."""
+
+    def adapt(self, adapters: LayerAdapters) -> None:
+        """Apply these adapters from now on."""
+        ...
+
+
 class _LoraLinear(nn.Module):
     """Linear layer with LoRA adapters; other attributes are those of the wrapped layer."""
 
-    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, pairs: LoraPairs) -> None:
+    def __init__(self, base: nn.Module, adapters: LayerAdapters) -> None:
         super().__init__()
         self.base = base
-        self._name, self._slot, self._pairs = name, slot, pairs
+        self._adapters = adapters
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,18 +130,16 @@ class _LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]; the leading dimensions hold the step's tokens in order."""
         out: Tensor = self.base(x)
-        slot = self._slot
-        if slot.step is None:
+        step, slot = self._adapters.visit(), self._adapters.slot
+        if step is None:
             return out
         flat = x.reshape(-1, x.shape[-1])  # [T, I]
         if len(flat) != slot.tokens:
             raise ModelError(
-                f"An adapter (--lora) changes {self._name}, which sees {len(flat)} of a step's {slot.tokens} tokens: "
-                "batchgen cannot determine which of them use the adapter. Merge the adapter into the model."
+                f"An adapter (--lora) changes {self._adapters.name}, which sees {len(flat)} of a step's {slot.tokens} "
+                "tokens: batchgen cannot determine which of them use the adapter. Merge the adapter into the model."
             )
-        if slot.visited is not None:
-            slot.visited.add(self._name)
-        slot.ops.add_lora(out.view(-1, out.shape[-1]), flat, slot.step, self._pairs)
+        slot.ops.add_lora(out.view(-1, out.shape[-1]), flat, step, self._adapters.pairs)
         return out
 
 
@@ -146,10 +170,10 @@ def fit_library_adapters(model: Any, adapters: Sequence[Adapter]) -> None:
 
 
 def wrap_adapted(model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype, device: torch.device) -> LoraSlot:
-    """Wrap every module that an adapter changes, in place; the adapters must have been checked.
+    """Wrap every module that an adapter changes, in place, unless it applies them; they must have been checked.
 
     Returns:
-        The slot that passes a step's segments to the wrappers.
+        The slot that passes a step's segments to the layers.
     """
     slot = LoraSlot()
     pairs: dict[str, list[LoraPair | None]] = {}
@@ -160,6 +184,9 @@ def wrap_adapted(model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dty
                 pairs.setdefault(module, [None] * len(adapters))[index] = pair
     for module, found in pairs.items():
         parent, _, name = module.rpartition(".")
-        owner = model.get_submodule(parent)
-        owner._modules[name] = _LoraLinear(module, model.get_submodule(module), slot, LoraPairs(found))
+        layer, of_layer = model.get_submodule(module), LayerAdapters(module, slot, LoraPairs(found))
+        if isinstance(layer, AppliesAdapters):
+            layer.adapt(of_layer)
+        else:
+            model.get_submodule(parent)._modules[name] = _LoraLinear(layer, of_layer)
     return slot

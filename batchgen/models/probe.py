@@ -37,7 +37,7 @@ class ProbeAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """See `Attention.attend`."""
-        kv = LayerKV(key.shape[1], key.shape[2], value.shape[2])
+        kv = LayerKV(key.shape[1], key.shape[2], value.shape[2], args.latent)
         self.calls.append((layer, LayerUse(kv, args.window, query.shape[1])))
         if query.is_meta:
             return query.new_empty(*query.shape[:2], value.shape[2])

@@ -39,14 +39,18 @@ def test_tokens_equal_the_torch_backend(model_type: str, tmp_path: Path, monkeyp
     assert engine.last_run.scheduler.stats.group_passes > 0
 
 
+@pytest.mark.parametrize(("model_type", "position_size"), [("llama", 2 * 2 * 16), ("deepseek_v3", 16 + 8)])
 @pytest.mark.parametrize("saving", [1, 1 << 20])
-def test_bytes_read_equal_the_plan(saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_read_equal_the_plan(
+    model_type: str, position_size: int, saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of keys and values, or of the latent and the rotated key."""
     monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
-    save_tiny("llama", tmp_path)
+    save_tiny(model_type, tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
     _, engine = generate(tmp_path, "compiled")
     stats, counts, layers = engine.last_run.scheduler.stats, engine.last_run.loop.counts(), engine.model.spec.kv_layers
-    position_bytes = sum(x.kv_heads * (x.key_dim + x.value_dim) * 4 for x in layers)
+    position_bytes = len(layers) * position_size * 4
     assert counts["attention_kv_bytes"] == position_bytes * (stats.decode_kv_reads + stats.chunk_kv_positions)
     assert counts["attention_items"] == len(layers) * (stats.prefill_chunks + stats.decode_tokens + stats.group_passes)
     assert (counts["attention_merges"] > 0) == (saving == 1)

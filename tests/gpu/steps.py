@@ -38,10 +38,10 @@ class DeviceSteps(StepBuilder):
 
     def _pool(self) -> KVPool:
         s = self.shape
-        layer = LayerKV(s.kv_heads, s.key_dim, s.value_dim)
+        layer = LayerKV(s.kv_heads, s.key_dim, s.value_dim, s.latent)
         pool = KVPool.allocate([layer], self.num_pages, s.page_size, s.dtype, self.gpu.device)
         filled = torch.from_numpy(np.unique(np.concatenate(self._positions)))
-        for cache in (pool.keys[0], pool.values[0]):
+        for cache in pool.caches:
             cache.fill_(torch.nan)
             flat = cache.flatten(0, 1)
             for part in filled.to(self.gpu.device).split(_FILL_CHUNK):

@@ -21,6 +21,8 @@ class Shape:
     value_dim: int = 16
     page_size: int = 16
     dtype: torch.dtype = torch.float32
+    latent: bool = False
+    """Whether values are the first numbers of the keys."""
 
 
 @dataclass
@@ -35,7 +37,11 @@ class Step:
 
     def filled(self) -> tuple[Tensor, Tensor]:
         """The pool's keys and values after the step's own are stored."""
-        keys, values = self.pool.keys[0].clone(), self.pool.values[0].clone()
+        keys = self.pool.keys[0].clone()
+        if self.pool.latent:
+            keys.flatten(0, 1)[self.batch.slot_mapping] = self.key
+            return keys, keys[..., : self.value.shape[2]]
+        values = self.pool.values[0].clone()
         keys.flatten(0, 1)[self.batch.slot_mapping] = self.key
         values.flatten(0, 1)[self.batch.slot_mapping] = self.value
         return keys, values
@@ -112,10 +118,10 @@ class StepBuilder:
 
     def _pool(self) -> KVPool:
         shape = self.shape
-        layer = LayerKV(shape.kv_heads, shape.key_dim, shape.value_dim)
+        layer = LayerKV(shape.kv_heads, shape.key_dim, shape.value_dim, shape.latent)
         pool = KVPool.allocate([layer], self.num_pages, shape.page_size, shape.dtype, torch.device("cpu"))
         filled = torch.tensor(sorted(self.filled), dtype=torch.int64)
-        for cache in (pool.keys[0], pool.values[0]):
+        for cache in pool.caches:
             cache.fill_(torch.nan)
             flat = cache.flatten(0, 1)
             flat[filled] = self._randn(len(filled), *flat.shape[1:]).to(shape.dtype)
@@ -124,7 +130,8 @@ class StepBuilder:
     def _tensors(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         s = self.shape
         query = 2 * self._randn(tokens, s.heads, s.key_dim)
-        key, value = self._randn(tokens, s.kv_heads, s.key_dim), self._randn(tokens, s.kv_heads, s.value_dim)
+        key = self._randn(tokens, s.kv_heads, s.key_dim)
+        value = key[..., : s.value_dim] if s.latent else self._randn(tokens, s.kv_heads, s.value_dim)
         return query.to(s.dtype), key.to(s.dtype), value.to(s.dtype)
 
     def _randn(self, *size: int) -> Tensor:

@@ -38,6 +38,8 @@ def test_every_chip_has_tiles_for_every_head_size_and_dtype(chip: str) -> None:
                 assert tile.queries >= 16
             with pytest.raises(ValueError, match="no attention tile for heads of 257; the largest takes 256"):
                 tuning.attention_tile(kind, 257, dtype)
+        for kind in ("latent_decode", "latent_prefill"):
+            assert all(tuning.attention_tile(kind, latent, dtype).queries >= 16 for latent in (16, 256, 512))
         for rows in (1, 16, 17, 64, 10_000):
             tile = tuning.grouped_tile(rows, dtype)
             assert tile.rows >= min(rows, 64)

@@ -27,6 +27,7 @@ COPIERS = {"torch": TORCH_OPS.copy_pages, **({"compiled": COMPILED_OPS.copy_page
         ([LayerKV(2, 4, 4)] * 2, 4, torch.float32, 2),
         ([LayerKV(1, 3, 5), LayerKV(3, 9, 1)], 3, torch.bfloat16, 5),
         ([LayerKV(2, 7, 8)] * 4, 16, torch.float16, 70),
+        ([LayerKV(1, 8, 5, latent=True), LayerKV(2, 3, 3)], 4, torch.float32, 70),
     ],
 )
 def test_positions_are_copied_in_every_layer(

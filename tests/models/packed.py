@@ -91,7 +91,7 @@ class PagedCache:
     def __init__(self, spec: ModelSpec, sequences: int, page_size: int = 4, pages_each: int = 8) -> None:
         total = sequences * pages_each
         self.pool = KVPool.allocate(list(spec.kv_layers), total + 1, page_size, spec.dtype, spec.device)
-        for cache in (*self.pool.keys, *self.pool.values):
+        for cache in self.pool.caches:
             cache.fill_(torch.nan)  # reading a position before it is written gives NaN
         order = torch.randperm(total, generator=torch.Generator().manual_seed(1)) + 1
         self.pages = order.view(sequences, pages_each)

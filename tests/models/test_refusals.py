@@ -61,7 +61,7 @@ UNLISTED: dict[str, tuple[dict[str, Any], str]] = {
     "diffllama": ({}, "attends more than once"),
     "doge": ({}, "passes its own mask to attention"),
     "inkling_text": ({}, "layers of type hybrid"),
-    "sarvam_mla": ({}, "has 4 query heads of size 192 for 4 key heads"),
+    "sarvam_mla": ({"num_key_value_heads": 2}, "has 4 query heads of size 24 for 4 key heads of size 24, 2 per"),
     "granitemoehybrid": (
         {"layer_types": ["full_attention", "mamba", "full_attention"]},
         r"type linear_attention \(1 of 3\)",

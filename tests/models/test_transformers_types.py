@@ -83,7 +83,7 @@ def test_logits_are_spread() -> None:
     assert logits.std() > 1
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "youtu"])
 def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(model_type: str, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path, dtype=torch.bfloat16)
     model = load_model(tmp_path, implementation="transformers", dtype="bfloat16", device="cpu")

@@ -38,7 +38,7 @@ MORE_TYPES = (
     "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
     "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash",
     "minicpm3", "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe",
-    "modernbert-decoder", "sarvam_moe", "seed_oss", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
+    "modernbert-decoder", "sarvam_mla", "sarvam_moe", "seed_oss", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
 )  # fmt: skip
 """Further supported types, tested by the slow tests."""
 
@@ -134,7 +134,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": _FULL} for name in ("granitemoehybrid", "lfm2", "minimax", "qwen3_next")},
     **{name: {"layer_types": _FULL} for name in ("qwen3_5_moe_text", "qwen3_5_text")},
     **{name: {**_MLA, "layer_types": _FULL} for name in ("bailing_hybrid", "kimi_linear")},
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3"), _MLA),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3", "sarvam_mla"), _MLA),
     "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4},
 }
 

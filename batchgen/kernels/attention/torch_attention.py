@@ -141,18 +141,16 @@ class TorchAttention(PooledAttention):
         for rows, items in self._items(heights, group, args.window, at_once):
             queries = _rows_of(by_head[items.tokens], rows)  # [I, K, M, D]
             positions = _rows_of(items.positions[..., None, None, None].expand(-1, -1, -1, group, -1), rows)
-            found = self._attend(items, queries, positions[:, 0], cache, args)  # [I, K, M, Dv]
+            found = self._attend(items, queries, positions[:, 0], layer, args)  # [I, K, M, Dv]
             count = items.tokens.shape[1]
             by_token = found[:, :, : count * group].reshape(-1, kv_heads, count, group, out.shape[2]).transpose(1, 2)
             out[items.tokens[items.real]] = by_token.flatten(2, 3)[items.real]
         return out.to(query.dtype)
 
-    def _attend(
-        self, items: _Items, queries: Tensor, positions: Tensor, cache: tuple[Tensor, Tensor], args: AttentionArgs
-    ) -> Tensor:
+    def _attend(self, items: _Items, queries: Tensor, positions: Tensor, layer: int, args: AttentionArgs) -> Tensor:
         """Attention of the items' queries [I, K, M, D] at positions [I, M, 1]: [I, K, M, Dv] float32."""
         kv_heads, rows, size = *queries.shape[1:3], self._pool.page_size
-        keys, values = (x.view(-1, x.shape[3]) for x in cache)  # [P * S * K, D or Dv]
+        keys, values = (x[layer].flatten(0, 2) for x in (self._pool.keys, self._pool.values))  # [P * S * K, D or Dv]
         heads, offsets = (torch.arange(count, device=queries.device) for count in (kv_heads, _BLOCK))
         largest = queries.new_full(queries.shape[:3], _MASKED)  # m
         sums = torch.zeros_like(largest)  # l
@@ -167,7 +165,11 @@ class TorchAttention(PooledAttention):
             read = places.clamp(items.seen[:n, :1], items.seen[:n, 1:])  # unused slots may hold anything
             slots = items.pages[:n].gather(1, read // size) * size + read % size
             head_rows = (slots[:, None] * kv_heads + heads[:, None]).flatten()  # [n * K * 64]
-            k, v = (x.index_select(0, head_rows).float().view(n * kv_heads, _BLOCK, -1) for x in (keys, values))
+            k = keys.index_select(0, head_rows).float().view(n * kv_heads, _BLOCK, -1)
+            if layer in self._pool.latent:
+                v = k[..., : values.shape[1]]
+            else:
+                v = values.index_select(0, head_rows).float().view(n * kv_heads, _BLOCK, -1)
             scores = torch.bmm(queries[:n].flatten(0, 1), k.transpose(1, 2)).view(n, kv_heads, rows, _BLOCK)
             scores *= args.scale
             if args.softcap is not None:

@@ -40,6 +40,7 @@ class _List(Structure):
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("page_size", c_int64),
+        ("value_stride", c_int64),
         ("window", c_int64),
         ("dtype", c_int64),
         ("block", c_int64),
@@ -74,12 +75,14 @@ class _LayerList:
         work: WorkList,
         keys: Tensor,
         values: Tensor,
+        latent: bool,
         dots: bool,
         packed: PackedPages | None,
     ) -> None:
         heads = shape.group * shape.kv_heads
         self.work = work
-        kv_bytes = work.keys_read * keys.shape[2] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+        read = keys.shape[2] * (keys.shape[3] if latent else keys.shape[3] + values.shape[3])  # numbers of a position
+        kv_bytes = work.keys_read * read * keys.element_size()
         self.counts = AttentionCounts(work.num_items, work.num_merges, work.padded_rows, kv_bytes)
         self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
         self._part_lse = torch.empty(work.num_parts * heads * (1 if shape.block is None else 2), dtype=torch.float32)
@@ -100,6 +103,7 @@ class _LayerList:
             keys.shape[3],
             values.shape[3],
             keys.shape[1],
+            values.stride(1),
             shape.window or 0,
             DTYPES[keys.dtype],
             shape.block or 0,
@@ -182,7 +186,7 @@ class CompiledAttention(PooledAttention):
         if isinstance(pool, PackedPool):
             pool.packed.write(batch.slot_mapping.numpy() // pool.page_size)
         self._threads = torch.get_num_threads() if threads is None else threads
-        self._lists: dict[tuple[int, torch.Size, torch.Size, int | None, bool], _LayerList] = {}
+        self._lists: dict[tuple[int, torch.Size, torch.Size, bool, int | None, bool], _LayerList] = {}
         self._planners: dict[ListShape, ListPlanner] = {}
         self._counts = AttentionCounts()
 
@@ -201,7 +205,7 @@ class CompiledAttention(PooledAttention):
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
-        found = self._list(query.shape[1], keys, values, args.window)
+        found = self._list(query.shape[1], layer, args.window)
         self._counts.add(found.counts)
         packed = None if self._packed is None else addressof(self._packed.structs[layer])
         arguments = StackArguments([found], [keys], [values], query, out, args, packed)
@@ -228,9 +232,7 @@ class CompiledAttention(PooledAttention):
         layers = range(len(windows))
         keys, values = self._pool.keys, self._pool.values
         last = layers[-1] if wanted is not None else None
-        lists = [
-            self._list(query.shape[1], keys[i], values[i], windows[i], wanted if i == last else None) for i in layers
-        ]
+        lists = [self._list(query.shape[1], i, windows[i], wanted if i == last else None) for i in layers]
         for found in lists:
             self._counts.add(found.counts)
         packed = None if self._packed is None else addressof(self._packed.structs)
@@ -238,12 +240,11 @@ class CompiledAttention(PooledAttention):
 
     def work(self, layer: int, heads: int, window: int | None = None) -> WorkList:
         """Work list of a layer, with its counts."""
-        return self._list(heads, self._pool.keys[layer], self._pool.values[layer], window).work
+        return self._list(heads, layer, window).work
 
-    def _list(
-        self, heads: int, keys: Tensor, values: Tensor, window: int | None, wanted: Ints | None = None
-    ) -> _LayerList:
-        key = (heads, keys.shape, values.shape, window, wanted is None)
+    def _list(self, heads: int, layer: int, window: int | None, wanted: Ints | None = None) -> _LayerList:
+        keys, values, latent = self._pool.keys[layer], self._pool.values[layer], layer in self._pool.latent
+        key = (heads, keys.shape, values.shape, latent, window, wanted is None)
         found = self._lists.get(key)
         if found is None:
             block = _block(max(keys.shape[3], values.shape[3])) if self._deterministic else None
@@ -252,7 +253,7 @@ class CompiledAttention(PooledAttention):
             planner = self._planners.get(shape)
             if planner is None:
                 planner = self._planners[shape] = ListPlanner(self._batch, shape)
-            found = _LayerList(shape, planner.work(wanted), keys, values, self._dots, self._packed)
+            found = _LayerList(shape, planner.work(wanted), keys, values, latent, self._dots, self._packed)
             self._lists[key] = found
         return found
 

@@ -244,7 +244,7 @@ def _copy_pages(pool: KVPool, copies: Tensor) -> None:
     """
     if isinstance(pool, PackedPool):
         pool.packed.write(copies[:, 1].numpy())
-    caches = (*pool.keys, *pool.values)
+    caches = pool.caches
     assert copies.is_contiguous()
     assert all(cache.is_contiguous() for cache in caches)
     sizes = [cache.stride(1) * cache.element_size() for cache in caches]

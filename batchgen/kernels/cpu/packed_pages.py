@@ -9,7 +9,7 @@ was packed from; a unit is valid until its page is written to.
 from __future__ import annotations
 
 from ctypes import Array, Structure, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -74,7 +74,7 @@ class PackedPages:
 class PackedPool(KVPool):
     """A pool with the packed units of its pages. Writers to its pages call `packed.write`."""
 
-    packed: PackedPages
+    packed: PackedPages = field(kw_only=True)
 
 
 def packed_pool(pool: KVPool, room: int) -> KVPool:
@@ -85,7 +85,8 @@ def packed_pool(pool: KVPool, room: int) -> KVPool:
     fitting = min(pool.num_pages, room // page_bytes) if page_bytes else 0
     if fitting < 1 or pool.keys[0].dtype != torch.bfloat16 or pool.page_size % _LANES or not dots_are_faster():
         return pool
-    return PackedPool(pool.keys, pool.values, pool.page_size, PackedPages(layers, fitting, pool.page_size))
+    packed = PackedPages(layers, fitting, pool.page_size)
+    return PackedPool(pool.keys, pool.values, pool.page_size, pool.latent, packed=packed)
 
 
 def _page_words(layer: LayerKV, page_size: int) -> int:

@@ -85,7 +85,7 @@ class _Sample:
         self._own = -(-_OWN // page_size)
         pages = 1 + ROWS * (longest // page_size + self._own)
         self._pool = KVPool.allocate([layer], pages, page_size, dtype, torch.device("cpu"))
-        for tensor in (*self._pool.keys, *self._pool.values):
+        for tensor in self._pool.caches:
             tensor.fill_(0.01)  # the values do not matter, but pages that were never written are not read from RAM
         self._query = torch.full((ROWS, heads, layer.key_dim), 0.01, dtype=dtype)
         self._args = AttentionArgs(layer.key_dim**-0.5)

@@ -30,6 +30,8 @@ def flash_refusal(
     if version == 2 and page_size % 16:
         return f"it needs a page size that is a multiple of 16, not {page_size} (see --page-size)"
     for layer in layers:
+        if layer.latent:
+            return "it does not support values that are part of the keys (multi-head latent attention)"
         sizes = (layer.key_dim, layer.value_dim)
         if any(size % 8 for size in sizes):
             return f"it needs a head size that is a multiple of 8, and this model's is {layer.key_dim}"

@@ -71,16 +71,29 @@ class Heads:
     kv_heads: int
     key_dim: int
     value_dim: int
+    latent: bool = False
+    """Whether values are the first `value_dim` numbers of the keys."""
 
     @staticmethod
-    def of(query: Tensor, keys: Tensor, values: Tensor) -> Heads:
-        """Sizes of a query [T, N, D] and a layer's pool."""
-        return Heads(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
+    def of(num_heads: int, pool: KVPool, layer: int) -> Heads:
+        """Sizes of a layer's pool, with N query heads."""
+        keys, values = pool.keys[layer], pool.values[layer]
+        return Heads(num_heads, keys.shape[2], keys.shape[3], values.shape[3], layer in pool.latent)
 
     @property
     def group(self) -> int:
         """Query heads per kv head."""
         return self.heads // self.kv_heads
+
+    def tile(self, tuning: ChipTuning, kind: str, dtype: torch.dtype) -> AttentionTile:
+        """The tile of a kind ("decode", "prefill" or "fixed") for such heads.
+
+        Raises:
+            ValueError: no tile supports them.
+        """
+        if self.latent:
+            return tuning.attention_tile(f"latent_{kind}", self.value_dim, dtype)
+        return tuning.attention_tile(kind, max(self.key_dim, self.value_dim), dtype)
 
 
 ListKind = tuple[Heads, int | None, bool]
@@ -118,10 +131,10 @@ class TritonAttention(PooledAttention):
             ValueError: no tile supports heads of that size.
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        heads = Heads.of(query, keys, values)
+        heads = Heads.of(query.shape[1], self._pool, layer)
         uploaded = self._list(heads, keys.dtype, args.window)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=query.dtype, device=query.device)
-        run = _Run(self._tuning, uploaded, (query, keys, values), out, args)
+        run = _Run(self._tuning, uploaded, heads, (query, keys, values), out, args)
         run.launch_all()
         if uploaded.num_merges:
             run.merge(out, None)
@@ -139,21 +152,20 @@ class TritonAttention(PooledAttention):
             out [R, N, Dv] float32 and its log-sum-exp [R, N] float32: 0 and -inf for rows that see no group.
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        heads = Heads.of(query, keys, values)
+        heads = Heads.of(query.shape[1], self._pool, layer)
         uploaded = self._list(heads, keys.dtype, args.window, groups_only=True)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=query.device)
         args = args if args.sinks is None else replace(args, sinks=None)
-        run = _Run(self._tuning, uploaded, (query, keys, values), out, args)
+        run = _Run(self._tuning, uploaded, heads, (query, keys, values), out, args)
         run.launch_all()
         run.merge(out, lse)
         return out[self._batch.decode_start :], lse[self._batch.decode_start :]
 
     def work(self, layer: int, num_heads: int, window: int | None = None) -> WorkList:
         """The work list of a layer's step, for counters."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        heads = Heads(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
-        return self._list(heads, keys.dtype, window).work
+        heads = Heads.of(num_heads, self._pool, layer)
+        return self._list(heads, self._pool.keys[layer].dtype, window).work
 
     def _list(self, heads: Heads, dtype: torch.dtype, window: int | None, groups_only: bool = False) -> UploadedList:
         kind = (heads, window, groups_only)
@@ -173,14 +185,13 @@ def multiprocessors_of(device: torch.device) -> int:
 
 
 def block_m(tile: AttentionTile, heads: Heads) -> int:
-    """Rows of a tile: at least the heads of one token that share a kv head."""
-    return max(tile.queries, power_of_2(min(heads.group, 64)))
+    """Rows of a tile: at least the heads of one token that share a kv head, unless their sums of latents are wide."""
+    return tile.queries if heads.latent else max(tile.queries, power_of_2(min(heads.group, 64)))
 
 
 def _tiles(tuning: ChipTuning, heads: Heads, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
     """The tile of many rows and the tile of few."""
-    width = max(heads.key_dim, heads.value_dim)
-    return tuning.attention_tile("prefill", width, dtype), tuning.attention_tile("decode", width, dtype)
+    return heads.tile(tuning, "prefill", dtype), heads.tile(tuning, "decode", dtype)
 
 
 def list_shape(
@@ -215,6 +226,7 @@ class _Run:
         self,
         tuning: ChipTuning,
         uploaded: UploadedList,
+        heads: Heads,
         tensors: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         args: AttentionArgs,
@@ -223,11 +235,11 @@ class _Run:
         query, keys, values = tensors
         assert query.stride(2) == 1, "the last dimension of a query must be contiguous"
         assert keys.is_contiguous()
-        assert values.is_contiguous()
+        assert heads.latent or values.is_contiguous()
         self._uploaded = uploaded
         self._query, self._keys, self._values, self._out = query, keys, values, out
         self._args = args
-        self._heads = Heads.of(query, keys, values)
+        self._heads = heads
         self._large, self._small = _tiles(tuning, self._heads, keys.dtype)
         parts, value_dim = uploaded.num_parts, values.shape[3]
         self._part_out = query.new_empty(parts, query.shape[1], value_dim, dtype=torch.float32)
@@ -274,8 +286,9 @@ class _Run:
             ITEM_FIELDS=FIELDS,
             BLOCK_M=rows,
             BLOCK_N=tile.keys,
-            BLOCK_D=power_of_2(heads.key_dim, 16),
+            BLOCK_D=power_of_2(heads.value_dim if heads.latent else heads.key_dim, 16),
             BLOCK_V=power_of_2(heads.value_dim, 16),
+            BLOCK_R=power_of_2(heads.key_dim - heads.value_dim, 16) if heads.latent else 0,
             PACKED=packed,
             PEELED=tile.queries >= 64,
             FOLDED=number == SMALL,

@@ -15,13 +15,18 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _step(
-    acc, row_max, row_sum, q, begin,
+    acc, row_max, row_sum, q, q_rest, begin,
     keys, values, p_pages, base_head, position, first, end, window, score_scale, inv_softcap, softcap,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys [begin, begin + BLOCK_N) of the item's page table; online softmax in base 2."""
+    """Attend to keys [begin, begin + BLOCK_N) of the item's page table; online softmax in base 2.
+
+    BLOCK_R: 0, or values are the first VALUE_DIM numbers of the keys, loaded once for both, and BLOCK_R covers the rest
+    of a key, to which `q_rest` belongs.
+    """
+    WIDTH: tl.constexpr = VALUE_DIM if BLOCK_R else KEY_DIM  # numbers of a key that `q` is multiplied with
     o_n = begin + tl.arange(0, BLOCK_N)  # [BN]
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_V)
@@ -37,12 +42,17 @@ def _step(
     p_k = keys + slot_head[:, None] * KEY_DIM + o_d[None, :]  # [BN, D]
     p_v = values + slot_head[:, None] * VALUE_DIM + o_v[None, :]  # [BN, Dv]
     if MASKED:
-        k = tl.load(p_k, mask=m_n[:, None] & (o_d < KEY_DIM)[None, :], other=0.0)
-    elif KEY_DIM < BLOCK_D:
-        k = tl.load(p_k, mask=(o_d < KEY_DIM)[None, :], other=0.0)
+        k = tl.load(p_k, mask=m_n[:, None] & (o_d < WIDTH)[None, :], other=0.0)
+    elif WIDTH < BLOCK_D:
+        k = tl.load(p_k, mask=(o_d < WIDTH)[None, :], other=0.0)
     else:
         k = tl.load(p_k)
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))  # [BM, BN]
+    if BLOCK_R:
+        o_r = VALUE_DIM + tl.arange(0, BLOCK_R)
+        p_r = keys + slot_head[:, None] * KEY_DIM + o_r[None, :]  # [BN, R]
+        rest = tl.load(p_r, mask=m_n[:, None] & (o_r < KEY_DIM)[None, :], other=0.0)
+        scores = dot(q_rest, tl.trans(rest), scores)
     if SOFTCAPPED:
         # tanh(x) = sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)
         x = scores * inv_softcap
@@ -60,7 +70,9 @@ def _step(
     decay = tl.exp2(row_max - new_max)
     row_sum = row_sum * decay + tl.sum(p, 1)
     acc = acc * decay[:, None]
-    if MASKED:
+    if BLOCK_R:
+        v = k
+    elif MASKED:
         v = tl.load(p_v, mask=m_n[:, None] & (o_v < VALUE_DIM)[None, :], other=0.0)
     elif VALUE_DIM < BLOCK_V:
         v = tl.load(p_v, mask=(o_v < VALUE_DIM)[None, :], other=0.0)
@@ -75,16 +87,16 @@ def attention_kernel(
     query_stride_t, query_stride_n, window, score_scale, inv_softcap, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ITEM_FIELDS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
     PACKED: tl.constexpr, PEELED: tl.constexpr, FOLDED: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """softmax(scale * Q K^T) V of one work item for the heads of one key head (or a block of them).
 
     Shapes:
-        query [T, N, D] with strides, keys [P, S, K, D], values [P, S, K, Dv], out [T, N, Dv], part_out [E, N, Dv]
-        float32, part_lse [E, N] float32, items [I, ITEM_FIELDS] int32, sinks [N]; the rest int32 lists
-        (`work_list`).
+        query [T, N, D] with strides, keys [P, S, K, D], values [P, S, K, Dv] (with BLOCK_R not read, see `_step`), out
+        [T, N, Dv], part_out [E, N, Dv] float32, part_lse [E, N] float32, items [I, ITEM_FIELDS] int32, sinks [N]; the
+        rest int32 lists (`work_list`).
     Grid:
         items x key heads x blocks of PACKED heads, heads fastest: programs that run together read whole tokens of the
         pool. A tile has BLOCK_M rows: BLOCK_M // PACKED tokens times PACKED heads.
@@ -92,7 +104,8 @@ def attention_kernel(
         Products of operands in the pool's dtype with float32 sums, softmax in base 2 in float32. Rows that see none of
         an item's keys leave zeros and a log-sum-exp of -inf. Keys outside [first, end) are not loaded.
     Bytes:
-        per item and key head (end - first) * (D + Dv) elements of the pool, queries and results once.
+        per item and key head (end - first) * (D + Dv) elements of the pool, or D with BLOCK_R; queries and results
+        once.
     """
     HEAD_BLOCKS: tl.constexpr = (HEADS // KV_HEADS + PACKED - 1) // PACKED
     i_program = tl.program_id(0)
@@ -120,10 +133,17 @@ def attention_kernel(
     i_head = i_kv_head * (HEADS // KV_HEADS) + i_in_group
     token = tl.load(rows + rows_at + i_query, mask=m_m, other=0).to(tl.int64)
     position = tl.load(positions + token, mask=m_m, other=0) - base
-    p_q = query + token[:, None] * query_stride_t + i_head[:, None].to(tl.int64) * query_stride_n + o_d[None, :]
-    q = tl.load(p_q, mask=m_m[:, None] & (o_d < KEY_DIM)[None, :], other=0.0)  # [BM, D]
+    p_head = query + token[:, None] * query_stride_t + i_head[:, None].to(tl.int64) * query_stride_n
+    WIDTH: tl.constexpr = VALUE_DIM if BLOCK_R else KEY_DIM
+    q = tl.load(p_head + o_d[None, :], mask=m_m[:, None] & (o_d < WIDTH)[None, :], other=0.0)  # [BM, D]
     if q.dtype != keys.dtype.element_ty:
         q = rounded(q.to(tl.float32), keys.dtype.element_ty)
+    q_rest = q
+    if BLOCK_R:
+        o_r = VALUE_DIM + tl.arange(0, BLOCK_R)
+        q_rest = tl.load(p_head + o_r[None, :], mask=m_m[:, None] & (o_r < KEY_DIM)[None, :], other=0.0)  # [BM, R]
+        if q_rest.dtype != keys.dtype.element_ty:
+            q_rest = rounded(q_rest.to(tl.float32), keys.dtype.element_ty)
 
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -134,9 +154,10 @@ def attention_kernel(
     if PEELED:
         for begin in range(full_from, full_to, BLOCK_N):
             acc, row_max, row_sum = _step(
-                acc, row_max, row_sum, q, begin,
+                acc, row_max, row_sum, q, q_rest, begin,
                 keys, values, p_pages, i_kv_head, position, first, end, window, score_scale, inv_softcap, softcap,
-                KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, False, WINDOWED, SOFTCAPPED,
+                KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, False, WINDOWED,
+                SOFTCAPPED,
             )  # fmt: skip
         steps -= (full_to - full_from) // BLOCK_N
     for i_step in range(steps):
@@ -144,9 +165,9 @@ def attention_kernel(
         if PEELED:
             begin = tl.where(begin >= full_from, begin + full_to - full_from, begin)
         acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, q, begin,
+            acc, row_max, row_sum, q, q_rest, begin,
             keys, values, p_pages, i_kv_head, position, first, end, window, score_scale, inv_softcap, softcap,
-            KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, True, WINDOWED, SOFTCAPPED,
+            KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, True, WINDOWED, SOFTCAPPED,
         )  # fmt: skip
 
     if FOLDED:

@@ -97,9 +97,9 @@ def deterministic_attention_kernel(
         row_sum = tl.load(state_sum + o_state, mask=m_m, other=0.0)
     for i_step in range((end - begin + BLOCK_N - 1) // BLOCK_N):
         acc, row_max, row_sum = _step(
-            acc, row_max, row_sum, q, begin + i_step * BLOCK_N,
+            acc, row_max, row_sum, q, q, begin + i_step * BLOCK_N,
             keys, values, p_pages, i_kv_head, position, first, end, window, score_scale, inv_softcap, softcap,
-            KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, True, WINDOWED, SOFTCAPPED,
+            KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, 0, True, WINDOWED, SOFTCAPPED,
         )  # fmt: skip
 
     if saves_state != 0:
@@ -158,8 +158,8 @@ class DeterministicTritonAttention(PooledAttention):
         assert query.stride(2) == 1, "the last dimension of a query must be contiguous"
         assert keys.is_contiguous()
         assert values.is_contiguous()
-        heads = Heads.of(query, keys, values)
-        tile = self._tile(heads, keys.dtype)
+        heads = Heads.of(query.shape[1], self._pool, layer)
+        tile = heads.tile(self._tuning, "fixed", keys.dtype)
         uploaded = self._list(heads, tile, args.window)
         out = query.new_empty(query.shape[0], heads.heads, heads.value_dim)
         rows = query.shape[0] - self._batch.decode_start if uploaded.work.saves_states else 0
@@ -210,12 +210,8 @@ class DeterministicTritonAttention(PooledAttention):
 
     def work(self, layer: int, num_heads: int, window: int | None = None) -> DeterministicWorkList:
         """The work list of a layer's step, for counters."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        heads = Heads(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
-        return self._list(heads, self._tile(heads, keys.dtype), window).work
-
-    def _tile(self, heads: Heads, dtype: torch.dtype) -> AttentionTile:
-        return self._tuning.attention_tile("fixed", max(heads.key_dim, heads.value_dim), dtype)
+        heads = Heads.of(num_heads, self._pool, layer)
+        return self._list(heads, heads.tile(self._tuning, "fixed", self._pool.keys[layer].dtype), window).work
 
     def _list(self, heads: Heads, tile: AttentionTile, window: int | None) -> _Uploaded:
         found = self._lists.get((heads, window))

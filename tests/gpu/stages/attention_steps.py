@@ -9,9 +9,11 @@ from tests.gpu.steps import DeviceSteps
 from tests.kernels.steps import Shape, Step
 
 
-def heads_shape(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, value_dim: int = 0) -> Shape:
+def heads_shape(
+    heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, value_dim: int = 0, latent: bool = False
+) -> Shape:
     """Shape of a layer's heads and pages; `value_dim` 0: as `dim`."""
-    return Shape(heads, kv_heads, dim, value_dim or dim, page, dtype)
+    return Shape(heads, kv_heads, dim, value_dim or dim, page, dtype, latent)
 
 
 def decode_step(gpu: Gpu, shape: Shape, rows: int, shortest: int, longest: int) -> Step:

@@ -61,9 +61,10 @@ def _mixed(
 
 
 def _shape(
-    dtype: torch.dtype, *, heads: int = 8, kv_heads: int = 2, dim: int = 64, page: int = 16, value_dim: int = 0
-) -> HeadsShape:
-    return heads_shape(heads, kv_heads, dim, page, dtype, value_dim)
+    dtype: torch.dtype, *, heads: int = 8, kv_heads: int = 2, dim: int = 64, page: int = 16, latent: int = 0,
+    value_dim: int = 0,
+) -> HeadsShape:  # fmt: skip
+    return heads_shape(heads, kv_heads, dim, page, dtype, latent or value_dim, latent=latent > 0)
 
 
 _QWEN = {"heads": 16, "kv_heads": 8, "dim": 128}
@@ -124,6 +125,12 @@ STEPS: tuple[tuple[str, MakeStep, Sequence[Shape], Sequence[Shape]], ...] = (
         [{**_TOY_MIX, "heads": 3, "kv_heads": 1, "dim": 16}],
     ),
     (
+        "latent",
+        _mixed,
+        [{**_MIX, "heads": heads, "kv_heads": 1, "dim": 576, "latent": 512} for heads in (16, 20, 128)],
+        [{**_TOY_MIX, "heads": 5, "kv_heads": 1, "dim": 24, "latent": 16}],
+    ),
+    (
         "scoring",
         _mixed,
         [
@@ -174,7 +181,8 @@ def attention_verdicts(
 
 for _name, _make, _shapes, _toy in STEPS:
     case("parity", "attention", _shapes, _toy, DTYPES, name=_name)(_case("triton", _make))
-    case("flash", "flash", _shapes, _toy, LOW, name=f"flash_{_name}")(_case("flash", _make))
+    if _name != "latent":  # not for flash
+        case("flash", "flash", _shapes, _toy, LOW, name=f"flash_{_name}")(_case("flash", _make))
 
 
 @case("flash", "flash", [{"heads": 32, "kv_heads": 8, "dim": 128}], [{"heads": 4, "kv_heads": 2, "dim": 16}], LOW)

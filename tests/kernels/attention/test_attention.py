@@ -141,6 +141,26 @@ def test_head_sizes(dims: tuple[int, int], dtype: torch.dtype) -> None:
         check(step, options, 1e-5 if dtype == torch.float32 else 0.02)
 
 
+@pytest.mark.parametrize(
+    ("heads", "dims", "dtype"),
+    [
+        (4, (24, 16), torch.float32),
+        (5, (40, 24), BF16),
+        (20, (576, 512), torch.float32),
+        (16, (576, 512), BF16),
+        (128, (96, 64), BF16),
+    ],
+    ids=str,
+)
+def test_latents(heads: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """One key head, whose values are the first numbers of its keys and are not stored a second time."""
+    step = mixed(Shape(heads, 1, *dims, dtype=dtype, latent=True))
+    assert step.pool.nbytes == step.pool.num_pages * step.pool.page_size * dims[0] * dtype.itemsize
+    dots = [partial(CompiledAttention, threads=2, dots=True)] if dtype == BF16 and loaded() else []
+    for options in (OPTIONS[0], OPTIONS[-1]):
+        check(step, options, 1e-5 if dtype == torch.float32 else 0.03, dots)
+
+
 @pytest.mark.parametrize(("page_size", "window"), [(1, None), (1, 33), (8, 3), (32, 33), (64, None), (64, 3)])
 def test_page_sizes(page_size: int, window: int | None) -> None:
     check(mixed(Shape(4, 2, page_size=page_size)), {"window": window})
@@ -214,7 +234,7 @@ def check_alone(make: Make, step: Step, args: AttentionArgs, page_size: int, eve
     together = attend(make, step, args)
     for token, (position, slots) in list(enumerate(visible_slots(step.batch, step.pool.page_size)))[::every]:
         one, pages = slice(token, token + 1), np.arange(1, position // page_size + 2)
-        shapes = [LayerKV(*step.key.shape[1:], step.value.shape[2])]
+        shapes = [LayerKV(*step.key.shape[1:], step.value.shape[2], bool(step.pool.latent))]
         pool = KVPool.allocate(shapes, len(pages) + 1, page_size, step.key.dtype, torch.device("cpu"))
         for cache, old in ((pool.keys[0], step.pool.keys[0]), (pool.values[0], step.pool.values[0])):
             cache.fill_(torch.nan).flatten(0, 1)[page_size : page_size + position + 1] = old.flatten(0, 1)[slots]
@@ -260,7 +280,12 @@ def test_a_token_has_the_same_bits_alone(
 def test_a_token_of_several_blocks_has_the_same_bits_alone(
     make: Make, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    b = StepBuilder(Shape(9, 3, 64, 64, dtype=dtype))
+    for shape in (Shape(9, 3, 64, 64, dtype=dtype), Shape(6, 1, 96, 64, dtype=dtype, latent=True)):
+        check_blocks_alone(make, shape, options)
+
+
+def check_blocks_alone(make: Make, shape: Shape, options: dict[str, Any]) -> None:
+    b = StepBuilder(shape)
     b.chunk(97, past=603)
     low, high = ([b.decode(n, own_start=start) for n in (700 - start, 30, 1)] for start in (448, 320))
     b.group([*low, *high], 0, 20)

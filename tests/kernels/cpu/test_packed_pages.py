@@ -33,7 +33,7 @@ def with_cache(step: Step, pages: int | None = None) -> PackedPages:
     heads, key_dim, value_dim = *step.pool.keys[0].shape[2:], step.pool.values[0].shape[3]
     layer = LayerKV(heads, key_dim, value_dim)
     kept = PackedPages([layer], step.pool.num_pages if pages is None else pages, step.pool.page_size)
-    step.pool = PackedPool(step.pool.keys, step.pool.values, step.pool.page_size, kept)
+    step.pool = PackedPool(step.pool.keys, step.pool.values, step.pool.page_size, packed=kept)
     return kept
 
 

@@ -249,6 +249,13 @@ ATTENTION: tuple[tuple[torch.dtype, int, int, int, int, int, dict[str, Any]], ..
 )
 """dtype, heads, kv heads, key and value size, page size, options."""
 
+LATENTS: tuple[tuple[torch.dtype, int, int, int, dict[str, Any]], ...] = (
+    *((BF16, heads, 576, 512, {}) for heads in (16, 20, 128)),
+    *((dtype, 16, 576, 512, ALL) for dtype in DTYPES),
+    *((BF16, heads, 288, 256, {}) for heads in (16, 40)),
+)
+"""dtype, heads, key and latent size, options, of layers whose values are the first numbers of the keys."""
+
 
 def _attention(name: str, dtype: torch.dtype) -> Cases:
     for of, heads, kv_heads, key_dim, value_dim, page_size, options in ATTENTION:
@@ -258,6 +265,11 @@ def _attention(name: str, dtype: torch.dtype) -> Cases:
             layer = LayerKV(kv_heads, key_dim, value_dim)
             for kind, attend in (("", _whole_step), ("deterministic_", _deterministic_step)):
                 yield f"{kind}attention[{sizes}]", partial(attend, dtype, heads, layer, page_size, options)
+    for of, heads, key_dim, value_dim, options in LATENTS:
+        if of == dtype:
+            sizes = ",".join((f"{name},N={heads},D={key_dim},latent={value_dim}", *options))
+            layer = LayerKV(1, key_dim, value_dim, latent=True)
+            yield f"attention[{sizes}]", partial(_whole_step, dtype, heads, layer, 16, options)
     for dim in (64, 128, 256):
         parts = empty(7, 16, dim, dtype=dtype), empty(16, 7).T, empty(7, 16, dim), empty(7, 16)
         yield f"merge_parts[{name},D={dim}]", partial(merge_parts, *parts)

@@ -18,7 +18,7 @@ from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, StepBuilder, group_of_one, group_of_some, one_row, one_token, only_rows
 
 __all__ = [
-    *("GROUPS", "KERNELS", "OPTIONS", "SCALE", "SPLITTING", "TILES", "AttentionCase", "Tiles", "attend"),
+    *("GROUPS", "KERNELS", "LATENTS", "OPTIONS", "SCALE", "SPLITTING", "TILES", "AttentionCase", "Tiles", "attend"),
     *("attention_of", "built", "check", "deterministic_of", "mixed", "small_step", "tree", "with_sinks"),
 ]
 
@@ -37,7 +37,7 @@ class Tiles:
     items_per_sm_large: int = 8
 
     def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
-        return AttentionTile(64 if kind == "prefill" else 16, self.keys, 4, 1)
+        return AttentionTile(64 if kind.endswith("prefill") else 16, self.keys, 4, 1)
 
 
 TILES: Any = Tiles()
@@ -183,3 +183,15 @@ GROUPS: dict[str, list[AttentionCase]] = {
     "kinds": [AttentionCase(fill, {}, {"window": window}) for fill in _KINDS for window in (None, 20)],
 }
 """Cases by what they vary."""
+
+LATENTS: list[AttentionCase] = [
+    *(
+        AttentionCase(small_step, {"heads": heads, "key_dim": key, "value_dim": value, "dtype": dtype, "latent": True})
+        for heads, key, value, dtype in (
+            *((5, 24, 16, torch.float32), (24, 40, 32, BF16), (71, 24, 20, F16)),
+            *((2, 576, 512, torch.float32), (16, 288, 256, BF16)),
+        )
+    ),
+    *(AttentionCase(mixed, {"key_dim": 24, "value_dim": 16, "latent": True}, options) for options in OPTIONS),
+]
+"""Values are the first numbers of the keys, which alone are stored."""

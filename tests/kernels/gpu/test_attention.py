@@ -20,6 +20,7 @@ from batchgen.kernels.types import AttentionArgs
 from tests.kernels.gpu.attention_cases import (
     GROUPS,
     KERNELS,
+    LATENTS,
     SCALE,
     SPLITTING,
     TILES,
@@ -48,6 +49,13 @@ def test_steps_equal_the_reference(group: str, kernel: str) -> None:
         tunings: list[Any] = [Tiles(case.keys), *([SPLITTING] if (kernel, group) == ("triton", "options") else [])]
         for tuning in tunings:
             check(KERNELS[kernel](step, tuning), step, **with_sinks(case.options, step.query.shape[1]))
+
+
+def test_latents_equal_the_reference() -> None:
+    for case in LATENTS:
+        step = built(case.fill, **case.shape)
+        for tuning in (TILES, SPLITTING) if case.options else (TILES,):
+            check(attention_of(step, tuning), step, **with_sinks(case.options, step.query.shape[1]))
 
 
 @KERNEL

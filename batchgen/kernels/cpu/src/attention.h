@@ -40,6 +40,8 @@ struct AttentionList {
     float* part_lse;           // [E, N] log-sum-exp; deterministic: [E, N, 2] maximum and total
     int64_t num_items, num_shares, num_merges;
     int64_t heads, kv_heads, key_dim, value_dim, page_size;
+    int64_t value_stride;      // elements from a position's values to the next one's: more than kv_heads * value_dim
+                               // where values are the first numbers of the keys
     int64_t window;            // a token sees itself and window - 1 positions before; 0: all
     int64_t dtype;             // of pool, queries and results
     int64_t block;             // positions of a block of a deterministic list; else 0
@@ -58,7 +60,7 @@ struct Packed {
 struct Attention {
     const AttentionList* const* lists;  // [L]
     const void* const* keys;            // [L] -> [P, S, K, D]
-    const void* const* values;          // [L] -> [P, S, K, Dv]
+    const void* const* values;          // [L] -> [P, S, K, Dv], positions `value_stride` apart
     const float* const* sinks;          // [L] -> [N] or null
     const Packed* packed;               // [L] or null
     const void* query;                  // [T, N, D], a token's heads adjacent, tokens `query_stride` elements apart

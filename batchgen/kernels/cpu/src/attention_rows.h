@@ -138,10 +138,11 @@ class Prefetcher {
             static_cast<const char*>(a.keys[layer]) + item.head * key_size, l.kv_heads * key_size,
             item.heads() * key_size};
         values_ = {
-            static_cast<const char*>(a.values[layer]) + item.head * value_size, l.kv_heads * value_size,
+            static_cast<const char*>(a.values[layer]) + item.head * value_size, l.value_stride * int64_t(sizeof(T)),
             item.heads() * value_size};
+        separate_ = a.values[layer] != a.keys[layer];
         whole_ = item.heads() == l.kv_heads;
-        const int64_t bytes = (to - from) * (keys_.bytes + values_.bytes);
+        const int64_t bytes = (to - from) * (keys_.bytes + (separate_ ? values_.bytes : 0));
         lines_ = (bytes + LINE * calls - 1) / (LINE * calls);
         next_run();
     }
@@ -172,7 +173,7 @@ class Prefetcher {
         run_ = whole_ ? std::min(page_size_ - in_page, end_ - k_) : 1;
         slot_ = pages_[k_ / page_size_] * page_size_ + in_page;
         begin(keys_);
-        values_left_ = true;
+        values_left_ = separate_;
     }
 
     void begin(const Slots& slots) {
@@ -186,6 +187,7 @@ class Prefetcher {
     const int32_t* pages_ = nullptr;
     int64_t page_size_ = 1, k_ = 0, end_ = 0, run_ = 0, slot_ = 0, lines_ = 0;
     bool whole_ = false, values_left_ = false;
+    bool separate_ = true;  // whether values are not in the keys' memory
 };
 
 // Keys and values of one head.
@@ -198,7 +200,7 @@ struct HeadCache {
         : keys(static_cast<const T*>(a.keys[layer]) + head * l.key_dim),
           values(static_cast<const T*>(a.values[layer]) + head * l.value_dim),
           key_stride(l.kv_heads * l.key_dim),
-          value_stride(l.kv_heads * l.value_dim) {}
+          value_stride(l.value_stride) {}
 };
 
 // Scores [R, FEW_BLOCK] of R query rows and `count` keys.

@@ -166,7 +166,8 @@ class DotPrefetcher {
             k_ += LANES;
         } else {
             begin(cache_->keys + slots_[k_] * cache_->key_stride, key_bytes_);
-            value_ = true;
+            value_ = cache_->values != cache_->keys;
+            k_ += !value_;
         }
     }
     void begin(const void* from, int64_t bytes) {
