@@ -187,7 +187,7 @@ class StreamEvent:
     reasoning: str | None = None
     """The thoughts of a sample that has ended, if they are separated from its text."""
     tool_calls: str | None = None
-    """The calls of a sample that has ended, as in `Completion`; its events have their text."""
+    """The calls of a sample that has ended, as in `Completion`."""
     completion_tokens: int | None = None
     usage: Usage | None = None
     """Token counts, if the row asks for them in `stream_options`."""

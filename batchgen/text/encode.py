@@ -176,13 +176,11 @@ class Encoder:
         """Give the rows with tools the parameters that follow from them; returns the errors by place."""
         refused = {}
         for place, (tag, row) in enumerate(items):
-            prompt = None if row is None else row.prompts[0]
-            if row is None or type(prompt) is not ChatPrompt or not prompt.tools or row.completions:
-                continue
-            try:
-                items[place] = (tag, row._replace(params=params_with_tools(row.params, prompt, self.tools)))
-            except RowError as error:
-                refused[place] = error.info
+            if row is not None and type(prompt := row.prompts[0]) is ChatPrompt and prompt.tools:
+                try:
+                    items[place] = (tag, row._replace(params=params_with_tools(row.params, prompt, self.tools)))
+                except RowError as error:
+                    refused[place] = error.info
         return refused
 
     def _finish_batch(self, batch: _Batch[_Tag]) -> Iterator[tuple[_Tag, list[EncodedPrompt] | ErrorInfo | None]]:

@@ -179,6 +179,8 @@ class StopState:
         No later token changes it, and no later stop cuts it.
         """
         assert self._search is not None, "rows with `stream` track text"
+        if self._params.tool_calls is not None:
+            return ""  # any of it may turn out to be a call
         text = self._search.next_output_text()
         if not self._separates or self._blanks is None:
             return text
