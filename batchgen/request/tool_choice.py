@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple
 
 from batchgen.request.checks import invalid, show
+from batchgen.request.foreign_text import ForeignTextError, read_json
 
 
 class ToolChoice(NamedTuple):
@@ -31,6 +33,9 @@ def tool_choice(name: str, value: Any) -> ToolChoice:
         return value
     if isinstance(value, str) and value in _MODES:
         return _MODES[value]
+    if isinstance(value, str) and value.lstrip().startswith("{"):  # a column of strings may hold JSON
+        with suppress(ForeignTextError):
+            value = read_json(value)
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "function":
         return ToolChoice("required", (_function_name(name, value),), once=True)

@@ -498,6 +498,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "
         ("required", ToolChoice("required")),
         ({"type": "function", "function": {"name": "f"}}, ToolChoice("required", ("f",), once=True)),
         ({"type": "function", "name": "f"}, ToolChoice("required", ("f",), once=True)),
+        ('{"type": "function", "name": "f"}', ToolChoice("required", ("f",), once=True)),
         (
             {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "g"}}]}},
             ToolChoice("required", ("g",)),

@@ -89,6 +89,16 @@ _DSML_ARGUMENT: Final = (
 )
 
 
+_LLAMA_JSON: Final = JsonCalls(begins=("<|python_tag|>",), separator="; ", keys=("name", "parameters"), whole=True)
+_PYTHONIC: Final = PythonCalls(
+    around=("[", "]"),
+    separator=", ",
+    pattern=r"(?:<\|python_start\|>)?\s*\[|```(?:tool_code|python)\s*\[?",
+    finish=r"\s*\]?\s*(?:<\|python_end\|>|```)?",
+    whole=True,
+)
+
+
 def _listed(begin: str, end: str = "", *others: str, keys: tuple[str, str] = ("name", "arguments")) -> JsonCalls:
     return JsonCalls(begins=(begin, *others), end=end, listed=True, keys=keys)
 
@@ -96,23 +106,8 @@ def _listed(begin: str, end: str = "", *others: str, keys: tuple[str, str] = ("n
 FORMATS: Final[dict[str, ToolFormat]] = {
     "hermes": _HERMES,
     "qwen3_coder": FirstOf(needs="arguments", formats=(_FUNCTION_TAGS, _HERMES)),
-    "llama3_json": JsonCalls(
-        ends=("<|eom_id|>",),
-        needs="functions",
-        begins=("<|python_tag|>",),
-        separator="; ",
-        keys=("name", "parameters"),
-        whole=True,
-    ),
-    "pythonic": PythonCalls(
-        ends=("<|eom_id|>", "<|eom|>"),
-        needs="functions",
-        around=("[", "]"),
-        separator=", ",
-        pattern=r"(?:<\|python_start\|>)?\s*\[|```(?:tool_code|python)\s*\[?",
-        finish=r"\s*\]?\s*(?:<\|python_end\|>|```)?",
-        whole=True,
-    ),
+    "llama3_json": FirstOf(ends=("<|eom_id|>",), needs="functions", formats=(_LLAMA_JSON, _PYTHONIC)),
+    "pythonic": FirstOf(ends=("<|eom_id|>", "<|eom|>"), needs="functions", formats=(_PYTHONIC, _LLAMA_JSON)),
     "mistral": FirstOf(id_length=9, formats=(_MISTRAL_LIST, _MISTRAL_NAMED)),
     "mistral_v11": FirstOf(id_length=9, formats=(_MISTRAL_NAMED, _MISTRAL_LIST)),
     "deepseek_v3": FirstOf(around=_DEEPSEEK, formats=(_DEEPSEEK_V3, _DEEPSEEK_V31)),

@@ -177,17 +177,17 @@ class PythonCalls(ToolFormat):
 
     def spans(self, text: str, schemas: Schemas) -> list[Span]:
         """See `ToolFormat.spans`."""
-        found = list(found_at(text, self._patterns[0], self._read))
+        calls = found_at(text, self._patterns[0], self._read)
         if not self.whole:
-            return found
+            return list(calls)
         # A list may be a part of an answer, or call nothing that the row describes.
-        named = self._patterns[0].match(text, skip_blanks(text, 0))
-        name = None if named is None else _CALL.match(text, named.end())
-        if named is None or name is None or name[1] not in schemas:
+        begin = self._patterns[0].match(text, skip_blanks(text, 0))
+        name = None if begin is None else _CALL.match(text, begin.end())
+        if begin is None or name is None or name[1] not in schemas:
             return []
-        first = found[0]
+        first = next(calls)
         if first.calls and skip_blanks(text, first.end) < len(text):
-            return [Span(named.start(), named.end(), error="text follows the calls")]
+            return [Span(begin.start(), begin.end(), error="text follows the calls")]
         return [first]
 
     def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:

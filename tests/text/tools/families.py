@@ -231,6 +231,7 @@ FAMILIES: dict[str, Family] = {
             "tag": Case(f'<|python_tag|>{{"name": "get_weather", "parameters": {P}}}'),
             "function": Case(f'{{"type": "function", "name": "get_weather", "parameters": {P}}}'),
             "an answer": Case('{"name": "Bob", "age": 3}', (), '{"name": "Bob", "age": 3}'),
+            "python": Case("[get_weather(city='Paris', days=3)]"),
             "text": Case("It rains.", (), "It rains."),
             "cut": Case(
                 '{"name": "get_weather", "parameters": {"ci',
