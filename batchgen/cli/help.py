@@ -19,8 +19,8 @@ from batchgen.request.printable import unescaped
 _GROUPS: Final = {
     "First steps": ("install", "input", "output", "errors", "resume", "check"),
     "What a row can ask for": (
-        "fields", "sampling", "stops", "chat", "reasoning", "constraints", "logprobs", "scoring", "hidden-states",
-        "streaming", "processors", "lora", "other-systems",
+        "fields", "sampling", "stops", "chat", "reasoning", "tools", "constraints", "logprobs", "scoring",
+        "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
         "configuration", "sharding", "export", "verify", "reliability", "deterministic", "python", "reference",

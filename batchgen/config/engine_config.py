@@ -95,6 +95,13 @@ class EngineConfig:
         "Example: --reasoning qwen3",
         NAME,
     )
+    tool_parser: str = MODEL.option(
+        "auto",
+        "Format in which the model calls tools, whose calls conversations return apart from their answers: auto finds "
+        "it by the tokenizer and the chat template, off leaves calls in the text, or the name of a format. "
+        "Example: --tool-parser hermes",
+        NAME,
+    )
     lora: tuple[tuple[str, str], ...] = MODEL.option(
         (), "Load a LoRA adapter that rows select by NAME; repeatable. Example: --lora fr=./french-adapter", NAME_PATH
     )

@@ -7,6 +7,7 @@ nearest one, as documented in `batchgen help export`.
 from __future__ import annotations
 
 import codecs
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,14 +111,17 @@ def _model_name(run: Mapping[str, Any]) -> str:
     return name.rstrip("/").rpartition("/")[2] if name.startswith((".", "/", "~")) else name
 
 
-def _finish_reason(row: Row) -> Literal["stop", "length"]:
+def _finish_reason(row: Row) -> Literal["stop", "length", "tool_calls"]:
     """`repetition` and `abort` become "length"; `stop_reason` tells them apart."""
-    return "stop" if row["finish_reason"] == "stop" else "length"
+    if row["finish_reason"] != "stop":
+        return "length"
+    return "stop" if row.get("tool_calls") is None else "tool_calls"
 
 
 def finish_reason(choice: Mapping[str, Any]) -> str:
     """The finish reason of a results row, from its choice."""
     reason, stop = str(choice["finish_reason"]), choice["stop_reason"]
+    reason = "stop" if reason == "tool_calls" else reason
     return str(stop) if reason == "length" and stop is not None else reason
 
 
@@ -161,9 +165,14 @@ def _chat_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any
     if row["output_logprobs"] is not None:
         content = [_chat_token(token, logprob, top, piece) for token, logprob, top in _tokens(row, "output")]
         found = {"content": content, "refusal": None}
-    message = {"role": "assistant", "content": row["text"] or "", "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": row["text"] or "", "refusal": None}
     if row.get("reasoning") is not None:
         message["reasoning"] = row["reasoning"]
+    if row.get("tool_calls") is not None:  # outputs of older versions have no such column
+        message["content"] = row["text"] or None
+        message["tool_calls"] = json.loads(row["tool_calls"])
+    if row.get("tool_calls_error") is not None:
+        message["tool_calls_error"] = row["tool_calls_error"]
     return {"message": message, "logprobs": found}
 
 

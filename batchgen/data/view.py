@@ -258,7 +258,7 @@ def _matching_rows(stored: StoredTable, group: int, row: int | None, errors: boo
 
 _COLUMNS = [
     *("row_index", "status", "error.code", "completion_tokens", "cached_tokens", "dropped_tokens"),
-    *("finish_reason", "constraint_ok", "dedup_of", "text"),
+    *("finish_reason", "constraint_ok", "dedup_of", "text", "tool_calls"),
 ]
 
 
@@ -279,7 +279,7 @@ class Totals:
     answers: int = 0
     """Number of samples that ended, scored texts excluded."""
     empty_texts: int = 0
-    """Number of answers without text."""
+    """Number of answers without text and calls of tools."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """Finish reason -> number of answers."""
     constraints: Counter[str] = field(default_factory=Counter)
@@ -308,6 +308,8 @@ def read_totals(path: Path) -> Totals:
             answered = pc.is_valid(batch["finish_reason"])
             totals.answers += pc.sum(answered).as_py() or 0
             empty = pc.and_(answered, pc.equal(pc.binary_length(batch["text"]), 0))
+            if "tool_calls" in batch.schema.names:  # not in outputs of older versions
+                empty = pc.and_(empty, pc.is_null(batch["tool_calls"]))
             totals.empty_texts += pc.sum(empty).as_py() or 0
             totals.finish_reasons.update(_counts(batch["finish_reason"]))
             checked = {("met" if ok == "true" else "failed"): n for ok, n in _counts(batch["constraint_ok"]).items()}

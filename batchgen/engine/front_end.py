@@ -12,7 +12,7 @@ from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
 from batchgen.models.base import ModelSpec
 from batchgen.request.model_names import ModelNames
-from batchgen.request.params import SamplingParams
+from batchgen.request.params import PARAMETERS, SamplingParams
 from batchgen.request.processors import LoadedProcessor
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
@@ -21,6 +21,7 @@ from batchgen.text.fit import Truncate
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.reasoning import reasoning_of
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tools.rows import tool_parser_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class FrontEnd:
             grammars: grammars compiled for the same model and options.
 
         Raises:
-            UsageError: `media_root` is not a folder, or `reasoning` is not a name.
+            UsageError: `media_root` is not a folder, or `reasoning` or `tool_parser` is not a name.
         """
         media_root = MediaRoot(config.media_root)
         if config.clock is not None:
@@ -73,6 +74,7 @@ class FrontEnd:
         limits = spec.state_limits
         encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
         encoder.reasoning = reasoning
+        encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
         return cls(config, spec, tokenizer, processors, media_root, grammars, encoder, config.model or name or "")
 
     def defaults(
@@ -118,5 +120,5 @@ def default_fields(params: SamplingParams | None) -> dict[str, Any]:
     """The fields of `params` as defaults for every row, without `seed` if it is None."""
     if params is None:
         return {}
-    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    values = {name: getattr(params, name) for name in PARAMETERS}
     return values if params.seed is not None else {name: v for name, v in values.items() if name != "seed"}

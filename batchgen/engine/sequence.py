@@ -11,6 +11,7 @@ from batchgen.errors import ErrorInfo, row_error
 from batchgen.request.completion import Completion, FinishReason
 from batchgen.request.table import Request
 from batchgen.text.stops import FinishedText, StopState
+from batchgen.text.tools.parser import CallParser, calls_json
 
 
 def is_repeating(ids: list[int], span: int) -> bool:
@@ -190,6 +191,8 @@ class Sequence:
             reasoning=done.reasoning,
             reasoning_tokens=done.reasoning_tokens,
             reasoning_cut=self._reasoning_cut,
+            tool_calls=self._tool_calls(done),
+            tool_calls_error=done.tool_calls_error,
             output_ids=self.output_ids,
             # A numpy array is used like a sequence of ints.
             prompt_ids=request.prompt_ids if prompt_ids and request.embeds is None else None,  # type: ignore[arg-type]
@@ -208,6 +211,14 @@ class Sequence:
             effective_max_new_tokens=request.max_new_tokens,
         )
 
+    def _tool_calls(self, done: FinishedText) -> str | None:
+        """The calls of the answer as JSON; None if there are none."""
+        how = self.request.params.tool_calls
+        if how is None or not done.tool_calls:
+            return None
+        length = CallParser.of(how).format.id_length
+        return calls_json(done.tool_calls, self.request.prompt_ids, self.sample_index, length)
+
     @property
     def _reasoning_cut(self) -> bool | None:
         """Whether a budget has ended the thoughts; None without a budget."""
@@ -222,6 +233,9 @@ class Sequence:
         """
         assert self.grammar is not None
         params = self.request.params
+        if params.tool_choice is not None:
+            is_whole = not done.text and done.tool_calls_error is None  # the last call may be cut
+            return self.grammar.satisfied((self._tool_calls(done) if is_whole else None) or "", None)
         ids, text = self.output_ids if params.constrains_all else self.stops.answer_ids, done.text
         kept = params.no_stop_trim
         if done.stop_kind in ("eos", "token") and not (kept and ids[-1] not in self.grammar.stop_ids):

@@ -119,6 +119,7 @@ class Streams:
             stop_kind=done.stop_kind,
             matched_stop=done.matched_stop,
             reasoning=done.reasoning,
+            tool_calls=done.tool_calls,
             completion_tokens=done.completion_tokens,
             usage=_usage(done.prompt_tokens, done.completion_tokens) if request.params.stream_options else None,
             error=done.error,

@@ -12,7 +12,7 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.job.ingest import Ingested
 from batchgen.job.setup import Setup
 from batchgen.request.table import RequestTable
-from batchgen.text.reasoning_formats import MARKERS
+from batchgen.text.families import MARKERS
 
 _LOOKED_AT = 10_000
 """Most prompts whose tokens are looked at."""

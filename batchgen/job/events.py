@@ -154,6 +154,8 @@ def _line(event: StreamEvent, row_id: str) -> bytes:
         }
         if event.reasoning is not None:
             values["reasoning"] = event.reasoning
+        if event.tool_calls is not None:
+            values["tool_calls"] = event.tool_calls
         if event.error is not None:
             values["error"] = {name: value and str(value) for name, value in asdict(event.error).items()}
     if event.usage is not None:

@@ -86,7 +86,7 @@ class Setup:
             ModelError: a file of weights cannot be read, or changed since the checks.
         """
         tokenizer, folder, hashes = self.front_end.tokenizer, self.model.folder, self.hashes.done.result()
-        reasoning = self.front_end.encoder.reasoning
+        reasoning, tools = self.front_end.encoder.reasoning, self.front_end.encoder.tools
         weights = {os.path.relpath(file, folder.path): hashes[file] for file in folder.files}
         adapters = {each.name: _digest([each.config_digest, hashes[each.weights]]) for each in self.model.adapters}
         return {
@@ -101,6 +101,7 @@ class Setup:
             "implementation": self.spec.implementation,
             **({"adapters": adapters} if adapters else {}),
             **({} if reasoning is None else {"reasoning": reasoning.format.name}),
+            **({} if tools is None else {"tool_parser": tools.name}),
         }
 
     @property

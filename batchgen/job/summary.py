@@ -65,7 +65,7 @@ class RunSummary:
     constraints: Mapping[str, int] = field(default_factory=dict)
     """`met`, `failed` -> number of answers whose text was checked against their constraint."""
     empty_texts: int = 0
-    """Number of answers without text."""
+    """Number of answers without text and calls of tools."""
     kv_peak_bytes: int = 0
     kv_peak_bytes_by_group: Mapping[str, int] = field(default_factory=dict)
     """`full`, `window` -> the peak of these layers."""
@@ -79,6 +79,8 @@ class RunSummary:
     """The kernels that computed, with their versions and the times by which they were chosen."""
     reasoning: str | None = None
     """The format in which thoughts were looked for; None: none is known, or with `--reasoning off`."""
+    tool_parser: str | None = None
+    """The format in which calls of tools were looked for; None: none is known, or with `--tool-parser off`."""
     advice: Sequence[str] = ()
     """What is probably not as meant, with a remedy each."""
     carried_options: Sequence[Mapping[str, Any]] = ()
@@ -172,6 +174,7 @@ def run_summary(
         **counted(totals),
         fingerprint=record["fingerprint"],
         reasoning=record.get("reasoning"),
+        tool_parser=record.get("tool_parser"),
         rows_skipped=rows.skipped,
         prompt_tokens=counts.prompt_tokens,
         distinct_prompt_tokens=counts.distinct_prompt_tokens,
@@ -208,6 +211,7 @@ def finished_summary(result: Path, fingerprint: str, count_rows: Callable[[], in
         rows_skipped=int(record.get("rows_skipped") or 0),
         kernels=str(record.get("kernels") or ""),
         reasoning=record.get("reasoning"),
+        tool_parser=record.get("tool_parser"),
         already_done=True,
     )
 

@@ -90,6 +90,10 @@ class Completion:
     """Number of tokens of the thoughts, without their markers; None as for `reasoning`, and 0 for empty thoughts."""
     reasoning_cut: bool | None = None
     """Whether the thoughts were ended by the row's `thinking_budget`; None without a budget."""
+    tool_calls: str | None = None
+    """Calls of the row's tools: a JSON list as OpenAI's `message.tool_calls`; None if there are none."""
+    tool_calls_error: str | None = None
+    """Why something in the text that begins like a call is none."""
     output_ids: Sequence[int] | None = None
     """[C], up to and including the token that completed the stop."""
     prompt_ids: Sequence[int] | None = None
@@ -182,6 +186,8 @@ class StreamEvent:
     matched_stop: str | None = None
     reasoning: str | None = None
     """The thoughts of a sample that has ended, if they are separated from its text."""
+    tool_calls: str | None = None
+    """The calls of a sample that has ended, as in `Completion`."""
     completion_tokens: int | None = None
     usage: Usage | None = None
     """Token counts, if the row asks for them in `stream_options`."""

@@ -15,9 +15,10 @@ ConstraintKind = Literal[
     "ebnf",
     "structural_tag",
     "choice",
+    "tool_choice",
 ]
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
-"""Kinds of constraints, which are also the names of the fields that give them."""
+"""Kinds of constraints, which are also the names of the parameters that give them."""
 _values = attrgetter(*CONSTRAINT_KINDS)
 _NOTHING = (None,) * len(CONSTRAINT_KINDS)
 
@@ -28,7 +29,7 @@ class Constraint:
 
     kind: ConstraintKind
     text: str
-    """JSON of a schema, a structural tag or the list of choices; otherwise the pattern or grammar itself."""
+    """JSON of a schema, a structural tag, the list of choices or the calls; else the pattern or grammar itself."""
 
 
 def check_one(values: Any) -> None:

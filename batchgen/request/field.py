@@ -63,8 +63,9 @@ def sampling(
     aliases: tuple[str, ...] = (),
     body_check: Check | None = None,
     metavar: str | None = None,
+    places: tuple[Place, ...] = EVERYWHERE,
 ) -> _T:
-    """Attribute of `SamplingParams` that declares a field allowed in every place.
+    """Attribute of `SamplingParams` that declares a field.
 
     Args:
         default: the value of a row without the field.
@@ -73,8 +74,9 @@ def sampling(
         aliases: other names.
         body_check: check of values in OpenAI bodies, if it differs.
         metavar: as in `Field`.
+        places: as in `Field`; none for a value that follows from other fields of a row.
     """
-    field = Field("", check, aliases=aliases, help=help, metavar=metavar)
+    field = Field("", check, places, aliases=aliases, help=help, metavar=metavar)
     declared: tuple[Field, ...] = (field,)
     if body_check is not None:
         declared = (replace(field, places=("row", "params")), replace(field, places=BODIES, check=body_check))

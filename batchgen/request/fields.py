@@ -22,8 +22,9 @@ from batchgen.request.checks import (
 )
 from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
-from batchgen.request.params import SAMPLING_FIELDS
+from batchgen.request.params import PARAMETERS, SAMPLING_FIELDS
 from batchgen.request.prompts import embeddings
+from batchgen.request.tool_choice import tool_choice
 
 __all__ = ["CONSTRAINTS", "FIELDS", "ID_NAMES", "LOOKUP", "SOURCES", "Field", "Place"]
 
@@ -59,6 +60,8 @@ _PROMPTS = (
     Field("prompt", field_checks.prompts, ("completions",)),
     Field("messages", field_checks.messages, _CHAT),
     Field("tools", field_checks.tools, _CHAT),
+    Field("tool_choice", tool_choice, _CHAT),
+    Field("parallel_tool_calls", boolean, _CHAT),
     Field("chat_template_kwargs", field_checks.template_kwargs, _CHAT),
     Field("add_generation_prompt", boolean, _CHAT),
     Field("continue_final_message", boolean, _CHAT),
@@ -93,20 +96,6 @@ _OPENAI = (
     _unsupported(
         "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
     ),
-    _unsupported(
-        "parallel_tool_calls",
-        boolean,
-        _IN_CHAT,
-        requests_nothing=lambda value, given: value or not given.get("tools"),
-        remedy="leave it at true",
-    ),
-    _unsupported(
-        "tool_choice",
-        string_or_mapping,
-        _IN_CHAT,
-        requests_nothing=lambda value, given: value == "auto" or (value == "none" and not given.get("tools")),
-        remedy="leave it at auto, or leave `tools` out",
-    ),
     _unsupported("functions", field_checks.media, _IN_CHAT, requests_nothing=_noop_if_empty, remedy="use `tools`"),
     _unsupported("function_call", string_or_mapping, _IN_CHAT, requests_nothing=_noop_if("none"), remedy="use `tools`"),
     _unsupported(
@@ -133,7 +122,7 @@ ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""
 
-CONSTRAINTS = (*CONSTRAINT_KINDS, "response_format", "dtype")
+CONSTRAINTS = (*(kind for kind in CONSTRAINT_KINDS if kind in PARAMETERS), "response_format", "dtype")
 """Canonical names of the constraint fields; a row has at most one."""
 
 

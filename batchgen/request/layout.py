@@ -33,6 +33,7 @@ _OPTIONS = (frozenset(item.name for item in SAMPLING_FIELDS) - {"seed"}) | {
 """Fields of a row that determine its parameter set. The seed is separate: rows with different seeds share one."""
 CHAT_FIELDS = (
     *("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("tool_choice", "parallel_tool_calls"),
     *dict.fromkeys(field.name for known in LOOKUP.values() for field in known.values() if field.to_template),
 )
 """Fields of a conversation."""

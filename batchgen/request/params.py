@@ -267,6 +267,11 @@ class SamplingParams(_HashedOnce):
         False, boolean, "Write what `cached_tokens` consists of. Example: --return-cached-tokens-details"
     )
 
+    tool_choice: str | None = sampling(None, string, places=())
+    """The calls that the row's `tool_choice` requires, as the encoder writes them: see `text/tools/rows.py`."""
+    tool_calls: str | None = sampling(None, string, places=())
+    """How calls of the row's tools are found, as the encoder writes it; None: they are not looked for."""
+
     def __post_init__(self) -> None:
         for name, check, default, optional in _CHECKS:
             value = getattr(self, name)
@@ -374,12 +379,15 @@ class SamplingParams(_HashedOnce):
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-SAMPLING_FIELDS = declared_fields(SamplingParams)
-"""The fields that `SamplingParams` declares."""
+_DECLARED = declared_fields(SamplingParams)
+SAMPLING_FIELDS = tuple(field for field in _DECLARED if field.places)
+"""The fields of rows that `SamplingParams` declares."""
+PARAMETERS = tuple(dict.fromkeys(field.name for field in SAMPLING_FIELDS))
+"""Their names."""
 _CHECKS = tuple(
     (item.name, field.check, item.default, "None" in str(item.type))
     for item in fields(SamplingParams)
-    for field in SAMPLING_FIELDS
-    if field.name == item.name and "params" in field.places
+    for field in _DECLARED
+    if field.name == item.name and ("params" in field.places or not field.places)
 )
 """(name, check, default, whether null is allowed) of each parameter."""

@@ -26,6 +26,7 @@ from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
 from batchgen.request.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.request.table import ParsedRow
+from batchgen.request.tool_choice import AUTO
 
 MAX_ROW_PROMPTS = 1 << 17
 """Most prompts of a row, and most pairs of a prompt and a text to score."""
@@ -39,6 +40,8 @@ _DEFAULTS: dict[str, Any] = {
     "top_logprobs": 0,
     "response_format": {"type": "text"},
     "dtype": None,
+    "tool_choice": AUTO,
+    "parallel_tool_calls": True,
 }
 _NATIVE_SOURCES = ("text", "prompt", "input_ids", "input_embeds", "messages")
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, nonempty_string
 from batchgen.request.params import SamplingParams
+from batchgen.request.tool_choice import AUTO, ToolChoice
 
 
 class TextPrompt(NamedTuple):
@@ -36,6 +37,10 @@ class ChatPrompt(NamedTuple):
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tool_choice: ToolChoice = AUTO
+    """Whether the answer calls the tools; the template does not see it."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may have several calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

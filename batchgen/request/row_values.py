@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError, UsageError
@@ -14,8 +14,9 @@ from batchgen.request.fields import CONSTRAINTS, Place
 from batchgen.request.json_text import text_remedy
 from batchgen.request.layout import CHAT_FIELDS, Kind, Layout, new_layout
 from batchgen.request.model_names import ModelNames
-from batchgen.request.params import SamplingParams
+from batchgen.request.params import PARAMETERS, SamplingParams
 from batchgen.request.prompts import ChatPrompt
+from batchgen.request.tool_choice import AUTO
 from batchgen.request.unknown_keys import CarriedOptions, unknown_field
 
 _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
@@ -24,7 +25,7 @@ _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
     ("return_text_in_logprobs", False),
 )
 """Fields that select which logprobs are returned, each with the value that selects none."""
-_PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
+_PARAM_NAMES = frozenset(PARAMETERS)
 _MAX_CACHED_PARAMS = 256
 """Most parameter sets in the cache of `RowDefaults`; most jobs use a few."""
 _MAX_LAYOUTS = 256
@@ -376,12 +377,17 @@ def chat_prompt(
     continued = values.get("continue_final_message", False)
     if continued and values.get("add_generation_prompt"):
         raise invalid("continue_final_message", "cannot be true with `add_generation_prompt: true`; keep one of them")
+    tools, choice = values.get("tools") or None, values.get("tool_choice", AUTO)
+    if choice.mode == "required" and tools is None:
+        raise invalid("tool_choice", "needs `tools` that can be called; add them, or leave it out")
     return ChatPrompt(
         messages=messages,
-        tools=values.get("tools") or None,
+        tools=None if choice.mode == "none" else tools,
         template_kwargs=_template_variables(row, layout, defaults),
         add_generation_prompt=values.get("add_generation_prompt", not continued),
         continue_final_message=continued,
+        tool_choice=choice,
+        parallel_tool_calls=values.get("parallel_tool_calls", True),
     )
 
 

@@ -35,6 +35,7 @@ from batchgen.text.prompt_texts import (
 from batchgen.text.reasoning import ReasoningParser
 from batchgen.text.scoring import PromptWithText, join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tools.rows import ToolParser, params_with_tools
 
 SCORED_TOKENS = 1 << 24
 """Most tokens of all texts to score of a row, each counted with its prompt."""
@@ -77,6 +78,8 @@ class _Batch(NamedTuple, Generic[_Tag]):
     """Inputs of the rows' prompts, in order."""
     ids: Future[list[Encoded]]
     """Token ids or errors of the rows' prompts, in order."""
+    refused: dict[int, ErrorInfo]
+    """Place in `items` -> error of a row whose tools cannot be called as it says."""
 
 
 class Encoder:
@@ -120,6 +123,8 @@ class Encoder:
         self._limits = limits
         self.reasoning: ReasoningParser | None = None
         """The model's format of thoughts, set by `FrontEnd`."""
+        self.tools: ToolParser | None = None
+        """The model's format of calls, set by `FrontEnd`."""
         self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
         self._fitter = PromptFitter(tokenizer, context_length, truncate)
 
@@ -156,6 +161,7 @@ class Encoder:
         return all(self.grammars.error(constraint) is None for constraint in constraints)
 
     def _begin_batch(self, items: list[_Item[_Tag]], executor: Executor) -> _Batch[_Tag]:
+        refused = self._add_tools(items)
         rows = [row for _, row in items if row is not None]
         texts = self._texts.inputs(rows)
         started = Event()
@@ -164,15 +170,29 @@ class Encoder:
         distinct = dict.fromkeys(row.params for row in rows)
         constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
         self.grammars.prepare(constraints)
-        return _Batch(items, texts, ids)
+        return _Batch(items, texts, ids, refused)
+
+    def _add_tools(self, items: list[_Item[_Tag]]) -> dict[int, ErrorInfo]:
+        """Give the rows with tools the parameters that follow from them; returns the errors by place."""
+        refused = {}
+        for place, (tag, row) in enumerate(items):
+            if row is not None and type(prompt := row.prompts[0]) is ChatPrompt and prompt.tools:
+                try:
+                    items[place] = (tag, row._replace(params=params_with_tools(row.params, prompt, self.tools)))
+                except RowError as error:
+                    refused[place] = error.info
+        return refused
 
     def _finish_batch(self, batch: _Batch[_Tag]) -> Iterator[tuple[_Tag, list[EncodedPrompt] | ErrorInfo | None]]:
         results = zip(batch.texts, batch.ids.result(), strict=True)
-        for tag, row in batch.items:
+        for place, (tag, row) in enumerate(batch.items):
             if row is None:
                 yield tag, None
                 continue
             of_row = list(islice(results, len(row.prompts)))
+            if place in batch.refused:
+                yield tag, batch.refused[place]
+                continue
             found: list[EncodedPrompt] | ErrorInfo
             try:
                 found = self._finish_scored_row(row, of_row) if row.completions else self._finish_row(row, of_row)

@@ -7,8 +7,8 @@ Rules (one `ReasoningState` per sample receives each token once):
   marker that no end marker follows.
 - Else thoughts begin at a start marker with nothing but blanks in front of it, and end at the first end marker. What
   follows is the answer, whatever it quotes. In a format of channels, thoughts and answers may alternate.
-- Tokens of markers belong to neither side. Other characters of a marker's first or last
-  token belong to the text that they are in.
+- Tokens of markers belong to neither side, but for the marker of a call, which is a part of the answer. Other
+  characters of a marker's first or last token belong to the text that they are in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Final, Literal
 
 from batchgen.text.detokenize import Detokenizer
-from batchgen.text.reasoning_formats import ReasoningFormat, find_format
+from batchgen.text.families import ReasoningFormat, find_format
 from batchgen.text.tokenizer import Tokenizer
 
 Part = Literal["answer", "thoughts", "header"]
@@ -54,28 +54,32 @@ class ReasoningParser:
         """Id -> the marker that it is."""
         self.by_id = len(self.marker_ids) == len(ids)
         """Whether each marker is one token."""
+        self.encode = lru_cache(64)(self._encode)
+        """Ids of a marker."""
         self.blank = lru_cache(1 << 12)(self._blank)
         """Whether a token has no text but blanks."""
 
-    @cached_property
-    def close_ids(self) -> tuple[int, ...]:
-        """Ids of the text that ends the thoughts and begins the answer."""
-        return self.encode(self.format.close)
+    def close_ids(self, *, calls: bool) -> tuple[int, ...]:
+        """Ids of the text that ends the thoughts and begins the answer; `calls`: which must call a tool."""
+        return self.encode(self.format.close(calls=calls))
 
-    @cached_property
-    def opening_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Ids of each marker with which an output may begin: those of thoughts, and in channels those of answers."""
+    def opening_ids(self, *, calls: bool) -> tuple[tuple[int, ...], ...]:
+        """Ids of each marker with which an output may begin: those of thoughts, and in channels those of answers.
+
+        `calls`: whether an answer must call a tool.
+        """
         form = self.format
-        return tuple(map(self.encode, form.starts if form.header is None else (*form.starts, form.answers[0])))
+        return tuple(map(self.encode, form.starts if form.header is None else form.next_parts(calls=calls)))
 
-    @cached_property
-    def header_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Ids of the texts with which a format of channels goes on behind a part, without the end of that part."""
+    def header_ids(self, *, calls: bool) -> tuple[tuple[int, ...], ...]:
+        """Ids of the texts with which a format of channels goes on behind a part, without the end of that part.
+
+        `calls`: whether an answer must call a tool.
+        """
         form = self.format
-        return tuple(self.encode(f"{form.header}{marker}") for marker in (*form.starts, *form.answers[:1]))
+        return tuple(self.encode(f"{form.header}{marker}") for marker in form.next_parts(calls=calls))
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a marker."""
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_plain([text])[0])
 
     def _blank(self, token: int) -> bool:
@@ -155,7 +159,7 @@ class ReasoningState:
         if self.part == "thoughts":
             return form.ends if form.header is None else (*form.ends, *form.answers)
         if form.header is not None:
-            return (*form.starts, *form.answers, *form.ends)
+            return (*form.starts, *form.answers, *form.ends, *form.calls)
         if not self._blank:
             return form.closers
         return (*(() if self.begun else form.starts), *form.answers, *form.closers)
@@ -223,6 +227,9 @@ class ReasoningState:
         found = min(((at, -len(m), m) for m in self._live if (at := window.find(m)) >= 0), default=None)
         if found is not None:
             at, _, marker = found
+            if marker in form.calls:
+                self._begin_call(at)
+                return
             if in_answer and form.header is None and marker not in form.closers and window[:at].strip():
                 self._settle()  # the answer has begun in the token that the marker begins in
                 return
@@ -246,6 +253,13 @@ class ReasoningState:
         self._release(len(window) - kept)
         if not self._live:
             self._settle()
+
+    def _begin_call(self, at: int) -> None:
+        """Begin an answer with the marker of a call, at a position of the text of the held tokens."""
+        self._release(at)
+        self.part, self._marked = "answer", True
+        self._settle()
+        self._live = self._find_live()
 
     def _release(self, end: int) -> int:
         """Add the held tokens whose text ends at `end` or before; returns where the text of the others begins."""
@@ -300,6 +314,11 @@ class ReasoningState:
     def lead(self) -> str:
         """Characters of the answer in the token that completed the marker in front of it."""
         return self._lead
+
+    @property
+    def trail(self) -> str:
+        """Characters of the answer in the first token of the marker behind it."""
+        return self._trail
 
     def answer(self, text: str, *, cut: bool = False) -> str:
         """The answer whose tokens have this text: without the blanks behind the thoughts, and in front of a closer.

@@ -33,6 +33,8 @@ from batchgen.text.hidden_stops import hidden_strings
 from batchgen.text.reasoning import ReasoningState
 from batchgen.text.stop_search import StopSearch
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tools.calls import ToolCall
+from batchgen.text.tools.parser import CallParser, shown_text
 
 
 def all_stop_token_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
@@ -67,6 +69,10 @@ class FinishedText:
     reasoning: str | None = None
     """The thoughts; None if there are none, or if they are a part of the text."""
     reasoning_tokens: int | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of the row's tools, which are not a part of the text."""
+    tool_calls_error: str | None = None
+    """Why something in the text that begins like a call is none."""
 
 
 class StopState:
@@ -173,6 +179,8 @@ class StopState:
         No later token changes it, and no later stop cuts it.
         """
         assert self._search is not None, "rows with `stream` track text"
+        if self._params.tool_calls is not None:
+            return ""  # any of it may turn out to be a call
         text = self._search.next_output_text()
         if not self._separates or self._blanks is None:
             return text
@@ -186,9 +194,27 @@ class StopState:
 
     def finish(self, reason: FinishReason) -> FinishedText:
         """Text and finish columns; a stop condition that the last allowed token met takes precedence over `reason`."""
+        done = self._finish_answer(reason) if self._separates else self._finish_text(reason)
+        return done if self._params.tool_calls is None else self._with_calls(done)
+
+    def _with_calls(self, done: FinishedText) -> FinishedText:
+        """The finished text without its calls."""
+        params, event, thoughts = self._params, self.event, self._thoughts
+        assert params.tool_calls is not None
+        is_cut = event is not None and event.cut is not None
+        trimmed = event is not None and event.cut is None and not params.no_stop_trim
+        ids: Sequence[int] = self.output_ids[: len(self.output_ids) - trimmed]
+        around = ("", "")
+        if self._separates and thoughts is not None:
+            ids, around = thoughts.answer_ids, (thoughts.lead, "" if is_cut else thoughts.trail)
+        length = event.cut if event is not None else None
+        shown = shown_text(self._tokenizer, ids, params, around, length)
+        found = CallParser.of(params.tool_calls).parse(shown, done.text)
+        return replace(done, text=found.text, tool_calls=found.calls, tool_calls_error=found.error)
+
+    def _finish_text(self, reason: FinishReason) -> FinishedText:
+        """As `finish`, for a row that does not separate its thoughts."""
         event = self.event
-        if self._separates:
-            return self._finish_answer(reason)
         if event is None:
             return FinishedText(self.decode(self.output_ids), reason)
         if event.cut is not None and self._search is not None:

@@ -24,6 +24,10 @@ CONTEXT = 2048
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
+{%- if tools -%}
+  {{- '<|system|>Write a call as <tool_call>{"name": "NAME", "arguments": {}}</tool_call>. The tools: ' -}}
+  {{- tools | tojson }}<|end|>
+{%- endif -%}
 {%- for message in messages -%}
   {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
     {{- raise_exception('this model has the roles system, user and assistant, not ' + message['role']) -}}

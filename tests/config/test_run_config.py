@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, RunConfig
 from batchgen.config.units import Shard, Threshold
 from batchgen.errors import UsageError
-from batchgen.request.params import SamplingParams
+from batchgen.request.params import PARAMETERS
 
 
 def resolve(cwd: Path, flags: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> RunConfig:
@@ -361,7 +360,7 @@ def test_constraint_replaces_those_of_lower_precedence(tmp_path: Path) -> None:
 
 def test_every_sampling_field_has_an_option() -> None:
     without = {"seed", "suffix", "stream_options"}  # their declarations say why
-    assert {f.name for f in fields(SamplingParams)} - without == {o.name for o in OPTIONS if o.target == "sampling"}
+    assert set(PARAMETERS) - without == {o.name for o in OPTIONS if o.target == "sampling"}
 
 
 # Logit processors: pairs of name and function

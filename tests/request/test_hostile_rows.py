@@ -166,7 +166,7 @@ HOSTILE: list[Hostile] = [
     (line(CHAT, top_logprobs=5), "invalid_field", "top_logprobs"),
     (line(CHAT, logprobs=False, top_logprobs=5), "invalid_field", "top_logprobs"),
     (line(user=5), "invalid_field", "user"),
-    (line(CHAT, tool_choice="none", tools=[{"type": "function"}]), "unsupported_field", "tool_choice"),
+    (line(CHAT, tool_choice="any", tools=[{"type": "function"}]), "invalid_field", "tool_choice"),
     # Unicode that has no UTF-8 form
     ({"text": "a\ud800"}, "invalid_unicode", "text"),
     (text(id="\udfff"), "invalid_unicode", "id"),

@@ -18,6 +18,7 @@ from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from batchgen.request.row_ids import row_id
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow
+from batchgen.request.tool_choice import ToolChoice
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 
 
@@ -458,8 +459,6 @@ REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     "image_data": ([None, []], ["picture.png"]),
     "audio_data": ([None, []], [["sound.wav"]]),
     "extra_body": ([{}], [{"top_k": 5}]),
-    "parallel_tool_calls": ([True, False], []),
-    "tool_choice": (["auto", "none"], ["required", {"type": "function", "function": {"name": "f"}}]),
     "functions": ([[]], [[{"name": "f"}]]),
     "function_call": (["none"], ["auto"]),
     "modalities": ([["text"], "text", []], [["text", "audio"], ["audio"], "audio"]),
@@ -471,7 +470,7 @@ REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.mark.field(
-    "extra_body", "parallel_tool_calls", "tool_choice", "functions", "function_call", "modalities", "audio",
+    "extra_body", "functions", "function_call", "modalities", "audio",
     "prediction", "web_search_options", "moderation", "image_data", "audio_data",
 )  # fmt: skip
 @pytest.mark.parametrize("field", [field for field in FIELDS if not field.supported], ids=lambda field: field.name)
@@ -487,9 +486,66 @@ def test_unsupported_fields(field: Field) -> None:
         assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, field.name)
 
 
-def test_parallel_tool_calls_false_is_refused_with_tools() -> None:
-    with pytest.raises(RowError, match="`parallel_tool_calls` is not supported"):
-        parse(line(CHAT, tools=[{"type": "function"}], parallel_tool_calls=False))
+TOOLS = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]
+
+
+@pytest.mark.field("tool_choice", "parallel_tool_calls")
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, ToolChoice()),
+        ("auto", ToolChoice()),
+        ("required", ToolChoice("required")),
+        ({"type": "function", "function": {"name": "f"}}, ToolChoice("required", ("f",), once=True)),
+        ({"type": "function", "name": "f"}, ToolChoice("required", ("f",), once=True)),
+        ('{"type": "function", "name": "f"}', ToolChoice("required", ("f",), once=True)),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "g"}}]}},
+            ToolChoice("required", ("g",)),
+        ),
+    ],
+)
+def test_what_a_row_says_about_calls_goes_with_its_conversation(value: Any, expected: ToolChoice) -> None:
+    native = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+    for row in (native, line(CHAT, tools=TOOLS)):
+        given = row.get("body", row)
+        given |= {"tool_choice": value, "parallel_tool_calls": False}
+        for _ in range(2):  # the second time with a parameter set that is known
+            (prompt,) = parse(row).prompts
+            assert isinstance(prompt, ChatPrompt)
+            assert (prompt.tools, prompt.tool_choice, prompt.parallel_tool_calls) == (tuple(TOOLS), expected, False)
+
+
+def test_tools_that_must_not_be_called_are_not_shown() -> None:
+    (prompt,) = parse(line(CHAT, tools=TOOLS, tool_choice="none")).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": "required"}, "needs `tools`"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "must be none, auto, required or"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "must be none, auto, required or"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "must name a function"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": TOOLS}},
+            "the mode required",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
+            "the mode required",
+        ),
+    ],
+)
+def test_wrong_values_of_tool_choice(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(RowError, match=words) as caught:
+        parse(line(CHAT, **fields))
+    assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, "tool_choice")
+    for more in ({"text": "a"}, {"input_ids": [1]}):
+        with pytest.raises(RowError, match="needs `messages`"):
+            parse({**more, "tool_choice": "auto"})
 
 
 HANDLING: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ import pytest
 from batchgen.errors import UsageError
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt
+from batchgen.text.families import NAMES, find_format
 from batchgen.text.reasoning import ReasoningParser, reasoning_of
-from batchgen.text.reasoning_formats import NAMES, find_format
 from batchgen.text.stops import FinishedText, StopState
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import save_tokenizer

@@ -40,7 +40,7 @@ def job_mark(run: Mapping[str, Any], *, first: bool = False) -> dict[str, Any]:
         run: the run record of the results' footer.
         first: whether the line is of the first row, which also names the kernels and the format of thoughts.
     """
-    names = ("states", "kernels", "reasoning") if first else ("states",)
+    names = ("states", "kernels", "reasoning", "tool_parser") if first else ("states",)
     more = {name: run[name] for name in names if run.get(name)}
     return {"job": run["fingerprint"][:_JOB_DIGITS], **more}
 

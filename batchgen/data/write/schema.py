@@ -56,6 +56,8 @@ SCHEMA = pa.schema(
         ("reasoning", pa.string()),
         ("reasoning_tokens", pa.int32()),
         ("reasoning_cut", pa.bool_()),
+        ("tool_calls", pa.string()),
+        ("tool_calls_error", pa.string()),
         ("output_ids", _IDS),
         ("prompt_ids", _IDS),
         ("prompt_tokens", pa.int32()),

@@ -44,6 +44,8 @@ class ThinkingMask:
         """Tokens to write next."""
         self._given = 0
         """Number of the answer's tokens that the grammar has received."""
+        self._calls = grammar is not None and grammar.constraint.kind == "tool_choice"
+        """Whether the answer must call a tool."""
         self._routes: tuple[tuple[int, ...], ...] = ()
         """Rests of the markers that may be written next."""
         self._bound = False
@@ -51,7 +53,7 @@ class ThinkingMask:
         self.cut = False
         self.error: ErrorInfo | None = None if grammar is None else grammar.error
         if state.part == "answer" and grammar is not None:
-            self._routes = state.parser.opening_ids
+            self._routes = state.parser.opening_ids(calls=self._calls)
             self._bound = state.parser.format.header is not None
         self._plan()
 
@@ -146,11 +148,11 @@ class ThinkingMask:
         if state.part == "thoughts":
             self._routes = ()
             if self._budget is not None and state.thinking_tokens + state.pending >= self._budget:
-                self._forced = list(state.parser.close_ids)
+                self._forced = list(state.parser.close_ids(calls=self._calls))
                 state.begin_closing()
                 self.cut = True
         elif state.part == "header" and self._grammar is not None and not (self._routes or state.pending):
-            self._routes, self._bound = state.parser.header_ids, True
+            self._routes, self._bound = state.parser.header_ids(calls=self._calls), True
 
     def check_can_end(self) -> None:
         """Set an error unless the text may end here. Call it when no token is left to sample."""

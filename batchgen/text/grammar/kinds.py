@@ -16,6 +16,9 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request.constraint import ConstraintKind
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
+from batchgen.text.tools.calls import Function
+from batchgen.text.tools.formats import FORMATS
+from batchgen.text.tools.keyed_calls import RAW_STRING, raw_string_format
 
 _TAG_WHITESPACE = 16
 """Most consecutive whitespace characters between JSON tokens inside a structural tag that sets no limit."""
@@ -84,6 +87,15 @@ def _structural_tag(text: str, lenient: bool) -> Iterator[Source]:
     yield Source("structural_tag", json.dumps(written))
 
 
+def _required_calls(text: str, lenient: bool) -> Iterator[Source]:
+    """Grammar of an answer that calls functions; the text is written by `text/tools/rows.py`."""
+    value = read_json(text)
+    functions = [Function(each["name"], each["parameters"]) for each in value["functions"]]
+    found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
+    written = {"type": "structural_tag", "format": _format(found, lenient, 0, "tools")}
+    yield Source("structural_tag", json.dumps(written))
+
+
 def _refuse_unknown_keys(value: dict[str, Any], known: set[str]) -> None:
     """Reject keys that the compiler would ignore; null values are allowed (Parquet gives every object all keys)."""
     unknown = next((key for key, item in value.items() if key not in known and item is not None), None)
@@ -114,20 +126,23 @@ def _from_triggers(tag: dict[str, Any]) -> dict[str, Any]:
     return {"format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}
 
 
-def _format(part: Any, lenient: bool, depth: int) -> Any:
-    """A part of a structural tag with its schemas and patterns rewritten."""
+def _format(part: Any, lenient: bool, depth: int, field: str = "structural_tag") -> Any:
+    """A part of a structural tag with its schemas and patterns rewritten; `field`: where they are given."""
     if depth > _MAX_TAG_DEPTH:
-        raise RowError(ErrorCode.INVALID_GRAMMAR, "`structural_tag` is nested too deeply", "structural_tag")
+        raise RowError(ErrorCode.INVALID_GRAMMAR, f"`{field}` is nested too deeply", field)
     if type(part) is list:
-        return [_format(item, lenient, depth + 1) for item in part]
+        return [_format(item, lenient, depth + 1, field) for item in part]
     if type(part) is not dict:
         return part
     if part.get("type") == "json_schema" and "json_schema" in part:
-        schema = next(_schemas(json.dumps(part["json_schema"]), "structural_tag", lenient)).text
+        schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
         return {"max_whitespace_cnt": _TAG_WHITESPACE, **part, "json_schema": read_json(schema)}
+    if part.get("type") == RAW_STRING and field == "tools":
+        schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
+        return raw_string_format(read_json(schema), part["excludes"])
     if part.get("type") == "regex" and type(part.get("pattern")) is str:
-        return {**part, "pattern": _pattern(part["pattern"], "structural_tag")}
-    return {key: _format(value, lenient, depth + 1) for key, value in part.items()}
+        return {**part, "pattern": _pattern(part["pattern"], field)}
+    return {key: _format(value, lenient, depth + 1, field) for key, value in part.items()}
 
 
 def _regex(text: str, lenient: bool) -> Iterator[Source]:
@@ -155,6 +170,27 @@ def _pattern_check(text: str) -> Check:
     return partial(matches_whole, text)
 
 
+def _calls_check(text: str) -> Check:
+    """Check of the JSON text of an answer's calls."""
+    from batchgen.text.grammar.validation import Schema
+
+    value = read_json(text)
+    schemas = {each["name"]: Schema(each["parameters"]) for each in value["functions"]}
+
+    def satisfied(calls: str) -> bool | None:
+        found = [call["function"] for call in read_json(calls or "[]")]
+        if (
+            not found
+            or (len(found) > 1 and not value["parallel"])
+            or any(each["name"] not in schemas for each in found)
+        ):
+            return False
+        results = [schemas[each["name"]].satisfied_by(each["arguments"]) for each in found]
+        return False if False in results else None if None in results else True
+
+    return satisfied
+
+
 def _choice_check(text: str) -> Check:
     return frozenset(read_json(text)).__contains__
 
@@ -165,5 +201,6 @@ KINDS: dict[ConstraintKind, GrammarKind] = {
     "ebnf": GrammarKind(_ebnf),
     "structural_tag": GrammarKind(_structural_tag, "tag"),
     "choice": GrammarKind(_choice, check=_choice_check),
+    "tool_choice": GrammarKind(_required_calls, "tag", _calls_check),
 }
 """Constraint kind, which is also the name of the row's field -> how it is compiled and checked."""

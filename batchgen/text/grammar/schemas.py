@@ -28,6 +28,8 @@ from batchgen.text.grammar.schema_analysis import additional_properties_of, any_
 from batchgen.text.grammar.schema_writer import SchemaWriter
 from batchgen.text.grammar.validation import Schema, pattern_found
 
+TAG_FIELDS = ("structural_tag", "tools")
+"""Fields whose schemas become parts of structural tags."""
 _INT64 = (-(2**63), 2**63 - 1)
 _NUMBER_LIMIT = 1e15
 _DECIMALS = 6
@@ -137,7 +139,7 @@ class XgrammarWriter(SchemaWriter):
             return {"type": "string", "pattern": explicit}
         if not low and high is None:
             return {"type": "string"}
-        if self._field == "structural_tag":
+        if self._field in TAG_FIELDS:
             limit = "" if high is None else str(int(high))
             return {"type": "string", "pattern": explicit_pattern(f".{{{low},{limit}}}", json_string=True)}
         written: Json = {"type": "string", "minLength": low}
@@ -290,7 +292,7 @@ def enforceable_schemas(text: str, field: str, *, lenient: bool = False) -> Iter
             enforced, or nothing that was yielded compiles.
     """
     schema = Schema.parse(text, field)
-    backends: list[Backend] = ["xgrammar"] if field == "structural_tag" else list(WRITERS)
+    backends: list[Backend] = ["xgrammar"] if field in TAG_FIELDS else list(WRITERS)
     refusal: RowError | None = None
     for backend in backends:
         try:

@@ -29,6 +29,7 @@ GOLDEN = {
     "finish_reason": "string", "stop_kind": "string", "matched_stop": "string", "matched_text": "string",
     "error": "struct<code: string, message: string, param: string>", "text": "string",
     "reasoning": "string", "reasoning_tokens": "int32", "reasoning_cut": "bool",
+    "tool_calls": "string", "tool_calls_error": "string",
     "output_ids": "list<item: int32>", "prompt_ids": "list<item: int32>",
     "prompt_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
     "cached_tokens_details": "struct<prefix: int32, duplicate: int32>",

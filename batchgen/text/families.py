@@ -1,7 +1,7 @@
-"""How model families write their thoughts: the table of formats, and which of them a model has.
+"""How model families write their thoughts and call tools: the table of families, and which of them a model is.
 
 A model is known by the response template of its tokenizer, if it has one, else by its chat template and its vocabulary.
-Families that write alike have the same markers under their own names.
+Families that write alike have the same markers under their own names. How calls are written is in `tools/formats.py`.
 """
 
 from __future__ import annotations
@@ -31,27 +31,46 @@ class ReasoningFormat(NamedTuple):
     """End the answer."""
     header: str | None = None
     """For a format of channels, in which thoughts and answers may alternate: the text between two of them."""
+    calls: tuple[str, ...] = ()
+    """In a format of channels, begin a call of a tool, which is a part of the answer with the marker itself."""
     opened: bool = False
     """Whether outputs begin with thoughts where the prompt says nothing: for a model named by the user."""
 
-    @property
-    def close(self) -> str:
-        """The text that ends the thoughts and begins the answer."""
-        return self.ends[0] if self.header is None else f"{self.ends[0]}{self.header}{self.answers[0]}"
+    def next_parts(self, *, calls: bool) -> tuple[str, ...]:
+        """In a format of channels, the markers that may begin a part; `calls`: an answer must be a call."""
+        return (*self.starts, *(self.calls if calls else self.answers)[:1])
+
+    def close(self, *, calls: bool) -> str:
+        """The text that ends the thoughts and begins the answer; `calls`: which must be a call."""
+        if self.header is None:
+            return self.ends[0]
+        return f"{self.ends[0]}{self.header}{self.next_parts(calls=calls)[-1]}"
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All markers."""
-        return (*self.starts, *self.ends, *self.answers, *self.closers)
+        return (*self.starts, *self.ends, *self.answers, *self.closers, *self.calls)
 
 
 class _Family(NamedTuple):
     name: str
-    format: ReasoningFormat
+    format: ReasoningFormat | None
+    """How it writes thoughts; None: another entry says it."""
     spelled: tuple[str, ...]
     """Texts of which one is in its chat template, or which all are added tokens of its vocabulary."""
     tells: tuple[str, ...] = ()
     """Texts that it has in its chat template."""
+    calls: str | None = None
+    """Name of the format in which it calls tools; None: another entry says it."""
+
+    def is_model(self, source: str, is_added: Callable[[str], bool]) -> bool:
+        """Whether a model with these chat templates and added tokens is of this family."""
+        spelled = any(text in source for text in self.spelled) or all(map(is_added, self.spelled))
+        return all(text in source for text in self.tells) and (spelled or not self.spelled)
+
+
+def _calls(format: str, *spelled: str, tells: tuple[str, ...] = ()) -> _Family:
+    return _Family(format, None, spelled, tells, format)
 
 
 def _tags(tag: str, *tells: str, name: str, answer: str | None = None, opened: bool = False) -> _Family:
@@ -79,8 +98,10 @@ _FAMILIES: Final = (
             ("<|end|>",),
             (f"{_CHANNEL}final<|message|>", f"{_CHANNEL}commentary<|message|>"),
             header="<|start|>assistant",
+            calls=(f"{_CHANNEL}commentary to=", f"{_CHANNEL}analysis to=", " to=functions."),
         ),
         (_CHANNEL, "<|message|>", "<|start|>"),
+        calls="gpt_oss",
     ),
     _Family("gemma4", ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",)), ("<|channel>", "<channel|>")),
     _Family("mistral", ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",)), ("[THINK]", "[/THINK]")),
@@ -113,15 +134,46 @@ _FAMILIES: Final = (
     _tags("think", "<|im_start|>", "enable_thinking", name="qwen3"),
     _tags("think", "<|im_start|>", name="qwq", opened=True),
     _tags("think", name="think"),
+    _calls("gemma4", "<|tool_call>"),
+    _calls("functiongemma", "<start_function_call>"),
+    _calls("xlam", "Salesforce xLAM"),
+    _calls("mistral_v11", "[ARGS]", tells=("[TOOL_CALLS]",)),
+    _calls("mistral", "[TOOL_CALLS]"),
+    _calls("cohere", "<|START_ACTION|>"),
+    _calls("command_r", "Action: ```json", "Action:```json"),
+    _calls("deepseek_v32", "<｜DSML｜"),
+    _calls("deepseek_v3", "<｜tool▁calls▁begin｜>", tells=("```json",)),
+    _calls("deepseek_v31", "<｜tool▁calls▁begin｜>"),
+    _calls("kimi_k2", "<|tool_calls_section_begin|>"),
+    _calls("minimax_m2", "<minimax:tool_call>"),
+    _calls("seed_oss", "<seed:tool_call>"),
+    _calls("lfm2", "<|tool_call_start|>"),
+    _calls("olmo3", "<function_calls>"),
+    _calls("internlm", "<|plugin|>"),
+    _calls("nemotron", "<TOOLCALL>"),
+    _calls("longcat", "<longcat_tool_call>"),
+    _calls("granite", "<|tool_call|>", tells=("<|start_of_role|>",)),
+    _calls("phi4", "<|tool_call|>", "<|/tool_call|>"),
+    _calls("phi4", "<|/tool|>"),
+    _calls("glm47", "</arg_key><arg_value>"),
+    _calls("glm45", "<arg_key>"),
+    _calls("qwen3_coder", "<function="),
+    _calls("hunyuan", "<tool_calls>"),
+    _calls("hermes", "<tool_call>"),
+    _calls("pythonic", "[func_name1(", "[func_name(", "[func1("),
+    _calls("llama3_json", '"parameters": dictionary', "<|python_tag|>"),
+    _calls("pythonic", "<|python_start|>"),
 )
-"""In order: the first family all of whose tells a model has."""
+"""In order: the first family all of whose tells a model has, for its thoughts, and again for its calls."""
+
+_THINKING: Final = tuple((family, family.format) for family in _FAMILIES if family.format is not None)
 
 MARKERS: Final = tuple(
-    dict.fromkeys((start, end) for family in _FAMILIES for start in family.format.starts for end in family.format.ends)
+    dict.fromkeys((start, end) for _, form in _THINKING for start in form.starts for end in form.ends)
 )
 """Pairs of markers that begin and end thoughts in a family."""
 
-NAMES: Final = tuple(dict.fromkeys(family.name for family in _FAMILIES))
+NAMES: Final = tuple(dict.fromkeys(family.name for family, _ in _THINKING))
 """Names of the families, for the option `--reasoning`."""
 
 
@@ -145,7 +197,7 @@ def find_format(
     if wanted == OFF:
         return None
     if wanted != AUTO:
-        named = next((family.format for family in _FAMILIES if family.name == wanted), None)
+        named = next((form for family, form in _THINKING if family.name == wanted), None)
         if named is None:
             raise UsageError(f"`--reasoning` must be {AUTO}, {OFF} or one of {', '.join(NAMES)}, got {wanted!r}")
         return named
@@ -153,12 +205,19 @@ def find_format(
     if found is not None:
         return found
     source = "\n".join(templates)
-    for family in _FAMILIES:
-        known = all(text in source for text in family.tells)
-        spelled = any(text in source for text in family.spelled) or all(map(is_added, family.spelled))
-        if known and (spelled or not family.spelled):
-            return family.format._replace(opened=False)
-    return None
+    found = next((form for family, form in _THINKING if family.is_model(source, is_added)), None)
+    return None if found is None else found._replace(opened=False)
+
+
+def find_calls(templates: Sequence[str], is_added: Callable[[str], bool]) -> str | None:
+    """Name of the format in which a model calls tools, by its templates and its vocabulary; None if none is known.
+
+    Args:
+        templates: sources of the model's chat templates.
+        is_added: whether a text is an added token of the vocabulary.
+    """
+    source = "\n".join(templates)
+    return next((family.calls for family in _FAMILIES if family.calls and family.is_model(source, is_added)), None)
 
 
 def _from_template(template: Mapping[str, Any]) -> ReasoningFormat | None:

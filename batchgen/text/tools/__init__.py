@@ -1,0 +1,1 @@
+"""How models write calls of tools: formats, parsing of outputs, and grammars of calls that a row requires."""

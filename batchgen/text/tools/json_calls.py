@@ -1,0 +1,207 @@
+"""Formats whose calls have their arguments as a JSON object."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from batchgen.text.tools.calls import (
+    CallError,
+    Format,
+    Function,
+    Schemas,
+    Span,
+    ToolCall,
+    ToolFormat,
+    arguments_of,
+    behind,
+    check_name,
+    constant,
+    dumps,
+    found_at,
+    json_part,
+    read_json_at,
+    sequence,
+    skip_blanks,
+)
+
+
+@dataclass(frozen=True)
+class JsonCalls(ToolFormat):
+    """Calls that are JSON objects with a name and arguments, or a list of them.
+
+    Attributes:
+        begins: texts in front of an object or a list; models write the first one. None: it is the whole output.
+        end: text behind it.
+        listed: whether the calls are in a list.
+        keys: names of the keys of a name and of arguments.
+        numbered: name of a key in front of them that counts the calls; None: there is none.
+    """
+
+    begins: tuple[str, ...] = ()
+    end: str = ""
+    listed: bool = False
+    keys: tuple[str, str] = ("name", "arguments")
+    numbered: str | None = None
+    whole: bool = False
+    """Whether calls without any of `begins` are the whole output."""
+
+    @cached_property
+    def _starts(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.begins)))
+
+    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.spans`."""
+        found = list(found_at(text, self._starts, self._read)) if self.begins else []
+        return found or (self._whole(text, schemas) if self.whole else [])
+
+    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+        value, end = read_json_at(text, match.end())
+        calls = self._calls(value)
+        while self.whole and (at := skip_blanks(text, end)) < len(text) and text[at] in ";,":
+            value, end = read_json_at(text, at + 1)
+            calls += self._calls(value)
+        return calls, behind(text, end, (self.end.strip(), *(("```",) if self.whole and self.end else ())))
+
+    def _whole(self, text: str, schemas: Schemas) -> list[Span]:
+        """The calls of a text that is nothing else; a text that is not JSON, or names no function, is an answer."""
+        begin = skip_blanks(text, 0)
+        named = re.compile(rf'\[?\s*\{{[^{{}}\[\]]*?"{self.keys[0]}"\s*:\s*"((?:[^"\\]|\\.)*)"').match(text, begin)
+        if named is None or _unquoted(named[1]) not in schemas:
+            return []
+        try:
+            calls, end = self._read(text, _nowhere(text, begin))
+            if skip_blanks(text, end) < len(text):
+                raise CallError("text follows the calls")
+        except (CallError, RecursionError) as error:
+            return [Span(begin, named.end(), error=str(error))]
+        return [Span(begin, end, calls)]
+
+    def _calls(self, value: Any) -> tuple[ToolCall, ...]:
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            raise CallError("the list of calls is empty")
+        return tuple(call_of(each, self.keys[0]) for each in values)
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """See `ToolFormat.write`."""
+        texts = [self._head(json.dumps(call.name)) + dumps(call.arguments) + "}" for call in calls]
+        if self.listed:
+            return f"{self._begin}[{', '.join(texts)}]{self.end}"
+        return self.separator.join(f"{self._begin}{text}{self.end}" for text in texts)
+
+    @property
+    def _begin(self) -> str:
+        return self.begins[0] if self.begins and not self.whole else ""
+
+    def _head(self, name: str) -> str:
+        number = "" if self.numbered is None else f'"{self.numbered}": "0", '
+        return f'{{{number}"{self.keys[0]}": {name}, "{self.keys[1]}": '
+
+    def tags(self, functions: Sequence[Function]) -> list[Format]:
+        """See `ToolFormat.tags`."""
+        around = ("", "") if self.listed else (self._begin, self.end)
+        return [
+            {
+                "type": "tag",
+                "begin": around[0] + self._head(json.dumps(function.name)),
+                "content": json_part(function.parameters),
+                "end": "}" + around[1],
+            }
+            for function in functions
+        ]
+
+    def grammar(self, functions: Sequence[Function], *, parallel: bool) -> Format:
+        """See `ToolFormat.grammar`."""
+        blanks, *calls = super().grammar(functions, parallel=parallel)["elements"]
+        if self.listed:
+            calls = [constant(f"{self._begin}["), {**calls[0], "separator": ", "}, constant("]" + self.end)]
+        return sequence(blanks, *calls)
+
+
+def call_of(value: Any, key: str = "name") -> ToolCall:
+    """The call that a JSON value describes; `key`: where its name is.
+
+    Raises:
+        CallError: it describes none.
+    """
+    value = value.get("function", value) if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping) or not isinstance(value.get(key), str):
+        raise CallError(f"an object with `{key}` is needed")
+    given = next((value[name] for name in ("arguments", "parameters") if name in value), None)
+    written = value.get("id")
+    return ToolCall(value[key], arguments_of(given), written if isinstance(written, str) else None)
+
+
+def _nowhere(text: str, at: int) -> re.Match[str]:
+    """An empty match at a position."""
+    match = re.compile("").match(text, at)
+    assert match is not None
+    return match
+
+
+def _unquoted(text: str) -> Any:
+    try:
+        return json.loads(f'"{text}"')
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class NamedCalls(ToolFormat):
+    """Calls whose name is in front of a JSON object of arguments.
+
+    Attributes:
+        begin: text in front of the name.
+        middle: text between the name and the arguments.
+        end: text behind the arguments.
+        pattern: regular expression of what is in front of the arguments, with the group `name`, and `id` if the model
+            writes ids.
+    """
+
+    begin: str = ""
+    middle: str = ""
+    end: str = ""
+    pattern: str = ""
+    other_ends: tuple[str, ...] = ()
+    """Further texts that may be in place of `end`."""
+    counted: bool = False
+    """Whether a number follows the name."""
+
+    @cached_property
+    def _starts(self) -> re.Pattern[str]:
+        return re.compile(self.pattern)
+
+    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.spans`."""
+        return list(found_at(text, self._starts, self._read))
+
+    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+        value, end = read_json_at(text, match.end())
+        call = ToolCall(match["name"].strip(), arguments_of(value), match.groupdict().get("id"))
+        return (call,), behind(text, end, (self.end.strip(), *self.other_ends)) if self.end else end
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """See `ToolFormat.write`."""
+        texts = []
+        for number, call in enumerate(calls):
+            name = f"{call.name}:{number}" if self.counted else call.name
+            texts.append(f"{self.begin}{name}{self.middle}{dumps(call.arguments)}{self.end}")
+        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+
+    def tags(self, functions: Sequence[Function]) -> list[Format]:
+        """See `ToolFormat.tags`."""
+        found = []
+        for function in functions:
+            name, content = check_name(function.name), json_part(function.parameters)
+            begin = f"{self.begin}{name}{self.middle}"
+            if self.counted:
+                begin = f"{self.begin}{name}:"
+                number = {"type": "regex", "pattern": "[0-9]{1,2}"}
+                content = sequence(number, constant(self.middle), content)
+            found.append({"type": "tag", "begin": begin, "content": content, "end": self.end})
+        return found

@@ -1,0 +1,280 @@
+"""Formats whose calls name each argument apart: in tags, as calls of Python, and as Gemma writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Final
+
+from batchgen.errors import ErrorCode, RowError
+from batchgen.text.tools.calls import (
+    CallError,
+    Format,
+    Function,
+    Schemas,
+    Span,
+    ToolCall,
+    ToolFormat,
+    behind,
+    check_name,
+    constant,
+    dumps,
+    found_at,
+    json_part,
+    sequence,
+    skip_blanks,
+)
+from batchgen.text.tools.values import LITERALS, Literals, Values, property_schemas, typed
+
+_KEYWORDS_OF_OBJECTS: Final = (
+    "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
+    "dependentRequired", "dependentSchemas", "dependencies", "const", "enum",
+)  # fmt: skip
+
+
+RAW_STRING: Final = "raw_string"
+"""Type of a part that is a string without quotes and escapes; the grammar compiler has none of this type."""
+_CALL: Final = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\s*\(")
+
+
+def _checked(function: Function) -> Any:
+    """The schema of a function's arguments, all of which the format can name.
+
+    Raises:
+        RowError: `unsupported_schema_keyword`, or `invalid_field` for a name.
+    """
+    schema = function.parameters if isinstance(function.parameters, Mapping) else {}
+    names = property_schemas(schema)
+    missing = [name for name in schema.get("required") or () if name not in names]
+    keyword = next((key for key in _KEYWORDS_OF_OBJECTS if key in schema), "required" if missing else None)
+    if keyword is not None:
+        message = f"`tools` uses `{keyword}` (in the parameters of {function.name[:60]!r}), which cannot be enforced: "
+        remedy = "the model writes calls without JSON; describe each argument in `properties`"
+        raise RowError(ErrorCode.UNSUPPORTED_SCHEMA_KEYWORD, message + remedy, "tools")
+    for name in names:
+        check_name(name)
+    return schema
+
+
+def raw_string(end: str, quote: str, schema: Any) -> Format:
+    """The part of a string without escapes, between quotes; `end`: what is not in it."""
+    if "const" in schema:
+        return sequence(constant(f"{quote}{schema['const']}{quote}"))
+    return sequence(constant(quote), {"type": RAW_STRING, "json_schema": schema, "excludes": [end]}, constant(quote))
+
+
+def raw_string_format(schema: Any, excludes: Sequence[str]) -> Format:
+    """The format of a part `RAW_STRING`, given the translation of its schema for a structural tag."""
+    pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
+    return (
+        {"type": "any_text", "excludes": list(excludes)} if pattern is None else {"type": "regex", "pattern": pattern}
+    )
+
+
+def python_string(schema: Any) -> Format:
+    """The part of a string with the quotes and escapes of JSON, which Python has, too."""
+    return sequence(constant(dumps(schema["const"]))) if "const" in schema else json_part(schema)
+
+
+@dataclass(frozen=True)
+class TagCalls(ToolFormat):
+    """Calls with a tag for each argument, in which strings have no quotes.
+
+    Attributes:
+        begin: text of a call's beginning, with `{}` for the name.
+        key: text in front of a value, with `{}` for the name of its argument, and perhaps `{string}`.
+        close: text behind a value.
+        end: text of a call's end.
+        pattern: regular expression of a beginning, with the group `name`.
+        argument: regular expression of an argument, with the groups `key` and `value`.
+        finish: regular expression of an end.
+    """
+
+    begin: str = ""
+    key: str = ""
+    close: str = ""
+    end: str = ""
+    pattern: str = ""
+    argument: str = ""
+    finish: str = ""
+    padded: bool = False
+    """Whether there is a line break in front of and behind each value."""
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+        return re.compile(self.pattern), re.compile(self.argument, re.DOTALL), re.compile(self.finish)
+
+    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.spans`."""
+        return list(found_at(text, self._patterns[0], partial(self._read, schemas)))
+
+    def _read(self, schemas: Schemas, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+        _, argument, finish = self._patterns
+        name, at = match["name"].strip(), skip_blanks(text, match.end())
+        known, found = schemas.get(name) or {}, dict[str, Any]()
+        while (end := finish.match(text, at)) is None:
+            one = argument.match(text, at)
+            if one is None:
+                raise CallError("an argument or the end of the call is missing")
+            key, value = one["key"].strip(), one["value"]
+            if self.padded:
+                value = value.removeprefix("\n").removesuffix("\n")
+            if key in found:
+                raise CallError(f"the argument {key[:60]!r} is given twice")
+            as_text = "string" in one.groupdict() and one["string"] == "true"
+            found[key] = value if as_text else typed(value, known.get(key, {}))
+            at = skip_blanks(text, one.end())
+        return (ToolCall(name, found),), end.end()
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """See `ToolFormat.write`."""
+        texts = [
+            self.begin.format(call.name)
+            + "".join(
+                self.key.format(key, string=str(isinstance(value, str)).lower())
+                + (value if isinstance(value, str) else dumps(value))
+                + self.close
+                for key, value in call.arguments.items()
+            )
+            + self.end
+            for call in calls
+        ]
+        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+
+    def tags(self, functions: Sequence[Function]) -> list[Format]:
+        """See `ToolFormat.tags`."""
+        values = Values(partial(raw_string, self.close.strip(), ""))
+        return [
+            {
+                "type": "tag",
+                "begin": self.begin.format(check_name(function.name)),
+                "content": values.object(_checked(function), self.key, self.close) or sequence(),
+                "end": self.end,
+            }
+            for function in functions
+        ]
+
+
+@dataclass(frozen=True)
+class PythonCalls(ToolFormat):
+    """Calls as Python writes them, with named arguments.
+
+    Attributes:
+        pattern: regular expression of what is in front of all calls.
+        finish: regular expression of what is behind them.
+        whole: whether calls are the whole output.
+    """
+
+    pattern: str = ""
+    finish: str = ""
+    whole: bool = False
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        return re.compile(self.pattern), re.compile(self.finish)
+
+    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.spans`."""
+        calls = found_at(text, self._patterns[0], self._read)
+        if not self.whole:
+            return list(calls)
+        # A list may be a part of an answer, or call nothing that the row describes.
+        begin = self._patterns[0].match(text, skip_blanks(text, 0))
+        name = None if begin is None else _CALL.match(text, begin.end())
+        if begin is None or name is None or name[1] not in schemas:
+            return []
+        first = next(calls)
+        if first.calls and skip_blanks(text, first.end) < len(text):
+            return [Span(begin.start(), begin.end(), error="text follows the calls")]
+        return [first]
+
+    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+        at, calls = match.end(), list[ToolCall]()
+        while (named := _CALL.match(text, at)) is not None:
+            arguments, at = LITERALS.pairs(text, named.end(), ")", "=")
+            calls.append(ToolCall(named[1], arguments))
+        finish = self._patterns[1].match(text, at)
+        if not calls or finish is None:
+            raise CallError("the end of the calls is missing" if calls else "a call is missing")
+        return tuple(calls), finish.end()
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """See `ToolFormat.write`."""
+        texts = [
+            f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in call.arguments.items())})"
+            for call in calls
+        ]
+        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+
+    def tags(self, functions: Sequence[Function]) -> list[Format]:
+        """See `ToolFormat.tags`."""
+        values = Values(python_string, ("True", "False", "None"))
+        return [
+            {
+                "type": "tag",
+                "begin": f"{check_name(function.name)}(",
+                "content": values.object(_checked(function), "{}=", comma=", ") or sequence(),
+                "end": ")",
+            }
+            for function in functions
+        ]
+
+
+def _python(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, bool) else dumps(value)
+
+
+@dataclass(frozen=True)
+class GemmaCalls(ToolFormat):
+    """Calls with bare keys and marked strings.
+
+    Attributes:
+        begin: text in front of the name.
+        end: text behind the arguments.
+        quote: text around strings.
+    """
+
+    begin: str = ""
+    end: str = ""
+    quote: str = ""
+
+    @cached_property
+    def _starts(self) -> re.Pattern[str]:
+        return re.compile(re.escape(self.begin) + r"\s*(?P<name>[\w.:/-]+)\s*\{")
+
+    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.spans`."""
+        return list(found_at(text, self._starts, self._read))
+
+    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+        arguments, at = Literals(self.quote).pairs(text, match.end(), "}", ":")
+        return (ToolCall(match["name"], arguments),), behind(text, at, (self.end,))
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """See `ToolFormat.write`."""
+        texts = [f"{self.begin}{call.name}{self._written(call.arguments)}{self.end}" for call in calls]
+        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self.quote}{value}{self.quote}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self._written(each)}" for key, each in value.items()) + "}"
+        if isinstance(value, list):
+            return f"[{','.join(map(self._written, value))}]"
+        return dumps(value)
+
+    def tags(self, functions: Sequence[Function]) -> list[Format]:
+        """See `ToolFormat.tags`."""
+        values = Values(partial(raw_string, self.quote, self.quote), nested=True)
+        return [
+            {
+                "type": "tag",
+                "begin": f"{self.begin}{check_name(function.name)}{{",
+                "content": values.object(_checked(function), "{}:", comma=",") or sequence(),
+                "end": f"}}{self.end}",
+            }
+            for function in functions
+        ]

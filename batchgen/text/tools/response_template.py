@@ -1,0 +1,116 @@
+"""Calls as the response template of a tokenizer describes them: a known format, or the library's parser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, Literal
+
+from batchgen.errors import ErrorCode, RowError
+from batchgen.text.tools.calls import CallError, Format, Function, Schemas, Span, ToolCall, ToolFormat
+from batchgen.text.tools.formats import FORMATS
+from batchgen.text.tools.json_calls import call_of
+
+_FIELD: Final = "tool_calls"
+_CALL: Final = ToolCall("get_weather", {"city": "Paris", "days": 3})
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": _CALL.name,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+
+
+def known_format(template: Mapping[str, Any]) -> str | None:
+    """Name of the format whose calls a response template reads; None if it is none that is known."""
+    for name, form in FORMATS.items():
+        try:
+            found = _parsed(form.write([_CALL]), template, [_TOOL])
+        except (CallError, ValueError):
+            continue
+        if [(call.name, call.arguments) for call in found] == [(_CALL.name, _CALL.arguments)]:
+            return name
+    return None
+
+
+def has_calls(template: Mapping[str, Any] | None) -> bool:
+    """Whether a response template describes calls."""
+    fields = template.get("fields") if isinstance(template, Mapping) else None
+    return isinstance(fields, Mapping) and isinstance(fields.get(_FIELD), Mapping)
+
+
+def _parsed(text: str, template: Mapping[str, Any], tools: list[Any]) -> list[ToolCall]:
+    """The calls of a text.
+
+    Raises:
+        CallError: the library refuses it.
+    """
+    from transformers.utils.chat_parsing import parse_response  # slow to import, and most models need it not
+
+    fields = {name: field for name, field in template["fields"].items() if name in (_FIELD, "content")}
+    try:
+        found = parse_response(text, {**template, "fields": fields}, prefix="", tools=tools).get(_FIELD)
+    except Exception as error:
+        raise CallError(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from None
+    return [call_of(value) for value in (found if isinstance(found, list) else [found])]
+
+
+@dataclass(frozen=True)
+class TemplateCalls(ToolFormat):
+    """Calls in the format of a response template, parsed by the library.
+
+    Attributes:
+        template: JSON text of the response template.
+    """
+
+    template: str = ""
+    needs: Literal["nothing", "functions", "arguments"] = "arguments"
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        field = json.loads(self.template)["fields"][_FIELD]
+        return _pattern(field, "open"), _pattern(field, "close")
+
+    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.spans`."""
+        found: list[Span] = []
+        at, (begin, end) = 0, self._patterns
+        template = json.loads(self.template)
+        tools = [
+            {"type": "function", "function": {"name": name, "parameters": {"properties": each}}}
+            for name, each in schemas.items()
+        ]
+        while (match := begin.search(text, at)) is not None and match.end() > at:
+            close = end.search(text, match.end())
+            at = len(text) if close is None else close.end()
+            try:
+                found.append(Span(match.start(), at, tuple(_parsed(text[match.start() : at], template, tools))))
+            except CallError as error:
+                found.append(Span(match.start(), at, error=str(error)))
+        return found
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """See `ToolFormat.write`."""
+        raise NotImplementedError("a response template says how calls are read, and not how they are written")
+
+    def tags(self, functions: Sequence[Function]) -> list[Format]:
+        """See `ToolFormat.tags`."""
+        message = (
+            "`tool_choice` cannot be enforced: the tokenizer's response template says how calls are read, and not how "
+            "they are written; leave it at auto, or name the format with --tool-parser"
+        )
+        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tool_choice")
+
+
+def _pattern(field: Mapping[str, Any], name: str) -> re.Pattern[str]:
+    given = field.get(name)
+    texts = [given] if isinstance(given, str) else given
+    written = "|".join(map(re.escape, texts)) if isinstance(texts, list) else field.get(f"{name}_pattern")
+    return re.compile(written if isinstance(written, str) and written else r"\Z", re.DOTALL)

@@ -1,0 +1,124 @@
+"""From a row's tools to its parameters: how its calls are found in an answer, and the grammar of calls it requires."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
+
+from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.request.checks import invalid, show
+from batchgen.request.params import SamplingParams
+from batchgen.request.prompts import ChatPrompt
+from batchgen.request.tool_choice import ToolChoice
+from batchgen.text.families import AUTO, FROM_TEMPLATE, OFF, find_calls
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tools.calls import Function, Schemas, functions_of
+from batchgen.text.tools.formats import FORMATS
+from batchgen.text.tools.response_template import TemplateCalls, has_calls, known_format
+from batchgen.text.tools.values import property_schemas
+
+_MAX_KNOWN: Final = 256
+"""Most parameter sets of rows with tools that are remembered."""
+
+
+class ToolParser:
+    """The format in which one model calls tools.
+
+    Attributes:
+        name: name of the format.
+    """
+
+    def __init__(self, name: str, template: Mapping[str, Any] | None, tokenizer: Tokenizer) -> None:
+        """`template`: the response template that gives the format, if no name does."""
+        self.name = name
+        self._template = template
+        self._format = FORMATS[name] if template is None else TemplateCalls(template=json.dumps(template))
+        ends = (tokenizer.token_to_id(text) for text in self._format.ends)
+        self._end_ids = tuple(i for i in ends if i is not None and i in tokenizer.added_ids - tokenizer.eos_ids)
+        self._with = lru_cache(_MAX_KNOWN)(_with_calls)
+
+    def params(self, params: SamplingParams, prompt: ChatPrompt) -> SamplingParams:
+        """A row's parameters with what follows from its tools.
+
+        Raises:
+            RowError: `invalid_field` or `unsupported_field`: the calls that it requires cannot be had.
+        """
+        functions, choice = functions_of(prompt.tools or ()), prompt.tool_choice
+        required = choice.mode == "required"
+        if params.constraint is not None:
+            if required:
+                kind = params.constraint.kind
+                raise invalid("tool_choice", f"cannot be combined with `{kind}`: a row has one constraint")
+            return params  # it holds for the whole answer
+        found = {"format": self.name, "functions": self._known(functions), "parallel": prompt.parallel_tool_calls}
+        if self._template is not None:
+            found["template"] = self._template
+        needed = self._required(functions, choice, parallel=prompt.parallel_tool_calls) if required else None
+        ends = () if params.ignore_eos else tuple(i for i in self._end_ids if i not in params.stop_token_ids)
+        return self._with(params, json.dumps(found, ensure_ascii=False), needed, ends)
+
+    def _known(self, functions: Sequence[Function]) -> Schemas:
+        """What the parser must know of the functions; little, so that rows with other tools share parameters."""
+        needs = self._format.needs
+        if needs == "nothing":
+            return {}
+        return {each.name: property_schemas(each.parameters) if needs == "arguments" else {} for each in functions}
+
+    def _required(self, functions: Sequence[Function], choice: ToolChoice, *, parallel: bool) -> str:
+        """The text of the constraint `tool_choice`."""
+        named = [each for each in functions if each.name in choice.names] if choice.names else list(functions)
+        missing = [name for name in choice.names if name not in {each.name for each in functions}]
+        if missing or not named:
+            names = ", ".join(show(each.name) for each in functions[:8]) or "none"
+            what = f"names the function {show(missing[0])}" if missing else "needs a function"
+            raise invalid("tool_choice", f"{what}, and the functions in `tools` are: {names}")
+        self._format.tags(named)  # refuses what the format has no text for
+        listed = [{"name": each.name, "parameters": each.parameters} for each in named]
+        found = {"format": self.name, "functions": listed, "parallel": parallel and not choice.once}
+        return json.dumps(found, ensure_ascii=False)
+
+
+def _with_calls(params: SamplingParams, calls: str, needed: str | None, ends: tuple[int, ...]) -> SamplingParams:
+    return replace(params, tool_calls=calls, tool_choice=needed, stop_token_ids=(*params.stop_token_ids, *ends))
+
+
+def tool_parser_of(tokenizer: Tokenizer, wanted: str) -> ToolParser | None:
+    """The format in which a model calls tools; None if none is known. `wanted`: the option `--tool-parser`.
+
+    Raises:
+        UsageError: no format has the wanted name.
+    """
+    if wanted == OFF:
+        return None
+    if wanted != AUTO:
+        if wanted not in FORMATS:
+            raise UsageError(f"`--tool-parser` must be {AUTO}, {OFF} or one of {', '.join(FORMATS)}, got {wanted!r}")
+        return ToolParser(wanted, None, tokenizer)
+    template = tokenizer.template
+    response = None if template is None else template.response_template
+    if response is not None and has_calls(response):
+        name = known_format(response)
+        return ToolParser(name or FROM_TEMPLATE, None if name else response, tokenizer)
+    sources = () if template is None else template.sources
+    found = find_calls(sources, lambda text: tokenizer.token_to_id(text) in tokenizer.added_ids)
+    return None if found is None else ToolParser(found, None, tokenizer)
+
+
+def params_with_tools(params: SamplingParams, prompt: ChatPrompt, parser: ToolParser | None) -> SamplingParams:
+    """A row's parameters with what follows from its tools and its `tool_choice`.
+
+    Raises:
+        RowError: `invalid_field` or `unsupported_field`: the calls that it requires cannot be had.
+    """
+    if parser is not None:
+        return parser.params(params, prompt)
+    if prompt.tool_choice.mode == "required":
+        message = (
+            "`tool_choice` needs a model whose format of calls is known, and neither the tokenizer nor the chat "
+            "template of this one names it; name the format with --tool-parser, or leave it at auto"
+        )
+        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tool_choice")
+    return params

@@ -1,0 +1,606 @@
+"""Families of models that call tools: their chat templates, reduced to what matters, and transcripts of their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "maxLength": 5},
+                    "days": {"type": "integer", "minimum": 0, "maximum": 9},
+                    "unit": {"enum": ["c", "f"]},
+                    "dates": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+                },
+                "required": ["city", "days"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": None}},
+]
+Call = tuple[str, dict[str, Any]]
+PARIS: Call = ("get_weather", {"city": "Paris", "days": 3})
+OSLO: Call = ("get_weather", {"city": "Oslo", "days": 1, "unit": "c", "dates": [True]})
+NOW: Call = ("now", {})
+P, O = '{"city": "Paris", "days": 3}', '{"city": "Oslo", "days": 1, "unit": "c", "dates": [true]}'  # noqa: E741
+
+
+class Case(NamedTuple):
+    """An output behind the prompt."""
+
+    output: str
+    calls: tuple[Call, ...] = (PARIS,)
+    text: str = ""
+    error: str | None = None
+    """Words of the error."""
+
+
+class Family(NamedTuple):
+    """What a model folder of the family has, and what its models write."""
+
+    name: str
+    template: str
+    cases: Mapping[str, Case]
+    added: tuple[str, ...] = ()
+    """Added tokens that are text."""
+    special: tuple[str, ...] = ()
+    """Special tokens."""
+
+
+def _template(turn: str, calls: str, opening: str = "") -> str:
+    """A template that names tools, and holds the text `calls` where it writes earlier calls."""
+    tools = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    return f"{tools}{{% for m in messages %}}{turn}{{% endfor %}}{{% if m %}}{calls}{{% endif %}}{opening}"
+
+
+_CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+_CHATML_OPENING = "<|im_start|>assistant\n"
+
+
+def _of_json(begin: str, end: str = "", keys: tuple[str, str] = ("name", "arguments"), between: str = "\n") -> Any:
+    """Transcripts of calls that are JSON objects."""
+
+    def call(name: str, arguments: str) -> str:
+        return f'{begin}{{"{keys[0]}": "{name}", "{keys[1]}": {arguments}}}{end}'
+
+    cut = call("get_weather", P).partition("ris")[0]
+    return {
+        "one": Case(call("get_weather", P)),
+        "two": Case(between.join([call("get_weather", P), call("now", "{}")]), (PARIS, NOW)),
+        "text": Case(f"I look.\n{call('get_weather', P)}", text="I look."),
+        "none": Case("It rains.", (), "It rains."),
+        "cut": Case(cut, (), cut, "cannot be read"),
+        "half": Case(
+            between.join([call("now", "{}"), call("get_weather", "{,}")]),
+            (NOW,),
+            call("get_weather", "{,}").rstrip(),
+            "cannot be read",
+        ),
+    }
+
+
+def _of_lists(begin: str, end: str = "", keys: tuple[str, str] = ("name", "arguments")) -> Any:
+    """Transcripts of calls in a JSON list."""
+    one = f'{{"{keys[0]}": "get_weather", "{keys[1]}": {P}}}'
+    now = f'{{"{keys[0]}": "now", "{keys[1]}": {{}}}}'
+    return {
+        "one": Case(f"{begin}[{one}]{end}"),
+        "two": Case(f"{begin}[{one}, {now}]{end}", (PARIS, NOW)),
+        "lines": Case(f"{begin}[\n    {one},\n    {now}\n]{end}", (PARIS, NOW)),
+        "text": Case(f"I look. {begin}[{one}]{end}", text="I look."),
+        "none": Case("It rains.", (), "It rains."),
+        "cut": Case(f"{begin}[{one}, {{", (), f"{begin}[{one}, {{", "cannot be read"),
+    }
+
+
+def _without_text_of(cases: Any, special: tuple[str, ...]) -> Any:
+    """The same cases with texts as they are where markers are special tokens, which the text leaves out."""
+    found = {}
+    for name, case in cases.items():
+        text = case.text
+        for marker in special:
+            text = text.replace(marker, "")
+        found[name] = case._replace(text=text)
+    return found
+
+
+_XML = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+_PARIS_XML = _XML.format("get_weather", "<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n")
+_OSLO_XML = _XML.format(
+    "get_weather",
+    "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n1\n</parameter>\n<parameter=unit>\nc\n</parameter>\n"
+    "<parameter=dates>\n[true]\n</parameter>\n",
+)
+_DS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_DS_TURN = "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>{{ m.content }}{% endif %}"
+_DS3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+_DS31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+_KIMI = (
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+_K = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+_GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+_MINIMAX = (
+    '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n'
+)
+_DSML = (
+    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+)
+_OSS = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + P
+_THOUGHTS = "<|channel|>analysis<|message|>I call get_weather.<|end|><|start|>assistant"
+_GRANITE_TURN = "<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
+_LLAMA_TURN = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+_PLAIN = "{{ m.role }}: {{ m.content }}\n"
+
+FAMILIES: dict[str, Family] = {
+    "qwen2.5": Family(
+        "hermes", _template(_CHATML, "<tool_call>", _CHATML_OPENING), _of_json("<tool_call>\n", "\n</tool_call>")
+    ),
+    "qwen3": Family(
+        "hermes",
+        _template(_CHATML, "<tool_call></think>", _CHATML_OPENING + "{{ '' if enable_thinking else '' }}"),
+        {
+            **_of_json("<tool_call>\n", "\n</tool_call>"),
+            "thoughts": Case(
+                "<think>\nI write <tool_call>.\n</think>\n\n<tool_call>\n"
+                f'{{"name": "get_weather", "arguments": {P}}}\n</tool_call>'
+            ),
+            "unended": Case(f'<tool_call>\n{{"name": "get_weather", "arguments": {P}}}'),
+            "as text": Case(
+                '<tool_call>{"name": "get_weather", '
+                '"arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 3}"}</tool_call>'
+            ),
+            "quoted": Case(
+                "The tag <tool_call> begins a call.", (), "The tag <tool_call> begins a call.", "cannot be read"
+            ),
+            "no name": Case(
+                '<tool_call>{"arguments": {}}</tool_call>', (), '<tool_call>{"arguments": {}}</tool_call>', "`name`"
+            ),
+            "a list": Case(
+                '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
+                (),
+                '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
+                "not an object",
+            ),
+            "not a number": Case(
+                '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>',
+                (),
+                '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>',
+                "NaN",
+            ),
+        },
+        ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    ),
+    "smollm3": Family(
+        "hermes", _template(_CHATML, "<tool_call>/no_think", _CHATML_OPENING), _of_json("<tool_call>", "</tool_call>")
+    ),
+    "ernie 4.5": Family(
+        "hermes",
+        _template(_CHATML, "<response></think><tool_call>", _CHATML_OPENING),
+        _of_json("<tool_call>\n", "\n</tool_call>\n", between=""),
+    ),
+    "exaone 4": Family(
+        "hermes",
+        _template("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n", "<tool_call>", "[|assistant|]\n"),
+        _of_json("<tool_call>", "</tool_call>"),
+    ),
+    "granite 4": Family("hermes", _template(_GRANITE_TURN, "<tool_call>"), _of_json("<tool_call>\n", "\n</tool_call>")),
+    "qwen3 coder": Family(
+        "qwen3_coder",
+        _template(_CHATML, "<tool_call>\n<function=", _CHATML_OPENING),
+        {
+            "one": Case(_PARIS_XML),
+            "two": Case(f"I look.\n\n{_PARIS_XML}\n{_OSLO_XML}", (PARIS, OSLO), "I look."),
+            "no arguments": Case(_XML.format("now", ""), (NOW,)),
+            "one line": Case(
+                "<tool_call><function=get_weather><parameter=city>Paris</parameter><parameter=days>3</parameter>"
+                "</function></tool_call>"
+            ),
+            "without a tag": Case(_PARIS_XML.removeprefix("<tool_call>\n")),
+            "cut": Case(_PARIS_XML[:60], (), _PARIS_XML[:60], "the end of the call is missing"),
+            "hermes": Case(f'<tool_call>\n{{"name": "get_weather", "arguments": {P}}}\n</tool_call>'),
+        },
+    ),
+    "llama 3.1": Family(
+        "llama3_json",
+        _template(_LLAMA_TURN, '{"name": function name, "parameters": dictionary of argument name}'),
+        {
+            "one": Case(f'{{"name": "get_weather", "parameters": {P}}}'),
+            "two": Case(
+                f'{{"name": "get_weather", "parameters": {P}}}; {{"name": "now", "parameters": {{}}}}', (PARIS, NOW)
+            ),
+            "tag": Case(f'<|python_tag|>{{"name": "get_weather", "parameters": {P}}}'),
+            "function": Case(f'{{"type": "function", "name": "get_weather", "parameters": {P}}}'),
+            "an answer": Case('{"name": "Bob", "age": 3}', (), '{"name": "Bob", "age": 3}'),
+            "python": Case("[get_weather(city='Paris', days=3)]"),
+            "text": Case("It rains.", (), "It rains."),
+            "cut": Case(
+                '{"name": "get_weather", "parameters": {"ci',
+                (),
+                '{"name": "get_weather", "parameters": {"ci',
+                "cannot be read",
+            ),
+            "text behind": Case(
+                '{"name": "now", "parameters": {}} is it', (), '{"name": "now", "parameters": {}} is it', "follows"
+            ),
+        },
+        (),
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>", "<|eom_id|>"),
+    ),
+    "llama 4": Family(
+        "pythonic",
+        _template(
+            "<|header_start|>{{ m.role }}<|header_end|>\n\n{{ m.content }}<|eot|>", "[func_name1(params_name1=1)]"
+        ),
+        {
+            "one": Case("[get_weather(city='Paris', days=3)]"),
+            "two": Case('[get_weather(city="Oslo", days=1, unit="c", dates=[True]), now()]', (OSLO, NOW)),
+            "tags": Case("<|python_start|>[get_weather(city='Paris', days=3)]<|python_end|>"),
+            "escapes": Case(
+                "[get_weather(city='P\\'a\\n\\u00e9', days=-1.5e3)]",
+                (("get_weather", {"city": "P'a\né", "days": -1500.0}),),
+            ),
+            "nested": Case("[now(a={'b': [None, False, (1, 2)]})]", (("now", {"a": {"b": [None, False, [1, 2]]}}),)),
+            "an answer": Case("[1] says so", (), "[1] says so"),
+            "other": Case("[print(a=1)]", (), "[print(a=1)]"),
+            "cut": Case("[get_weather(city='Pa", (), "[get_weather(city='Pa", "not ended"),
+            "twice": Case("[now(a=1, a=2)]", (), "[now(a=1, a=2)]", "given twice"),
+            "code": Case("[now(a=open('x'))]", (), "[now(a=open('x'))]", "a value is missing"),
+        },
+        (),
+        ("<|header_start|>", "<|header_end|>", "<|eot|>", "<|python_start|>", "<|python_end|>"),
+    ),
+    "gemma 3": Family(
+        "pythonic",
+        _template("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n", "[func_name1(params_name1=1)]"),
+        {
+            "list": Case("[get_weather(city='Paris', days=3)]"),
+            "block": Case("```tool_code\nget_weather(city='Paris', days=3)\n```"),
+        },
+    ),
+    "mistral v3": Family(
+        "mistral",
+        _template("[INST]{{ m.content }}[/INST]", "[TOOL_CALLS]"),
+        {
+            **_of_lists("[TOOL_CALLS]"),
+            "ids": Case(f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {P}, "id": "abcdefghi"}}]'),
+        },
+        (),
+        ("[INST]", "[/INST]", "[TOOL_CALLS]"),
+    ),
+    "mistral v11": Family(
+        "mistral_v11",
+        _template("[INST]{{ m.content }}[/INST]", "[TOOL_CALLS][ARGS]"),
+        {
+            "one": Case(f"[TOOL_CALLS]get_weather[ARGS]{P}"),
+            "two": Case(f"[TOOL_CALLS]get_weather[ARGS]{P}[TOOL_CALLS]now[ARGS]{{}}", (PARIS, NOW)),
+            "ids": Case(f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{P}"),
+            "without a marker": Case(f"[TOOL_CALLS]get_weather{P}"),
+            "text": Case(f"I look.[TOOL_CALLS]get_weather[ARGS]{P}", text="I look."),
+            "list": Case(f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {P}}}]'),
+            "thoughts": Case(f"[THINK]I call.[/THINK][TOOL_CALLS]get_weather[ARGS]{P}"),
+            "cut": Case("[TOOL_CALLS]get_weather[ARGS]{", (), "get_weather{", "cannot be read"),
+        },
+        (),
+        ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+    ),
+    "deepseek v3": Family(
+        "deepseek_v3",
+        _template(_DS_TURN, "<｜tool▁calls▁begin｜>```json", "<｜Assistant｜>"),
+        {
+            "one": Case(f"{_DS[0]}{_DS3.format('get_weather', P)}{_DS[4]}"),
+            "two": Case(
+                f"I look.\n{_DS[0]}{_DS3.format('get_weather', P)}\n{_DS3.format('now', '{}')}{_DS[4]}",
+                (PARIS, NOW),
+                "I look.",
+            ),
+            "unended": Case(f"{_DS[0]}{_DS3.format('get_weather', P)}"),
+            "none": Case("It rains.", (), "It rains."),
+        },
+        (),
+        ("<｜User｜>", "<｜Assistant｜>", *_DS),
+    ),
+    "deepseek v3.1": Family(
+        "deepseek_v31",
+        _template(_DS_TURN, "<｜tool▁calls▁begin｜>", "<｜Assistant｜></think>"),
+        {
+            "one": Case(f"{_DS[0]}{_DS31.format('get_weather', P)}{_DS[4]}"),
+            "two": Case(
+                f"I look.{_DS[0]}{_DS31.format('get_weather', P)}{_DS31.format('now', '{}')}{_DS[4]}",
+                (PARIS, NOW),
+                "I look.",
+            ),
+            "half": Case(
+                f"{_DS[0]}{_DS31.format('now', '{}')}{_DS31.format('get_weather', '[]')}{_DS[4]}",
+                (NOW,),
+                "get_weather[]",
+                "not an object",
+            ),
+        },
+        ("<think>", "</think>"),
+        ("<｜User｜>", "<｜Assistant｜>", *_DS),
+    ),
+    "deepseek v3.2": Family(
+        "deepseek_v32",
+        _template(_DS_TURN, "<｜DSML｜", "<｜Assistant｜>"),
+        {"one": Case(f"\n\n<｜DSML｜function_calls>\n{_DSML}</｜DSML｜function_calls>")},
+        (),
+        ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
+    ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        + "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant",
+        {
+            "one": Case(_OSS),
+            "ended": Case(f"{_OSS}<|call|>"),
+            "thoughts": Case(f"{_THOUGHTS}{_OSS}<|call|>"),
+            "role": Case(f"{_THOUGHTS} to=functions.get_weather<|channel|>commentary json<|message|>{P}<|call|>"),
+            "analysis": Case(f"<|channel|>analysis to=functions.get_weather code<|message|>{P}<|call|>"),
+            "preamble": Case(
+                f"{_THOUGHTS}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{_OSS}<|call|>",
+                text="I look.",
+            ),
+            "no arguments": Case(_OSS.replace("get_weather", "now").replace(P, "{}"), (NOW,)),
+            "none": Case(f"{_THOUGHTS}<|channel|>final<|message|>It rains.", (), "It rains."),
+            "cut": Case(_OSS[:-3], (), f"commentary to=functions.get_weather json{P[:-3]}", "cannot be read"),
+        },
+        (),
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
+    ),
+    "glm 4.5": Family(
+        "glm45",
+        _template("<|{{ m.role }}|>\n{{ m.content }}", "[gMASK]<arg_key></arg_key>\n<arg_value>", "<|assistant|>"),
+        {
+            "one": Case(f"\n{_GLM}"),
+            "two": Case(f"I look.\n{_GLM}\n<tool_call>now\n</tool_call>", (PARIS, NOW), "I look."),
+            "one line": Case(_GLM.replace("\n", "")),
+            "thoughts": Case(f"<think>I write <tool_call>.</think>\n{_GLM}"),
+            "quoted": Case(_GLM.replace("Paris", '"Paris"'), (("get_weather", {"city": '"Paris"', "days": 3}),)),
+            "a wrong type": Case(
+                _GLM.replace(">3<", ">three<"), (("get_weather", {"city": "Paris", "days": "three"}),)
+            ),
+        },
+        (
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+        ),
+        ("<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
+    "glm 4.7": Family(
+        "glm47",
+        _template("<|{{ m.role }}|>{{ m.content }}", "[gMASK]<arg_key>k</arg_key><arg_value>", "<|assistant|>"),
+        {
+            "one": Case(_GLM.replace("\n", "")),
+            "two": Case(_GLM.replace("\n", "") + "<tool_call>now</tool_call>", (PARIS, NOW)),
+        },
+        ("<think>", "</think>"),
+        ("<|user|>", "<|assistant|>", "<|observation|>"),
+    ),
+    "kimi k2": Family(
+        "kimi_k2",
+        _template(
+            "<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>", _KIMI[0], "<|im_assistant|>"
+        ),
+        {
+            "one": Case(f"{_KIMI[0]}{_K.format('get_weather:0', P)}{_KIMI[1]}"),
+            "two": Case(
+                f"I look.{_KIMI[0]}{_K.format('get_weather:0', P)}{_K.format('now:1', '{}')}{_KIMI[1]}",
+                (PARIS, NOW),
+                "I look.",
+            ),
+        },
+        (),
+        ("<|im_assistant|>", "<|im_user|>", "<|im_middle|>", *_KIMI),
+    ),
+    "gemma 4": Family(
+        "gemma4",
+        _template("<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n", "<|tool_call>", "<|turn>model\n"),
+        {
+            "one": Case('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'),
+            "two": Case(
+                '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:1,unit:<|"|>c<|"|>,dates:[true]}<tool_call|>'
+                "<|tool_call>call:now{}<tool_call|>",
+                (OSLO, NOW),
+            ),
+            "nested": Case(
+                '<|tool_call>call:now{a:{b:[<|"|>x, {"y"}<|"|>,null]}}<tool_call|>',
+                (("now", {"a": {"b": ['x, {"y"}', None]}}),),
+            ),
+            "cut": Case('<|tool_call>call:get_weather{city:<|"|>Pa', (), "call:get_weather{city:Pa", "not ended"),
+        },
+        (),
+        ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    ),
+    "functiongemma": Family(
+        "functiongemma",
+        _template("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n", "<start_function_call>"),
+        {
+            "one": Case("<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>"),
+        },
+        (),
+        ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>"),
+    ),
+    "granite 3": Family(
+        "granite", _template(_GRANITE_TURN, "<|tool_call|>"), _of_lists("<|tool_call|>"), (), ("<|tool_call|>",)
+    ),
+    "phi-4-mini": Family(
+        "phi4",
+        _template("<|{{ m.role }}|>{{ m.content }}<|end|>", "<|tool|><|/tool|>"),
+        {
+            **_of_lists("<|tool_call|>", "<|/tool_call|>"),
+            "functools": Case(f'functools[{{"name": "get_weather", "arguments": {P}}}]'),
+        },
+        (),
+        ("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "xlam": Family(
+        "xlam",
+        _template(_LLAMA_TURN, "You are developed by Salesforce xLAM team."),
+        {
+            "one": Case(f'[{{"name": "get_weather", "arguments": {P}}}]'),
+            "two": Case(
+                f'[{{"name": "get_weather", "arguments": {P}}}, {{"name": "now", "arguments": {{}}}}]', (PARIS, NOW)
+            ),
+            "block": Case(f'```json\n[{{"name": "get_weather", "arguments": {P}}}]\n```'),
+            "an answer": Case('[{"name": "Bob"}]', (), '[{"name": "Bob"}]'),
+        },
+    ),
+    "minimax m2": Family(
+        "minimax_m2",
+        _template("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "<minimax:tool_call>", "]~b]ai\n<think>\n"),
+        {
+            "one": Case(f"I call.</think>\n\n<minimax:tool_call>\n{_MINIMAX}</minimax:tool_call>"),
+            "two": Case(
+                f"I call.</think>I look.\n<minimax:tool_call>\n{_MINIMAX}"
+                '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+                (PARIS, NOW),
+                "I look.",
+            ),
+        },
+        ("<think>", "</think>"),
+        ("]~b]", "[e~["),
+    ),
+    "hunyuan": Family("hunyuan", _template(_PLAIN, "<tool_calls>"), _of_lists("<tool_calls>", "</tool_calls>")),
+    "seed-oss": Family(
+        "seed_oss",
+        _template("<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>", "<seed:tool_call>\n<function="),
+        {
+            "one": Case(
+                "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3</parameter>\n"
+                "</function>\n</seed:tool_call>"
+            ),
+        },
+    ),
+    "longcat": Family(
+        "longcat", _template(_PLAIN, "<longcat_tool_call>"), _of_json("<longcat_tool_call>\n", "\n</longcat_tool_call>")
+    ),
+    "nemotron": Family("nemotron", _template(_PLAIN, "<TOOLCALL>"), _of_lists("<TOOLCALL>", "</TOOLCALL>")),
+    "internlm": Family(
+        "internlm",
+        _template(_CHATML, "<|action_start|><|plugin|>"),
+        _of_json("<|action_start|><|plugin|>\n", "<|action_end|>\n", ("name", "parameters"), ""),
+    ),
+    "jamba": Family("hunyuan", _template(_PLAIN, "<|bom|><tool_calls>"), _of_lists("<tool_calls>", "</tool_calls>")),
+    "command a": Family(
+        "cohere",
+        _template("<|START_OF_TURN_TOKEN|>{{ m.role }}{{ m.content }}<|END_OF_TURN_TOKEN|>", "<|START_ACTION|>"),
+        {
+            "one": Case(
+                "<|START_THINKING|>I call.<|END_THINKING|><|START_ACTION|>[\n"
+                f'    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {P}}}\n]<|END_ACTION|>'
+            ),
+        },
+        (),
+        ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+    "command r": Family(
+        "command_r",
+        _template(_PLAIN, "Action: ```json"),
+        {
+            "one": Case(
+                'Action: ```json\n[\n    {\n        "tool_name": "get_weather",\n'
+                f'        "parameters": {P}\n    }}\n]```'
+            )
+        },
+    ),
+    "lfm2": Family(
+        "lfm2",
+        _template(_CHATML, "<|tool_call_start|>", _CHATML_OPENING),
+        {
+            "one": Case(
+                '<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>I look.', text="I look."
+            ),
+        },
+        (),
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    "olmo 3": Family(
+        "olmo3",
+        _template(_CHATML, "<function_calls>", _CHATML_OPENING),
+        {
+            "one": Case("<function_calls>\nget_weather(city='Paris', days=3)\n</function_calls>"),
+            "two": Case("<function_calls>get_weather(city='Paris', days=3)\nnow()</function_calls>", (PARIS, NOW)),
+        },
+    ),
+}
+"""By a name of the case; `Family.name` is the format that batchgen finds."""
+FAMILIES = {
+    name: family._replace(cases=_without_text_of(family.cases, family.special)) for name, family in FAMILIES.items()
+}
+
+RESPONSE_TEMPLATES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "hermes": (
+        {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "hermes",
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {P}}}\n</tool_call>',
+    ),
+    "function tags": (
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "qwen3_coder",
+        _PARIS_XML,
+    ),
+    "gemma": (
+        {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>',
+    ),
+    "unknown": (
+        {
+            "open_pattern": r"<<(?P<name>\w+)>>",
+            "close": "<<end>>",
+            "repeats": True,
+            "content": "kv-lines",
+            "content_args": {"kv_sep": "="},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "response_template",
+        "<<get_weather>>city=Paris\ndays=3<<end>>",
+    ),
+}
+"""Field `tool_calls` of response templates, with the format that batchgen finds and an output of one call."""

@@ -1,0 +1,275 @@
+"""Calls of tools in outputs, for each family by transcripts of its documented format, and in texts of its grammar."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from batchgen.errors import RowError, UsageError
+from batchgen.request.params import SamplingParams
+from batchgen.request.prompts import ChatPrompt
+from batchgen.request.tool_choice import ToolChoice
+from batchgen.text.grammar.kinds import KINDS
+from batchgen.text.reasoning import ReasoningParser, reasoning_of
+from batchgen.text.stops import FinishedText, StopState
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tools.calls import ToolCall
+from batchgen.text.tools.formats import FORMATS
+from batchgen.text.tools.parser import calls_json
+from batchgen.text.tools.rows import ToolParser, params_with_tools, tool_parser_of
+from batchgen.text.tools.values import property_schemas
+from tests.text.conftest import save_tokenizer
+from tests.text.grammar.walk import compile_constraint_of
+from tests.text.tools.families import FAMILIES, OSLO, PARIS, RESPONSE_TEMPLATES, TOOLS
+
+CHAT = ChatPrompt(({"role": "user", "content": "How is the weather in Paris?"},), tuple(TOOLS))
+
+
+class Known(NamedTuple):
+    tokenizer: Tokenizer
+    parser: ToolParser
+    thoughts: ReasoningParser | None
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
+    """A tokenizer and the parsers for each family, found by the template and the vocabulary alone."""
+    found = {}
+    for name, family in FAMILIES.items():
+        folder = tmp_path_factory.mktemp("family")
+        save_tokenizer(folder, "bytelevel", template=family.template, added=family.added, special=family.special)
+        tokenizer = Tokenizer.load(folder)
+        parser = tool_parser_of(tokenizer, "auto")
+        assert parser is not None, name
+        found[name] = Known(tokenizer, parser, reasoning_of(tokenizer, "auto"))
+    return found
+
+
+def finished(known: Known, output: str, prompt: ChatPrompt = CHAT, **fields: Any) -> FinishedText:
+    """The parts of an output that is received token by token."""
+    tokenizer = known.tokenizer
+    params = SamplingParams(separate_reasoning=known.thoughts is not None, **fields)
+    params = params_with_tools(params, prompt, known.parser)
+    prompt_ids, ids = tokenizer.encode_chat(prompt), tokenizer.encode_plain([output])[0]
+    thoughts = None if known.thoughts is None else known.thoughts.start(prompt_ids)
+    stops = StopState(params, frozenset(), tokenizer, thoughts)
+    for number, token in enumerate(ids, 1):
+        if stops.append(token, last=number == len(ids)) is not None:
+            break
+    return stops.finish("length")
+
+
+def named(calls: Any) -> list[tuple[str, Any]]:
+    return [(call.name, dict(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_known_by_its_template_and_vocabulary(known: dict[str, Known], name: str) -> None:
+    assert known[name].parser.name == FAMILIES[name].name
+
+
+@pytest.mark.field("tools")
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, one in FAMILIES.items() for case in one.cases])
+def test_a_transcript_has_calls_and_text(known: dict[str, Known], name: str, case: str) -> None:
+    expected = FAMILIES[name].cases[case]
+    for stop in ((), ("not there",)):  # at the end, and token by token
+        done = finished(known[name], expected.output, stop=stop)
+        assert (named(done.tool_calls), done.text) == (list(expected.calls), expected.text)
+        assert (done.tool_calls_error is None) == (expected.error is None), done.tool_calls_error
+        assert expected.error is None or expected.error in (done.tool_calls_error or "")
+
+
+def test_calls_and_text_with_special_tokens_shown(known: dict[str, Known]) -> None:
+    """The text around calls has its special tokens as the row wants them."""
+    output = "a<|im_end|>b[TOOL_CALLS]now[ARGS]{}c<s>"
+    for skip, text in ((True, "ab\nc"), (False, "a<|im_end|>b\nc<s>")):
+        done = finished(known["mistral v11"], output, skip_special_tokens=skip, spaces_between_special_tokens=False)
+        assert (named(done.tool_calls), done.text) == ([("now", {})], text)
+
+
+def test_stops_cut_in_calls_and_behind_them(known: dict[str, Known]) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for stop, text, calls in (
+        ("</tool_call>", "I look.", [("now", {})]),
+        ("END", "I look.\nDone ", [("now", {})]),
+        ("arguments", 'I look. <tool_call>\n{"name": "now", "', []),
+    ):
+        done = finished(known["qwen2.5"], f"I look. {call} Done END more", stop=stop)
+        assert (named(done.tool_calls), done.text.strip(), done.matched_stop) == (calls, text.strip(), stop)
+        assert (done.tool_calls_error is None) == bool(calls)
+    (eom,) = known["llama 3.1"].tokenizer.encode_plain(["<|eom_id|>"])[0]
+    params = params_with_tools(SamplingParams(stop_token_ids=(7,)), CHAT, known["llama 3.1"].parser)
+    assert params.stop_token_ids == (7, eom)
+    assert not params_with_tools(SamplingParams(ignore_eos=True), CHAT, known["llama 3.1"].parser).stop_token_ids
+
+
+@pytest.mark.field("parallel_tool_calls")
+def test_only_the_first_of_several_calls_is_kept_where_one_is_wanted(known: dict[str, Known]) -> None:
+    output = FAMILIES["qwen3"].cases["two"].output
+    assert named(finished(known["qwen3"], output, CHAT._replace(parallel_tool_calls=False)).tool_calls) == [PARIS]
+
+
+def test_rows_whose_answer_is_constrained_or_without_tools_have_no_calls(known: dict[str, Known]) -> None:
+    output = FAMILIES["qwen2.5"].cases["one"].output
+    for prompt, fields in ((CHAT, {"regex": "x"}), (CHAT._replace(tools=None), {})):
+        params = SamplingParams(**fields)
+        assert params_with_tools(params, prompt, known["qwen2.5"].parser if fields else None) is params
+    assert finished(known["qwen2.5"], output, regex="x").text == output
+
+
+@pytest.mark.parametrize("name", RESPONSE_TEMPLATES)
+def test_a_response_template_names_the_format(name: str, tmp_path: Path) -> None:
+    field, expected, output = RESPONSE_TEMPLATES[name]
+    template = {"start_anchor": "<|im_start|>assistant\n", "fields": {"tool_calls": field, "content": {}}}
+    save_tokenizer(tmp_path, "bytelevel", template=FAMILIES["granite 3"].template)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "response_template": template}))
+    tokenizer = Tokenizer.load(tmp_path)
+    parser = tool_parser_of(tokenizer, "auto")
+    assert parser is not None
+    assert parser.name == expected
+    done = finished(Known(tokenizer, parser, None), f"I look. {output}")
+    assert (named(done.tool_calls), done.text) == ([PARIS], "I look.")
+    required = CHAT._replace(tool_choice=ToolChoice("required"))
+    if expected == "response_template":
+        with pytest.raises(RowError, match="name the format with --tool-parser"):
+            params_with_tools(SamplingParams(), required, parser)
+        broken = finished(Known(tokenizer, parser, None), "<<now>>==<<end>>")
+        assert (named(broken.tool_calls), broken.text) == ([("now", {"": "="})], "") or broken.tool_calls_error
+    else:
+        assert params_with_tools(SamplingParams(), required, parser).constraint is not None
+
+
+def test_the_option_names_a_format_or_none(known: dict[str, Known]) -> None:
+    tokenizer = known["qwen3"].tokenizer
+    assert tool_parser_of(tokenizer, "off") is None
+    assert [tool_parser_of(tokenizer, name).name for name in FORMATS] == list(FORMATS)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"`--tool-parser` must be auto, off or one of hermes, .*, got 'herme'"):
+        tool_parser_of(tokenizer, "herme")
+    assert {family.name for family in FAMILIES.values()} == set(FORMATS)
+
+
+def test_ids_are_those_that_the_model_writes_or_depend_on_the_prompt_alone(known: dict[str, Known]) -> None:
+    kimi = finished(known["kimi k2"], FAMILIES["kimi k2"].cases["two"].output).tool_calls
+    assert [call["id"] for call in json.loads(calls_json(kimi, [1], 0, None))] == [
+        "functions.get_weather:0",
+        "functions.now:1",
+    ]
+    same = json.loads(calls_json([kimi[0], kimi[0]], [1], 0, None))
+    assert len({call["id"] for call in same}) == 2
+    plain = [ToolCall("now", {})] * 2
+    ids = [
+        call["id"]
+        for prompt, sample in (([1, 2], 0), ([1, 2], 1), ([1, 3], 0))
+        for call in json.loads(calls_json(plain, prompt, sample, 9))
+    ]
+    assert len(set(ids)) == 6
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    assert calls_json(plain, [1, 2], 0, None) == calls_json(plain, [1, 2], 0, None)
+
+
+FUNCTIONS = [
+    {
+        "name": tool["function"]["name"],
+        "parameters": tool["function"]["parameters"] or {"type": "object", "maxProperties": 0},
+    }
+    for tool in TOOLS
+]
+MORE = [
+    {
+        "name": "more",
+        "parameters": {
+            "type": "object",
+            "$defs": {"point": {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}},
+            "properties": {
+                "on": {"type": "boolean"},
+                "at": {"$ref": "#/$defs/point"},
+                "day": {"type": "string", "format": "date"},
+                "word": {"type": ["string", "null"], "maxLength": 2},
+                "of": {
+                    "anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "pattern": "^[ab]$"}]
+                },
+                "what": {"const": "this"},
+                "list": {"type": "array", "items": {"enum": ["a", 1, None]}, "minItems": 1, "maxItems": 3},
+            },
+        },
+    }
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"), [*((name, True) for name in FORMATS), ("hermes", False), ("mistral", False), ("olmo3", False)]
+)
+def test_texts_of_the_grammar_are_calls_that_satisfy_the_schemas(name: str, parallel: bool) -> None:
+    """Whatever the grammar of required calls allows is read back, and is what the schemas allow."""
+    functions = [each for each in FUNCTIONS if each["name"] != "now"] + MORE
+    functions.append({"name": "now", "parameters": {"type": "object", "properties": {}}})
+    text = json.dumps({"format": name, "functions": functions, "parallel": parallel})
+    walk, check = compile_constraint_of("tool_choice", text), KINDS["tool_choice"].check
+    assert check is not None
+    schemas = {each["name"]: property_schemas(each["parameters"]) for each in functions}
+    written = FORMATS[name].write([ToolCall(*OSLO), ToolCall("now", {})][: 1 + parallel])
+    assert walk.accepts(written), written
+    found = 0
+    for seed in range(8):
+        drawn = walk.random_text(seed)
+        try:
+            output = "" if drawn is None else drawn.decode()
+        except UnicodeDecodeError:
+            continue
+        if not output:
+            continue
+        spans = FORMATS[name].spans(output, schemas)
+        calls = [call for span in spans for call in span.calls]
+        assert not [span.error for span in spans if span.error], output
+        assert check(text)(calls_json(calls, [1], 0, None)) is True, (output, calls)
+        found += 1
+    assert found > 2
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"type": "object", "anyOf": [{"required": ["a"]}]}, "uses `anyOf`"),
+        ({"type": "object", "properties": {}, "required": ["a"]}, "uses `required`"),
+        ({"type": "object", "properties": {"a b": {"type": "string"}}}, "has the name 'a b'"),
+    ],
+)
+def test_schemas_that_a_format_without_json_cannot_hold_are_refused(
+    known: dict[str, Known], parameters: dict[str, Any], words: str
+) -> None:
+    tools = ({"type": "function", "function": {"name": "f", "parameters": parameters}},)
+    prompt = CHAT._replace(tools=tools, tool_choice=ToolChoice("required"))
+    for name in ("qwen3 coder", "gemma 4", "llama 4"):
+        with pytest.raises(RowError, match=words):
+            params_with_tools(SamplingParams(), prompt, known[name].parser)
+    assert params_with_tools(SamplingParams(), prompt, known["qwen3"].parser).constraint is not None
+
+
+HOSTILE = [
+    "<tool_call>" * 2000,
+    '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}</tool_call>",
+    '<tool_call>{"name": "now", "arguments": {"a": ' + "9" * 6000 + "}}</tool_call>",
+    '<tool_call>{"name": "now", "arguments": {"a": 1e999}}</tool_call>',
+    '<tool_call>{"name": 5}</tool_call>',
+    "<tool_call>[[[[",
+    "[" * 9000,
+    "[now(a=" + "[" * 9000,
+    "[now(a=" + "9" * 9000 + ")]",
+    '<|tool_call>call:now{a:<|"|>' * 50,
+    "<function=now>" + "<parameter=a>" * 3000,
+    '<invoke name="now">' * 2000,
+    "[TOOL_CALLS]" * 2000 + "now{",
+    " to=functions.now<|message|>" * 500 + "{}",
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_hostile_outputs_are_texts(name: str) -> None:
+    for output in HOSTILE:
+        for span in FORMATS[name].spans(output, {"now": {}}):
+            assert bool(span.calls) != bool(span.error)
+            json.loads(calls_json(span.calls, [1], 0, None))
