@@ -80,7 +80,7 @@ def byte_vocabulary() -> GuidanceVocabulary:
 
 @dataclass(slots=True)
 class _NumberScan:
-    """Where a JSON text stands: in a string, or after how many digits of a number."""
+    """Where a JSON text has come to: in a string, or after how many digits of a number."""
 
     in_string: bool = False
     is_escaped: bool = False
