@@ -42,6 +42,8 @@ class ModelSpec:
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters, in the order of their indexes."""
+    unscaled_context: int | None = None
+    """Positions up to which a model with two sets of rotary frequencies has the first one, if the context is longer."""
     embedding_size: int | None = None
     """Width of the token embeddings; None if it is `hidden_size`."""
 
@@ -144,4 +146,11 @@ class Model(Protocol):
 
     def accepts_embeds(self) -> bool:
         """Whether tokens may be given as arbitrary embeddings."""
+        ...
+
+    def fit_positions(self, longest: int) -> None:
+        """Choose the rotary frequencies for a job whose longest row has `longest` tokens; until then, for the context.
+
+        Called between jobs. Without an `unscaled_context` there is nothing to choose.
+        """
         ...
