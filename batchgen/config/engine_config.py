@@ -7,6 +7,7 @@ from typing import Literal
 
 from batchgen.config.option_types import (
     CLOCK,
+    JSON,
     MEMORY,
     NAME,
     NAME_FUNCTION,
@@ -88,6 +89,21 @@ class EngineConfig:
         "Most tokens of prompt and completion together; the default is the model's. Example: --max-model-len 4096",
         int_range(1),
     )
+    rope_scaling: str | None = MODEL.option(
+        None,
+        "Rope scaling of the model in place of that of its config.json, with or without `rope_theta`; it may make the "
+        'context longer. Example: --rope-scaling \'{"rope_type": "yarn", "factor": 4.0, '
+        '"original_max_position_embeddings": 32768}\'',
+        JSON,
+    )
+    """JSON text; a mapping is accepted, too."""
+    hf_overrides: str | None = MODEL.option(
+        None,
+        "Values that replace those of the model's config.json; nested configurations are merged. "
+        'Example: --hf-overrides \'{"text_config": {"rope_theta": 1000000}}\'',
+        JSON,
+    )
+    """JSON text; a mapping is accepted, too."""
     reasoning: str = MODEL.option(
         "auto",
         "Format in which the model writes its thoughts, which conversations return apart from their answers: auto "

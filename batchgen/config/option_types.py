@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from batchgen.config.units import (
     parse_token_ids,
 )
 from batchgen.errors import UsageError
-from batchgen.request.checks import INT64_HIGH, describe_range
+from batchgen.request.checks import INT64_HIGH, describe_range, json_type
+from batchgen.request.foreign_text import ForeignTextError, read_json
 
 _T = TypeVar("_T")
 _KEY = "option"
@@ -168,6 +170,27 @@ def _carry(text: str) -> str | tuple[str, ...]:
     return text if text in ("all", "none") else parse_columns(text)
 
 
+def _json_object(text: str) -> str:
+    """Check that the text is a JSON object and return it unchanged."""
+    try:
+        value = read_json(text)
+    except ForeignTextError as problem:
+        raise ValueError(f"must be a JSON object, or @PATH of a file that contains one; this {problem}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object, or @PATH of a file that contains one; this is {json_type(value)}")
+    return text
+
+
+def json_text(value: object) -> object:
+    """JSON text of a mapping; other values unchanged."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"has a value that JSON cannot represent: {problem}") from None
+
+
 TEXT = ValueType("TEXT", str)
 NAME = ValueType("NAME", _nonempty)
 FILE = ValueType("PATH", _file_to_write, (str, os.PathLike), reach="files")
@@ -182,6 +205,7 @@ CLOCK = ValueType("TIME", parse_clock, (str, date))
 THRESHOLD = ValueType("N|P%", parse_threshold, (str, int))
 COLUMNS = ValueType("all|none|COL,...", _carry, comma_separated=True)
 TOKEN_IDS = ValueType("ID,...", parse_token_ids, (str, int), comma_separated=True)
+JSON = ValueType("JSON|@PATH", _json_object, accepts_file=True, to_text=json_text)
 SHARD = ValueType("auto|I/N", _nonempty)
 NAME_PATH = ValueType("NAME=PATH", parse_name_path, (str, os.PathLike), named_pairs=True, reach="files")
 NAME_FUNCTION = ValueType(

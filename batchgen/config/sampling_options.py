@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchgen.config.option_types import BOOL, NAME, NUMBER, TEXT, TOKEN_IDS, Group, Option, ValueType, int_range
+from batchgen.config.option_types import (
+    BOOL,
+    JSON,
+    NAME,
+    NUMBER,
+    TEXT,
+    TOKEN_IDS,
+    Group,
+    Option,
+    ValueType,
+    int_range,
+    json_text,
+)
 from batchgen.config.units import parse_bool, parse_logit_bias
 from batchgen.errors import RowError
 from batchgen.request import field_checks
@@ -16,7 +27,6 @@ from batchgen.request.checks import (
     Number,
     boolean,
     ids,
-    json_type,
     mapping,
     nonempty_ids,
     nonempty_string,
@@ -37,27 +47,6 @@ def _nonempty(text: str) -> str:
     if not text:
         raise ValueError("must not be empty")
     return text
-
-
-def _json_object(text: str) -> str:
-    """Check that the text is a JSON object and return it unchanged."""
-    try:
-        value = read_json(text)
-    except ForeignTextError as problem:
-        raise ValueError(f"must be a JSON object, or @PATH of a file that contains one; this {problem}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, or @PATH of a file that contains one; this is {json_type(value)}")
-    return text
-
-
-def _json_text(value: object) -> object:
-    """JSON text of a mapping; other values unchanged."""
-    if not isinstance(value, Mapping):
-        return value
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"has a value that JSON cannot represent: {problem}") from None
 
 
 def _logit_bias_items(value: object) -> object:
@@ -94,7 +83,6 @@ def _hidden_states(text: str) -> bool | dict[str, Any]:
 
 
 _NONEMPTY = ValueType("TEXT", _nonempty)
-_JSON = ValueType("JSON|@PATH", _json_object, accepts_file=True, to_text=_json_text)
 _BY_METAVAR = {"NAME": NAME, "TEXT|@PATH": ValueType("TEXT|@PATH", _nonempty, accepts_file=True)}
 """Value types that a field's declaration names."""
 _BY_CHECK: dict[Check, ValueType] = {
@@ -105,10 +93,10 @@ _BY_CHECK: dict[Check, ValueType] = {
     field_checks.bad_words: TEXT,
     field_checks.choice: _NONEMPTY,
     nonempty_string: _NONEMPTY,
-    mapping: _JSON,
-    string_or_mapping: _JSON,
+    mapping: JSON,
+    string_or_mapping: JSON,
     field_checks.logit_bias: ValueType("ID=X,...", parse_logit_bias, comma_separated=True, to_text=_logit_bias_items),
-    hidden_states: ValueType("all|prompt|output|last|mean|JSON", _hidden_states, (str, bool), to_text=_json_text),
+    hidden_states: ValueType("all|prompt|output|last|mean|JSON", _hidden_states, (str, bool), to_text=json_text),
 }
 """Value types that follow from a field's check."""
 _REPEATABLE = (strings, field_checks.bad_words, field_checks.choice)

@@ -50,6 +50,7 @@ from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import load_checked
+from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts, bytes_by_kind
 from batchgen.plan.config import Admit, Order
@@ -121,11 +122,12 @@ class Engine:
             max_model_len=config.max_model_len,
             revision=config.revision,
             lora=config.lora,
+            overrides=Overrides(config.hf_overrides, config.rope_scaling),
         )
         loaded = load_checked(checked, dtype=config.dtype, device=config.device, products=products_of(config))
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
-        tokenizer = Tokenizer.load(named, model=folder)
+        tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
         self._init(loaded, FrontEnd.build(config, loaded.spec, tokenizer, processors))
 
     @classmethod
@@ -169,6 +171,8 @@ class Engine:
         """Scheduling order and admission policy; other values than the defaults are for comparisons."""
         self.queue_bytes = QUEUE_BYTES
         """As in `LoopSettings`."""
+        self.scaled_positions = False
+        """Whether rows of the last job got the rotary frequencies past an `unscaled_context`."""
         self.last_run: Running | None = None
         """The last job, for its counters."""
         self._pool: Pool | None = None
@@ -183,6 +187,11 @@ class Engine:
             return f"{found}; products: compiled {self.config.quantization} ({self.quantization})"
         products = describe_products(spec.dtype, spec.device, products_of(self.config))
         return found if products is None else f"{found}; products: {products}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How the rows of the last job were computed, for the footer."""
+        return {"kernels": self.kernels, "scaled_positions": self.scaled_positions}
 
     def generate(
         self,
@@ -259,6 +268,7 @@ class Engine:
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,
+        scaled: bool | None = None,
     ) -> Running:
         """Plan a job, allocate its KV pool and create its loop.
 
@@ -268,8 +278,13 @@ class Engine:
             record: receives which samples are running, and names rows that do not run, or not with others.
             prompt_ids: whether completions contain their prompt's ids.
             emit: called after each step with the events of rows that have `stream`.
+            scaled: of a model with an `unscaled_context`, whether rows get the frequencies past it; None: if one of the
+                table is longer.
         """
         config, spec = self.config, self.model.spec
+        if spec.unscaled_context is not None:
+            self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
+            self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
         # Compile grammars now, so that no step waits for one.
         self.grammars.prepare(table.constraints(done))
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))

@@ -156,7 +156,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         for note in rows.notes:
             _print_note(note)
         table = rows.table
-        setup.note_unused_options(table.params, _print_note)
+        setup.note_rows(table, _print_note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         counts, steps, peaks = _plan(config, setup, workload)

@@ -23,6 +23,7 @@ from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.check import CheckedModel, check_model
 from batchgen.models.file_hashes import FileHashes
+from batchgen.models.overrides import Overrides
 from batchgen.request.processors import LoadedProcessor, load_processors
 
 
@@ -69,6 +70,7 @@ def check_engine_model(engine: EngineConfig) -> CheckedModel:
         max_model_len=engine.max_model_len,
         revision=engine.revision,
         lora=engine.lora,
+        overrides=Overrides(engine.hf_overrides, engine.rope_scaling),
     )
 
 

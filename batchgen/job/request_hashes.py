@@ -80,6 +80,8 @@ class RequestHashes:
 
     def __init__(self, setup: Setup, table: RequestTable) -> None:
         facts, adapters = environment(setup), setup.identity.get("adapters", {})
+        if setup.spec.unscaled_context is not None and not setup.scales_positions(table):
+            facts["positions"] = "unscaled"
         self._table = table
         self._begun = [_hash_of_params(setup, facts, adapters, params) for params in table.params]
 

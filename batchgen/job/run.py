@@ -166,7 +166,7 @@ class _Job:
             with self._phase("reading"):
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
             estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
-            setup.note_unused_options(rows.table.params, self.progress.note)
+            setup.note_rows(rows.table, self.progress.note)
             with self._phase("reading"):
                 hashes = RequestHashes(setup, rows.table)
                 reuse = self._find_reuse(files, rows, hashes, committed)
@@ -175,8 +175,8 @@ class _Job:
                 engine = setup.engine(self._wait_for_model(model, rows))
             with self._phase("planning"):
                 emit = None if events is None else events.listener(lambda row: rows.texts[row][0])
-                ids = config.include_prompt_ids
-                running = engine.start(rows.table, reuse.done, self.in_work, prompt_ids=ids, emit=emit)
+                ids, scaled = config.include_prompt_ids, setup.scales_positions(rows.table)
+                running = engine.start(rows.table, reuse.done, self.in_work, prompt_ids=ids, emit=emit, scaled=scaled)
                 reuse.commit(rows, running.workload, work, writer)
             counts = self._generate_all(running, rows, hashes, writer, setup)
             for note in running.loop.notes:
@@ -184,13 +184,13 @@ class _Job:
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
-        advice, kernels = input_advice(rows, running.workload, setup), engine.kernels
+        advice, facts = input_advice(rows, running.workload, setup), engine.facts
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory
         self.collector.collect()
         with self._phase("writing"):
-            totals = write_output(work, rows, {**identity.record, "kernels": kernels}, setup)
+            totals = write_output(work, rows, {**identity.record, **facts}, setup)
         summary = run_summary(self.result, identity.record, rows, totals, counts, self.seconds)
         written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
@@ -198,7 +198,7 @@ class _Job:
             rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
-            kernels=kernels,
+            kernels=facts["kernels"],
             advice=[*advice, *output_advice(totals, rows.table)],
             engine={**summary.engine, **written},
         )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -28,14 +28,13 @@ from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
-from batchgen.models.context import longrope_note
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.models.quantized.formats import PlainTensors
-from batchgen.request.params import SamplingParams
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
+from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import CarriedOptions
 from batchgen.text.tokenizer import Tokenizer
 
@@ -115,12 +114,28 @@ class Setup:
         """Bytes of the weights in memory."""
         return self.spec.parameters * self.spec.dtype.itemsize
 
-    def note_unused_options(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:
-        """Call `note` if logprob options are given but none of the rows' parameter sets `params` uses them."""
-        unused = [BY_NAME[name].flag for name in self.defaults.unused_logprob_options(params)]
+    def note_rows(self, table: RequestTable, note: Callable[[str], None]) -> None:
+        """Call `note` if no row uses the logprob options, or if short rows get other rotary frequencies than alone."""
+        unused = [BY_NAME[name].flag for name in self.defaults.unused_logprob_options(table.params)]
         if unused:
             verb = "has" if len(unused) == 1 else "have"
             note(f"{', '.join(unused)} {verb} no effect: no row returns logprobs; add --return-logprob")
+        if not self.scales_positions(table):
+            return
+        is_shard, unscaled = self.config.shard is not None, self.spec.unscaled_context
+        longest = "rows of other shards" if is_shard else f"the longest row ({table.longest:,} tokens with its output)"
+        note(
+            f"{longest} may be past the {unscaled} tokens that the model's unscaled rotary frequencies are for: all "
+            f"rows get the scaled ones, also short rows; --max-model-len {unscaled} takes the unscaled ones"
+        )
+
+    def scales_positions(self, table: RequestTable) -> bool:
+        """Whether rows get rotary frequencies for a longer context than the model's first ones are for.
+
+        In a shard they do, since another one may have longer rows.
+        """
+        unscaled = self.spec.unscaled_context
+        return unscaled is not None and (self.config.shard is not None or table.longest > unscaled)
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
@@ -152,8 +167,6 @@ def prepare(
     prepare_device(engine)
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
     spec = checked_spec(job.model, dtype=engine.dtype, device="cuda" if absent else engine.device, elsewhere=absent)
-    if (said := longrope_note(job.model.folder.config, spec.context_length)) is not None:
-        note(said)
     if absent:
         refuse_anywhere(engine)
         note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
@@ -166,7 +179,7 @@ def prepare(
     if job.model.folder.plain is not None:
         note(_quantised_note(job.model.folder.plain, spec))
     found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
-    tokenizer = Tokenizer.load(found, model=folder)
+    tokenizer = Tokenizer.load(found, model=folder, config=job.model.folder.config)
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
     )

@@ -93,7 +93,7 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     _check_model(setup, run)
     chosen = choose_rows(out, rows, seed)
     same = 0
-    for replay in _replays(inputs, setup, results, chosen):
+    for replay in _replays(inputs, setup, results, chosen, scaled=run.get("scaled_positions", True)):
         same += replay.difference is None and replay.refused is None
         print(printable(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}"))
     print(f"{same:,} of {len(chosen):,} rows are the same")
@@ -179,13 +179,13 @@ def _check_model(setup: Setup, run: Mapping[str, Any]) -> None:
         )
 
 
-def _replays(inputs: InputSet, setup: Setup, results: Results, chosen: list[int]) -> Iterator[_Replay]:
+def _replays(inputs: InputSet, setup: Setup, results: Results, chosen: list[int], *, scaled: bool) -> Iterator[_Replay]:
     engine, config = setup.engine(setup.load_model()), setup.config
     for raw in inputs.rows_at(chosen, config.prompt_column, config.id_column):
-        yield _replay(engine, setup, raw, list(results.rows(row=raw.index)))
+        yield _replay(engine, setup, raw, list(results.rows(row=raw.index)), scaled=scaled)
 
 
-def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, Any]]) -> _Replay:
+def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, Any]], *, scaled: bool) -> _Replay:
     """Compute one row as a separate job, under the id in the output: the seeds of its samples depend on the id."""
     row_id = recorded[0]["id"]
     table = RequestTable(EmbedsStore(setup.spec.embeds_size))
@@ -193,7 +193,7 @@ def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, 
     (processed,) = reader.read([raw._replace(value=_with_id(raw.value or {}, row_id), error=None)])
     if processed.error is not None:
         return _Replay(raw.index, row_id, None, f"the row is invalid now: {processed.error.message}")
-    done = [completion for group in engine.start(table).loop.run() for completion in group]
+    done = [completion for group in engine.start(table, scaled=scaled).loop.run() for completion in group]
     failed = next((completion.error for completion in done if completion.error is not None), None)
     if failed is not None:
         return _Replay(raw.index, row_id, None, f"the row fails now: {failed.message}")

@@ -15,22 +15,23 @@ from torch import Tensor
 from batchgen.kernels.rope_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, context_length: int) -> tuple[Tensor, float]:
+def inverse_frequencies(rope: RopeConfig, longest: int) -> tuple[Tensor, float]:
     """Inverse frequencies and the factor on cos and sin.
 
     Args:
         rope: the scaling rule.
-        context_length: most positions of any row. `longrope` chooses its long factors by it, once for all rows, so that
-            a row does not depend on the length of others; `dynamic` is the default rule up to `max_positions`, which
-            the context never exceeds.
+        longest: most positions of any row. `longrope` chooses its long factors by it, and `dynamic` its base past
+            `max_positions`: once for all rows, so that a row does not depend on the length of others.
 
     Returns:
         [D/2] float32 on the CPU, and the factor.
     """
     base = _default(rope)
     match rope.kind:
-        case "default" | "dynamic":
+        case "default":
             return base, 1.0
+        case "dynamic":
+            return _dynamic(rope, longest), 1.0
         case "linear":
             return base / rope.factor, 1.0
         case "llama3":
@@ -38,7 +39,7 @@ def inverse_frequencies(rope: RopeConfig, context_length: int) -> tuple[Tensor, 
         case "yarn":
             return _yarn(rope), _yarn_scale(rope)
         case "longrope":
-            return _longrope(rope, context_length), _longrope_scale(rope)
+            return _longrope(rope, longest), _longrope_scale(rope)
 
 
 def _exponents(dim: int) -> Tensor:
@@ -47,6 +48,15 @@ def _exponents(dim: int) -> Tensor:
 
 def _default(rope: RopeConfig) -> Tensor:
     powers: Tensor = rope.theta ** _exponents(rope.dim)
+    return 1.0 / powers  # [D/2]
+
+
+def _dynamic(rope: RopeConfig, longest: int) -> Tensor:
+    """The default rule up to `max_positions`; past it, with a base that grows with the length (bloc97, emozilla)."""
+    if longest <= rope.max_positions:
+        return _default(rope)
+    grown = (rope.factor * longest / rope.max_positions) - (rope.factor - 1)
+    powers: Tensor = (rope.theta * grown ** (rope.dim / (rope.dim - 2))) ** _exponents(rope.dim)
     return 1.0 / powers  # [D/2]
 
 
@@ -94,8 +104,8 @@ def _yarn_scale(rope: RopeConfig) -> float:
     return mscale(1.0)
 
 
-def _longrope(rope: RopeConfig, context_length: int) -> Tensor:
-    factors = rope.long_factor if context_length > rope.original_positions else rope.short_factor
+def _longrope(rope: RopeConfig, longest: int) -> Tensor:
+    factors = rope.long_factor if longest > rope.original_positions else rope.short_factor
     powers: Tensor = rope.theta ** _exponents(rope.dim)
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)  # [D/2]
 

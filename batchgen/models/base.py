@@ -45,6 +45,8 @@ class ModelSpec:
     """Names of the LoRA adapters, in the order of their indexes."""
     windows: tuple[int | None, ...] = ()
     """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
+    unscaled_context: int | None = None
+    """Positions up to which a model with two sets of rotary frequencies has the first one, if the context is longer."""
     embedding_size: int | None = None
     """Width of the token embeddings; None if it is `hidden_size`."""
     tied: bool = False
@@ -160,4 +162,11 @@ class Model(Protocol):
 
     def accepts_embeds(self) -> bool:
         """Whether tokens may be given as arbitrary embeddings."""
+        ...
+
+    def fit_positions(self, longest: int) -> None:
+        """Choose the rotary frequencies for a job whose longest row has `longest` tokens; until then, for the context.
+
+        Called between jobs. Without an `unscaled_context` there is nothing to choose.
+        """
         ...

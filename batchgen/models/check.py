@@ -15,6 +15,7 @@ from batchgen.models.folder import ModelFolder, check_model_folder
 from batchgen.models.lora_config import Adapter, NamePath, fit_adapter, read_adapters
 from batchgen.models.native_config import NativeConfig, parse_native_config
 from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_linears
+from batchgen.models.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.safetensors_header import TensorInfo
 from batchgen.models.text_part import text_config
 
@@ -50,6 +51,7 @@ def check_model(
     max_model_len: int | None = None,
     revision: str | None = None,
     lora: Sequence[NamePath] = (),
+    overrides: Overrides = NO_OVERRIDES,
 ) -> CheckedModel:
     """Check a model folder (or hub id): files, headers, architecture and, for native models, every tensor.
 
@@ -60,22 +62,24 @@ def check_model(
     """
     if max_model_len is not None and max_model_len < 1:
         raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
-    folder = check_model_folder(path, revision)
-    chosen = choose_implementation(folder.config, implementation, folder.tensors)
-    adapters = read_adapters(lora)
-    native = None
-    if chosen == "native":
-        config = parse_native_config(folder.config)
-        layout = native_layout(config, folder)
-        check_native_tensors(layout, folder)
-        if max_model_len is not None and max_model_len > config.context_length:
-            raise ModelError(
-                f"--max-model-len {max_model_len} is past the model's context of {config.context_length}. Give less."
-            )
-        for adapter in adapters:
-            fit_adapter(adapter, *native_linears(layout))
-        native = config, layout
+    with overrides.explain_errors():
+        folder = check_model_folder(path, revision, overrides)
+        chosen = choose_implementation(folder.config, implementation, folder.tensors)
+        adapters = read_adapters(lora)
+        native = None if chosen != "native" else _check_native(folder, adapters, max_model_len)
     return CheckedModel(folder, chosen, native, _stored_dtype(folder), max_model_len, adapters)
+
+
+def _check_native(
+    folder: ModelFolder, adapters: Sequence[Adapter], max_model_len: int | None
+) -> tuple[NativeConfig, NativeLayout]:
+    config = parse_native_config(folder.config)
+    layout = native_layout(config, folder)
+    check_native_tensors(layout, folder)
+    config.contexts.chosen(max_model_len)  # raises if it has none so long
+    for adapter in adapters:
+        fit_adapter(adapter, *native_linears(layout))
+    return config, layout
 
 
 def _stored_dtype(folder: ModelFolder) -> str:

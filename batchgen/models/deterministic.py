@@ -85,6 +85,10 @@ class DeterministicModel:
         """Whether tokens may come as embeddings that are those of no id."""
         return self._model.accepts_embeds()
 
+    def fit_positions(self, longest: int) -> None:
+        """See `Model.fit_positions`."""
+        self._model.fit_positions(longest)
+
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, as `Model.hidden`."""
         return inputs.select(_hidden(self._model, inputs, self._tile_sizes))

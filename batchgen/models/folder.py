@@ -21,6 +21,7 @@ from batchgen.gguf.header import read_gguf
 from batchgen.gguf.tensors import GgufForm, hub_tensors
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
+from batchgen.models.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.quant_format import QuantFormat, find_quant_format
 from batchgen.models.quantized.formats import PlainTensors, plain_tensors
 from batchgen.models.quantized.tensors import StoredTensor
@@ -56,6 +57,8 @@ class ModelFolder:
     """What the quantised tensors mean; None if the weights are stored in full."""
     is_gguf: bool = False
     """Whether the weights are in GGUF files, and the configuration in their metadata."""
+    overrides: Overrides = NO_OVERRIDES
+    """What has replaced values of the configuration."""
 
     @property
     def spare(self) -> frozenset[str]:
@@ -68,18 +71,22 @@ class ModelFolder:
         return str(self.config["model_type"])
 
 
-def check_model_folder(path: str | os.PathLike[str], revision: str | None = None) -> ModelFolder:
+def check_model_folder(
+    path: str | os.PathLike[str], revision: str | None = None, overrides: Overrides = NO_OVERRIDES
+) -> ModelFolder:
     """Check a folder's configuration, files and headers, independent of the architecture.
+
+    `overrides` replace values of the configuration before anything else reads it.
 
     Raises:
         ModelError: the message names what is missing or damaged, and the remedy.
     """
     folder = resolve_model(path, revision)
     if folder.is_file():
-        return _gguf_folder(folder)
+        return _gguf_folder(folder, overrides)
     # Before the file is read, so that a change while it is read shows.
     stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
-    raw, config = _read_config(folder)
+    raw, config = _read_config(folder, overrides)
     index, files = find_weight_files(folder)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
@@ -92,20 +99,32 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
             raise ModelError(f"{file} lacks {name}, which {INDEX} says it holds. Copy the folder again.")
     found = find_quant_format(folder, config, tensors)
     if found is None:
-        return ModelFolder(folder, config, tuple(files), tensors, hashlib.sha256(raw).hexdigest(), stamps)
+        digest = hashlib.sha256(raw).hexdigest()
+        return ModelFolder(folder, config, tuple(files), tensors, digest, stamps, overrides=overrides)
     plain = plain_tensors(tensors, found)
     form = found if plain.labels else None
     # Of a description in another file, too, so that its change makes another job.
     digest = hashlib.sha256(raw + json.dumps([found.method, dict(found.settings)], sort_keys=True).encode()).hexdigest()
-    return ModelFolder(folder, config, tuple(files), plain.tensors, digest, stamps, form, plain if form else None)
+    return ModelFolder(
+        folder,
+        config,
+        tuple(files),
+        plain.tensors,
+        digest,
+        stamps,
+        form,
+        plain if form else None,
+        overrides=overrides,
+    )
 
 
-def _gguf_folder(path: Path) -> ModelFolder:
+def _gguf_folder(path: Path, overrides: Overrides) -> ModelFolder:
     """A GGUF model as the folder of its checkpoint: configuration and tensors by the names that they have there."""
     header = read_gguf(path)
     family = gguf_family(header)
     config = gguf_config(header, family)
     stored = hub_tensors(header, family, config)
+    config = overrides.merged(config)
     tensors: dict[str, StoredTensor] = {}
     encodings: Counter[str] = Counter()
     for name, (entry, form) in stored.items():
@@ -119,10 +138,11 @@ def _gguf_folder(path: Path) -> ModelFolder:
         config,
         header.files,
         tensors,
-        header.digest,
+        hashlib.sha256(_with_overrides(header.digest.encode(), overrides)).hexdigest() if overrides else header.digest,
         stamps,
         plain=PlainTensors("gguf", tensors, dict(encodings.most_common()), frozenset()) if encodings else None,
         is_gguf=True,
+        overrides=overrides,
     )
 
 
@@ -138,7 +158,13 @@ _CONFIG: Final[Kinds] = {
 """Types in config.json, of the keys that every model is looked at by."""
 
 
-def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
+def _with_overrides(raw: bytes, overrides: Overrides) -> bytes:
+    """What identifies a configuration: its file, and what replaces values of it."""
+    return raw + json.dumps(overrides.given, sort_keys=True).encode() if overrides else raw
+
+
+def _read_config(folder: Path, overrides: Overrides) -> tuple[bytes, dict[str, Any]]:
+    """What identifies the configuration, and the configuration with the overrides."""
     file = folder / "config.json"
     if not file.is_file():
         found = foreign_form(folder)
@@ -148,6 +174,8 @@ def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     try:
         raw = file_content(file)
         config = typed(read_json(raw), _CONFIG)
+        if overrides:
+            config = typed(overrides.merged(config), _CONFIG)
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror or error}. Check its permissions.") from None
     except ForeignTextError as error:
@@ -158,4 +186,4 @@ def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
         )
     if config["model_type"] in TYPE_ALIASES:
         config = {**config, "model_type": TYPE_ALIASES[config["model_type"]]}
-    return raw, config
+    return _with_overrides(raw, overrides), config

@@ -24,6 +24,7 @@ from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
 from batchgen.models.hf_text import decoder_name, text_decoder
 from batchgen.models.latent import absorbed_projection
+from batchgen.models.library_rope import LibraryRope
 from batchgen.models.load_test import cache_keyword
 from batchgen.models.lora import LoraSlot
 from batchgen.models.module_discovery import ModelHooks, find_hooks
@@ -188,6 +189,8 @@ class HookedModel:
         """Whether forwards get the positions through a cache too; for decoders that count by its length."""
         self.lora = LoraSlot()
         self.experts = ExpertsSlot()
+        self.rope: LibraryRope | None = None
+        """Frequencies that depend on the longest row."""
         for module in model.modules() if use_slot else ():
             if hasattr(module, "layer_idx"):
                 setattr(module, _SLOT, self._slot)
@@ -274,6 +277,11 @@ class TransformersModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] in the model's dtype."""
         return self._model.logits(hidden)
+
+    def fit_positions(self, longest: int) -> None:
+        """See `Model.fit_positions`."""
+        if self._model.rope is not None:
+            self._model.rope.fit(longest)
 
     @torch.no_grad()
     def accepts_embeds(self) -> bool:

@@ -37,8 +37,8 @@ from batchgen.models.hf_text import (
     first_line,
     is_unread,
     library_class,
+    library_contexts,
     renamed_keys,
-    rope_settings,
     skipped_blocks,
     text_decoder,
     text_runs_alone,
@@ -46,6 +46,7 @@ from batchgen.models.hf_text import (
     without_modules,
 )
 from batchgen.models.latent import store_latents
+from batchgen.models.library_rope import LibraryRope, freeze_rope
 from batchgen.models.load_test import Expected, library_logits
 from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
@@ -87,7 +88,7 @@ def transformers_spec(
         fit_library_adapters(model, adapters)
         store_latents(model)
         uses, hooks = _probe_layers(model, context)
-    text = decoder_config(config)
+    text, contexts = decoder_config(config), library_contexts(decoder_config(config))
     return ModelSpec(
         name=str(config.model_type),
         implementation="transformers",
@@ -107,6 +108,7 @@ def transformers_spec(
         windows=windows_within([use.window for use in uses], context),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
         tied=getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight,
+        unscaled_context=None if contexts is None else contexts.unscaled_of(context),
     )
 
 
@@ -134,16 +136,13 @@ def text_class(config: Any) -> Any:
 
 
 def _meta_model(config: Any, cls: Any) -> Any:
-    config = copy.deepcopy(config)
-    for settings in rope_settings(decoder_config(config)):
-        if settings.get("rope_type") == "dynamic":
-            settings["rope_type"] = "default"  # the same frequencies within the context, without reading positions
     try:
         with torch.device("meta"):
             # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
-            model = cls._from_config(config, dtype=torch.bfloat16)
+            model = cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
     except Exception as error:  # constructors raise errors of many types
         raise ModelError(f"transformers cannot build this {config.model_type} model: {first_line(error)}.") from None
+    freeze_rope(model)  # which would read positions
     return model.eval()
 
 
@@ -207,6 +206,8 @@ def _hook(model: Any, inputs: ModelInput) -> HookedModel:
         except (ModelError, NotImplementedError):
             raise
         except Exception as error:  # such a forward may raise anything
+            if inputs.input_ids.is_meta and "meta tensors" in str(error):  # it reads values
+                raise NotImplementedError(str(error)) from None
             raise _unsupported(model.config, f"it cannot run on packed tokens ({first_line(error)})") from None
     raise _unsupported(model.config, "its attention cannot be reached")
 
@@ -260,6 +261,7 @@ def load_transformers(
     """
     with silence_library(), torch.no_grad():
         model = causal_part(_read_weights(config, spec, folder, cls or text_class(config)))
+        rope = LibraryRope(model, spec.context_length)
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
         _use_our_attention(model)
@@ -272,7 +274,7 @@ def load_transformers(
             "differs from the meta device"
         )
         found = _check_logits(hooked, spec, expected)
-        hooked.experts = experts
+        hooked.experts, hooked.rope = experts, rope
         if experts.layers and spec.device.type == "cuda":
             _check_experts(found, experts, expected)
         if adapters:

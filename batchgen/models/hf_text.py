@@ -18,7 +18,7 @@ from torch import nn
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import runs_alone
-from batchgen.models.context import scaled_context
+from batchgen.models.context import Contexts, contexts_of
 from batchgen.models.folder import ModelFolder
 from batchgen.models.text_part import TextTensors, find_text_tensors, is_packed, text_config
 
@@ -26,10 +26,7 @@ _UNREAD: Final = "batchgen_unread"
 
 
 def read_transformers_config(folder: ModelFolder, context_length: int | None) -> tuple[Any, int]:
-    """Read the library's configuration, made independent of the batch, and the context length.
-
-    transformers selects the frequencies of `longrope` by the longest position in a batch; here the context length
-    selects them once for all rows.
+    """Read the library's configuration, and the context length.
 
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
@@ -41,15 +38,11 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
         raise ModelError(f"transformers cannot read {source}: {first_line(error)}.") from None
     _unset_quantisation(config)
     text = decoder_config(config)
-    longest = _longest_context(text)
-    if longest is None and context_length is None:
+    contexts = library_contexts(text, context_length)
+    if contexts is None:
         raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
-    if context_length is not None and longest is not None and context_length > longest:
-        raise ModelError(f"--max-model-len {context_length} is past the model's context of {longest}. Give less.")
-    context = context_length or longest
-    assert context is not None, "one of them is given"
+    context = contexts.chosen(context_length)
     _check_rope(text)
-    _fix_longrope(text, context)
     return config, context
 
 
@@ -60,14 +53,16 @@ def _unset_quantisation(config: Any) -> None:
             del holder.quantization_config
 
 
-def _longest_context(config: Any) -> int | None:
-    """The model's context length; None if its configuration names none."""
-    longest: Any = getattr(config, "max_position_embeddings", None)
+def library_contexts(config: Any, requested: int | None = None) -> Contexts | None:
+    """Contexts of a text decoder: the one requested if its configuration names none, None without either."""
+    longest: Any = getattr(config, "max_position_embeddings", None) or requested
+    if longest is None:
+        return None
     settings = rope_settings(config)
-    if longest is None or len(settings) != 1:  # one per layer type: the longest is that of the configuration
-        return None if longest is None else int(longest)
+    if len(settings) != 1:  # one per layer type: the longest is that of the configuration
+        return Contexts(int(longest), int(longest), can_scale=False)
     original = getattr(config, "original_max_position_embeddings", None)
-    return scaled_context(str(config.model_type), int(longest), settings[0], original)
+    return contexts_of(str(config.model_type), int(longest), settings[0], original)
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
@@ -87,13 +82,6 @@ def _check_rope(config: Any) -> None:
         if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
             known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
             raise ModelError(f"config.json: rope type {kind!r} is not supported. Supported: {known}.")
-
-
-def _fix_longrope(config: Any, context: int) -> None:
-    for settings in rope_settings(config):
-        original = settings.get("original_max_position_embeddings")
-        if settings.get("rope_type") == "longrope" and original and context > original:
-            settings["short_factor"] = settings["long_factor"]
 
 
 def first_line(error: Exception) -> str:
@@ -122,8 +110,9 @@ def _whole_config(folder: ModelFolder) -> Any:
     from transformers import CONFIG_MAPPING, PreTrainedConfig  # as in _library_config
 
     values: Any = dict(folder.config)
-    if not folder.is_gguf:
+    if not folder.is_gguf:  # the library's reader knows more values than JSON does
         values, _ = PreTrainedConfig.get_config_dict(folder.path, local_files_only=True)
+        values = folder.overrides.merged(values)
     return CONFIG_MAPPING[folder.model_type].from_dict({**deepcopy(values), "model_type": folder.model_type})
 
 

@@ -24,6 +24,7 @@ from batchgen.models.lora_config import NamePath
 from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import NativeLayout
+from batchgen.models.overrides import NO_OVERRIDES, Overrides
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -93,9 +94,12 @@ def inspect_model(
     device: DeviceName = "auto",
     max_model_len: int | None = None,
     lora: Sequence[NamePath] = (),
+    overrides: Overrides = NO_OVERRIDES,
 ) -> ModelSpec:
     """Spec of the model that `load_model` would load, without reading weights."""
-    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, lora=lora)
+    checked = check_model(
+        path, implementation=implementation, max_model_len=max_model_len, lora=lora, overrides=overrides
+    )
     return checked_spec(checked, dtype=dtype, device=device)
 
 
@@ -126,7 +130,8 @@ def _named_failures(folder: ModelFolder, action: str) -> Iterator[None]:
     type. Those of memory and of the device are not the model's.
     """
     try:
-        yield
+        with folder.overrides.explain_errors():
+            yield
     except (BatchgenError, MemoryError):
         raise
     except Exception as error:
@@ -142,8 +147,7 @@ def _named_failures(folder: ModelFolder, action: str) -> Iterator[None]:
 def _native_spec(
     checked: CheckedModel, config: NativeConfig, layout: NativeLayout, dtype: torch.dtype, device: torch.device
 ) -> ModelSpec:
-    context = config.context_length if checked.max_model_len is None else checked.max_model_len
-    return native_spec(config, layout, dtype, device, context, checked.adapters)
+    return native_spec(config, layout, dtype, device, config.contexts.chosen(checked.max_model_len), checked.adapters)
 
 
 def _device(name: DeviceName) -> torch.device:

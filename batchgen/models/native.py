@@ -20,6 +20,7 @@ from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.linear import Embedding, Linear, Product, Products, repacks
 from batchgen.kernels.lora import LoraPairs
 from batchgen.kernels.rope import inverse_frequencies
+from batchgen.kernels.rope_config import RopeConfig
 from batchgen.kernels.types import AttentionArgs, LayerKV, PagedAttention
 from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.folder import ModelFolder
@@ -36,10 +37,11 @@ _LINEARS: Final = ("qkv", "o", "gate_up", "down")
 class NativeModel:
     """`Model` of the native path, created by `load_native`."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, head: Linear) -> None:
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, head: Linear, rope: RopeConfig) -> None:
         self._spec = spec
         self._weights = weights
         self._head = head
+        self._rope = rope
         self._fused = fused_decoder(weights)
 
     @property
@@ -50,7 +52,15 @@ class NativeModel:
     def with_product(self, product: Product) -> NativeModel:
         """The model with its linear layers and head computed by `product`."""
         layers = [_changed(layer, lambda linear: linear.with_product(product)) for layer in self._weights.layers]
-        return NativeModel(self._spec, replace(self._weights, layers=layers), self._head.with_product(product))
+        weights, head = replace(self._weights, layers=layers), self._head.with_product(product)
+        return NativeModel(self._spec, weights, head, self._rope)
+
+    def fit_positions(self, longest: int) -> None:
+        """See `Model.fit_positions`."""
+        if self._spec.unscaled_context is not None:
+            # In place: recorded kernels read it. The fused decoder keeps tables of it.
+            self._weights.inv_freq.copy_(inverse_frequencies(self._rope, longest)[0])
+            self._fused = fused_decoder(self._weights)
 
     def quantise(self) -> None:
         """Replace the weights of the linear layers and the head by int8, on a CPU.
@@ -198,6 +208,7 @@ def native_spec(
         adapters=tuple(adapter.name for adapter in adapters),
         tied=layout.head is None,
         windows=windows_within(config.windows, context_length),
+        unscaled_context=config.contexts.unscaled_of(context_length),
     )
 
 
@@ -243,7 +254,7 @@ def load_native(
         rope_scale=rope_scale,
         layers=layers,
     )
-    return NativeModel(spec, weights, head)
+    return NativeModel(spec, weights, head, config.rope)
 
 
 class _Loader:

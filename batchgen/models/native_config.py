@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from batchgen.errors import ModelError
 from batchgen.kernels.rope_config import ROPE_KINDS, RopeConfig, RopeKind
-from batchgen.models.context import scaled_context
+from batchgen.models.context import Contexts, contexts_of
 from batchgen.models.text_part import is_nested, text_config
 
 NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
@@ -69,8 +69,7 @@ class NativeConfig:
     windows: tuple[int | None, ...]
     """Sliding window of each layer in tokens; None: full attention."""
     rope: RopeConfig
-    context_length: int
-    """Most tokens of a row; more than `max_position_embeddings` where rope settings scale it."""
+    contexts: Contexts
 
     @property
     def q_size(self) -> int:
@@ -153,14 +152,14 @@ def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
         qk_norm=read.model_type == "qwen3",
         windows=_windows(read, layers),
         rope=_rope(read, head_dim, max_positions),
-        context_length=_context_length(read, max_positions),
+        contexts=_contexts(read, max_positions),
     )
 
 
-def _context_length(read: _Reader, max_positions: int) -> int:
+def _contexts(read: _Reader, max_positions: int) -> Contexts:
     given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
     original = read.values.get("original_max_position_embeddings")
-    return scaled_context(read.model_type, max_positions, given, original if type(original) is int else None)
+    return contexts_of(read.model_type, max_positions, given, original if type(original) is int else None)
 
 
 def _biases(read: _Reader) -> tuple[bool, bool, bool]:
@@ -220,9 +219,9 @@ def _rope(read: _Reader, head_dim: int, max_positions: int) -> RopeConfig:
 
 
 def _rope_numbers(read: _Reader, kind: str, settings: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    if kind in ("default", "dynamic"):
+    if kind == "default":
         return {}
-    if kind == "linear":
+    if kind in ("linear", "dynamic"):
         return {"factor": float(settings["factor"])}
     max_positions = read.integer("max_position_embeddings")
     # As in transformers, a top-level value has precedence over one in the rope settings.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from batchgen.errors import ModelError
 
-_NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
+NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which configurations nest that of their text decoder, which may nest in turn."""
 _TOWERS: Final = ("vision_config", "audio_config", "vision_encoder_config", "encoder_config", "protein_encoder_config")
 _TIED: Final = "tie_word_embeddings"
@@ -24,7 +24,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     The outer configuration decides whether the head is the embedding. If none does, it is unless a head is stored.
     """
-    for key in _NESTED:
+    for key in NESTED:
         inner = config.get(key)
         if isinstance(inner, dict):
             outer = config.get(_TIED)
@@ -36,7 +36,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_nested(config: Mapping[str, Any]) -> bool:
     """Whether the configuration of the text decoder is a part of `config`."""
-    return any(isinstance(config.get(key), dict) for key in _NESTED)
+    return any(isinstance(config.get(key), dict) for key in NESTED)
 
 
 def is_packed(config: Mapping[str, Any]) -> bool:
@@ -78,7 +78,7 @@ def find_text_tensors(
     found = sorted(name.removesuffix(embedding) for name in stored if f".{name}".endswith(f".{embedding}"))
     prefixes = [prefix for prefix in found if any(name.startswith(f"{prefix}layers.0.") for name in stored)] or found
     if len(prefixes) > 1:
-        keys = [key.removesuffix("_config") for key in _NESTED if isinstance(config.get(key), dict)]
+        keys = [key.removesuffix("_config") for key in NESTED if isinstance(config.get(key), dict)]
         prefixes = [prefix for prefix in prefixes if any(key in prefix for key in (*keys, "language"))] or prefixes
     if len(prefixes) > 1 and is_packed(config):
         raise ModelError(

@@ -254,6 +254,11 @@ class RequestTable(Columns):
         return self._max_new.values()
 
     @property
+    def longest(self) -> int:
+        """Most tokens of prompt and output together of any request; 0 without any."""
+        return int((np.diff(self.offsets) + self.max_new_tokens).max(initial=0))
+
+    @property
     def embeds_id(self) -> npt.NDArray[np.int32] | None:
         """[N] number of each prompt's embeddings, equal for equal embeddings, -1 without; None if no prompt has any."""
         return np.frombuffer(self._embeds_id, np.int32) if self._embeds_id else None

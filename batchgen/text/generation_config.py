@@ -52,8 +52,10 @@ class GenerationConfig:
         return found
 
 
-def load_generation_config(folder: Path) -> GenerationConfig:
+def load_generation_config(folder: Path, config: Mapping[str, Any] | None = None) -> GenerationConfig:
     """Read the generation settings of the model in `folder`, or in a GGUF file; one without any has empty ones.
+
+    `config` is what counts in place of the contents of config.json.
 
     Raises:
         ModelError: a file is damaged, or an end-of-sequence id is not a token id.
@@ -67,7 +69,7 @@ def load_generation_config(folder: Path) -> GenerationConfig:
     raw = read_object(folder / "generation_config.json")
     eos = raw.get("eos_token_id")
     if eos is None:
-        config = read_object(folder / "config.json")
+        config = read_object(folder / "config.json") if config is None else config
         nested = config.get("text_config")
         eos = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
     listed = eos if isinstance(eos, list) else [] if eos is None else [eos]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from datetime import datetime
 from functools import cached_property
@@ -95,10 +95,17 @@ class Tokenizer:
         self._chat = None if self.template is None else ChatRenderer(self.template)
 
     @classmethod
-    def load(cls, path: str | Path, revision: str | None = None, model: str | Path | None = None) -> Tokenizer:
+    def load(
+        cls,
+        path: str | Path,
+        revision: str | None = None,
+        model: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Tokenizer:
         """Load from a local folder, or from the local cache by model id. No network access, no remote code.
 
-        `model` is the model whose generation_config.json to read, if it is in another folder than the tokenizer.
+        `model` is the model whose generation_config.json to read, if it is in another folder than the tokenizer, and
+        `config` its configuration, if that is not the one of its config.json.
 
         Raises:
             ModelError: the folder or its tokenizer is missing, damaged or has no Rust backend.
@@ -123,7 +130,7 @@ class Tokenizer:
         if not getattr(hf, "is_fast", False):
             raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
         _check_conversion(hf.backend_tokenizer, folder, path)
-        generation = load_generation_config(_find_folder(model, revision)) if model is not None else None
+        generation = load_generation_config(_find_folder(model, revision), config) if model is not None else None
         made = cls(hf, folder, generation)
         made._stamps = stamps  # from before the files were read
         return made

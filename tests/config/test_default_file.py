@@ -101,7 +101,7 @@ def test_a_value_read_from_a_file_needs_a_named_file(option: Option, tmp_path: P
     (tmp_path / "secret.json").write_text("{}" if option.name != "ebnf" else 'root ::= "a"')
     (tmp_path / "batchgen.toml").write_text(f'{option.name} = "@secret.json"\n')
     assert "would read or write files" in refusal(tmp_path)
-    assert option.name in resolve(tmp_path, {"config": "./batchgen.toml"}).sampling
+    assert option.name in resolve(tmp_path, {"config": "./batchgen.toml"}).origins
 
 
 def test_an_option_of_a_stronger_source_replaces_a_refused_one(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from batchgen.errors import ModelError
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
-from batchgen.models.context import longrope_note
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import read_transformers_config
 from batchgen.models.native_config import NativeUnsupported, parse_native_config
@@ -69,41 +68,47 @@ def test_frequencies_equal_the_library_bit_for_bit(rope: dict[str, Any], spellin
     ours, our_scale = inverse_frequencies(parsed, 4096)
     assert torch.equal(ours, expected)
     assert our_scale == scale
-    if rope["rope_type"] == "longrope":
-        assert torch.equal(
-            inverse_frequencies(parsed, 1024)[0],
-            ROPE_INIT_FUNCTIONS["longrope"](library, torch.device("cpu"), seq_len=1024)[0],
-        )
+    if rope["rope_type"] in ("longrope", "dynamic"):
+        for length in (1024, 1025, 5000, 9000):
+            expected, _ = function(library, torch.device("cpu"), seq_len=length)
+            assert torch.equal(inverse_frequencies(parsed, length)[0], expected), length
 
 
-SCALED: list[tuple[dict[str, Any], int]] = [
-    # (settings with a `max_position_embeddings` of 4096, context length)
-    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
-    ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 4096}, 16384),
-    ({"rope_type": "yarn", "factor": 2.0}, 8192),
-    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),  # the scaled one is named
-    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}, 4096),
-    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 4096),
-    ({"rope_type": "linear", "factor": 2.5}, 10240),
-    ({"rope_type": "dynamic", "factor": 2.5}, 4096),
-    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 1024}, 4096),
-    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 4096}, 4096),
-    ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 4096, **LONG}, 4096),
-    ({"rope_type": "default"}, 4096),
+SCALED: list[tuple[dict[str, Any], int, int]] = [
+    # (settings with a `max_position_embeddings` of 4096, context, longest context that can be asked for)
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384, 16384),
+    ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 4096}, 16384, 16384),
+    ({"rope_type": "yarn", "factor": 2.0}, 8192, 8192),
+    # the scaled one is named
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096, 4096),
+    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}, 4096, 4096),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 4096, 32768),
+    ({"rope_type": "linear", "factor": 2.5}, 10240, 10240),
+    ({"rope_type": "dynamic", "factor": 2.5}, 4096, 10240),
+    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 1024}, 4096, 8192),
+    ({"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 4096}, 4096, 32768),
+    ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 4096, **LONG}, 4096, 16384),
+    ({"rope_type": "longrope", "original_max_position_embeddings": 1024, **LONG}, 4096, 4096),
+    ({"rope_type": "default"}, 4096, 4096),
 ]
 
 
-@pytest.mark.parametrize(("rope", "context"), SCALED, ids=str)
-def test_the_context_is_the_scaled_one(tmp_path: Path, rope: dict[str, Any], context: int) -> None:
+@pytest.mark.parametrize(("rope", "context", "longest"), SCALED, ids=str)
+def test_the_context_is_the_scaled_one(tmp_path: Path, rope: dict[str, Any], context: int, longest: int) -> None:
     """On both paths: the native decoder's, and that of the library's own configuration."""
     for spelling in ("rope_parameters", "rope_scaling"):
         raw = {**BASE, "rope_theta": 10_000.0, spelling: dict(rope)}
-        assert parse_native_config(raw).context_length == context
-        (tmp_path / "config.json").write_text(json.dumps(raw))
+        contexts = parse_native_config(raw).contexts
+        assert (contexts.default, contexts.longest) == (context, longest)
         folder = ModelFolder(tmp_path, raw, (), {}, "", {})
-        assert read_transformers_config(folder, None)[1] == context
-        with pytest.raises(ModelError, match=f"past the model's context of {context}"):
-            read_transformers_config(folder, context + 1)
+        for asked, found in ((None, context), (longest, longest), (9, 9)):
+            assert contexts.chosen(asked) == found
+            assert read_transformers_config(folder, asked)[1] == found
+        problem = rf"past the model's context of {longest}\. Give less, or scale it: --rope-scaling '.*yarn.*{longest}"
+        with pytest.raises(ModelError, match=problem):
+            contexts.chosen(longest + 1)
+        with pytest.raises(ModelError, match=problem):
+            read_transformers_config(folder, longest + 1)
 
 
 def test_top_level_original_context_has_precedence() -> None:
@@ -164,15 +169,3 @@ def test_rotation_accepts_slices_and_does_not_change_its_input() -> None:
     assert torch.equal(x, before)
     assert torch.equal(part, apply_rope(x[:, 2:6].contiguous(), *tables))
     assert math.isclose(float(part[0].norm()), float(x[0, 2:6].norm()), rel_tol=1e-6)
-
-
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(
-    ("kind", "context", "said"),
-    [("longrope", 64, True), ("su", 64, True), ("longrope", 32, False), ("yarn", 64, False)],
-)
-def test_one_choice_of_longrope_for_all_rows_is_said(key: str, kind: str, context: int, said: bool) -> None:
-    config = {key: {"rope_type": kind}, "original_max_position_embeddings": 32}
-    note = longrope_note(config, context)
-    assert (note is not None) == said
-    assert note is None or "--max-model-len 32" in note

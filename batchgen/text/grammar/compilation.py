@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,17 @@ import numpy as np
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.constraint import Constraint
 from batchgen.request.foreign_text import read_json
-from batchgen.text.grammar.guidance import GuidanceMatcher, byte_tokenizer, guidance_matcher
+from batchgen.text.grammar.guidance import GuidanceMatcher, byte_vocabulary, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Source
-from batchgen.text.grammar.rules import can_end, left_recursive_rule, with_prefix
+from batchgen.text.grammar.rules import can_end, left_recursive_rule, with_bounded_digits, with_prefix
 
 XGRAMMAR, LLGUIDANCE = b"x", b"l"
 """First byte of a compiled constraint: which compiler it is for."""
 _SUBSCHEMAS = ("additionalProperties", "items", "propertyNames")
 _SUBSCHEMA_LISTS = ("anyOf", "prefixItems")
 _SUBSCHEMA_MAPS = ("$defs", "properties", "patternProperties")
+_PLAIN = {"type", "json_schema", "max_whitespace_cnt"}
+"""Keys of a schema in a structural tag that leave it JSON."""
 
 
 def compile_constraint(constraint: Constraint, tokenizer: Any, *, lenient: bool, max_size: int) -> bytes | ErrorInfo:
@@ -56,20 +59,28 @@ def invalid_grammar(field_name: str, problem: str) -> ErrorInfo:
     return ErrorInfo(ErrorCode.INVALID_GRAMMAR, f"`{field_name}` {problem}", field_name)
 
 
-def schema_grammar(schema: Any, **options: Any) -> Any:
-    """`xgrammar.Grammar` of a schema of `XgrammarWriter`; `options`: of `Grammar.from_json_schema`."""
+def schema_grammar(schema: Any) -> Any:
+    """`xgrammar.Grammar` of JSON in one line, of a schema of `XgrammarWriter`."""
+    import xgrammar
+
+    def made(marked: Any) -> Any:
+        return xgrammar.Grammar.from_json_schema(json.dumps(marked), any_whitespace=False)
+
+    return _rewritten(schema, made)
+
+
+def _rewritten(schema: Any, grammar_of: Callable[[Any], Any]) -> Any:
+    """`grammar_of(schema)` with its patterns as rules, and with bounded numbers."""
     import xgrammar
 
     patterns: dict[str, str] = {}
-    marked = json.dumps(_with_marks(schema, patterns))
-    grammar = xgrammar.Grammar.from_json_schema(marked, **options)
-    if not patterns:
-        return grammar
-    written = str(grammar)
+    grammar = grammar_of(_with_marks(schema, patterns))
+    printed = str(grammar)
+    written = with_bounded_digits(printed)
     for pattern, name in patterns.items():
         written = written.replace(f'Regex("{name}", json_string=true)', f"({name})")
         written += with_prefix(str(xgrammar.Grammar.from_regex(pattern)), name)
-    return xgrammar.Grammar.from_ebnf(written)
+    return grammar if written == printed else xgrammar.Grammar.from_ebnf(written)
 
 
 def _with_marks(schema: Any, patterns: dict[str, str]) -> Any:
@@ -101,7 +112,7 @@ def _compile_xgrammar(source: Source, tokenizer: Any) -> Any:
 
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     if source.form == "json_schema":
-        grammar = schema_grammar(read_json(source.text), any_whitespace=False)
+        grammar = schema_grammar(read_json(source.text))
         if "$ref" in source.text and not can_end(str(grammar)):
             raise ValueError("every value that it allows contains another one without end")
         return compiler.compile_grammar(grammar)
@@ -119,7 +130,9 @@ def _compile_xgrammar(source: Source, tokenizer: Any) -> Any:
 
 
 def _with_schema_grammars(part: Any) -> Any:
-    """A part of a structural tag, with schemas that have patterns as grammars."""
+    """A part of a structural tag, with schemas as grammars."""
+    import xgrammar
+
     if isinstance(part, list):
         return [_with_schema_grammars(item) for item in part]
     if not isinstance(part, dict):
@@ -128,15 +141,16 @@ def _with_schema_grammars(part: Any) -> Any:
         return {key: _with_schema_grammars(value) for key, value in part.items()}
     patterns: dict[str, str] = {}
     _with_marks(part["json_schema"], patterns)
-    if not patterns:
-        return part
-    options = {key: value for key, value in part.items() if key not in ("type", "json_schema") and value}
-    limit = options.pop("max_whitespace_cnt", None)
-    if options.pop("style", "json") != "json" or options:
+    if patterns and not {key for key, value in part.items() if value and (key, value) != ("style", "json")} <= _PLAIN:
         raise ValueError(
             "a schema with patterns or formats allows no other options in a structural tag than its style json"
         )
-    return {"type": "grammar", "grammar": str(schema_grammar(part["json_schema"], max_whitespace_cnt=limit))}
+
+    def made(marked: Any) -> Any:
+        tag = {"type": "structural_tag", "format": {**part, "json_schema": marked}}
+        return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
+
+    return {"type": "grammar", "grammar": str(_rewritten(part["json_schema"], made))}
 
 
 def _compiled(constraint: Constraint, compiled: Any, max_size: int) -> bytes | ErrorInfo:
@@ -164,7 +178,8 @@ def _guidance_follows(schema: str) -> bool:
     """Whether llguidance compiles a schema, and allows a first character."""
     mask = np.zeros((1, 8), np.int32)
     try:
-        matcher = GuidanceMatcher(guidance_matcher(schema, byte_tokenizer()), 256, ())
+        vocabulary = byte_vocabulary()
+        matcher = GuidanceMatcher(guidance_matcher(schema, vocabulary), vocabulary, ())
         matcher.fill_next_token_bitmask(mask)
     except (RuntimeError, ValueError):
         return False

@@ -16,7 +16,7 @@ from batchgen.errors import ErrorInfo, OutputError, RowError, apart
 from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.compilation import LLGUIDANCE
 from batchgen.text.grammar.compiler import GrammarCompiler, stop_compiler
-from batchgen.text.grammar.guidance import GuidanceMatcher, guidance_matcher, guidance_tokenizer
+from batchgen.text.grammar.guidance import GuidanceMatcher, GuidanceVocabulary, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Check
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileLimits
@@ -115,7 +115,8 @@ class Grammars:
         """
         compiled = self._load(constraint)
         if not self.fills_in_batches(constraint):
-            return GuidanceMatcher(compiled.deep_copy(), self.vocab_size, sorted(stop_ids))
+            vocabulary = self._vocabulary(KINDS[constraint.kind].vocabulary, is_guidance=True)
+            return GuidanceMatcher(compiled.deep_copy(), vocabulary, sorted(stop_ids))
         # Imported here: xgrammar is slow to import, and most runs do not need it.
         import xgrammar
 
@@ -180,7 +181,9 @@ class Grammars:
         info = self._infos.get((kind, is_guidance))
         if info is None:
             pieces = self._vocabularies[kind]
-            info = self._infos[kind, is_guidance] = guidance_tokenizer(pieces) if is_guidance else _token_info(pieces)
+            info = self._infos[kind, is_guidance] = (
+                GuidanceVocabulary.of(pieces) if is_guidance else _token_info(pieces)
+            )
         return info
 
 

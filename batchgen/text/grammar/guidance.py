@@ -7,7 +7,9 @@ copies of it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,11 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.request.foreign_text import read_json
+from batchgen.text.grammar.rules import MAX_DIGITS
 
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON in one line, spaced as xgrammar does."""
 _HEADER = '%llguidance {"no_forcing": true}'
 """Allow every token that fits, also where the text is forced."""
+_LEADING_DIGITS = re.compile(rb"[0-9]*")
+_MANY_DIGITS = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
 class _Pieces:
@@ -36,22 +41,67 @@ class _Pieces:
         raise ValueError("texts are not tokenised here")
 
 
-def guidance_tokenizer(pieces: Sequence[bytes]) -> Any:
-    """Llguidance's form of a vocabulary, given the bytes of each token; tokens without bytes are never allowed."""
-    from llguidance import LLTokenizer, TokenizerWrapper
+@dataclass(frozen=True, slots=True)
+class GuidanceVocabulary:
+    """A vocabulary, given the bytes of each token; tokens without bytes are never allowed."""
 
-    end = len(pieces)
-    slices = LLTokenizer.json_slices()
-    return LLTokenizer(TokenizerWrapper(_Pieces(pieces)), n_vocab=end + 1, eos_token=end, slices=slices)
+    tokenizer: Any
+    """Its form for llguidance."""
+    pieces: Sequence[bytes]
+    digits: dict[int, int]
+    """Token that begins with digits -> how many, more than any room if it has too many further on."""
+    most_digits: int
+    """The largest value of `digits`."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[bytes]) -> GuidanceVocabulary:
+        """The vocabulary of `pieces`."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        end = len(pieces)
+        slices = LLTokenizer.json_slices()
+        tokenizer = LLTokenizer(TokenizerWrapper(_Pieces(pieces)), n_vocab=end + 1, eos_token=end, slices=slices)
+        digits = {token: _leading_digits(piece) for token, piece in enumerate(pieces) if piece[:1].isdigit()}
+        long = (token for token, piece in enumerate(pieces) if len(piece) > MAX_DIGITS and _MANY_DIGITS.search(piece))
+        digits |= dict.fromkeys(long, MAX_DIGITS + 1)
+        return cls(tokenizer, pieces, digits, max(digits.values(), default=0))
+
+
+def _leading_digits(piece: bytes) -> int:
+    found = _LEADING_DIGITS.match(piece)
+    return found.end() if found else 0
 
 
 @cache
-def byte_tokenizer() -> Any:
-    """Llguidance's form of the vocabulary of all bytes."""
-    return guidance_tokenizer([bytes([code]) for code in range(256)])
+def byte_vocabulary() -> GuidanceVocabulary:
+    """The vocabulary of all bytes."""
+    return GuidanceVocabulary.of([bytes([code]) for code in range(256)])
 
 
-def guidance_matcher(schema: str, tokenizer: Any) -> Any:
+@dataclass(slots=True)
+class _NumberScan:
+    """Where a JSON text has come to: in a string, or after how many digits of a number."""
+
+    in_string: bool = False
+    is_escaped: bool = False
+    digits: int = 0
+
+    def read(self, piece: bytes) -> None:
+        for byte in piece:
+            if self.in_string:
+                self.in_string = self.is_escaped or byte != 0x22
+                self.is_escaped = not self.is_escaped and byte == 0x5C
+            else:
+                self.in_string = byte == 0x22
+                self.digits = self.digits + 1 if 0x30 <= byte <= 0x39 else 0
+
+    @property
+    def room(self) -> int:
+        """How many more digits there may be."""
+        return MAX_DIGITS - self.digits
+
+
+def guidance_matcher(schema: str, vocabulary: GuidanceVocabulary) -> Any:
     """Llguidance's matcher for the JSON text of a schema of `GuidanceWriter`.
 
     Raises:
@@ -60,21 +110,26 @@ def guidance_matcher(schema: str, tokenizer: Any) -> Any:
     from llguidance import LLMatcher
 
     options = json.dumps({**read_json(schema), "x-guidance": _OPTIONS})
-    matcher = LLMatcher(tokenizer, f"{_HEADER}\nstart: %json {options}", log_level=0)
+    matcher = LLMatcher(vocabulary.tokenizer, f"{_HEADER}\nstart: %json {options}", log_level=0)
     if matcher.is_error():
         raise ValueError(matcher.get_error())
     return matcher
 
 
 class GuidanceMatcher:
-    """Matcher of one sample, with the methods of `xgrammar.GrammarMatcher` that are used here."""
+    """Matcher of one sample, with the methods of `xgrammar.GrammarMatcher` that are used here.
 
-    def __init__(self, matcher: Any, vocab_size: int, stop_ids: Sequence[int]) -> None:
+    Numbers have at most `MAX_DIGITS` digits in a row, unless they can only go on with more: llguidance has no such
+    limit for them, so it is counted here.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: GuidanceVocabulary, stop_ids: Sequence[int]) -> None:
         """`matcher`: of this sample alone; `stop_ids`: tokens that are allowed where the text may end."""
         self._matcher = matcher
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
         self._stop_ids = stop_ids
-        self._stop_words = _words_of(stop_ids, vocab_size)
+        self._stop_words = _words_of(stop_ids, len(vocabulary.pieces))
+        self._scan = _NumberScan()
 
     def accept_token(self, token: int) -> bool:
         """Accept a token; False if the grammar does not allow it.
@@ -84,11 +139,18 @@ class GuidanceMatcher:
         """
         if self._matcher.is_stopped() or not self._matcher.validate_tokens([token]):
             return False
-        return bool(self._matcher.consume_token(token))
+        if token in self._excess() and not self._mask()[token // 32] >> token % 32 & 1:
+            return False
+        if not self._matcher.consume_token(token):
+            return False
+        self._scan.read(self._vocabulary.pieces[token])
+        return True
 
     def fork(self) -> GuidanceMatcher:
         """A copy, which goes on alone."""
-        return GuidanceMatcher(self._matcher.deep_copy(), self._vocab_size, self._stop_ids)
+        copied = GuidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._stop_ids)
+        copied._scan = replace(self._scan)
+        return copied
 
     def is_completed(self) -> bool:
         """Whether the text may end here."""
@@ -101,14 +163,31 @@ class GuidanceMatcher:
             RuntimeError: the matcher failed.
         """
         words: npt.NDArray[np.int32] = np.asarray(mask)[0]
+        words[:] = self._mask()
+        if self.is_completed():
+            words |= self._stop_words
+
+    def _mask(self) -> npt.NDArray[np.int32]:
+        """[ceil(V / 32)] packed mask of the tokens that go on with the text."""
         found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         if self._matcher.is_error():
             raise RuntimeError(self._matcher.get_error().strip().splitlines()[0][:300])
-        words[:] = found[: len(words)]
-        if self._vocab_size % 32:  # else the extra token is in a separate word
-            words[-1] &= (1 << self._vocab_size % 32) - 1
-        if self.is_completed():
-            words |= self._stop_words
+        size = len(self._vocabulary.pieces)
+        words = found[: -(-size // 32)].copy()
+        if size % 32:  # else the extra token is in a separate word
+            words[-1] &= (1 << size % 32) - 1
+        excess = self._excess()
+        if excess:
+            shorter = words & ~_words_of(excess, size)
+            if shorter.any() or self.is_completed():
+                return shorter
+        return words
+
+    def _excess(self) -> list[int]:
+        """Tokens with which a number here would have too many digits."""
+        if self._scan.in_string or self._scan.room >= self._vocabulary.most_digits:
+            return []
+        return [token for token, digits in self._vocabulary.digits.items() if digits > self._scan.room]
 
 
 def _words_of(tokens: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:

@@ -24,6 +24,8 @@ from batchgen.text.grammar.validation import pattern_found
 _COMBINATORS = ("$ref", "allOf", "anyOf", "oneOf")
 _EXACT_INTEGER = 2**53
 """Bounds from here on are not exact as floats."""
+_MOST_MULTIPLE = 2**63 - 2**10
+"""Largest bound of 64 bits that a float has."""
 
 
 class GuidanceWriter(SchemaWriter):
@@ -117,6 +119,11 @@ class GuidanceWriter(SchemaWriter):
                 written = {}
         if "multipleOf" in schema:
             written["multipleOf"] = schema["multipleOf"]
+            # Digits cannot be counted here: such a number may not end after the most digits that there may be.
+            if not math.isfinite(low[0]):
+                written["minimum"] = -_MOST_MULTIPLE
+            if not math.isfinite(high[0]):
+                written["maximum"] = _MOST_MULTIPLE
         return written
 
     def _strings(self, schema: Json, path: str, is_shared: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Analysis of the rules of a grammar: left recursion, and whether any text ends."""
+"""Grammars as xgrammar prints them: left recursion, whether any text ends, new names, bounded numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ _TOKEN = re.compile(
 )
 """Tokens of a grammar as printed by xgrammar."""
 _RULE = re.compile(r"([A-Za-z_][\w.-]*)\s*::=")
+
+MAX_DIGITS = 20
+"""Most digits in a row in a number of JSON; every double and 64-bit integer has a form with fewer."""
+_ANY_DIGITS = re.compile(
+    r"""(?P<other>"(?:[^"\\]|\\.)*"|\[(?!0-9\]\*)(?:[^\]\\]|\\.)*\])"""
+    r"""|(?P<set>\[0-9\]\*)|(?P<digit>[A-Za-z_][\w.-]*)\{(?P<least>\d+), -1\}"""
+)
+"""What a number repeats without bound: a set of digits, or the rule of one digit; and texts, which may look so."""
+_DIGIT_RULE = re.compile(r"^(\S+) ::= \(\(\[0-9\]\)\)$", re.MULTILINE)
+_LIBRARY_RULE = re.compile(r"^(?:basic|xml)_.*\n?", re.MULTILINE)
+"""Rules that xgrammar prints whether a schema needs them or not."""
+_LIBRARY_DIGIT = "basic_number_digits"
+"""The rule of one digit that no other digit precedes."""
+_NUMBER = re.compile(r"\b(?:basic_(?:any|number|integer|array|object)|xml_(?:any|object))\b")
 
 
 def left_recursive_rule(written: str, grammar: str) -> str | None:
@@ -49,6 +63,31 @@ def with_prefix(grammar: str, prefix: str) -> str:
         return prefix + word.removeprefix("root") if part.lastgroup == "name" and word in names else word
 
     return _TOKEN.sub(renamed, grammar)
+
+
+def with_bounded_digits(grammar: str) -> str:
+    """The grammar of a schema without patterns, as printed by xgrammar, with at most `MAX_DIGITS` digits in a row.
+
+    Unchanged if no number in it has more.
+    """
+    digits = set(_DIGIT_RULE.findall(grammar))
+
+    def bounded(part: re.Match[str]) -> str:
+        name, least = part["digit"], part["least"]
+        if part["set"]:
+            return "more_digits"
+        if name not in digits:
+            return part.group()
+        if least == "1":
+            return f"{name} {'more_digits' if name == _LIBRARY_DIGIT else 'other_digits'}"
+        return f"{name}{{{least}, {max(MAX_DIGITS - 1, int(least))}}}"
+
+    used = _LIBRARY_RULE.sub("", grammar)
+    if not _NUMBER.search(used) and _ANY_DIGITS.sub(bounded, used) == used:
+        return grammar
+    # Rules that all numbers share, since a compiled grammar has a mask for each state of each rule.
+    more = f'more_digits ::= "" | [0-9] other_digits\nother_digits ::= [0-9]{{0,{MAX_DIGITS - 2}}}\n'
+    return _ANY_DIGITS.sub(bounded, grammar) + more
 
 
 _Element = tuple[str, Any, bool]

@@ -16,7 +16,7 @@ import xgrammar
 from batchgen.errors import ErrorInfo, RowError
 from batchgen.request.constraint import Constraint, ConstraintKind
 from batchgen.text.grammar.compilation import LLGUIDANCE, compile_constraint
-from batchgen.text.grammar.guidance import GuidanceMatcher, guidance_matcher, guidance_tokenizer
+from batchgen.text.grammar.guidance import GuidanceMatcher, GuidanceVocabulary, guidance_matcher
 
 _STOP = 256
 _PIECES = [bytes([byte]) for byte in range(256)] + [b""]
@@ -31,7 +31,7 @@ _JSON_PIECES = [b"" if piece and min(piece) < 0x20 else piece for piece in _PIEC
 def _vocabulary(is_json: bool) -> tuple[Any, Any]:
     pieces = _JSON_PIECES if is_json else _PIECES
     info = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=[])
-    return info, guidance_tokenizer(pieces)
+    return info, GuidanceVocabulary.of(pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,11 @@ class Walk:
     backend: str
     """`xgrammar` or `llguidance`."""
     compiled: Any
+    vocabulary: GuidanceVocabulary
 
     def matcher(self) -> Any:
         if self.backend == "llguidance":
-            return GuidanceMatcher(self.compiled.deep_copy(), len(_PIECES), [_STOP])
+            return GuidanceMatcher(self.compiled.deep_copy(), self.vocabulary, [_STOP])
         return xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=[_STOP])
 
     def accepts(self, text: str) -> bool:
@@ -71,6 +72,19 @@ class Walk:
             assert matcher.accept_token(token)
             text += _PIECES[token]
         return None
+
+    def text_of_preferred(self, letters: str, most: int) -> str:
+        """The text of a model that draws the first of `letters` that is allowed, else ends; at most `most` letters."""
+        matcher, text = self.matcher(), ""
+        while len(text) < most:
+            allowed = _allowed(matcher)
+            letter = next((each for each in letters if ord(each) in allowed), None)
+            if letter is None:
+                assert _STOP in allowed, f"no token is allowed after {text!r}"
+                break
+            assert matcher.accept_token(ord(letter))
+            text += letter
+        return text
 
     def texts(self, alphabet: str, longest: int, most: int = 10**9) -> Iterator[str]:
         """Yield every text of at most `longest` characters of an ASCII alphabet, shortest first.
@@ -101,14 +115,14 @@ def compile_constraint_of(kind: ConstraintKind, text: str, *, lenient: bool = Fa
     Raises:
         RowError: it is refused.
     """
-    info, tokenizer = _vocabulary(kind == "json_schema")
+    info, vocabulary = _vocabulary(kind == "json_schema")
     found = compile_constraint(Constraint(kind, text), info, lenient=lenient, max_size=1 << 30)
     if isinstance(found, ErrorInfo):
         raise RowError(found.code, found.message, found.param)
     source = zlib.decompress(found[1:]).decode()
     if found[:1] == LLGUIDANCE:
-        return Walk("llguidance", guidance_matcher(source, tokenizer))
-    return Walk("xgrammar", xgrammar.CompiledGrammar.deserialize_json(source, info))
+        return Walk("llguidance", guidance_matcher(source, vocabulary), vocabulary)
+    return Walk("xgrammar", xgrammar.CompiledGrammar.deserialize_json(source, info), vocabulary)
 
 
 def compile_pattern(pattern: str) -> Walk:
