@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         with_setting(
             quant_type={"default": {"_type": "FqnToConfig", "_data": {"x": {"_type": "Int4WeightOnlyConfig"}}}}
         ),
-        "weight:qdata .* for a kernel of its own",
+        "weight:qdata .* in the layout of one kernel",
     ),
     "bad state": (
         "bitsandbytes nf4",

@@ -319,7 +319,7 @@ def _torchao(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
     if other is not None:
         raise _refused(name, f"its part {other} is not known")
     if values.dtype not in _KINDS or scale.dtype not in FULL_DTYPES or _holds_int4(checkpoint.settings):
-        raise _refused(name, f"it is stored as {values.dtype} with scales of {scale.dtype}, for a kernel of its own")
+        raise _refused(name, f"it is {values.dtype} with {scale.dtype} scales, in the layout of one kernel")
     parts = {"values": values, "scale": scale}
     parts |= checkpoint.optional(zero=f"{prefix}zero_point")
     return plain, checkpoint.scaled(name, parts), tuple(f"{prefix}{part}" for part in ("qdata", "scale", "zero_point"))

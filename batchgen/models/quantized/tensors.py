@@ -105,7 +105,7 @@ class AssembledTensor(QuantizedTensor):
     axis: int = 0
     """Axis of the matrices along which the parts follow each other."""
     alternating: bool = False
-    """Whether the parts take turns along the axis, instead of one following the other."""
+    """Whether the parts alternate along the axis, instead of one following the other."""
     transposed: tuple[bool, ...] = ()
     """Whether the axes of a part's matrices are exchanged."""
 
