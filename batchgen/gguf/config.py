@@ -27,6 +27,9 @@ _MOST_FACTORS: Final = 4096
 """Most factors of rotary frequencies, a half of the largest head size."""
 _GEMMA3_PERIOD: Final = 6
 _COHERE2_PERIOD: Final = 4
+_EXAONE4_PERIOD: Final = 4
+_SIGMOID: Final = 2
+"""`expert_gating_func` of experts that are scored by sigmoid."""
 _LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the model of 27 billion parameters, which scales its queries by another size than its siblings."""
 
@@ -112,7 +115,8 @@ def gguf_config(header: GgufHeader, family: Family) -> dict[str, Any]:
     config |= {name: read.value(key) for key, name in family.keys.items() if read.value(key) is not None}
     config |= family.constants
     config |= {name: f"blk.0.{tensor}" in header.tensors for name, tensor in family.flags.items()}
-    config["head_dim"] = _head_dim(read, config)
+    config["num_hidden_layers"] -= _draft_layers(read, config["num_hidden_layers"])
+    config["head_dim"] = read.integer("rope.dimension_count") if family.latent else _head_dim(read, config)
     config["rope_parameters"] = _rope(read, config)
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config["vocab_size"] = _vocab_size(header)
@@ -121,6 +125,16 @@ def gguf_config(header: GgufHeader, family: Family) -> dict[str, Any]:
     if family.model_type in _ADJUST:
         config |= _ADJUST[family.model_type](read, config)
     return config
+
+
+def _draft_layers(read: _Metadata, layers: int) -> int:
+    """Number of layers behind those of the model, which draft further tokens."""
+    drafts = read.value("nextn_predict_layers")
+    if drafts is None:
+        return 0
+    if type(drafts) is not int or not 0 <= drafts < layers:
+        raise read.wrong("nextn_predict_layers", f"from 0 to {layers - 1}")
+    return drafts
 
 
 def _head_dim(read: _Metadata, config: Mapping[str, Any]) -> int:
@@ -256,5 +270,42 @@ def _phi3(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"original_max_position_embeddings": original or config["max_position_embeddings"]}
 
 
-_ADJUST: Final = {"gemma2": _gemma2, "gemma3_text": _gemma3, "cohere2": _cohere2, "phi3": _phi3}
+def _gpt_oss(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    if rope["rope_type"] != "yarn":
+        return {}
+    return {"rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **rope}}
+
+
+def _deepseek(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the heads, and which of two generations it is: one scores experts by softmax, the other by sigmoid."""
+    form = "_mla" if read.value("attention.key_length_mla") is not None else ""
+    rotated, rope = config["qk_rope_head_dim"], dict(config["rope_parameters"])
+    found = {
+        "q_lora_rank": config.get("q_lora_rank"),
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": read.integer(f"attention.key_length{form}") - rotated,
+        "v_head_dim": read.integer(f"attention.value_length{form}"),
+    }
+    if found["qk_nope_head_dim"] < 1:
+        raise read.wrong(f"attention.key_length{form}", f"more than rope.dimension_count ({rotated})")
+    if (multiplier := read.value("rope.scaling.yarn_log_multiplier")) is not None and rope["rope_type"] == "yarn":
+        scale = decimal(10.0 * read.number("rope.scaling.yarn_log_multiplier", multiplier))
+        found["rope_parameters"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
+    if read.value("expert_gating_func") != _SIGMOID:
+        method = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
+        found |= {"model_type": "deepseek_v2", "topk_method": method}
+    return found
+
+
+def _exaone4(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("sliding_window") is None:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return {"layer_types": _layer_types(read, config, _EXAONE4_PERIOD)}
+
+
+_ADJUST: Final = {
+    "gemma2": _gemma2, "gemma3_text": _gemma3, "cohere2": _cohere2, "phi3": _phi3, "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek, "exaone4": _exaone4,
+}  # fmt: skip
 """`model_type` -> configuration that follows from several keys."""

@@ -35,7 +35,11 @@ LAYER_NAMES: Final = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""Tensors of a layer; `{}` is the number of an expert, along the first axis of the stored tensor."""
+"""Tensors of a layer; `{}` is the number of an expert, along the first axis of the stored tensor.
+
+A key may end in `.weight` or `.bias`, for one of both. A name that begins with `=` is whole; others get the ending of
+the stored tensor.
+"""
 _SANDWICH: Final = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -47,12 +51,66 @@ _MIXTRAL: Final = {
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
 }
+_SHARED_EXPERTS: Final = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b": "=mlp.gate.e_score_correction_bias",
+}
+_LATENT: Final = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _RMS: Final = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _EXPERTS: Final = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_DEEPSEEK_EXPERTS: Final = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A tensor of the checkpoint that is stored in parts: a stack of matrices, of which each part has its share."""
+
+    parts: tuple[str, ...]
+    """Stored tensors of a layer, in order."""
+    axis: int = 0
+    """Axis of the matrices along which the parts follow each other."""
+    alternating: bool = False
+    """Whether the parts alternate along the axis, instead of one following the other."""
+    transposed: tuple[bool, ...] = (False, False)
+    """Whether the axes of a part's matrices are exchanged."""
+    stacked: bool = True
+    """Whether the first axis of the parts counts the matrices; else each part is one matrix."""
+    merged: bool = False
+    """Whether the matrices lie one below the other in one matrix, as those of heads; those of experts have an axis."""
+
+
+_GPT_OSS: Final = {
+    "mlp.experts.gate_up_proj": Assembly(
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"), axis=1, alternating=True, transposed=(True, True)
+    ),
+    "mlp.experts.gate_up_proj_bias": Assembly(
+        ("ffn_gate_exps.bias", "ffn_up_exps.bias"), axis=1, alternating=True, stacked=False
+    ),
+    "mlp.experts.down_proj": Assembly(("ffn_down_exps.weight",), transposed=(True,)),
 }
 
 
@@ -72,6 +130,10 @@ class Family:
     """Tensors outside of the layers that are not as in `TOP_NAMES`."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """Configuration key -> tensor of the first layer whose presence it states."""
+    assembled: Mapping[str, Assembly] = field(default_factory=dict)
+    """Tensors of a layer in the checkpoint that are stored in parts."""
+    latent: bool = False
+    """Whether it has multi-head latent attention."""
     paired_rotary: bool = False
     """Whether rows of q and k are stored for rotary embeddings of adjacent pairs instead of halves."""
     norms_plus_one: bool = False
@@ -155,6 +217,68 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
         },
+    ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        {
+            **_RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
+        },
+        names={
+            "post_attention_norm": "post_attention_layernorm", "attn_sinks": "=self_attn.sinks",
+            "ffn_gate_inp": "mlp.router", "ffn_down_exps.bias": "=mlp.experts.down_proj_bias",
+        },
+        assembled=_GPT_OSS, flags={"attention_bias": "attn_q.bias"},
+    ),
+    "deepseek2": Family(
+        "deepseek_v3",
+        {
+            **_RMS, **_DEEPSEEK_EXPERTS, "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
+        },
+        names={**_SHARED_EXPERTS, **_LATENT}, latent=True,
+        assembled={
+            "self_attn.kv_b_proj.weight": Assembly(
+                ("attn_k_b.weight", "attn_v_b.weight"), transposed=(True, False), merged=True
+            )
+        },
+    ),
+    "glm4moe": Family(
+        "glm4_moe", {**_RMS, **_DEEPSEEK_EXPERTS},
+        names={**_SHARED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+        flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+    ),
+    "dots1": Family(
+        "dots1", {**_RMS, **_DEEPSEEK_EXPERTS}, names=_SHARED_EXPERTS, flags={"attention_bias": "attn_q.bias"}
+    ),
+    "exaone4": Family(
+        "exaone4", {**_RMS, "attention.sliding_window": "sliding_window"},
+        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
+    "hunyuan-dense": Family(
+        "hunyuan_v1_dense", flags={"attention_bias": "attn_q.bias"},
+        names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "granitemoe": Family(
+        "granitemoe",
+        {
+            **_RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+        },
+        names={
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down_exps": "=block_sparse_moe.output_linear.weight",
+        },
+        assembled={
+            "block_sparse_moe.input_linear.weight": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight"))
+        },
+        paired_rotary=True,
+    ),
+    "minimax-m2": Family(
+        "minimax_m2",
+        {**_RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        names={**_MIXTRAL, "exp_probs_b": "=block_sparse_moe.e_score_correction_bias"},
     ),
 }  # fmt: skip
 """`general.architecture` -> what is known of it."""

@@ -18,13 +18,13 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.gguf.config import gguf_config, gguf_family
 from batchgen.gguf.header import read_gguf
-from batchgen.gguf.tensors import GgufForm, hub_tensors
+from batchgen.gguf.tensors import GgufForm, HubTensor, hub_tensors
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
 from batchgen.models.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.quant_format import QuantFormat, find_quant_format
 from batchgen.models.quantized.formats import PlainTensors, plain_tensors
-from batchgen.models.quantized.tensors import StoredTensor
+from batchgen.models.quantized.tensors import AssembledTensor, StoredTensor
 from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.models.weight_files import INDEX, find_weight_files, foreign_form
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
@@ -127,11 +127,9 @@ def _gguf_folder(path: Path, overrides: Overrides) -> ModelFolder:
     config = overrides.merged(config)
     tensors: dict[str, StoredTensor] = {}
     encodings: Counter[str] = Counter()
-    for name, (entry, form) in stored.items():
-        plain = form == _PLAIN.get(entry.kind)
-        dtype = entry.kind if plain else "F32"  # that of the decoded values
-        tensors[name] = TensorInfo(entry.file, dtype, entry.shape, entry.start, entry.nbytes, None if plain else form)
-        encodings.update([] if entry.kind in _PLAIN else [entry.kind])
+    for name, tensor in stored.items():
+        tensors[name] = _as_stored(tensor)
+        encodings.update(entry.kind for entry, _ in tensor.parts if entry.kind not in _PLAIN)
     stamps = {file: FileStamp.of(status) for file, status in header.status.items()}
     return ModelFolder(
         header.path,
@@ -144,6 +142,20 @@ def _gguf_folder(path: Path, overrides: Overrides) -> ModelFolder:
         is_gguf=True,
         overrides=overrides,
     )
+
+
+def _as_stored(tensor: HubTensor) -> StoredTensor:
+    parts = []
+    for entry, form in tensor.parts:
+        plain = form == _PLAIN.get(entry.kind)
+        dtype = entry.kind if plain else "F32"  # that of the decoded values
+        parts.append(TensorInfo(entry.file, dtype, entry.shape, entry.start, entry.nbytes, None if plain else form))
+    made = tensor.assembly
+    if made is None:
+        return parts[0]
+    named = dict(zip(made.parts, parts, strict=True))
+    order = (tensor.matrices, made.axis, made.alternating, made.transposed)
+    return AssembledTensor(tensor.shape, named, "parts", *order)
 
 
 _PLAIN: Final = {kind: GgufForm(kind) for kind in ("F16", "BF16", "F32", "F64")}

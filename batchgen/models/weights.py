@@ -21,6 +21,7 @@ from torch import Tensor
 from batchgen.errors import ModelError
 from batchgen.models.quantized.tensors import (
     AWQ_ORDER,
+    AssembledTensor,
     BlockTensor,
     PackedTensor,
     QuantizedTensor,
@@ -136,7 +137,9 @@ class WeightReader:
             return target
 
     def _rows(self, info: TensorInfo, start: int, end: int) -> Tensor:
-        """Leading rows of a stored tensor in its dtype; a scalar is one row."""
+        """Leading rows of a stored tensor in its dtype, or decoded in float32; a scalar is one row."""
+        if info.form is not None:
+            return self._decoded_rows(info, info.form, start, end)
         dtype = _TORCH_DTYPES.get(info.dtype) or _OTHER_DTYPES.get(info.dtype)
         if dtype is None:
             raise ModelError(f"{info.file} holds tensors stored as {info.dtype}, which is not supported.")
@@ -149,6 +152,17 @@ class WeightReader:
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
         return out
+
+    def _decoded_rows(self, info: TensorInfo, form: StoredForm, start: int, end: int) -> Tensor:
+        shape = (end - start, *info.shape[1:])
+        packed = torch.empty(info.nbytes // info.shape[0] * (end - start), dtype=torch.uint8)
+        try:
+            stream = self._open(info)
+            stream.seek(info.start + start * (info.nbytes // info.shape[0]))
+            _fill(stream, packed, info)
+        except OSError as error:
+            raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
+        return torch.from_numpy(form.values(packed.numpy(), form.columns(shape))).view(shape)
 
     def _open(self, info: TensorInfo) -> BinaryIO:
         if self._stream is None or self._name != str(info.file):
@@ -214,9 +228,25 @@ def _dequantise(target: Tensor, tensor: QuantizedTensor, read: _ReadRows) -> Non
         _fill_scaled(target, tensor, read)
     elif isinstance(tensor, PackedTensor):
         _fill_packed(target, tensor, read)
+    elif isinstance(tensor, AssembledTensor):
+        _fill_assembled(target, tensor, read)
     else:
         assert isinstance(tensor, BlockTensor)
         _fill_blocks(target, tensor, read)
+
+
+def _fill_assembled(target: Tensor, tensor: AssembledTensor, read: _ReadRows) -> None:
+    stack, begin = target.view(tensor.matrices), 0
+    for turn, (info, transposed) in enumerate(zip(tensor.parts.values(), tensor.transposed, strict=False)):
+        rows = info.shape[0] // tensor.matrices[0]
+        for number, matrix in enumerate(stack):
+            stored = read(info, number * rows, (number + 1) * rows)
+            stored = stored.view(stored.shape[-2:]) if tensor.matrices[0] > 1 else stored.view(info.shape[-2:])
+            share = stored.T if transposed else stored
+            size = share.shape[tensor.axis]
+            place = slice(turn, None, len(tensor.parts)) if tensor.alternating else slice(begin, begin + size)
+            (matrix.T if tensor.axis else matrix)[place] = (share.T if tensor.axis else share).to(target.device)
+        begin += size
 
 
 def _whole(info: TensorInfo, read: _ReadRows) -> Tensor:

@@ -21,10 +21,11 @@ from tests.models.tiny import tiny_model
 
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-    "cohere": "command-r", "phi": "phi2",
+    "cohere": "command-r", "phi": "phi2", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe", "hunyuan_v1_dense": "hunyuan-dense", "minimax_m2": "minimax-m2",
 }  # fmt: skip
 """`model_type` -> architecture, where they differ."""
-PAIRED = {"llama", "mistral", "mixtral", "granite", "smollm3", "arcee"}
+PAIRED = {"llama", "mistral", "mixtral", "granite", "smollm3", "arcee", "granitemoe"}
 """Types whose q and k rows the converter reorders."""
 PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron"}
 """Types to whose norms the converter adds one."""
@@ -40,6 +41,14 @@ _KEYS = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -135,16 +144,37 @@ def _metadata(config: Any, architecture: str) -> dict[str, Any]:
         found.pop("attention.sliding_window", None)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     found |= {"attention.key_length": dim, "attention.value_length": dim}
+    found |= _latent(config) if architecture == "deepseek2" else {}
+    if getattr(config, "n_routed_experts", None):
+        found["expert_weights_norm"] = config.norm_topk_prob
+    if config.model_type == "gpt_oss":
+        found["expert_feed_forward_length"] = config.intermediate_size
     rope = getattr(config, "rope_parameters", None) or {}
     local = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
     found["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
-    found["rope.dimension_count"] = int(dim * rope.get("partial_rotary_factor", 1.0))
+    rotated = getattr(config, "qk_rope_head_dim", dim)
+    found["rope.dimension_count"] = int(rotated * rope.get("partial_rotary_factor", 1.0))
+    if rope.get("rope_type") == "yarn":
+        found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if local:
         found["rope.freq_base_swa"] = float(local["rope_theta"])
-    if getattr(config, "layer_types", None) and architecture in ("gemma3", "cohere2"):
+    if getattr(config, "layer_types", None) and architecture in ("gemma3", "cohere2", "exaone4"):
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
     return {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def _latent(config: Any) -> dict[str, Any]:
+    """Sizes of multi-head latent attention: of the one head that is stored, and of those that it is expanded to."""
+    return {
+        "attention.head_count_kv": 1,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "expert_gating_func": 2 if config.model_type == "deepseek_v3" else 1,
+    }
 
 
 def gguf_tensors(model: PreTrainedModel, architecture: str) -> dict[str, np.ndarray]:
@@ -174,11 +204,31 @@ def _hub_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
         values = tensor.float().numpy()
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if name.endswith("experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
+        if model.config.model_type == "gpt_oss" and ".experts." in name:
+            stem, part = name.split("experts.")
+            suffix = ".bias" if part.endswith("_bias") else ".weight"
+            values = values if suffix == ".bias" else values.swapaxes(1, 2)
+            if part.startswith("gate_up"):
+                found[f"{stem}experts.gate_proj{suffix}"] = values[:, ::2]
+                found[f"{stem}experts.up_proj{suffix}"] = values[:, 1::2]
+            else:
+                found[f"{stem}experts.down_proj{suffix}"] = values
+        elif name.endswith("kv_b_proj.weight"):
+            heads = values.reshape(model.config.num_attention_heads, -1, values.shape[1])
+            nope = model.config.qk_nope_head_dim
+            found[name.replace("kv_b_proj", "k_b_proj")] = heads[:, :nope].swapaxes(1, 2)
+            found[name.replace("kv_b_proj", "v_b_proj")] = heads[:, nope:]
+        elif name.endswith("block_sparse_moe.router.weight"):
+            found[name.replace("router", "router.layer")] = values
+        elif name.endswith("sinks"):
+            found[f"{name}.weight"] = values
+        elif name.endswith("e_score_correction_bias"):
+            found[name.replace("_bias", ".bias")] = values
+        elif name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj").replace("block_sparse_moe", "mlp")
             found[f"{stem}gate_proj.weight"], found[f"{stem}up_proj.weight"] = np.split(values, 2, axis=1)
         elif name.endswith("experts.down_proj"):
-            found[f"{name}.weight"] = values
+            found[f"{name.replace('block_sparse_moe', 'mlp')}.weight"] = values
         else:
             found[name] = values
     return found

@@ -86,6 +86,17 @@ def int8_with_zeros(weight: Tensor) -> tuple[Stored, Tensor]:
     return {"weight": values, "weight_scale": scale, "weight_zero_point": zero}, plain
 
 
+def torchao(pack: Packer, prefix: str = "_weight_") -> Packer:
+    """The parts that `pack` makes, by torchao's names."""
+    names = {"weight": "qdata", "weight_scale": "scale", "weight_zero_point": "zero_point"}
+
+    def renamed(weight: Tensor) -> tuple[Stored, Tensor]:
+        parts, plain = pack(weight)
+        return {f"{prefix}{names[name]}": part for name, part in parts.items()}, plain
+
+    return renamed
+
+
 def grouped(weight: Tensor, bits: int, group: int, of: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [O, I], scales [O, G] in float16 and zeros [O, G]; `of` [I] is each input's group."""
     of = torch.arange(weight.shape[1]) // group if of is None else of
@@ -347,6 +358,17 @@ CASES: dict[str, Case] = {
         "MXFP4 in groups of 32",
     ),
     "mxfp4 quark": Case(lambda weight: mxfp4(weight, "weight"), described("quark"), "MXFP4 in groups of 32"),
+    "torchao float8": Case(
+        torchao(scaled(1, None, E4M3, 448, "weight_scale", F32)),
+        described("torchao", quant_type={"default": {"_type": "Float8WeightOnlyConfig", "_data": {}}}),
+        "FP8 per channel",
+    ),
+    "torchao int8 with zeros": Case(torchao(int8_with_zeros), described("torchao", quant_type={}), "int8 per channel"),
+    "torchao int8 groups": Case(
+        torchao(scaled(1, 32, I8, 127, "weight_scale", BF16), "weight:"),
+        described("torchao", quant_type={}),
+        "int8 in groups of 32",
+    ),
     "bitsandbytes int8": Case(bitsandbytes_int8, described("bitsandbytes", load_in_8bit=True), "int8 per channel"),
     "bitsandbytes nf4": Case(
         bitsandbytes_4bit(NF4, "nf4", nested=False),

@@ -39,7 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TYPES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "starcoder2", "qwen3_moe",
     "mixtral", "qwen2_moe", "gemma", "phi", "stablelm", "olmo2", "olmoe", "cohere", "cohere2", "granite", "smollm3",
-    "arcee", "seed_oss", "ernie4_5", "nemotron", "glm4",
+    "arcee", "seed_oss", "ernie4_5", "nemotron", "glm4", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "glm4_moe", "dots1", "exaone4", "hunyuan_v1_dense", "granitemoe", "minimax_m2",
 )  # fmt: skip
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -259,6 +260,20 @@ def test_what_cannot_run_is_refused_by_name(name: str, tmp_path: Path) -> None:
     options, message = REFUSED[name]
     with pytest.raises(ModelError, match=message):
         check_model(write_tiny(tmp_path / "model.gguf", "llama", **options))
+
+
+def test_parts_of_a_tensor_must_fit_together(tmp_path: Path) -> None:
+    extra = {"blk.0.ffn_up_exps.weight": np.ones((4, 90, 64))}
+    with pytest.raises(ModelError, match="gate_up_proj has the shape"):
+        check_model(write_tiny(tmp_path / "model.gguf", "gpt_oss", extra=extra))
+
+
+def test_layers_that_draft_are_not_read(tmp_path: Path) -> None:
+    reference = tiny_model("glm4_moe")
+    layers = reference.config.num_hidden_layers
+    metadata = {"glm4moe.block_count": layers + 1, "glm4moe.nextn_predict_layers": 1}
+    extra = {f"blk.{layers}.{name}.weight": np.ones((4, 4)) for name in ("attn_q", "nextn.eh_proj")}
+    check(write_gguf(tmp_path / "model.gguf", reference, metadata=metadata, extra=extra), reference)
 
 
 def test_other_paths_are_refused_as_what_they_are(tmp_path: Path) -> None:

@@ -156,6 +156,13 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "transforms": ("compressed int4", with_setting(transform_config={"config_groups": {"R1": {}}}), "transformed"),
     "no shape": ("compressed int4", without("weight_shape"), "down_proj.weight_shape is not stored"),
     "no global scale": ("nvfp4", without("weight_global_scale"), "down_proj.weight_global_scale is not stored"),
+    "values for one kernel": (
+        "torchao int8 groups",
+        with_setting(
+            quant_type={"default": {"_type": "FqnToConfig", "_data": {"x": {"_type": "Int4WeightOnlyConfig"}}}}
+        ),
+        "weight:qdata .* in the layout of one kernel",
+    ),
     "bad state": (
         "bitsandbytes nf4",
         with_tensor("weight.quant_state.bitsandbytes__nf4", lambda state: state[:-5]),

@@ -135,8 +135,8 @@ def merge_sort(
             _write_sorted(pa.concat_tables(tables), keys.order, writer)
         return nulls
     buckets = _assign_buckets(keys.order, sizes, memory_bytes)
-    tables = _joined(_all_rows(paths, writer.schema, nulls), memory_bytes // 4)
-    for bucket in _write_buckets(tables, keys.order, buckets, scratch):
+    joined = _joined(_all_rows(paths, writer.schema, nulls), memory_bytes // 4)
+    for bucket in _write_buckets(joined, keys.order, buckets, scratch):
         _write_bucket(bucket, writer)
         remove_file(bucket.file)
     return nulls

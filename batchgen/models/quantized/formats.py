@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.models.quant_format import QuantFormat
+from batchgen.models.quant_format import FULL_DTYPES, QuantFormat
 from batchgen.models.quantized.tensors import (
     BlockTensor,
     PackedTensor,
@@ -30,7 +30,7 @@ from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 METHODS: Final = (
     "fp8", "fbgemm_fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes", "modelopt", "auto-round",
-    "quark",
+    "quark", "torchao",
 )  # fmt: skip
 """Methods whose tensors are recognised, by the names of `quant_method`."""
 _ACTIVATIONS: Final = (
@@ -310,6 +310,33 @@ def _by_inputs(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
     return f"{base}.weight", PackedTensor((outputs, inputs), parts, label, bits, "gptq", group, less_one), used
 
 
+def _torchao(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
+    """Values of 8 bits of torchao, which names the parts of `layer.weight` by `layer._weight_` or `layer.weight:`."""
+    prefix = name.removesuffix("qdata")
+    plain = f"{base.removesuffix(':')}" if base.endswith(":") else f"{base.removesuffix('_weight_')}weight"
+    values, scale = checkpoint.stored[name], checkpoint.need(f"{prefix}scale", name)
+    other = next((part for part in _TORCHAO_OTHERS if f"{prefix}{part}" in checkpoint.stored), None)
+    if other is not None:
+        raise _refused(name, f"its part {other} is not known")
+    if values.dtype not in _KINDS or scale.dtype not in FULL_DTYPES or _holds_int4(checkpoint.settings):
+        raise _refused(name, f"it is {values.dtype} with {scale.dtype} scales, in the layout of one kernel")
+    parts = {"values": values, "scale": scale}
+    parts |= checkpoint.optional(zero=f"{prefix}zero_point")
+    return plain, checkpoint.scaled(name, parts), tuple(f"{prefix}{part}" for part in ("qdata", "scale", "zero_point"))
+
+
+_TORCHAO_OTHERS: Final = ("scale_and_zero", "per_tensor_scale", "act_pre_scale")
+"""Parts of tensors that torchao lays out for a kernel, or whose inputs are scaled."""
+
+
+def _holds_int4(settings: Any) -> bool:
+    """Whether a description of torchao names an encoding of two values a byte, whose shapes may look like others."""
+    if isinstance(settings, dict):
+        kind = settings.get("_type")
+        return (isinstance(kind, str) and "Int4" in kind) or any(map(_holds_int4, settings.values()))
+    return False
+
+
 def _expert_blocks(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
     """MXFP4 of gpt-oss: for each expert and output, groups of 16 bytes and an exponent each; inputs come first."""
     values, scale = checkpoint.stored[name], checkpoint.need(f"{base}_scales", name)
@@ -366,6 +393,7 @@ _BY_ENDING: Final[dict[str, Callable[[_Checkpoint, str, str], _Taken]]] = {
     ".weight_packed": _compressed,
     ".qweight": _by_inputs,
     "_blocks": _expert_blocks,
+    "qdata": _torchao,
     ".quant_state.bitsandbytes__nf4": _bitsandbytes,
     ".quant_state.bitsandbytes__fp4": _bitsandbytes,
 }

@@ -96,6 +96,20 @@ class BlockTensor(QuantizedTensor):
     offset: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class AssembledTensor(QuantizedTensor):
+    """A stack of matrices of which each of `parts`, in order, stores its share, a matrix of each."""
+
+    matrices: tuple[int, int, int]
+    """Number of matrices, their rows and columns; the product is the number of values of the plain tensor."""
+    axis: int = 0
+    """Axis of the matrices along which the parts follow each other."""
+    alternating: bool = False
+    """Whether the parts alternate along the axis, instead of one following the other."""
+    transposed: tuple[bool, ...] = ()
+    """Whether the axes of a part's matrices are exchanged."""
+
+
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which four bits of a word, from the lowest on, hold each of its eight columns."""
 
