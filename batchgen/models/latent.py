@@ -89,9 +89,12 @@ class AbsorbedProjection(nn.Module):
 
         Zeros keep the shapes of products, on which the bits of a row may depend.
         """
-        step = None if self._adapters is None else self._adapters.visit()
-        for segment in () if step is None or self._adapters is None else step.segments:
-            pair, rows = self._adapters.pairs[segment.adapter], segment.rows
+        adapters = self._adapters
+        step = None if adapters is None else adapters.visit()
+        if adapters is None or step is None:
+            return
+        for segment in step.segments:
+            pair, rows = adapters.pairs[segment.adapter], segment.rows
             if pair is not None:
                 yield pair, x if rows is None else torch.zeros_like(x).index_copy_(1, rows, x.index_select(1, rows))
 
