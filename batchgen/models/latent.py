@@ -90,7 +90,8 @@ class AbsorbedProjection(nn.Module):
         Zeros keep the shapes of products, on which the bits of a row may depend.
         """
         adapters = self._adapters
-        if adapters is None or (step := adapters.visit()) is None:
+        step = None if adapters is None else adapters.visit()
+        if adapters is None or step is None:
             return
         for segment in step.segments:
             pair, rows = adapters.pairs[segment.adapter], segment.rows

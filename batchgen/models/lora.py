@@ -184,9 +184,9 @@ def wrap_adapted(model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dty
                 pairs.setdefault(module, [None] * len(adapters))[index] = pair
     for module, found in pairs.items():
         parent, _, name = module.rpartition(".")
-        child, of_layer = model.get_submodule(module), LayerAdapters(module, slot, LoraPairs(found))
-        if isinstance(child, AppliesAdapters):
-            child.adapt(of_layer)
+        base, adapted = model.get_submodule(module), LayerAdapters(module, slot, LoraPairs(found))
+        if isinstance(base, AppliesAdapters):
+            base.adapt(adapted)
         else:
-            model.get_submodule(parent)._modules[name] = _LoraLinear(child, of_layer)
+            model.get_submodule(parent)._modules[name] = _LoraLinear(base, adapted)
     return slot

@@ -50,7 +50,9 @@ def generate(folder: Path, attention: str, work: list[dict[str, Any]], **options
     return done
 
 
-@pytest.mark.parametrize(("model_type", "implementation"), [("qwen3", "native"), ("gpt_oss", "transformers")])
+@pytest.mark.parametrize(
+    ("model_type", "implementation"), [("qwen3", "native"), ("gpt_oss", "transformers"), ("youtu", "transformers")]
+)
 def test_every_kind_of_row(tmp_path: Path, model_type: str, implementation: str) -> None:
     """The transformers model has experts, sinks, and layers with and without a window."""
     sizes = {"layer_types": ["sliding_attention", "full_attention"]}

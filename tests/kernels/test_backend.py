@@ -277,6 +277,16 @@ def test_tiles_of_an_unknown_chip_are_measured_once(name: str, unknown_chip: tor
     assert len(timed) == 6
 
 
+def test_latents_are_for_triton_on_a_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_check_launch", lambda *_: None)
+    needs = replace(ON_HOPPER, layers=(LayerKV(1, 64, 48, latent=True),), flash_library=library)
+    chosen = choose_backend("auto", needs)
+    assert chosen.name == "triton"
+    assert "no flash: it does not support values that are part of the keys" in chosen.description
+    wide = replace(needs, layers=(LayerKV(1, 1088, 1024, latent=True),))
+    assert reason("triton", wide) == "no attention tile for heads of 1024; the largest takes 512"
+
+
 def test_tiles_are_not_measured_without_a_step(unknown_chip: torch.device) -> None:
     choose_backend("triton", replace(ON_HOPPER, device=unknown_chip))
     assert chips.chip_tuning(unknown_chip).chip == "default"
@@ -301,6 +311,8 @@ def test_a_deterministic_run_on_a_gpu_uses_triton_with_a_product_and_measures_no
         assert reason(name, needs, remedy) == "`--deterministic` needs the triton attention on a GPU"
     wide = replace(needs, layers=(LayerKV(1, 512, 512),))
     assert reason("auto", wide) == NO_TILE
+    latent = replace(needs, layers=(LayerKV(1, 24, 16, latent=True),))
+    assert "no batch-invariant kernel for multi-head latent attention" in reason("auto", latent)
 
 
 def test_a_deterministic_run_on_a_cpu() -> None:

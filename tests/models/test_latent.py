@@ -58,7 +58,7 @@ def test_a_layer_stores_the_latent_and_the_rotated_key(model_type: str, tmp_path
 @pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 @pytest.mark.parametrize("overrides", [{}, {"q_lora_rank": None}, {"num_attention_heads": 8, "num_key_value_heads": 8}])
 def test_compiled_attention_equals_eager(overrides: dict[str, Any], tmp_path: Path) -> None:
-    """Few and many query rows of one key head; queries that have a latent, too, and others."""
+    """Few and many query rows of one key head; queries with and without a latent."""
     save_tiny("deepseek_v3", tmp_path, **overrides)
     model, reference = load_model(tmp_path, dtype="float32", device="cpu"), tiny_model("deepseek_v3", **overrides)
     sequences = random_sequences(VOCAB)

@@ -157,7 +157,7 @@ def test_latents(heads: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     step = mixed(Shape(heads, 1, *dims, dtype=dtype, latent=True))
     assert step.pool.nbytes == step.pool.num_pages * step.pool.page_size * dims[0] * dtype.itemsize
     dots = [partial(CompiledAttention, threads=2, dots=True)] if dtype == BF16 and loaded() else []
-    for options in (OPTIONS[0], OPTIONS[-1]):
+    for options in (OPTIONS[0], OPTIONS[-1]) if dims[0] < 100 else (OPTIONS[-1],):
         check(step, options, 1e-5 if dtype == torch.float32 else 0.03, dots)
 
 

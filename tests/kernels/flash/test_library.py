@@ -228,6 +228,7 @@ def test_scheduling_that_fails_is_disabled(fake: Fakes, fault: str, tmp_path: Pa
         (2, LayerKV(2, 192, 128), 4, torch.float16, 16, "does not support keys of size 192 with values of size 128"),
         (3, LayerKV(2, 96, 64), 4, torch.float16, 16, "does not support keys of size 96 with values of size 64"),
         (3, LayerKV(3, 64, 64), 4, torch.float16, 16, "a multiple of the kv heads, not 4 and 3"),
+        (3, LayerKV(1, 64, 48, latent=True), 4, torch.float16, 16, "values that are part of the keys"),
     ],
 )
 def test_unsupported_models(
