@@ -17,7 +17,7 @@ from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.guidance import GuidanceMatcher, byte_tokenizer, guidance_matcher
-from batchgen.text.grammar.kinds import KINDS, Source
+from batchgen.text.grammar.kinds import KINDS, ONE_LINE, Source
 from batchgen.text.grammar.rules import can_end, left_recursive_rule, with_prefix
 
 XGRAMMAR, LLGUIDANCE = b"x", b"l"
@@ -119,13 +119,15 @@ def _compile_xgrammar(source: Source, tokenizer: Any) -> Any:
 
 
 def _with_schema_grammars(part: Any) -> Any:
-    """A part of a structural tag, with schemas that have patterns as grammars."""
+    """A part of a structural tag, with schemas that have patterns, or are of one line (`ONE_LINE`), as grammars."""
     if isinstance(part, list):
         return [_with_schema_grammars(item) for item in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") != "json_schema" or "json_schema" not in part:
         return {key: _with_schema_grammars(value) for key, value in part.items()}
+    if part.get(ONE_LINE):
+        return {"type": "grammar", "grammar": str(schema_grammar(part["json_schema"], any_whitespace=False))}
     patterns: dict[str, str] = {}
     _with_marks(part["json_schema"], patterns)
     if not patterns:

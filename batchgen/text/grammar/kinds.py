@@ -23,6 +23,8 @@ from batchgen.text.tools.keyed_calls import RAW_STRING, raw_string_format
 _TAG_WHITESPACE = 16
 """Most consecutive whitespace characters between JSON tokens inside a structural tag that sets no limit."""
 _MAX_TAG_DEPTH = 100
+ONE_LINE = "one_line"
+"""Key of a schema in a structural tag whose JSON is written as for `json_schema`: in one line, as chat templates do."""
 
 Check = Callable[[str], bool | None]
 """Function that tells whether a finished text satisfies a constraint; None if that cannot be known."""
@@ -136,7 +138,8 @@ def _format(part: Any, lenient: bool, depth: int, field: str = "structural_tag")
         return part
     if part.get("type") == "json_schema" and "json_schema" in part:
         schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
-        return {"max_whitespace_cnt": _TAG_WHITESPACE, **part, "json_schema": read_json(schema)}
+        blanks = {ONE_LINE: True} if field == "tools" else {"max_whitespace_cnt": _TAG_WHITESPACE}
+        return {**blanks, **part, "json_schema": read_json(schema)}
     if part.get("type") == RAW_STRING and field == "tools":
         schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
         return raw_string_format(read_json(schema), part["excludes"])
