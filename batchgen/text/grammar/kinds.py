@@ -91,9 +91,18 @@ def _structural_tag(text: str, lenient: bool) -> Iterator[Source]:
 
 def _required_calls(text: str, lenient: bool) -> Iterator[Source]:
     """Grammar of an answer that calls functions; the text is written by `text/tools/rows.py`."""
+    from batchgen.text.grammar.validation import Schema
+
     value = read_json(text)
     functions = [Function(each["name"], each["parameters"]) for each in value["functions"]]
-    found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
+    for function in functions:
+        Schema.parse(json.dumps(function.parameters), "tools")  # formats rely on its form
+    try:
+        found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
+    except RecursionError:
+        problem = "`tools` uses `$ref` to a schema that holds itself, which cannot be enforced: the model writes calls "
+        remedy = "without JSON; write its values out to the depth that is needed"
+        raise RowError(ErrorCode.UNSUPPORTED_SCHEMA_KEYWORD, problem + remedy, "tools") from None
     written = {"type": "structural_tag", "format": _format(found, lenient, 0, "tools")}
     yield Source("structural_tag", json.dumps(written))
 
