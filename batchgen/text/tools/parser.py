@@ -56,9 +56,13 @@ class CallParser(NamedTuple):
         known = FORMATS[value["format"]] if template is None else TemplateCalls(template=json.dumps(template))
         return CallParser(known, value["functions"], value["parallel"])
 
+    def may_call(self, text: str) -> bool:
+        """Whether there is a call in a text with special tokens shown, or what begins like one."""
+        return bool(self.format.spans(text, self.schemas))
+
     def parse(self, shown: ShownText, text: str) -> ParsedAnswer:
-        """The calls of an answer whose text, without calls, is `text`."""
-        spans = [span for span in self.format.spans(shown.text, self.schemas) if span.calls or span.error]
+        """The calls of an answer whose text, calls included, is `text`."""
+        spans = self.format.spans(shown.text, self.schemas)
         error = next((encodable(span.error) for span in spans if span.error), None)
         found = [_with_surroundings(shown.text, span, self.format.around) for span in spans if span.calls]
         if not found:

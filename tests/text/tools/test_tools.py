@@ -90,6 +90,26 @@ def test_calls_and_text_with_special_tokens_shown(known: dict[str, Known]) -> No
         assert (named(done.tool_calls), done.text) == ([("now", {})], text)
 
 
+@pytest.mark.parametrize("kind", ["nested", "bytefallback"])
+def test_calls_are_found_with_every_kind_of_decoder(kind: str, tmp_path: Path) -> None:
+    family = FAMILIES["mistral v11"]
+    save_tokenizer(tmp_path, kind, template=family.template, special=family.special)
+    tokenizer = Tokenizer.load(tmp_path)
+    parser = tool_parser_of(tokenizer, "auto")
+    assert parser is not None
+    known = Known(tokenizer, parser, None)
+    city = ("get_weather", {"city": "Łódź 東京", "days": 3})
+    call = f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(city[1], ensure_ascii=False)}"
+    for output, text in (
+        (f"Zażółć a {call}", "Zażółć a"),
+        (f"{call} b </s> c", "b  c"),
+        (f"é{call}[TOOL_CALLS]now[ARGS]{{}}", "é"),
+    ):
+        done = finished(known, output)
+        assert named(done.tool_calls)[0] == city
+        assert " ".join(done.text.split()) == " ".join(text.split())
+
+
 def test_stops_cut_in_calls_and_behind_them(known: dict[str, Known]) -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for stop, text, calls in (
