@@ -22,7 +22,7 @@ from batchgen.request.printable import json_printable, printable
 
 Record = Mapping[str, Any]
 
-_LISTED = ["row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error", "text"]
+_LISTED = ["row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error", "text", "tool_calls"]
 _LIST_ITEMS = 16
 _ID_WIDTH = 24
 _TEXT_WIDTH = 8
@@ -163,4 +163,4 @@ def _outcome(row: Record) -> str:
 
 
 def _message(row: Record) -> str:
-    return str(row["error"]["message"] if row["error"] else row["text"] or "")
+    return str(row["error"]["message"] if row["error"] else row["text"] or row.get("tool_calls") or "")

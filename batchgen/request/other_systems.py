@@ -140,6 +140,7 @@ _USE = {
     "`stop_token_ids`": "eos_token_id end_id stop_tokens stop_ids",
     "`no_stop_trim: true`": "include_stop_str_in_output",
     "`temperature: 0` for false; true needs nothing": "do_sample",
+    "`tool_choice`": "tool_config",
     "`thinking_budget`": "max_thinking_tokens thinking_budget_tokens reasoning_budget",
     "`separate_reasoning`": "include_reasoning reasoning_format",
     "`seed`": "sampling_seed random_seed",
@@ -215,8 +216,8 @@ _REFUSE = {
     "no token is forced; use a constraint such as `regex`": """forced_bos_token_id forced_eos_token_id
         begin_suppress_tokens decoder_start_token_id n_indent token_healing""",
     "generation code is not loaded from rows; use `custom_logit_processor`": "custom_generate",
-    "a template describes `tools`, and the model decides": """tool_choice function_call parallel_tool_calls
-        tool_config max_tool_calls strict_tools""",
+    "calls are required by `tool_choice`, and arguments then satisfy their schema": """function_call max_tool_calls
+        strict_tools""",
     "the markers are the model's, see --reasoning; remove it": "think_end_token stream_reasoning",
     "white space and keys follow the schema; use `regex` or `ebnf` for another layout": """guided_whitespace_pattern
         whitespace_pattern disable_any_whitespace disable_additional_properties""",

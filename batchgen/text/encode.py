@@ -179,8 +179,8 @@ class Encoder:
             if row is not None and type(prompt := row.prompts[0]) is ChatPrompt and prompt.tools:
                 try:
                     items[place] = (tag, row._replace(params=params_with_tools(row.params, prompt, self.tools)))
-                except RowError as error:
-                    refused[place] = error.info
+                except Exception as error:
+                    refused[place] = row_error(error, "reading the row's tools")
         return refused
 
     def _finish_batch(self, batch: _Batch[_Tag]) -> Iterator[tuple[_Tag, list[EncodedPrompt] | ErrorInfo | None]]:

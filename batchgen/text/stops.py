@@ -207,9 +207,11 @@ class StopState:
         around = ("", "")
         if self._separates and thoughts is not None:
             ids, around = thoughts.answer_ids, (thoughts.lead, "" if is_cut else thoughts.trail)
+        parser = CallParser.of(params.tool_calls)
+        if not parser.may_call(f"{around[0]}{self._tokenizer.decode_output(ids, False, False)}{around[1]}"):
+            return done  # soon, as most answers have no calls
         length = event.cut if event is not None else None
-        shown = shown_text(self._tokenizer, ids, params, around, length)
-        found = CallParser.of(params.tool_calls).parse(shown, done.text)
+        found = parser.parse(shown_text(self._tokenizer, ids, params, around, length), done.text)
         return replace(done, text=found.text, tool_calls=found.calls, tool_calls_error=found.error)
 
     def _finish_text(self, reason: FinishReason) -> FinishedText:

@@ -39,7 +39,7 @@ TOOLS = [
 SCHEMAS = {"weather": Schema(WEATHER), "now": Schema(NOW)}
 HELLO = [{"role": "user", "content": "How is the weather in Rome?"}]
 NAMED = {"type": "function", "function": {"name": "now"}}
-MODELS = ("qwen3", "mistral v11", "gpt-oss", "gemma 4")
+MODELS = ("qwen3", "gpt-oss")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def calls(done: Completion) -> list[tuple[str, Any]]:
 def test_required_calls_of_a_model_without_sense(engines: dict[str, Engine], name: str) -> None:
     """Whatever it draws, finished rows have calls that satisfy the schemas and no text."""
     engine = engines[name]
-    row = {"messages": HELLO, "tools": TOOLS, "max_new_tokens": 130, "temperature": 1.5, "thinking_budget": 4}
+    row = {"messages": HELLO, "tools": TOOLS, "max_new_tokens": 100, "temperature": 1.5, "thinking_budget": 4}
     rows = [
         {**row, "id": "any", "tool_choice": "required", "n": 3},
         {**row, "id": "one", "tool_choice": "required", "parallel_tool_calls": False, "n": 2, "stream": True},
@@ -139,7 +139,7 @@ def test_a_job_of_the_demonstration_model(tmp_path: Path) -> None:
             {"id": "native", **row, "tool_choice": NAMED, "max_new_tokens": 100},
             {"custom_id": "line", "method": "POST", "url": "/v1/chat/completions", "body": {**body, "n": 2}},
             {"id": "auto", **row, "max_new_tokens": 8},
-            *({"id": f"r{i}", **row, "tool_choice": "required", "max_new_tokens": 100} for i in range(3)),
+            *({"id": f"r{i}", **row, "tool_choice": "required", "max_new_tokens": 100} for i in range(2)),
         ],
     )
     model = ["--model", model_path()]
@@ -168,7 +168,3 @@ def test_a_job_of_the_demonstration_model(tmp_path: Path) -> None:
     assert [each["tool_calls"] for each in reused] == [each["tool_calls"] for each in rows]
     refused = run(["run", "in.jsonl", "-o", "out.parquet", *model, "--tool-parser", "off"], tmp_path, expect=2)
     assert "tool_parser" in refused.stderr
-    wrong = run(["run", "in.jsonl", *model, "--tool-parser", "x"], tmp_path, expect=2)
-    assert "`--tool-parser` must be auto, off or one of" in wrong.stderr
-    named = run(["check", "in.jsonl", *model, "--tool-parser", "qwen3_coder", "--json"], tmp_path)
-    assert json.loads(named.stdout)["model"]["tool_parser"] == "qwen3_coder"

@@ -18,7 +18,7 @@ from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.guidance import GuidanceMatcher, byte_vocabulary, guidance_matcher
-from batchgen.text.grammar.kinds import KINDS, Source
+from batchgen.text.grammar.kinds import KINDS, ONE_LINE, Source
 from batchgen.text.grammar.rules import can_end, left_recursive_rule, with_bounded_digits, with_prefix
 
 XGRAMMAR, LLGUIDANCE = b"x", b"l"
@@ -130,7 +130,7 @@ def _compile_xgrammar(source: Source, tokenizer: Any) -> Any:
 
 
 def _with_schema_grammars(part: Any) -> Any:
-    """A part of a structural tag, with schemas as grammars."""
+    """A part of a structural tag, with schemas as grammars; `ONE_LINE` says which are JSON in one line."""
     import xgrammar
 
     if isinstance(part, list):
@@ -139,6 +139,8 @@ def _with_schema_grammars(part: Any) -> Any:
         return part
     if part.get("type") != "json_schema" or "json_schema" not in part:
         return {key: _with_schema_grammars(value) for key, value in part.items()}
+    if part.get(ONE_LINE):
+        return {"type": "grammar", "grammar": str(schema_grammar(part["json_schema"]))}
     patterns: dict[str, str] = {}
     _with_marks(part["json_schema"], patterns)
     if patterns and not {key for key, value in part.items() if value and (key, value) != ("style", "json")} <= _PLAIN:

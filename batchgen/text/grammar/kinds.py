@@ -23,6 +23,8 @@ from batchgen.text.tools.keyed_calls import RAW_STRING, raw_string_format
 _TAG_WHITESPACE = 16
 """Most consecutive whitespace characters between JSON tokens inside a structural tag that sets no limit."""
 _MAX_TAG_DEPTH = 100
+ONE_LINE = "one_line"
+"""Key of a schema in a structural tag whose JSON is written as for `json_schema`: in one line, as chat templates do."""
 
 Check = Callable[[str], bool | None]
 """Function that tells whether a finished text satisfies a constraint; None if that cannot be known."""
@@ -89,9 +91,18 @@ def _structural_tag(text: str, lenient: bool) -> Iterator[Source]:
 
 def _required_calls(text: str, lenient: bool) -> Iterator[Source]:
     """Grammar of an answer that calls functions; the text is written by `text/tools/rows.py`."""
+    from batchgen.text.grammar.validation import Schema
+
     value = read_json(text)
     functions = [Function(each["name"], each["parameters"]) for each in value["functions"]]
-    found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
+    for function in functions:
+        Schema.parse(json.dumps(function.parameters), "tools")  # formats rely on its form
+    try:
+        found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
+    except RecursionError:
+        problem = "`tools` uses `$ref` to a schema that holds itself, which cannot be enforced: the model writes calls "
+        remedy = "without JSON; write its values out to the depth that is needed"
+        raise RowError(ErrorCode.UNSUPPORTED_SCHEMA_KEYWORD, problem + remedy, "tools") from None
     written = {"type": "structural_tag", "format": _format(found, lenient, 0, "tools")}
     yield Source("structural_tag", json.dumps(written))
 
@@ -136,7 +147,8 @@ def _format(part: Any, lenient: bool, depth: int, field: str = "structural_tag")
         return part
     if part.get("type") == "json_schema" and "json_schema" in part:
         schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
-        return {"max_whitespace_cnt": _TAG_WHITESPACE, **part, "json_schema": read_json(schema)}
+        blanks = {ONE_LINE: True} if field == "tools" else {"max_whitespace_cnt": _TAG_WHITESPACE}
+        return {**blanks, **part, "json_schema": read_json(schema)}
     if part.get("type") == RAW_STRING and field == "tools":
         schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
         return raw_string_format(read_json(schema), part["excludes"])

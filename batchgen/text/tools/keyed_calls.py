@@ -26,14 +26,12 @@ from batchgen.text.tools.calls import (
     sequence,
     skip_blanks,
 )
-from batchgen.text.tools.values import LITERALS, Literals, Values, property_schemas, typed
+from batchgen.text.tools.values import LITERALS, Literals, Values, property_schemas, resolved, typed
 
 _KEYWORDS_OF_OBJECTS: Final = (
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
     "dependentRequired", "dependentSchemas", "dependencies", "const", "enum",
 )  # fmt: skip
-
-
 RAW_STRING: Final = "raw_string"
 """Type of a part that is a string without quotes and escapes; the grammar compiler has none of this type."""
 _CALL: Final = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\s*\(")
@@ -46,6 +44,7 @@ def _checked(function: Function) -> Any:
         RowError: `unsupported_schema_keyword`, or `invalid_field` for a name.
     """
     schema = function.parameters if isinstance(function.parameters, Mapping) else {}
+    schema = resolved(schema, schema)
     names = property_schemas(schema)
     missing = [name for name in schema.get("required") or () if name not in names]
     keyword = next((key for key in _KEYWORDS_OF_OBJECTS if key in schema), "required" if missing else None)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from batchgen.request.params import SamplingParams
+from batchgen.request.printable import encodable
 from batchgen.text.detokenize import Detokenizer
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tools.calls import Schemas, Span, ToolCall, ToolFormat
@@ -55,10 +56,14 @@ class CallParser(NamedTuple):
         known = FORMATS[value["format"]] if template is None else TemplateCalls(template=json.dumps(template))
         return CallParser(known, value["functions"], value["parallel"])
 
+    def may_call(self, text: str) -> bool:
+        """Whether there is a call in a text with special tokens shown, or what begins like one."""
+        return bool(self.format.spans(text, self.schemas))
+
     def parse(self, shown: ShownText, text: str) -> ParsedAnswer:
-        """The calls of an answer whose text, without calls, is `text`."""
-        spans = [span for span in self.format.spans(shown.text, self.schemas) if span.calls or span.error]
-        error = next((span.error for span in spans if span.error), None)
+        """The calls of an answer whose text, calls included, is `text`."""
+        spans = self.format.spans(shown.text, self.schemas)
+        error = next((encodable(span.error) for span in spans if span.error), None)
         found = [_with_surroundings(shown.text, span, self.format.around) for span in spans if span.calls]
         if not found:
             return ParsedAnswer(text, (), error)
@@ -144,9 +149,9 @@ def calls_json(calls: Sequence[ToolCall], prompt_ids: Any, sample_index: int, id
         if not name or name in taken:
             name = _id(digest.digest(), sample_index, number, id_length)
         taken.add(name)
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        arguments = _dumps(call.arguments)
         found.append({"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}})
-    return json.dumps(found, ensure_ascii=False)
+    return _dumps(found)
 
 
 def _id(prompt: bytes, sample_index: int, number: int, length: int | None) -> str:
@@ -160,6 +165,7 @@ def _id(prompt: bytes, sample_index: int, number: int, length: int | None) -> st
     return "".join(letters) if length else f"call_{''.join(letters)}"
 
 
-def calls_of(text: str) -> list[Mapping[str, Any]]:
-    """The functions of a JSON text of `calls_json`, each with its name and arguments."""
-    return [call["function"] for call in json.loads(text)]
+def _dumps(value: Any) -> str:
+    """JSON text with characters as they are, if all of them can be written as UTF-8."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if encodable(text) == text else json.dumps(value)

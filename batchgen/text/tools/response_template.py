@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from batchgen.errors import ErrorCode, RowError
 from batchgen.text.tools.calls import CallError, Format, Function, Schemas, Span, ToolCall, ToolFormat
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.json_calls import call_of
@@ -102,11 +101,7 @@ class TemplateCalls(ToolFormat):
 
     def tags(self, functions: Sequence[Function]) -> list[Format]:
         """See `ToolFormat.tags`."""
-        message = (
-            "`tool_choice` cannot be enforced: the tokenizer's response template says how calls are read, and not how "
-            "they are written; leave it at auto, or name the format with --tool-parser"
-        )
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tool_choice")
+        raise NotImplementedError("a response template says how calls are read, and not how they are written")
 
 
 def _pattern(field: Mapping[str, Any], name: str) -> re.Pattern[str]:

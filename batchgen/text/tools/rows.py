@@ -75,7 +75,12 @@ class ToolParser:
             names = ", ".join(show(each.name) for each in functions[:8]) or "none"
             what = f"names the function {show(missing[0])}" if missing else "needs a function"
             raise invalid("tool_choice", f"{what}, and the functions in `tools` are: {names}")
-        self._format.tags(named)  # refuses what the format has no text for
+        if self._template is not None:
+            message = (
+                "`tool_choice` cannot be enforced: the tokenizer's response template says how calls are read, and not "
+                "how they are written; leave it at auto, or name the format with --tool-parser"
+            )
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tool_choice")
         listed = [{"name": each.name, "parameters": each.parameters} for each in named]
         found = {"format": self.name, "functions": listed, "parallel": parallel and not choice.once}
         return json.dumps(found, ensure_ascii=False)

@@ -67,10 +67,10 @@ def types_of(schema: Any) -> frozenset[str]:
         return frozenset()
     schema = resolved(schema, schema)
     given = schema.get("type")
-    found = [given] if isinstance(given, str) else [name for name in given or () if isinstance(name, str)]
+    found = [given] if isinstance(given, str) else [name for name in _list_of(given) if isinstance(name, str)]
     if not found:
-        for value in [schema["const"]] if "const" in schema else schema.get("enum") or ():
-            found += [name for name, kind in _PYTHON_TYPES.items() if _is(value, name) and kind is not None]
+        for value in [schema["const"]] if "const" in schema else _list_of(schema.get("enum")):
+            found += [name for name in _PYTHON_TYPES if _is(value, name)]
     branches = [types_of({**_definitions(schema), **each}) for each in _branches(schema)]
     if not found and branches and all(branches):
         return frozenset().union(*branches)
@@ -82,8 +82,12 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    given = schema.get("anyOf") or schema.get("oneOf") or ()
-    return [each for each in given if isinstance(each, Mapping)]
+    return [each for each in _list_of(schema.get("anyOf") or schema.get("oneOf")) if isinstance(each, Mapping)]
+
+
+def _list_of(value: Any) -> list[Any]:
+    """A list of a schema; empty for anything else, as a row that only describes its tools may have."""
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _is(value: Any, name: str) -> bool:
@@ -286,7 +290,8 @@ class Values(NamedTuple):
             close: text behind a value.
             comma: text between a value and the next key.
         """
-        required = set(schema.get("required") or ()) if isinstance(schema, Mapping) else set()
+        schema = resolved(schema, schema) if isinstance(schema, Mapping) else {}
+        required = set(schema.get("required") or ())
         pairs: list[tuple[Format, bool]] = []
         for name, each in property_schemas(schema).items():
             begin = key.format(name, string=str(types_of(each) == {"string"}).lower())

@@ -90,6 +90,26 @@ def test_calls_and_text_with_special_tokens_shown(known: dict[str, Known]) -> No
         assert (named(done.tool_calls), done.text) == ([("now", {})], text)
 
 
+@pytest.mark.parametrize("kind", ["nested", "bytefallback"])
+def test_calls_are_found_with_every_kind_of_decoder(kind: str, tmp_path: Path) -> None:
+    family = FAMILIES["mistral v11"]
+    save_tokenizer(tmp_path, kind, template=family.template, special=family.special)
+    tokenizer = Tokenizer.load(tmp_path)
+    parser = tool_parser_of(tokenizer, "auto")
+    assert parser is not None
+    known = Known(tokenizer, parser, None)
+    city = ("get_weather", {"city": "Łódź 東京", "days": 3})
+    call = f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(city[1], ensure_ascii=False)}"
+    for output, text in (
+        (f"Zażółć a {call}", "Zażółć a"),
+        (f"{call} b </s> c", "b  c"),
+        (f"é{call}[TOOL_CALLS]now[ARGS]{{}}", "é"),
+    ):
+        done = finished(known, output)
+        assert named(done.tool_calls)[0] == city
+        assert " ".join(done.text.split()) == " ".join(text.split())
+
+
 def test_stops_cut_in_calls_and_behind_them(known: dict[str, Known]) -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for stop, text, calls in (
@@ -238,18 +258,55 @@ def test_texts_of_the_grammar_are_calls_that_satisfy_the_schemas(name: str, para
         ({"type": "object", "properties": {"a b": {"type": "string"}}}, "has the name 'a b'"),
     ],
 )
-def test_schemas_that_a_format_without_json_cannot_hold_are_refused(
-    known: dict[str, Known], parameters: dict[str, Any], words: str
+def test_schemas_that_a_format_without_json_cannot_hold_are_refused(parameters: dict[str, Any], words: str) -> None:
+    for name in ("qwen3_coder", "gemma4", "pythonic"):
+        with pytest.raises(RowError, match=words) as caught:
+            compile_constraint_of("tool_choice", required(name, parameters))
+        assert caught.value.info.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": 5},
+        {"type": "object", "properties": [1]},
+        {"type": "object", "properties": {"a": {"enum": 5}}},
+        {"type": "object", "properties": {"a": {"anyOf": "x"}}},
+        {"type": "object", "properties": {"a": {"type": "array", "minItems": "1"}}},
+        "text",
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused_where_calls_are_required(
+    known: dict[str, Known], parameters: Any
 ) -> None:
-    tools = ({"type": "function", "function": {"name": "f", "parameters": parameters}},)
-    prompt = CHAT._replace(tools=tools, tool_choice=ToolChoice("required"))
-    for name in ("qwen3 coder", "gemma 4", "llama 4"):
-        with pytest.raises(RowError, match=words):
-            params_with_tools(SamplingParams(), prompt, known[name].parser)
-    assert params_with_tools(SamplingParams(), prompt, known["qwen3"].parser).constraint is not None
+    for name in ("hermes", "gemma4", "pythonic"):
+        with pytest.raises(RowError) as caught:
+            compile_constraint_of("tool_choice", required(name, parameters))
+        assert caught.value.info.param == "tools"
+    tools = ({"type": "function", "function": {"name": "get_weather", "parameters": parameters}},)
+    done = finished(known["qwen3 coder"], FAMILIES["qwen3 coder"].cases["one"].output, CHAT._replace(tools=tools))
+    assert named(done.tool_calls) == [PARIS]
+
+
+def test_a_schema_may_refer_to_others_and_to_itself() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "on": {"type": "boolean"}}}
+    nodes = {"$ref": "#/$defs/node", "$defs": {"node": {**node, "required": ["on"]}}}
+    for name in ("hermes", "qwen3_coder", "pythonic"):
+        walk = compile_constraint_of("tool_choice", required(name, nodes))
+        assert walk.accepts(FORMATS[name].write([ToolCall("f", {"next": {"on": True}, "on": False})]))
+        assert not walk.accepts(FORMATS[name].write([ToolCall("f", {"next": {"on": True}})]))
+    with pytest.raises(RowError, match="a schema that holds itself"):
+        compile_constraint_of("tool_choice", required("gemma4", nodes))
+
+
+def required(name: str, parameters: Any) -> str:
+    """The text of a constraint for one function `f`."""
+    functions = [{"name": "f", "parameters": parameters}]
+    return json.dumps({"format": name, "functions": functions, "parallel": True})
 
 
 HOSTILE = [
+    '<tool_call>{"name": "\\ud800", "arguments": {"\\ud800": "\\udfff"}}</tool_call>',
     "<tool_call>" * 2000,
     '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}</tool_call>",
     '<tool_call>{"name": "now", "arguments": {"a": ' + "9" * 6000 + "}}</tool_call>",
@@ -272,4 +329,4 @@ def test_hostile_outputs_are_texts(name: str) -> None:
     for output in HOSTILE:
         for span in FORMATS[name].spans(output, {"now": {}}):
             assert bool(span.calls) != bool(span.error)
-            json.loads(calls_json(span.calls, [1], 0, None))
+            json.loads(calls_json(span.calls, [1], 0, None).encode())
