@@ -190,7 +190,8 @@ def _lay_out_pages(
     chunks: list[ChunkPages] = []
     if plan.prefills:
         chunks = _lay_out_tables(plan.prefills, positions[:at], decodes.page_size, slots[:at], window_pages)
-    attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at)
+    windowed = window_pages is not None
+    attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at, windowed=windowed)
     if len(rows):
         _, slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows, window_pages)
     else:

@@ -143,9 +143,11 @@ class AttentionBatch:
     """[R] int64: position of the first of the row's own pages (a multiple of S)."""
     max_decode_len: int = 0
     """max(decode_lens)."""
+    windowed: bool = False
+    """Whether the layers over these pages all have a window and free what is behind it: pages that no token of the step
+    sees may be any, and hold anything."""
     window: AttentionBatch | None = None
-    """The same step over the pages of the layers with a window; None: all layers have the same pages. Pages that no
-    token of the step sees may be any."""
+    """The same step over the pages of the layers with a window; None: all layers have the same pages."""
     uploader: Device | None = None
     """The device that lists are uploaded through; None: one for the slots' device."""
 

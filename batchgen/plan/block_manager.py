@@ -27,7 +27,7 @@ from batchgen.plan.config import SchedulerStats
 from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.step_plan import PageCopy
 from batchgen.plan.tree import PrefixTree, user_counts
-from batchgen.plan.window_pages import Hold, WindowPages
+from batchgen.plan.window_pages import NOTHING_HELD, Hold, WindowPages
 
 COMPUTING = -1
 """`Node.completed_step` of a node that is not complete."""
@@ -67,7 +67,7 @@ class Node:
     """Children with two or more decode rows below, by id."""
     alive: bool = True
     """Whether the node is still in the pool."""
-    hold: Hold = field(default_factory=Hold)
+    hold: Hold = NOTHING_HELD
     """Pages of the window layers."""
     window_lost: bool = False
     """Whether its last window is not held, so that no user can branch off."""
@@ -81,7 +81,7 @@ class Branch:
     """Pages from position 0 on, the node's included."""
     begin: int
     in_place: bool
-    hold: Hold
+    hold: Hold = NOTHING_HELD
     """Pages of the window layers that it holds, those of the positions before `begin`."""
 
 
@@ -192,30 +192,33 @@ class BlockManager:
         size = self._page_size
         count, filled = -(-end // size) - begin // size, begin % size
         if node is None:
-            return Branch(self.allocator.alloc(count), begin, False, Hold())
+            return self._branch(self.allocator.alloc(count), begin, False, None)
         node.users += 1
         above = node.page_table[: node.full_pages]
         if not filled or not node.tail_held:
-            branch = self._hold(Branch(above + self.allocator.alloc(count), begin - filled, False, Hold()), node)
+            branch = self._branch(above + self.allocator.alloc(count), begin - filled, False, node)
         elif node.tail_taken:
-            branch = self._hold(Branch(above + self.allocator.alloc(count), begin, False, Hold()), node)
+            branch = self._branch(above + self.allocator.alloc(count), begin, False, node)
             copies.append(self._copy(node.page_table[node.full_pages], branch.page_table[node.full_pages], filled))
             self.stats.page_copies += 1
         else:
             tail = node.page_table[node.full_pages]
             self.allocator.share(tail)
-            branch = self._hold(Branch([*above, tail, *self.allocator.alloc(count - 1)], begin, True, Hold()), node)
+            branch = self._branch([*above, tail, *self.allocator.alloc(count - 1)], begin, True, node)
             node.tail_taken = True
         self.drop_unused(node)
         return branch
 
-    def _hold(self, branch: Branch, node: Node) -> Branch:
-        """The branch, holding the window layers' pages that its user needs of `node`."""
-        if self.window is not None:
+    def _branch(self, page_table: list[int], begin: int, in_place: bool, node: Node | None) -> Branch:
+        """A branch of `node`, holding the window layers' pages that its user needs of the node."""
+        if self.window is None:
+            return Branch(page_table, begin, in_place)
+        hold = Hold()
+        if node is not None:
             assert not node.window_lost, f"node {node.id} has lost its window"
             # What the user computes in the node's own chunk attends to all that this chunk holds.
-            self.window.hold(branch.hold, branch.page_table, node.hold.low, branch.begin)
-        return branch
+            self.window.hold(hold, page_table, node.hold.low, begin)
+        return Branch(page_table, begin, in_place, hold)
 
     def _copy(self, source: int, target: int, tokens: int) -> PageCopy:
         if self.window is None:

@@ -80,7 +80,7 @@ def window_of(groups: Sequence[CacheGroup]) -> int | None:
 def bytes_by_kind(groups: Sequence[CacheGroup], pages: PageCounts) -> dict[str, int]:
     """Bytes of `pages` by kind of group, without kinds that the model does not have."""
     found: dict[str, int] = {}
-    for group in groups:
+    for group in sorted(groups, key=lambda group: group.kind):
         count = pages.full if group.kind == "full" else pages.window
         found[group.kind] = found.get(group.kind, 0) + count * group.page_bytes
     return found

@@ -16,7 +16,7 @@ import numpy as np
 from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.running import Running
-from batchgen.plan.window_pages import Hold
+from batchgen.plan.window_pages import NOTHING_HELD, Hold
 
 
 class Phase(Enum):
@@ -59,7 +59,7 @@ class ScheduledSequence:
     """Whether its first own page is the node's tail."""
     next_position: int = 0
     """Next position to compute while RESUMING."""
-    hold: Hold = field(default_factory=Hold)
+    hold: Hold = NOTHING_HELD
     """Pages of the window layers."""
     recompute_last: bool = False
     """Whether it is RESUMING only for the logits of its last prompt token, whose keys and values are in its pages."""

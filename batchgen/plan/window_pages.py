@@ -9,6 +9,7 @@ within a window of it, or has yet to begin at its end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,16 @@ from batchgen.plan.cache_groups import first_visible
 from batchgen.plan.page_allocator import PageAllocator
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Hold:
     """Indices [low, high) of a page table whose pages of the window layers are held."""
 
     low: int = 0
     high: int = 0
+
+
+NOTHING_HELD: Final = Hold()
+"""For models without a window, and for those that hold no pages yet. Never changed."""
 
 
 class WindowPages:

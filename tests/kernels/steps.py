@@ -47,6 +47,17 @@ class Step:
         return keys, values
 
 
+def free_behind(step: Step, window: int) -> None:
+    """Let the layers free the pages that no token sees within its window: they hold not-a-numbers then."""
+    size = step.pool.page_size
+    seen = [slots[max(0, position - window + 1) :] for position, slots in visible_slots(step.batch, size)]
+    freed = np.setdiff1d(np.arange(step.pool.num_pages), torch.cat(seen).numpy() // size)
+    assert len(np.intersect1d(freed, np.concatenate([chunk.pages for chunk in step.batch.chunks])))
+    for cache in (step.pool.keys[0], step.pool.values[0]):
+        cache[torch.from_numpy(freed)] = torch.nan
+    step.batch.windowed = True
+
+
 @dataclass
 class StepBuilder:
     """Adds chunks, decode rows and groups; pages are assigned in random order."""

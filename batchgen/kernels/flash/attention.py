@@ -5,6 +5,9 @@ shared pages included. Decode rows that share a prefix attend to it in a separat
 results are merged with the library's by log-sum-exp, in float32 (see `merge`). A sink joins the denominator at the
 end: out * sigmoid(lse - sink).
 
+The library loads whole tiles. Where layers free the pages behind their window, which may hold anything then, its tables
+begin with the first page that is seen.
+
 A row's own pages may begin after position 0. The library treats them as the whole sequence: its causal mask and its
 window count back from the last key, which is at the query's position, so the distances are right.
 """
@@ -12,7 +15,7 @@ window count back from the last key, which is at the query's position, so the di
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +91,7 @@ class FlashAttention(PooledAttention):
         self._batch = batch
         self._prefix = prefix(pool, batch) if batch.groups else None
         self._merge = merge
-        self._parts = _parts(batch)
+        self._parts: dict[int | None, list[tuple[slice, Runs]]] = {}
         self._schedules: dict[tuple[int, int, tuple[int, ...], int | None, bool], Tensor | None] = {}
 
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
@@ -96,10 +99,14 @@ class FlashAttention(PooledAttention):
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         given = query.to(keys.dtype)
         out = torch.empty(*query.shape[:2], values.shape[3], dtype=keys.dtype, device=query.device)
-        for number, (tokens, runs) in enumerate(self._parts):
+        window = args.window if self._batch.windowed else None
+        if window not in self._parts:
+            self._parts[window] = _parts(self._batch, self._pool.page_size, window)
+        parts = self._parts[window]
+        for number, (tokens, runs) in enumerate(parts):
             part = out[tokens]
             lse = self._attend_part(number, given[tokens], part, (keys, values), runs, args)
-            if self._prefix is not None and number == len(self._parts) - 1:
+            if self._prefix is not None and number == len(parts) - 1:
                 shared = self._prefix.prefix_parts(layer, given, args)
                 part, _ = self._merge(part, lse, *shared, sinks=args.sinks)
             elif args.sinks is not None:
@@ -130,27 +137,43 @@ class FlashAttention(PooledAttention):
         return lse.transpose(0, 1)
 
 
-def _parts(batch: AttentionBatch) -> list[tuple[slice, Runs]]:
-    """The step's calls, chunks first: flat tokens, and the runs that they form; all tables in one upload."""
+def _parts(batch: AttentionBatch, page_size: int, window: int | None) -> list[tuple[slice, Runs]]:
+    """The step's calls, chunks first: flat tokens, and the runs that they form; all tables in one upload.
+
+    `window`: tables have no pages behind it; None: as they are.
+    """
     parts: list[tuple[slice, list[Ints], int, int]] = []
     chunks = [c for c in batch.chunks if c.q_len]
     if chunks:
         # The queries of chunks are adjacent; chunks without queries are left out.
 
         starts = np.cumsum([0, *(c.q_len for c in chunks)])
-        lens = np.array([c.kv_len for c in chunks])
-        tables = [starts, lens, _padded(chunks)]
-        parts.append((slice(0, int(starts[-1])), tables, max(c.q_len for c in chunks), int(lens.max())))
+        lens, queries = np.array([c.kv_len for c in chunks]), np.array([c.q_len for c in chunks])
+        tables, lens = _seen(_padded(chunks), lens, lens - queries, page_size, window)
+        parts.append((slice(0, int(starts[-1])), [starts, lens, tables], int(queries.max()), int(lens.max())))
     if batch.decode_pages is not None and batch.decode_lens is not None and len(batch.decode_lens):
         rows = len(batch.decode_lens)
-        tables = [np.arange(rows + 1), batch.decode_lens, batch.decode_pages]
+        tables, lens = _seen(batch.decode_pages, batch.decode_lens, batch.decode_lens - 1, page_size, window)
         tokens = slice(batch.decode_start, batch.decode_start + rows)
-        parts.append((tokens, tables, 1, batch.max_decode_len))
+        longest = batch.max_decode_len if window is None else int(lens.max())
+        parts.append((tokens, [np.arange(rows + 1), lens, tables], 1, longest))
     on_device = iter(batch.device.upload(*(t.astype(np.int32) for _, tables, _, _ in parts for t in tables)))
     return [
         (tokens, Runs(next(on_device), next(on_device), next(on_device), queries, keys))
         for tokens, _, queries, keys in parts
     ]
+
+
+def _seen(
+    tables: npt.NDArray[Any], lens: npt.NDArray[Any], first: npt.NDArray[Any], page_size: int, window: int | None
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Page tables [n, p] and lengths [n] without the pages that no token at positions `first` [n] or later sees."""
+    if window is None:
+        return tables, lens
+    lead = np.maximum(first - window + 1, 0) // page_size
+    lens = lens - lead * page_size
+    inside = np.arange(-(-int(lens.max()) // page_size))
+    return np.take_along_axis(tables, np.minimum(lead[:, None] + inside, tables.shape[1] - 1), 1), lens
 
 
 def _padded(chunks: list[ChunkPages]) -> Ints:

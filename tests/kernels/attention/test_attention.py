@@ -26,6 +26,7 @@ from tests.kernels.steps import (
     StepBuilder,
     any_step,
     check_layers_of_different_shapes,
+    free_behind,
     group_of_one,
     group_of_some,
     one_row,
@@ -345,6 +346,16 @@ def test_not_a_numbers_of_other_rows_do_not_spread(make: Make) -> None:
     got = attend(make, step)
     assert got[1].isnan().all()
     torch.testing.assert_close(got[[0, 2]], clean[[0, 2]], rtol=0, atol=0)
+
+
+@both
+@pytest.mark.parametrize("window", [1, 5, 40])
+def test_freed_pages_behind_the_window_are_not_read(make: Make, window: int) -> None:
+    step = mixed(Shape(9, 3))
+    args = args_of(step, window=window)
+    clean = attend(make, step, args)
+    free_behind(step, window)
+    assert torch.equal(attend(make, step, args), clean)
 
 
 @both

@@ -18,7 +18,7 @@ from batchgen.kernels.merge import merge_parts
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 from tests.kernels.flash.fake_flash import Fakes, fakes
 from tests.kernels.oracle import attend_by_token
-from tests.kernels.steps import Shape, Step, StepBuilder, group_of_one, only_rows
+from tests.kernels.steps import Shape, Step, StepBuilder, free_behind, group_of_one, only_rows
 
 HALF = Shape(heads=6, kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float16)
 
@@ -138,6 +138,15 @@ def test_a_mixed_step(library: FlashLibrary, dtype: torch.dtype, options: dict[s
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2], OPTIONS[-1]], ids=str)
 def test_a_mixed_step_with_the_triton_prefix_pass(library: FlashLibrary, options: dict[str, Any]) -> None:
     check(library, mixed(HALF, seed=1).build(), triton=True, **with_sinks(options, 6))
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("window", [1, 5, 15])
+def test_freed_pages_behind_the_window_are_not_read(library: FlashLibrary, window: int, triton: bool) -> None:
+    step = mixed(HALF).build()
+    clean = attend(library, step, triton, window=window)
+    free_behind(step, window)
+    assert torch.equal(attend(library, step, triton, window=window), clean)
 
 
 def chunks_only(b: StepBuilder) -> None:
