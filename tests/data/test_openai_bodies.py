@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 
-from batchgen.data.openai_bodies import TokenPiece, batch_line
+from batchgen.data.openai_bodies import TokenPiece, batch_line, finish_reason
 from batchgen.data.row_shapes import RowShape
 from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import ErrorCode
@@ -73,6 +73,28 @@ def test_a_chat_completion() -> None:
     assert (choice.message.role, choice.message.content, choice.message.refusal) == ("assistant", "Hello", None)
     assert (choice.finish_reason, choice.logprobs) == ("stop", None)
     assert choice.stop_reason is None  # type: ignore[attr-defined]
+
+
+CALLS = [{"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+
+
+@pytest.mark.parametrize(
+    ("values", "content", "reason"),
+    [
+        ({"text": "", "finish_reason": "stop"}, None, "tool_calls"),
+        ({"text": "I add.", "finish_reason": "stop", "tool_calls_error": "no JSON"}, "I add.", "tool_calls"),
+        ({"text": "", "finish_reason": "length"}, None, "length"),
+        ({"text": "", "finish_reason": "repetition"}, None, "length"),
+    ],
+)
+def test_calls_of_tools(values: dict[str, Any], content: str | None, reason: str) -> None:
+    given = row([2, 1], tool_calls=json.dumps(CALLS), **values)
+    (choice,) = chat_completion([given]).choices
+    assert (choice.message.content, choice.finish_reason) == (content, reason)
+    assert [call.model_dump() for call in choice.message.tool_calls or ()] == CALLS
+    made = body([given], CHAT)["choices"][0]
+    assert made["message"].get("tool_calls_error") == values.get("tool_calls_error")
+    assert finish_reason(made) == values["finish_reason"]
 
 
 def test_samples_and_prompts_are_choices_and_a_prompt_counts_once() -> None:

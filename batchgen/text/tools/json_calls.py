@@ -62,8 +62,11 @@ class JsonCalls(ToolFormat):
     def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
         value, end = read_json_at(text, match.end())
         calls = self._calls(value)
-        while self.whole and (at := skip_blanks(text, end)) < len(text) and text[at] in ";,":
-            value, end = read_json_at(text, at + 1)
+        while (at := skip_blanks(text, end)) < len(text):
+            separated = self.whole and text[at] in ";,"
+            if not (separated or (self.end and text[at] == "{")):  # some models write calls as JSON lines
+                break
+            value, end = read_json_at(text, at + separated)
             calls += self._calls(value)
         return calls, behind(text, end, (self.end.strip(), *(("```",) if self.whole and self.end else ())))
 

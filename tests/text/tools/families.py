@@ -486,7 +486,18 @@ FAMILIES: dict[str, Family] = {
         ("<think>", "</think>"),
         ("]~b]", "[e~["),
     ),
-    "hunyuan": Family("hunyuan", _template(_PLAIN, "<tool_calls>"), _of_lists("<tool_calls>", "</tool_calls>")),
+    "hunyuan": Family(
+        "hunyuan",
+        _template(_PLAIN, "<tool_calls>"),
+        {
+            **_of_lists("<tool_calls>", "</tool_calls>"),
+            "JSON lines": Case(
+                f'<tool_calls>\n{{"name": "get_weather", "arguments": {P}}}\n'
+                '{"name": "now", "arguments": {}}\n</tool_calls>',
+                (PARIS, NOW),
+            ),
+        },
+    ),
     "seed-oss": Family(
         "seed_oss",
         _template("<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>", "<seed:tool_call>\n<function="),

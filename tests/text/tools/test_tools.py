@@ -276,9 +276,7 @@ def test_schemas_that_a_format_without_json_cannot_hold_are_refused(parameters: 
         "text",
     ],
 )
-def test_parameters_that_are_no_schema_are_refused_where_calls_are_required(
-    known: dict[str, Known], parameters: Any
-) -> None:
+def test_what_is_not_a_schema_is_refused_where_calls_are_required(known: dict[str, Known], parameters: Any) -> None:
     for name in ("hermes", "gemma4", "pythonic"):
         with pytest.raises(RowError) as caught:
             compile_constraint_of("tool_choice", required(name, parameters))
