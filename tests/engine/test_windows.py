@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.engine.engine import Engine
-from batchgen.plan.cache_groups import window_pages
-from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
+from batchgen.plan.cache_groups import PageCounts, least_window_pages, window_pages
+from tests.engine.reference import Greedy, assert_all_same, eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, WINDOW, save_tiny
 
 NEW = 16
@@ -73,6 +73,37 @@ def test_windows_equal_eager(model_type: str, tmp_path: Path, monkeypatch: pytes
     assert short is not None
     assert short.scheduler.stats.preemptions > 0
     assert short.scheduler.stats.recomputed_tokens > 0
+
+
+def test_what_rows_return_does_not_depend_on_lost_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt logprobs, states and samples, in a pool that holds little more than one row, in either kind of layers."""
+    save_tiny("qwen2", tmp_path)
+    save_word_tokenizer(tmp_path, VOCAB)
+    prompts = shared_prefix_prompts(12, VOCAB, seed=5)
+    rows = [
+        {
+            "input_ids": prompt,
+            "sampling_params": {"seed": i, "max_new_tokens": NEW, "ignore_eos": True, "n": 1 + i % 3},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_hidden_states": True,
+        }
+        for i, prompt in enumerate(prompts)
+    ]
+    expected = list(engine_of(tmp_path).generate(rows, ordered=True))
+    longest = max(map(len, prompts)) + NEW
+    engine = engine_of(tmp_path, max_tokens_per_step=24, max_num_seqs=6)
+    engine.order, engine.admission = "tree", "free"
+    monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: longest // SIZE + 3)
+    least = least_window_pages(WINDOW, SIZE)
+    monkeypatch.setattr("batchgen.engine.engine.page_counts", lambda *given: PageCounts(given[3], least))
+    assert_all_same(engine.generate(rows, ordered=True), expected)
+    run = engine.last_run
+    assert run is not None
+    stats = run.scheduler.stats
+    assert stats.preemptions > 0
+    assert stats.recomputed_tokens > 0
+    assert stats.peak_window_pages < least
 
 
 def test_rows_shorter_than_the_window_are_planned_without_it(tmp_path: Path) -> None:

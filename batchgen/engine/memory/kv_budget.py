@@ -27,6 +27,7 @@ from batchgen.plan.cache_groups import (
     window_of,
     window_pages,
 )
+from batchgen.plan.tree import user_counts
 from batchgen.request.printable import format_size
 
 AUTO_SHARE: Final = 0.4
@@ -89,8 +90,10 @@ def pool_pages(
     allowed, most = allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size)
     groups, budget = cache_groups(spec, page_size), memory.budget(kv_memory)
 
+    windows = _WindowNeeds(workload, spec, page_size, limits, budget)
+
     def bytes_of(pages: int) -> int:
-        return cache_bytes(groups, page_counts(workload, spec, page_size, pages, limits, budget))
+        return cache_bytes(groups, windows.beside(pages))
 
     if not any(spec.windows):
         pages = min(allowed, most)
@@ -185,8 +188,8 @@ def page_counts(
 ) -> PageCounts:
     """`pages` with the pages of the layers that have a window, including the scratch page.
 
-    With enough memory no sequence ever waits for one of these. With less, their share is that of the job: what its
-    nodes and outputs keep of a window, against their whole length.
+    With enough memory no sequence ever waits for one of these. With less, their share is what the job's samples keep of
+    a window, against the whole length of its nodes and outputs.
 
     Args:
         workload: the job.
@@ -196,18 +199,55 @@ def page_counts(
         limits: most sequences at once and most tokens in a step.
         budget: bytes of the pool.
     """
-    groups = cache_groups(spec, page_size)
-    window = window_of(groups)
-    if window is None:
-        return PageCounts(pages)
-    each, (rows, tokens) = window_pages(window, page_size) + 1, limits
-    rows = min(rows, int(workload.samples.sum(dtype=np.int64)))
-    chunks, least = -(-tokens // page_size) + rows, least_window_pages(window, page_size)
-    enough = 2 * rows * each + chunks + least  # windows of the samples, and of the nodes that they begin at
-    if all(spec.windows):
-        return PageCounts(pages, max(least, min(enough, pages, budget // cache_bytes(groups, PageCounts(0, 1)))))
-    share = _sum_pages(workload, page_size, each) / _sum_pages(workload, page_size)
-    return PageCounts(pages, max(least, min(enough, pages, int(pages * share) + chunks)))
+    return _WindowNeeds(workload, spec, page_size, limits, budget).beside(pages)
+
+
+class _WindowNeeds:
+    """How many pages of the layers with a window a job uses, given those of the others."""
+
+    def __init__(
+        self, workload: JobWorkload, spec: ModelSpec, page_size: int, limits: tuple[int, int], budget: int
+    ) -> None:
+        """As in `page_counts`."""
+        groups = cache_groups(spec, page_size)
+        self._window = window_of(groups)
+        if self._window is None:
+            return
+        each, (rows, tokens) = window_pages(self._window, page_size) + 1, limits
+        rows = min(rows, int(workload.samples.sum(dtype=np.int64)))
+        self._chunks = -(-tokens // page_size) + rows
+        self._least = least_window_pages(self._window, page_size)
+        # The windows of the samples, and of the nodes that they begin at.
+        self._most = 2 * rows * each + self._chunks + self._least
+        if all(spec.windows):
+            self._most = min(self._most, budget // cache_bytes(groups, PageCounts(0, 1)))
+            self._share = 1.0
+        else:
+            self._share = _window_share(workload, page_size, each)
+
+    def beside(self, pages: int) -> PageCounts:
+        """`pages` with the pages of the layers that have a window."""
+        if self._window is None:
+            return PageCounts(pages)
+        kept = int(pages * self._share)
+        return PageCounts(pages, max(self._least, min(self._most, pages, kept + min(self._chunks, kept // 4))))
+
+
+def _window_share(workload: JobWorkload, page_size: int, each: int) -> float:
+    """Pages of a window that samples and the nodes at which several begin keep, divided by `most_pages`.
+
+    Args:
+        workload: the job.
+        page_size: positions per page.
+        each: most pages of a window.
+    """
+    tree, table = workload.tree, workload.table
+    lengths = tree.end[tree.node_of_request].astype(np.int64) + table.max_new_tokens
+    kept = np.dot(np.minimum(lengths // page_size + 1, each), workload.samples)
+    users = np.frombuffer(user_counts(tree, workload.samples)[0], np.int32)
+    branching = (tree.end - tree.start)[users > 1]
+    kept += np.minimum(branching // page_size + 1, each).sum(dtype=np.int64)
+    return float(kept) / most_pages(workload, page_size)
 
 
 def most_pages(workload: JobWorkload, page_size: int) -> int:
@@ -216,17 +256,10 @@ def most_pages(workload: JobWorkload, page_size: int) -> int:
     Includes the scratch page, partial pages that are copied where a node or output starts, and the page that admission
     keeps free for each running sequence.
     """
-    return _sum_pages(workload, page_size) + 2
-
-
-def _sum_pages(workload: JobWorkload, page_size: int, most: int | None = None) -> int:
-    """Pages of all tree nodes and outputs, at most `most` of each."""
     tree = workload.tree
     nodes = -(-(tree.end - tree.start) // page_size) + 1
     outputs = -(-workload.table.max_new_tokens // page_size) + 2
-    if most is not None:
-        nodes, outputs = np.minimum(nodes, most), np.minimum(outputs, most)
-    return int(nodes.sum(dtype=np.int64) + np.dot(outputs.astype(np.int64), workload.samples))
+    return int(nodes.sum(dtype=np.int64) + np.dot(outputs.astype(np.int64), workload.samples)) + 2
 
 
 def device_memory(device: torch.device, step: int = 0) -> DeviceMemory:

@@ -1,0 +1,43 @@
+"""`check` and `run` of a model with sliding windows: bytes of keys and values by kind of layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.rows import write_lines
+from tests.e2e.runner import run
+from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.models.tiny import VOCAB, save_tiny
+
+PAGE_BYTES = 4 * 2 * 2 * 16 * 4
+"""Of a layer: 4 positions, keys and values of 2 heads of 16 float32 numbers."""
+
+
+@pytest.mark.parametrize(("model_type", "full", "windowed"), [("qwen2", 1, 2), ("mistral", 0, 3), ("llama", 3, 0)])
+def test_the_memory_of_both_kinds_of_layers(model_type: str, full: int, windowed: int, tmp_path: Path) -> None:
+    folder = save_tiny(model_type, tmp_path / "model")
+    save_word_tokenizer(folder, VOCAB)
+    rows = [
+        {"input_ids": prompt, "max_new_tokens": 12, "ignore_eos": True}
+        for prompt in shared_prefix_prompts(8, VOCAB, seed=1)
+    ]
+    write_lines(tmp_path / "in.jsonl", rows)
+    options = ["in.jsonl", "--model", folder, "--dtype", "float32", "--page-size", 4, "--max-tokens-per-step", 8]
+    planned = run(["check", *options, "--max-num-seqs", 4, "--json"], tmp_path).report
+    done = run(["run", *options, "--max-num-seqs", 4, "-o", "out.parquet", "--report", "-"], tmp_path)
+    kinds = [kind for kind, layers in (("full", full), ("window", windowed)) if layers]
+    for report in (planned, done.report):
+        by_group = report["kv_peak_bytes_by_group"]
+        assert list(by_group) == kinds
+        assert sum(by_group.values()) == report["kv_peak_bytes"]
+    engine, by_group = done.report["engine"], done.report["kv_peak_bytes_by_group"]
+    if full:
+        assert by_group["full"] == engine["peak_pages"] * full * PAGE_BYTES
+    if windowed:
+        assert by_group["window"] == engine["peak_window_pages"] * windowed * PAGE_BYTES
+        # Four windows of 5 tokens that begin in any place of a page, and a chunk with the window before it.
+        assert planned["kv_peak_bytes_by_group"]["window"] <= 4 * 2 * windowed * PAGE_BYTES
+        assert engine["peak_window_pages"] < engine["peak_pages"]
+    assert ("(full " in done.stderr) == bool(full and windowed)
