@@ -96,11 +96,10 @@ def _attend(
             f"{type(module).__name__} has {query.shape[1]} query heads of size {query.shape[-1]} for {heads} "
             f"key heads of size {size}, {groups} per key head, which do not fit. Check config.json."
         )
-    if absorbed is not None:
-        query = absorbed.fold_query(query)
+    q = query[0].transpose(0, 1)  # [T, N, D]
     out = attention.attend(
         layer,
-        query[0].transpose(0, 1),  # [T, N, D]
+        q if absorbed is None else absorbed.fold_query(q),
         key[0].transpose(0, 1),  # [T, K, D]
         value[0].transpose(0, 1),  # [T, K, Dv]
         AttentionArgs(

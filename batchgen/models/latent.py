@@ -29,7 +29,7 @@ _SIZES: Final = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head
 
 
 class AbsorbedProjection(nn.Module):
-    """Replacement of a layer's `kv_b_proj`, with the same weight: its two halves are applied to queries and results.
+    """Replacement of a layer's `kv_b_proj`: the two halves of its weight are applied to queries and results.
 
     An adapter B A of the projection has two halves too: W_UK + B_K A and W_UV + B_V A. A query's adapter is that of its
     keys, as tokens of different adapters have none in common.
@@ -38,12 +38,16 @@ class AbsorbedProjection(nn.Module):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         latent, nope, rope, value = (getattr(layer, name) for name in _SIZES)
-        self.weight = getattr(layer, _PROJECTION).weight
-        self.heads = self.weight.shape[0] // (nope + value)
+        weight = getattr(layer, _PROJECTION).weight.detach()
+        self.heads = weight.shape[0] // (nope + value)
         """Heads of the layer, N."""
         self.key_dim = nope + rope
         """Size of an expanded key, Dn + R."""
         self._latent, self._nope, self._value = latent, nope, value
+        keys, values = self._halves(weight)
+        # Copies, as products on a CPU would copy a transposed weight in every step.
+        self.keys = nn.Parameter(keys.contiguous(), requires_grad=False)  # W_UK [N, Dn, L]
+        self.values = nn.Parameter(values.transpose(1, 2).contiguous(), requires_grad=False)  # W_UV [N, L, Dv]
         self._adapters: LayerAdapters | None = None
 
     def adapt(self, adapters: LayerAdapters) -> None:
@@ -64,17 +68,17 @@ class AbsorbedProjection(nn.Module):
         return keys, keys[..., : self._latent]
 
     def fold_query(self, query: Tensor) -> Tensor:
-        """[1, N, T, Dn + R] -> [1, N, T, L + R]."""
-        nope = query[0, ..., : self._nope]  # [N, T, Dn]
-        folded = torch.bmm(nope, self._halves(self.weight)[0])  # [N, T, L]
+        """[T, N, Dn + R] -> [T, N, L + R]."""
+        nope = query[..., : self._nope].transpose(0, 1)  # [N, T, Dn]
+        folded = torch.bmm(nope, self.keys)  # [N, T, L]
         for pair, own in self._adapted(nope):
             folded += torch.bmm(own, self._halves(pair.up)[0]) @ pair.down
-        return torch.cat((folded, query[0, ..., self._nope :]), -1)[None]
+        return torch.cat((folded.transpose(0, 1), query[..., self._nope :]), -1)
 
     def expand_result(self, result: Tensor) -> Tensor:
         """Weighted sums of latents [T, N, L] -> of values [T, N, Dv]."""
         latents = result.transpose(0, 1)  # [N, T, L]
-        values = torch.bmm(latents, self._halves(self.weight)[1].transpose(1, 2))  # [N, T, Dv]
+        values = torch.bmm(latents, self.values)  # [N, T, Dv]
         for pair, own in self._adapted(latents):
             values += torch.bmm(own @ pair.down.T, self._halves(pair.up)[1].transpose(1, 2))
         return values.transpose(0, 1)

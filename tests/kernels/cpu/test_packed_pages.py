@@ -33,7 +33,7 @@ def with_cache(step: Step, pages: int | None = None) -> PackedPages:
     heads, key_dim, value_dim = *step.pool.keys[0].shape[2:], step.pool.values[0].shape[3]
     layer = LayerKV(heads, key_dim, value_dim)
     kept = PackedPages([layer], step.pool.num_pages if pages is None else pages, step.pool.page_size)
-    step.pool = PackedPool(step.pool.keys, step.pool.values, step.pool.page_size, packed=kept)
+    step.pool = PackedPool(step.pool.keys, step.pool.values, step.pool.page_size, step.pool.latent, packed=kept)
     return kept
 
 
@@ -44,7 +44,7 @@ def attend(step: Step, pool: KVPool, window: int | None = None) -> Tensor:
 
 def uncached(step: Step, window: int | None = None) -> Tensor:
     """The same without the cache."""
-    return attend(step, KVPool(step.pool.keys, step.pool.values, step.pool.page_size), window)
+    return attend(step, KVPool(step.pool.keys, step.pool.values, step.pool.page_size, step.pool.latent), window)
 
 
 def grouped(page_size: int = 16, group_pages: int = 14) -> Step:
@@ -66,7 +66,15 @@ def shared_pages(step: Step) -> np.ndarray:
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=12),
-    st.sampled_from([(6, 2, 64, 64), (9, 3, 33, 7), (8, 1, 96, 24), (4, 4, 16, 80)]),
+    st.sampled_from(
+        [
+            (6, 2, 64, 64, False),
+            (9, 3, 33, 7, False),
+            (8, 1, 96, 24, True),
+            (8, 1, 96, 24, False),
+            (4, 4, 16, 80, False),
+        ]
+    ),
     st.sampled_from([16, 32]),
     st.sampled_from([None, 37, 100]),
     st.integers(0, 9),
@@ -74,12 +82,13 @@ def shared_pages(step: Step) -> np.ndarray:
 def test_cached_units_give_the_same_bits(
     chunks: list[tuple[int, int, int]],
     rows: list[tuple[int, int]],
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int, bool],
     page_size: int,
     window: int | None,
     seed: int,
 ) -> None:
-    step = any_step(chunks, rows, Shape(*sizes, page_size, BF16), seed)
+    *heads, latent = sizes
+    step = any_step(chunks, rows, Shape(*heads, page_size, BF16, latent), seed)
     with_cache(step, pages=1500)  # of 2,048: some are not cached
     for _ in range(3):  # packed, then reused twice
         assert torch.equal(attend(step, step.pool, window), uncached(step, window))
