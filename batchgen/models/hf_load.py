@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,14 +47,15 @@ from batchgen.models.hf_text import (
     unread_modules,
     without_modules,
 )
+from batchgen.models.library_lora import check_visited, library_sites, wrap_adapted
 from batchgen.models.library_rope import LibraryRope, freeze_rope
 from batchgen.models.load_test import Expected, library_logits
-from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
+from batchgen.models.lora_fit import Sites, fit_adapters
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.safetensors_header import TensorInfo
-from batchgen.models.stored_tensors import check_library_tensors, check_unread
+from batchgen.models.stored_tensors import check_library_tensors, check_unread, is_tower
 from batchgen.models.weight_files import library_folder
 from batchgen.models.weights import LazyWeight, WeightReader, copy_from_files
 
@@ -87,7 +89,8 @@ def transformers_spec(
         check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
         model = causal_part(whole)
         _use_our_attention(model)
-        fit_library_adapters(model, adapters)
+        sites = library_sites(model)
+        fitted = fit_adapters(adapters, sites, partial(is_tower, folder))
         uses, hooks = _probe_layers(model, context)
     text, contexts = decoder_config(config), library_contexts(decoder_config(config))
     return ModelSpec(
@@ -107,6 +110,7 @@ def transformers_spec(
         adapters=tuple(adapter.name for adapter in adapters),
         num_heads=uses[0].num_heads if uses else 1,
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
+        adapts_head=any(map(sites.changes_head, fitted)),
         unscaled_context=None if contexts is None else contexts.unscaled_of(context),
     )
 
@@ -260,7 +264,7 @@ def load_transformers(
     """
     with silence_library(), torch.no_grad():
         model = causal_part(_read_weights(config, spec, folder, cls or text_class(config)))
-        rope = LibraryRope(model, spec.context_length)
+        rope, sites = LibraryRope(model, spec.context_length), library_sites(model)
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
         _use_our_attention(model)
@@ -276,21 +280,18 @@ def load_transformers(
         if experts.layers and spec.device.type == "cuda":
             _check_experts(found, experts, expected)
         if adapters:
-            hooked.lora = wrap_adapted(model, adapters, spec.dtype, spec.device)
-            _check_adapters(hooked, ids, adapters)
+            _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, partial(is_tower, folder)), sites)
         return found
 
 
-def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]) -> None:
-    """Reject an adapter with layers that the model's forward does not run, or not on all tokens."""
+def _add_adapters(hooked: HookedModel, model: Any, ids: Tensor, adapters: Sequence[Adapter], sites: Sites) -> None:
+    """Wrap the modules that adapters change; an adapter with layers that the forward does not run is rejected."""
+    hooked.lora = wrap_adapted(model, adapters, sites, model.get_input_embeddings().weight.new_empty(0))
+    hooked.renew_head(model)
     for index, adapter in enumerate(adapters):
-        model.lora.visited = set()
         whole = lora_step(np.full(len(ids), index), device_for(ids.device))
-        model.hidden(replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole))
-        idle = sorted(set(adapter.layers) - model.lora.visited)
-        if idle:
-            raise adapter.error(f"the model's forward does not run {idle[0]}; merge the adapter into the model")
-    model.lora.visited = None
+        inputs = replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole)
+        check_visited(partial(hooked.hidden, inputs), hooked.lora, adapter, sites.head)
 
 
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -> Any:
