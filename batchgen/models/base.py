@@ -40,6 +40,8 @@ class ModelSpec:
     experts_per_token: int = 0
     adapts_head: bool = False
     """Whether an adapter changes the head."""
+    plain_adapters: bool = True
+    """Whether adapters change linear layers of the decoder alone."""
     num_heads: int = 1
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()

@@ -40,6 +40,11 @@ def deterministic_model(model: Model, backend: Backend) -> Model:
     Raises:
         UsageError: not possible for this model.
     """
+    if not model.spec.plain_adapters:
+        raise UsageError(
+            "`--deterministic`: an adapter (--lora) changes more than linear layers, and such products depend on the "
+            "batch; leave the option out, or merge the adapter into the model"
+        )
     if backend.name == "compiled":
         _check_kernels(model, backend)
         return model

@@ -111,6 +111,7 @@ def transformers_spec(
         num_heads=uses[0].num_heads if uses else 1,
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
         adapts_head=any(map(sites.changes_head, fitted)),
+        plain_adapters=all(map(sites.is_plain, fitted)),
         unscaled_context=None if contexts is None else contexts.unscaled_of(context),
     )
 

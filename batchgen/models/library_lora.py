@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from batchgen.errors import ModelError
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, scale_products
+from batchgen.kernels.moe import ExpertPairs, moe_experts
 from batchgen.kernels.ops import TORCH_OPS, Ops
-from batchgen.models.lora import AdaptedEnds, adapted_ends, adapter_reader, fused_pair, read_tensor
+from batchgen.models.experts import experts_of, is_experts
+from batchgen.models.lora import AdaptedEnds, adapted_ends, adapter_reader, expert_pairs, fused_pair, read_tensor
 from batchgen.models.lora_config import Adapter
-from batchgen.models.lora_fit import LinearSize, Sites
+from batchgen.models.lora_fit import ExpertSizes, LinearSize, Sites
 
 
 class LoraSlot:
@@ -102,20 +104,49 @@ class _Replaced(_Wrapper):
         super().__init__(name, base, slot)
         self._by_adapter = by_adapter  # no submodules: the model's parameters stay its own
 
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """[1, T, ...] or [T, ...] -> the same leading dimensions."""
-        out: Tensor = self.base(x, *args, **options)
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """[1, T, ...] or [T, ...] -> the same leading dimensions, of each tensor if there are several."""
+        out: Any = self.base(x, *args, **options)
         slot = self._slot
         if slot.step is None:
             return out
-        axis = 1 if x.ndim > 1 and x.shape[0] == 1 else 0
+        axis = 0 if x.shape[0] == slot.tokens else 1
         slot.visit(self.name, x.shape[axis])
         for segment in slot.step.segments:
             module, rows = self._by_adapter[segment.adapter], segment.rows
             if module is not None and rows is None:
                 out = module(x, *args, **options)
             elif module is not None and rows is not None:
-                out = out.index_copy(axis, rows, module(x.index_select(axis, rows), *args, **options))
+                part = module(x.index_select(axis, rows), *args, **options)
+                if isinstance(out, tuple):  # as routers give
+                    both = zip(out, part, strict=True)
+                    out = tuple(each.index_copy(axis, rows, own.to(each.dtype)) for each, own in both)
+                else:
+                    out = out.index_copy(axis, rows, part)
+        return out
+
+
+class _LoraExperts(_Wrapper):
+    """Experts of a layer with LoRA adapters, whose tokens are computed by their definition."""
+
+    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, pairs: list[ExpertPairs | None]) -> None:
+        super().__init__(name, base, slot)
+        self._pairs = pairs
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[T, H], [T, k], [T, k] -> [T, H]."""
+        out: Tensor = self.base(x, ids, weights)
+        slot = self._slot
+        if slot.step is None:
+            return out
+        slot.visit(self.name, len(x))
+        experts = experts_of(self.base)
+        assert experts is not None
+        for segment in slot.step.segments:
+            pairs = self._pairs[segment.adapter]
+            if pairs is not None:
+                rows = slice(None) if segment.rows is None else segment.rows
+                out[rows] = moe_experts(x[rows], ids[rows], weights[rows], experts, pairs)
         return out
 
 
@@ -160,8 +191,16 @@ def library_sites(model: Any) -> Sites:
     tables: dict[str, LinearSize] = {}
     replaceable: dict[str, dict[str, tuple[int, ...]]] = {}
     fixed: dict[str, str] = {}
+    experts: dict[str, ExpertSizes] = {}
+    matrices: dict[str, LinearSize] = {}
     head_name = ""
     for name, module in model.named_modules():
+        if is_experts(module):
+            found = experts_of(module)
+            if found is None:
+                fixed[name] = "experts whose computation batchgen does not know; merge the adapter into the model"
+            else:
+                experts[name] = ExpertSizes(*found.down.shape)
         if ".experts." in name:
             fixed[name] = "an expert, which batchgen does not adapt; merge the adapter into the model"
             continue
@@ -171,10 +210,13 @@ def library_sites(model: Any) -> Sites:
             linears[name] = (module.in_features, module.out_features)
         elif type(module) is Conv1D:
             linears[name] = (int(module.weight.shape[0]), int(module.weight.shape[1]))
+        elif isinstance(getattr(module, "weight", None), Tensor) and module.weight.ndim == 2:
+            matrices[name] = (int(module.weight.shape[1]), int(module.weight.shape[0]))
         head_name = name if module is head else head_name
         if not any(True for _ in module.children()) and name:
             replaceable[name] = {key: tuple(value.shape) for key, value in module.named_parameters()}
-    return Sites(linears, tables, head_name, head.weight is embedding.weight, replaceable, fixed)
+    tied = head.weight is embedding.weight
+    return Sites(linears, tables, head_name, tied, replaceable, experts, matrices, fixed)
 
 
 def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Tensor) -> LoraSlot:
@@ -198,8 +240,12 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
         ends = adapted_ends(adapters, *both, tied=sites.tied)
     pairs: dict[str, list[LoraPair | None]] = {}
     others: dict[str, list[nn.Module | None]] = {}
+    experts: dict[str, list[ExpertPairs | None]] = {}
     for index, adapter in enumerate(adapters):
         with adapter_reader(adapter) as reader:
+            for module in adapter.experts:
+                made = expert_pairs(adapter, reader, module, sites.experts[module], like)
+                experts.setdefault(module, [None] * len(adapters))[index] = made
             for module in (*adapter.layers, *adapter.saved):
                 if module in ends_of:
                     continue
@@ -210,10 +256,17 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
                         for name, info in adapter.saved[module].items()
                     }
                     others.setdefault(module, [None] * len(adapters))[index] = _with_parameters(base, tensors)
+                elif module in sites.matrices:
+                    pair = fused_pair(adapter, reader, [(module, adapter.layers[module].up.shape[0])], like)
+                    assert pair is not None
+                    changed = {"weight": base.weight + pair.up @ pair.down}
+                    others.setdefault(module, [None] * len(adapters))[index] = _with_parameters(base, changed)
                 else:
                     rows = [(module, adapter.layers[module].up.shape[0])]
                     pair = fused_pair(adapter, reader, rows, like, partial(_weights_of, base))
                     pairs.setdefault(module, [None] * len(adapters))[index] = pair
+    for module, expert in experts.items():
+        _wrap(model, _LoraExperts(module, model.get_submodule(module), slot, expert))
     for module, by_adapter in others.items():
         _wrap(model, _Replaced(module, model.get_submodule(module), slot, by_adapter))
     for module, found in pairs.items():

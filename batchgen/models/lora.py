@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.lora import LoraPair, LoraStep
+from batchgen.kernels.moe import ExpertPairs
 from batchgen.models.lora_config import Adapter
+from batchgen.models.lora_fit import ExpertSizes
 from batchgen.models.safetensors_header import TensorInfo
 from batchgen.models.weights import WeightReader
 
@@ -34,6 +36,9 @@ def adapter_reader(adapter: Adapter) -> WeightReader:
     for module, saved in adapter.saved.items():
         tensors |= {f"{module}.saved.{name}": info for name, info in saved.items()}
     tensors |= {f"{module}.tokens": rows.values for module, rows in adapter.tokens.items()}
+    for module, parts in adapter.experts.items():
+        for i, part in enumerate(parts):
+            tensors |= {f"{module}.{i}.down": part.down, f"{module}.{i}.up": part.up}
     return WeightReader(tensors)
 
 
@@ -237,3 +242,31 @@ def _token_table(adapter: Adapter, reader: WeightReader, module: str, like: Tens
     places = torch.full((like.shape[0],), -1, dtype=torch.int64)
     places[ids] = torch.arange(len(ids))
     return TokenTable(ids.to(like.device), values.to(like), places.to(like.device))
+
+
+def expert_pairs(adapter: Adapter, reader: WeightReader, module: str, sizes: ExpertSizes, like: Tensor) -> ExpertPairs:
+    """What an adapter changes of a layer's experts; it must fit them."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {"gate_up_proj": [], "down_proj": []}
+    outputs = {"gate_up_proj": 2 * sizes.inner, "down_proj": sizes.hidden}
+    for i, part in enumerate(adapter.experts[module]):
+        place = sizes.place(part)
+        assert place is not None
+        name, start = place
+        down = read_tensor(reader, f"{module}.{i}.down", part.down)
+        up = read_tensor(reader, f"{module}.{i}.up", part.up)
+        if part.expert is None:
+            rank = len(down) // sizes.count
+            up = up * adapter.scale_of(module, name, rank)
+            found[name].append((down.view(sizes.count, rank, -1), up.view(-1, rank, sizes.count).permute(2, 0, 1)))
+        else:
+            all_down = torch.zeros(sizes.count, *down.shape)
+            all_up = torch.zeros(sizes.count, outputs[name], len(down))
+            all_down[part.expert], all_up[part.expert, start : start + len(up)] = down, up * part.scale
+            found[name].append((all_down, all_up))
+    made = [
+        (torch.cat([down for down, _ in each], 1).to(like), torch.cat([up for _, up in each], 2).to(like))
+        if each
+        else None
+        for each in found.values()
+    ]
+    return ExpertPairs(*made)

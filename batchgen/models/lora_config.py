@@ -39,13 +39,15 @@ _PARTS: Final = {
     ".base_layer.weight": "base",
 }
 """Ending of a tensor's name -> what it is of its module."""
+_EXPERT: Final = re.compile(r"^(?P<owner>.*\.experts)(?:(?:\.base_layer)*$|\.(?P<expert>\d+)\.(?P<projection>\w+)$)")
+"""Module of the changes of a layer's experts, or of one of them."""
 _SCOPES: Final = ("model", "language_model", "text_model", "llm", "thinker")
 """Names in front of those of the text decoder's modules, which differ between a checkpoint and its text part."""
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")
 _KNOWN_KEYS: Final = frozenset((
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "use_dora",
-    "modules_to_save", "trainable_token_indices",
+    "modules_to_save", "trainable_token_indices", "target_parameters",
 ))  # fmt: skip
 _IGNORED_KEYS: Final = frozenset((
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
@@ -67,6 +69,22 @@ class AdaptedLayer:
     scale: float
     magnitude: TensorInfo | None = None
     """[O] of DoRA."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """LoRA matrices of one parameter of all experts of a layer, or of one expert's own projection."""
+
+    down: TensorInfo
+    """A [E r, I], or [r, I]."""
+    up: TensorInfo
+    """B [O, r E], or [O, r]."""
+    expert: int | None = None
+    """Whose projection it is; None: of all experts, and which parameter it is shows by its sizes."""
+    projection: str = ""
+    """Name of the projection of one expert."""
+    scale: float = 1.0
+    """Of one expert's projection; that of all experts follows from the parameter, see `Adapter.scale_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +114,15 @@ class Adapter:
     """Name of a replaced module -> name of its parameter -> the tensor."""
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)
     """Name of an embedding or head -> its replaced rows."""
+    experts: Mapping[str, tuple[ExpertPart, ...]] = field(default_factory=dict)
+    """Name of a layer's experts -> what is changed of them."""
     scope: str | None = None
     """What precedes the names of the decoder's modules where the adapter was trained; None: as in the model."""
 
     @property
     def modules(self) -> frozenset[str]:
         """All modules that the adapter changes."""
-        return frozenset((*self.layers, *self.saved, *self.tokens))
+        return frozenset((*self.layers, *self.saved, *self.tokens, *self.experts))
 
     @property
     def weights(self) -> Path:
@@ -143,8 +163,14 @@ class Adapter:
             layers={kept[name]: layer for name, layer in self.layers.items() if name in kept},
             saved={kept[name]: tensors for name, tensors in self.saved.items() if name in kept},
             tokens={kept[name]: rows for name, rows in self.tokens.items() if name in kept},
+            experts={kept[name]: parts for name, parts in self.experts.items() if name in kept},
             scope=scope,
         )
+
+    def scale_of(self, module: str, parameter: str, rank: int) -> float:
+        """Scale of the change of a parameter of a layer's experts."""
+        alpha = by_pattern(self.config.get("alpha_pattern"), f"{module}.{parameter}", self.config.get("lora_alpha", 8))
+        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
     def _in_layer(self, module: str) -> bool:
         """Whether `layers_to_transform` contains the layer of `module`, the first number in its name."""
@@ -187,6 +213,7 @@ def _read(name: str, path: str | os.PathLike[str]) -> Adapter:
     tensors, stamp = read_header(file)
     try:
         found = _parts(name, tensors, config.get("modules_to_save") or ())
+        experts = _experts(name, config, found)
         layers = {
             module: _layer(name, config, module, parts)
             for module, parts in found.items()
@@ -198,9 +225,9 @@ def _read(name: str, path: str | os.PathLike[str]) -> Adapter:
             for module, parts in found.items()
             if "tokens" in parts
         }
-        adapter = Adapter(name, folder, layers, config, hashlib.sha256(raw).hexdigest(), stamp, saved, tokens)
+        adapter = Adapter(name, folder, layers, config, hashlib.sha256(raw).hexdigest(), stamp, saved, tokens, experts)
         for module in layers:
-            if not adapter.targets(module):
+            if not adapter.targets(module) and not _name_matches(config.get("target_parameters"), f"{module}.weight"):
                 raise _error(name, f"{_WEIGHTS} changes {module}, which {_CONFIG} does not name as a target")
     except re.error as error:
         raise _error(name, f"a pattern in {_CONFIG} is not a valid regular expression ({error})") from None
@@ -238,11 +265,11 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     _check_numbers(name, config)
     if type(config.get("use_dora", False)) is not bool:
         raise _error(name, f"use_dora in {_CONFIG} must be true or false")
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters"):
         value = config.get(key)
         if not (value is None or isinstance(value, str) or _all(value, str)):
             raise _error(name, f"{key} in {_CONFIG} must be a string or a list of strings, got {value!r}")
-    if not config.get("target_modules") and not config.get("trainable_token_indices"):
+    if not any(config.get(key) for key in ("target_modules", "target_parameters", "trainable_token_indices")):
         raise _error(name, f"{_CONFIG} names no target_modules")
     layers = config.get("layers_to_transform")
     if not (layers is None or type(layers) is int or _all(layers, int)):
@@ -291,6 +318,26 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo], saved: Collection[str])
     if not found:
         raise _error(name, f"{_WEIGHTS} is empty")
     return found
+
+
+def _experts(
+    name: str, config: Mapping[str, Any], found: dict[str, dict[str, TensorInfo]]
+) -> dict[str, tuple[ExpertPart, ...]]:
+    """What is changed of experts, taken out of `found`: peft wraps one parameter of them around another."""
+    experts: dict[str, list[ExpertPart]] = {}
+    for module in [module for module in found if _EXPERT.search(module)]:
+        parts = found.pop(module)
+        where = _EXPERT.search(module)
+        assert where is not None
+        owner = module[: where.end("owner")].replace(".block_sparse_moe.", ".mlp.")
+        if not {"down", "up"} == set(parts) or any(len(info.shape) != 2 for info in parts.values()):
+            raise _error(name, f"{_WEIGHTS} does not hold two matrices of {module} alone; copy the folder again")
+        part = ExpertPart(parts["down"], parts["up"])
+        if where["expert"] is not None:
+            layer = _layer(name, config, module, parts)
+            part = ExpertPart(layer.down, layer.up, int(where["expert"]), where["projection"], layer.scale)
+        experts.setdefault(owner, []).append(part)
+    return {owner: tuple(parts) for owner, parts in experts.items()}
 
 
 def _owners(module: str) -> Iterator[str]:

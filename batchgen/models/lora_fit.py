@@ -5,10 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from batchgen.models.lora_config import Adapter, unscoped
+from batchgen.models.lora_config import Adapter, ExpertPart, unscoped
 
 LinearSize = tuple[int, int]
 """(inputs, outputs) of a linear layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """Sizes of a layer's experts."""
+
+    count: int
+    hidden: int
+    inner: int
+
+    def place(self, part: ExpertPart) -> tuple[str, int] | None:
+        """Parameter (`gate_up_proj` or `down_proj`) and first output of a change; None if it does not fit."""
+        size, ranks = (part.down.shape[1], part.up.shape[0]), (part.down.shape[0], part.up.shape[1])
+        if ranks[0] != ranks[1]:
+            return None
+        both = {(self.hidden, 2 * self.inner): ("gate_up_proj", 0), (self.inner, self.hidden): ("down_proj", 0)}
+        if part.expert is None:
+            return both.get(size) if ranks[0] % self.count == 0 else None
+        one = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", self.inner), "down_proj": ("down_proj", 0)}
+        name = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part.projection, part.projection)
+        needed = (self.inner, self.hidden) if name == "down_proj" else (self.hidden, self.inner)
+        return one.get(name) if size == needed and part.expert < self.count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +47,20 @@ class Sites:
     """Whether the head is the embedding."""
     replaceable: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Modules that may be replaced -> shapes of their parameters."""
+    experts: Mapping[str, ExpertSizes] = field(default_factory=dict)
+    """Experts of layers -> their sizes."""
+    matrices: Mapping[str, LinearSize] = field(default_factory=dict)
+    """Other modules with a weight [outputs, inputs], such as routers."""
     fixed: Mapping[str, str] = field(default_factory=dict)
     """Modules that peft supports and batchgen does not -> the reason."""
 
     def changes_head(self, adapter: Adapter) -> bool:
         """Whether an adapter changes the head; replaced rows of a tied embedding are rows of the head."""
         return self.head in adapter.modules or (self.tied and not adapter.tokens.keys().isdisjoint(self.tables))
+
+    def is_plain(self, adapter: Adapter) -> bool:
+        """Whether an adapter changes linear layers of the decoder alone."""
+        return adapter.modules <= self.linears.keys() - {self.head} and not adapter.saved
 
     def cannot_replace(self, adapter: Adapter) -> str | None:
         """A module that an adapter replaces, and that may not be replaced here; None if there is none."""
@@ -39,7 +69,7 @@ class Sites:
 
     def names(self) -> frozenset[str]:
         """All modules."""
-        return frozenset((*self.linears, *self.tables, *self.replaceable, *self.fixed))
+        return frozenset((*self.linears, *self.tables, *self.replaceable, *self.experts, *self.fixed))
 
 
 def fit_adapter(adapter: Adapter, sites: Sites) -> None:
@@ -54,7 +84,7 @@ def fit_adapter(adapter: Adapter, sites: Sites) -> None:
         if module in adapter.modules or (not all_linear and adapter.targets(module)):
             raise adapter.error(f"it changes {module}, {reason}")
     for module, layer in adapter.layers.items():
-        known = sites.tables if module in sites.tables else sites.linears
+        known = next((each for each in (sites.tables, sites.matrices) if module in each), sites.linears)
         if module not in known:
             raise adapter.error(f"it changes {module}, which is not a linear layer of the model; check its base model")
         size, needed = (layer.down.shape[1], layer.up.shape[0]), known[module]
@@ -63,6 +93,13 @@ def fit_adapter(adapter: Adapter, sites: Sites) -> None:
                 f"{module} maps {needed[0]} to {needed[1]} features in the model and {size[0]} to {size[1]} in the "
                 "adapter; check its base model"
             )
+    for module, parts in adapter.experts.items():
+        if module not in sites.experts:
+            raise adapter.error(f"it changes {module}, which are not experts of the model; check its base model")
+        for part in parts:
+            if sites.experts[module].place(part) is None:
+                shapes = f"{list(part.down.shape)} and {list(part.up.shape)}"
+                raise adapter.error(f"its matrices {shapes} do not fit {module} of the model; check its base model")
     _fit_replacements(adapter, sites)
     wanted = (module for module in sites.linears if module != sites.head or not all_linear)
     lost = [module for module in wanted if adapter.targets(module) and module not in adapter.layers]

@@ -207,6 +207,7 @@ def native_spec(
     adapters: Sequence[Adapter] = (),
 ) -> ModelSpec:
     """Spec of a native model, from its configuration."""
+    sites = native_sites(layout)
     kv = LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)
     return ModelSpec(
         name=config.model_type,
@@ -222,7 +223,8 @@ def native_spec(
         state_layers=config.num_layers,
         num_heads=config.num_heads,
         adapters=tuple(adapter.name for adapter in adapters),
-        adapts_head=any(map(native_sites(layout).changes_head, adapters)),
+        adapts_head=any(map(sites.changes_head, adapters)),
+        plain_adapters=all(map(sites.is_plain, adapters)),
         unscaled_context=config.contexts.unscaled_of(context_length),
     )
 

@@ -231,13 +231,16 @@ def test_missing_and_damaged_files_are_rejected(base: Path, adapter: Path, tmp_p
     refused(adapter, "must hold an object")
 
 
-def test_adapted_experts_are_rejected(tmp_path: Path) -> None:
+def test_experts_of_another_model_are_rejected(tmp_path: Path) -> None:
     moe = save_tiny("mixtral", tmp_path / "moe")
     adapter = save_adapter(moe, tmp_path / "a", **KINDS["two"])
     edit_config(adapter, target_modules=["q_proj", "v_proj", "w1"])
-    edit_weights(adapter, extra("base_model.model.model.layers.0.mlp.experts.0.w1.lora_A.weight", 4, 64))
-    edit_weights(adapter, extra("base_model.model.model.layers.0.mlp.experts.0.w1.lora_B.weight", 96, 4))
-    with pytest.raises(ModelError, match=r"experts\.0\.w1"):
+    expert = "base_model.model.model.layers.0.mlp.experts.9.w1."
+    edit_weights(adapter, extra(expert + "lora_A.weight", 4, 64))
+    with pytest.raises(ModelError, match=r"two matrices of .*experts\.9\.w1"):
+        inspect_model(moe, lora=[("fr", str(adapter))])
+    edit_weights(adapter, extra(expert + "lora_B.weight", 96, 4))
+    with pytest.raises(ModelError, match=r"do not fit model\.layers\.0\.mlp\.experts"):
         inspect_model(moe, lora=[("fr", str(adapter))])
 
 
