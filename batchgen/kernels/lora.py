@@ -10,7 +10,7 @@ its tokens by adapter in tiles, once for all layers, and a layer stacks its adap
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -39,6 +39,10 @@ class LoraPair:
     """A [r, I]"""
     up: Tensor
     """B [O, r], scale included"""
+    factor: Tensor | None = None
+    """[O] by which the layer's own product is multiplied (DoRA), included in `up`; None: 1"""
+    shift: Tensor | None = None
+    """[O] to add to it then: what the factor takes of the layer's bias; None: 0"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class LoraPairs(Sequence["LoraPair | None"]):
     def __init__(self, pairs: Sequence[LoraPair | None]) -> None:
         self._pairs = list(pairs)
         self._stack: LoraStack | None = None
+        self.has_factors = any(pair is not None and pair.factor is not None for pair in pairs)
+        """Whether `scale_products` has something to do."""
         if any(pair is not None and pair.down.is_cuda for pair in pairs):
             _ = self.stack
 
@@ -112,7 +118,7 @@ def stack_pairs(pairs: Sequence[LoraPair | None], align: int = _RANK_BLOCK) -> t
             continue
         rows = slice(first, first + pair.down.shape[0])
         down[rows], up[rows] = pair.down, pair.up.T
-        views.append(LoraPair(down[rows], up[rows].T))
+        views.append(replace(pair, down=down[rows], up=up[rows].T))
     ranges = np.stack([firsts[:-1], padded], axis=1).astype(np.int32)
     spans = _spans(up, ranges, align).to(device)
     return LoraStack(down, up, torch.from_numpy(ranges).to(device), spans, max(padded), align), views
@@ -212,6 +218,17 @@ def tiles_of(step: LoraStep, tokens: int, device: torch.device) -> LoraTiles:
     rows = [torch.arange(tokens, device=device) if s.rows is None else s.rows for s in step.segments]
     tiles, height = _cut([s.adapter for s in step.segments], [len(r) for r in rows])
     return LoraTiles(torch.cat(rows), torch.from_numpy(tiles).to(device), height)
+
+
+def scale_products(out: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
+    """Multiply each token's product [T, O] by the factor of its adapter, in place, before `add_lora`."""
+    for segment in step.segments:
+        pair: LoraPair | None = pairs[segment.adapter]
+        if pair is None or pair.factor is None:
+            continue
+        rows = slice(None) if segment.rows is None else segment.rows
+        scaled = out[rows] * pair.factor
+        out[rows] = scaled if pair.shift is None else scaled + pair.shift
 
 
 def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:

@@ -109,7 +109,17 @@ class Experts:
     gating: Gating = Gating()
 
 
-def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ExpertPairs:
+    """Low-rank changes of a layer's experts: A [E, r, inputs] and B [E, outputs, r], scale included; None: none."""
+
+    gate_up: tuple[Tensor, Tensor] | None = None
+    down: tuple[Tensor, Tensor] | None = None
+
+
+def moe_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, pairs: ExpertPairs = ExpertPairs()
+) -> Tensor:
     """Compute each token's experts and their weighted sum.
 
     Args:
@@ -117,6 +127,7 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Te
         ids: [T, k] int32 or int64; ids outside of [0, E) add nothing.
         weights: [T, k], any float dtype.
         experts: of the layer.
+        pairs: changes of the experts.
 
     Returns:
         [T, H] in x's dtype; sums over a token's experts in float32.
@@ -127,8 +138,14 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Te
         if len(token) == 0:
             continue
         bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
-        inner = experts.gating(F.linear(x[token], experts.gate_up[expert], bias))  # [n, I]
+        gate_up = F.linear(x[token], experts.gate_up[expert], bias)  # [n, 2I]
+        inner = experts.gating(_changed(gate_up, x[token], pairs.gate_up, expert))  # [n, I]
         bias = None if experts.down_bias is None else experts.down_bias[expert]
-        made = F.linear(inner, experts.down[expert], bias)  # [n, H]
+        made = _changed(F.linear(inner, experts.down[expert], bias), inner, pairs.down, expert)  # [n, H]
         out.index_add_(0, token, made.float() * weights[token, place, None].float())
     return out.to(x.dtype)
+
+
+def _changed(out: Tensor, x: Tensor, pair: tuple[Tensor, Tensor] | None, expert: int) -> Tensor:
+    """An expert's product with its low-rank change."""
+    return out if pair is None else out + F.linear(F.linear(x, pair[0][expert]), pair[1][expert])

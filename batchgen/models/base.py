@@ -39,6 +39,10 @@ class ModelSpec:
     moe_layers: tuple[int, ...] = ()
     """Blocks, from 0, whose expert choices can be captured."""
     experts_per_token: int = 0
+    adapts_head: bool = False
+    """Whether an adapter changes the head."""
+    plain_adapters: bool = True
+    """Whether adapters change linear layers of the decoder alone."""
     num_heads: int = 1
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()
@@ -156,8 +160,11 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] in the model's dtype."""
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[R, H] -> [R, V] in the model's dtype.
+
+        `adapters` [R] int64 is each state's adapter, -1 for none, where one of them `adapts_head`.
+        """
         ...
 
     def accepts_embeds(self) -> bool:

@@ -6,17 +6,20 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Implementation, Requested, choose_implementation
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.folder import ModelFolder, check_model_folder
-from batchgen.models.lora_config import Adapter, NamePath, fit_adapter, read_adapters
+from batchgen.models.lora_config import Adapter, NamePath, read_adapters
+from batchgen.models.lora_fit import fit_adapters
 from batchgen.models.native_config import NativeConfig, parse_native_config
-from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_linears
+from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_sites
 from batchgen.models.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.safetensors_header import TensorInfo
+from batchgen.models.stored_tensors import is_tower
 from batchgen.models.text_part import text_config
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
@@ -66,19 +69,21 @@ def check_model(
         folder = check_model_folder(path, revision, overrides)
         chosen = choose_implementation(folder.config, implementation, folder.tensors)
         adapters = read_adapters(lora)
-        native = None if chosen != "native" else _check_native(folder, adapters, max_model_len)
+        native = None if chosen != "native" else _check_native(folder, max_model_len)
+        if native is not None:
+            sites = native_sites(native[1])
+            if implementation == "auto" and any(sites.cannot_replace(adapter) for adapter in adapters):
+                chosen, native = "transformers", None
+            else:
+                adapters = fit_adapters(adapters, sites, partial(is_tower, folder))
     return CheckedModel(folder, chosen, native, _stored_dtype(folder), max_model_len, adapters)
 
 
-def _check_native(
-    folder: ModelFolder, adapters: Sequence[Adapter], max_model_len: int | None
-) -> tuple[NativeConfig, NativeLayout]:
+def _check_native(folder: ModelFolder, max_model_len: int | None) -> tuple[NativeConfig, NativeLayout]:
     config = parse_native_config(folder.config)
     layout = native_layout(config, folder)
     check_native_tensors(layout, folder)
     config.contexts.chosen(max_model_len)  # raises if it has none so long
-    for adapter in adapters:
-        fit_adapter(adapter, *native_linears(layout))
     return config, layout
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.errors import UsageError
@@ -40,6 +41,11 @@ def deterministic_model(model: Model, backend: Backend) -> Model:
     Raises:
         UsageError: not possible for this model.
     """
+    if not model.spec.plain_adapters:
+        raise UsageError(
+            "`--deterministic`: an adapter (--lora) changes more than linear layers, and such products depend on the "
+            "batch; leave the option out, or merge the adapter into the model"
+        )
     if backend.name == "compiled":
         _check_kernels(model, backend)
         return model
@@ -93,9 +99,9 @@ class DeterministicModel:
         """States after the final norm, as `Model.hidden`."""
         return inputs.select(_hidden(self._model, inputs, self._tile_sizes))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] in the model's dtype."""
-        return _logits(self._model, hidden, self._tile_sizes)
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """See `Model.logits`."""
+        return _logits(self._model, hidden, self._tile_sizes, adapters)
 
 
 def _tiles(count: int, tile_sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -126,11 +132,11 @@ def _hidden(model: Model, inputs: ModelInput, tile_sizes: Sequence[int]) -> Tens
     return torch.cat(parts)
 
 
-def _logits(model: Model, hidden: Tensor, tile_sizes: Sequence[int]) -> Tensor:
-    parts = [
-        model.logits(_padded(hidden[start:end], tile_size))[: end - start]
-        for start, end, tile_size in _tiles(len(hidden), tile_sizes)
-    ]
+def _logits(model: Model, hidden: Tensor, tile_sizes: Sequence[int], adapters: Tensor | None = None) -> Tensor:
+    parts = []
+    for start, end, tile_size in _tiles(len(hidden), tile_sizes):
+        own = None if adapters is None else F.pad(adapters[start:end], (0, tile_size - (end - start)), value=-1)
+        parts.append(model.logits(_padded(hidden[start:end], tile_size), own)[: end - start])
     return torch.cat(parts) if parts else model.logits(hidden)
 
 

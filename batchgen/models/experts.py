@@ -78,9 +78,9 @@ def install_experts(model: Any) -> ExpertsSlot:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:  # a library without the registry
         return slot
-    named = {name: module for name, module in model.named_modules() if _is_registered(module)}
+    named = {name: module for name, module in model.named_modules() if is_experts(module)}
     modules = list(named.values())
-    layers = [_Layer(slot, _library_forward(module, ALL_EXPERTS_FUNCTIONS), _experts(module)) for module in modules]
+    layers = [_Layer(slot, _library_forward(module, ALL_EXPERTS_FUNCTIONS), experts_of(module)) for module in modules]
     slot.library_layers = [name for name, layer in zip(named, layers, strict=True) if layer.experts is None]
     if len(slot.library_layers) == len(layers):
         return slot
@@ -101,7 +101,7 @@ def _forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
     return ops.moe_experts(hidden_states, top_k_index, top_k_weights, layer.experts)
 
 
-def _is_registered(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
     """Whether the library looks up the module's function in its registry."""
     return hasattr(type(module).forward, "__wrapped__") and hasattr(module, "has_gate") and hasattr(module, "config")
 
@@ -112,7 +112,7 @@ def _library_forward(module: Any, registry: Any) -> Forward:
     return found
 
 
-def _experts(module: Any) -> Experts | None:
+def experts_of(module: Any) -> Experts | None:
     """The module's weights for batchgen's kernels; None if these cannot compute it."""
     usual = module.has_gate and not getattr(module, "has_post_expert_norm", False)
     if not usual or getattr(module, "_is_expert_parallel", False):

@@ -24,9 +24,9 @@ from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
 from batchgen.models.hf_text import decoder_name, text_decoder
 from batchgen.models.latent import absorbed_projection
+from batchgen.models.library_lora import LoraSlot
 from batchgen.models.library_rope import LibraryRope
 from batchgen.models.load_test import cache_keyword
-from batchgen.models.lora import LoraSlot
 from batchgen.models.module_discovery import ModelHooks, find_hooks
 from batchgen.models.probe import ProbeAttention
 
@@ -180,6 +180,7 @@ class HookedModel:
         name = decoder_name(model)
         assert name is not None
         self._decoder: Any = text_decoder(model)
+        self._decoder_name = name
         self._head: Any = _head_only(model, name)
         self._hooks = ModelHooks(())
         self._slot = AttentionSlot() if use_slot else None
@@ -244,9 +245,15 @@ class HookedModel:
         looked_up[0, inputs.embeds.rows] = inputs.embeds.values.to(looked_up.dtype)
         return {"inputs_embeds": looked_up}
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def renew_head(self, model: Any) -> None:
+        """Take over a changed head of the model."""
+        self._head = _head_only(model, self._decoder_name)
+
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[R, H] -> [R, V] in the model's dtype."""
+        self.lora.head = adapters
         out: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]  # [R, V]
+        self.lora.head = None
         return out
 
 
@@ -273,9 +280,9 @@ class TransformersModel:
         return inputs.select(self._model.hidden(inputs))
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] in the model's dtype."""
-        return self._model.logits(hidden)
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """See `Model.logits`."""
+        return self._model.logits(hidden, adapters)
 
     def fit_positions(self, longest: int) -> None:
         """See `Model.fit_positions`."""

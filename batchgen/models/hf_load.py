@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -46,13 +47,14 @@ from batchgen.models.hf_text import (
     without_modules,
 )
 from batchgen.models.latent import store_latents
+from batchgen.models.library_lora import check_visited, library_sites, wrap_adapted
 from batchgen.models.library_rope import LibraryRope, freeze_rope
 from batchgen.models.load_test import Expected, library_logits
-from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
+from batchgen.models.lora_fit import Sites, fit_adapters
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
-from batchgen.models.stored_tensors import check_library_tensors, check_unread
+from batchgen.models.stored_tensors import check_library_tensors, check_unread, is_tower
 from batchgen.models.weights import LazyWeight, WeightReader
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -85,7 +87,8 @@ def transformers_spec(
         check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
         model = causal_part(whole)
         _use_our_attention(model)
-        fit_library_adapters(model, adapters)
+        sites = library_sites(model)
+        fitted = fit_adapters(adapters, sites, partial(is_tower, folder))
         store_latents(model)
         uses, hooks = _probe_layers(model, context)
     text, contexts = decoder_config(config), library_contexts(decoder_config(config))
@@ -108,6 +111,8 @@ def transformers_spec(
         windows=windows_within([use.window for use in uses], context),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
         tied=getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight,
+        adapts_head=any(map(sites.changes_head, fitted)),
+        plain_adapters=all(map(sites.is_plain, fitted)),
         unscaled_context=None if contexts is None else contexts.unscaled_of(context),
     )
 
@@ -261,7 +266,7 @@ def load_transformers(
     """
     with silence_library(), torch.no_grad():
         model = causal_part(_read_weights(config, spec, folder, cls or text_class(config)))
-        rope = LibraryRope(model, spec.context_length)
+        rope, sites = LibraryRope(model, spec.context_length), library_sites(model)
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
         _use_our_attention(model)
@@ -278,21 +283,18 @@ def load_transformers(
         if experts.layers and spec.device.type == "cuda":
             _check_experts(found, experts, expected)
         if adapters:
-            hooked.lora = wrap_adapted(model, adapters, spec.dtype, spec.device)
-            _check_adapters(hooked, ids, adapters)
+            _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, partial(is_tower, folder)), sites)
         return found
 
 
-def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]) -> None:
-    """Reject an adapter with layers that the model's forward does not run, or not on all tokens."""
+def _add_adapters(hooked: HookedModel, model: Any, ids: Tensor, adapters: Sequence[Adapter], sites: Sites) -> None:
+    """Wrap the modules that adapters change; an adapter with layers that the forward does not run is rejected."""
+    hooked.lora = wrap_adapted(model, adapters, sites, model.get_input_embeddings().weight.new_empty(0))
+    hooked.renew_head(model)
     for index, adapter in enumerate(adapters):
-        model.lora.visited = set()
         whole = lora_step(np.full(len(ids), index), device_for(ids.device))
-        model.hidden(replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole))
-        idle = sorted(set(adapter.layers) - model.lora.visited)
-        if idle:
-            raise adapter.error(f"the model's forward does not run {idle[0]}; merge the adapter into the model")
-    model.lora.visited = None
+        inputs = replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole)
+        check_visited(partial(hooked.hidden, inputs), hooked.lora, adapter, sites.head)
 
 
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -> Any:

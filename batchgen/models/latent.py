@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.kernels.lora import LoraPair
-from batchgen.models.lora import LayerAdapters
+from batchgen.models.library_lora import LayerAdapters
 
 _PROJECTION: Final = "kv_b_proj"
 _SIZES: Final = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -94,7 +94,7 @@ class AbsorbedProjection(nn.Module):
         Zeros keep the shapes of products, on which the bits of a row may depend.
         """
         adapters = self._adapters
-        step = None if adapters is None else adapters.visit()
+        step = None if adapters is None else adapters.visit(x.shape[1])
         if adapters is None or step is None:
             return
         for segment in step.segments:

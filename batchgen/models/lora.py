@@ -1,43 +1,56 @@
-"""LoRA weights on the device, in the form that each of the two model paths uses.
+"""LoRA weights on the device, in the form that both model paths use: pairs of linear layers, and the two ends.
 
 The native path fuses sibling projections, so an adapter's changes of q, k and v become one pair: the A matrices are
-concatenated, and B is block-diagonal. On the transformers path a wrapper around each adapted module reads the step's
-segments from a slot shared by the model.
+concatenated, and B is block-diagonal. The ends of a model are its embedding and its head, which adapters may change,
+replace, or replace rows of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from batchgen.errors import ModelError
-from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep
-from batchgen.kernels.ops import TORCH_OPS, Ops
-from batchgen.models.lora_config import AdaptedLayer, Adapter, LinearSize, fit_adapter
+from batchgen.kernels.lora import LoraPair, LoraStep
+from batchgen.kernels.moe import ExpertPairs
+from batchgen.models.lora_config import Adapter
+from batchgen.models.lora_fit import ExpertSizes
+from batchgen.models.safetensors_header import TensorInfo
 from batchgen.models.weights import WeightReader
 
-
-def read_pair(reader: WeightReader, module: str, layer: AdaptedLayer) -> tuple[Tensor, Tensor]:
-    """Read A [r, I] and scale * B [O, r] of a module, as float32 on the CPU."""
-    down, up = torch.empty(layer.down.shape), torch.empty(layer.up.shape)
-    reader.read_into(f"{module}.down", down)
-    reader.read_into(f"{module}.up", up)
-    return down, up * layer.scale
+Base = Callable[[], tuple[Tensor, Tensor | None]]
+"""Gives a layer's weight [O, I] and bias [O]."""
 
 
 def adapter_reader(adapter: Adapter) -> WeightReader:
-    """Weight reader of an adapter, with the tensor names that `read_pair` uses."""
-    tensors = {f"{module}.down": layer.down for module, layer in adapter.layers.items()}
-    return WeightReader(tensors | {f"{module}.up": layer.up for module, layer in adapter.layers.items()})
+    """Weight reader of an adapter, with the tensor names that `read_tensor` uses."""
+    tensors: dict[str, TensorInfo] = {}
+    for module, layer in adapter.layers.items():
+        tensors |= {f"{module}.down": layer.down, f"{module}.up": layer.up}
+        if layer.magnitude is not None:
+            tensors[f"{module}.magnitude"] = layer.magnitude
+    for module, saved in adapter.saved.items():
+        tensors |= {f"{module}.saved.{name}": info for name, info in saved.items()}
+    tensors |= {f"{module}.tokens": rows.values for module, rows in adapter.tokens.items()}
+    for module, parts in adapter.experts.items():
+        for i, part in enumerate(parts):
+            tensors |= {f"{module}.{i}.down": part.down, f"{module}.{i}.up": part.up}
+    return WeightReader(tensors)
+
+
+def read_tensor(reader: WeightReader, name: str, info: TensorInfo) -> Tensor:
+    """A tensor of an adapter, as float32 on the CPU."""
+    found = torch.empty(info.shape)
+    reader.read_into(name, found)
+    return found
 
 
 def fused_pair(
-    adapter: Adapter, reader: WeightReader, parts: Sequence[tuple[str, int]], dtype: torch.dtype, device: torch.device
+    adapter: Adapter, reader: WeightReader, parts: Sequence[tuple[str, int]], like: Tensor, base: Base | None = None
 ) -> LoraPair | None:
     """LoRA pair of projections that are fused along their outputs; None if the adapter changes none of them.
 
@@ -45,148 +58,215 @@ def fused_pair(
         adapter: the adapter.
         reader: reader of its matrices.
         parts: (module, outputs) of the fused projections, in order.
-        dtype: dtype of the result.
-        device: device of the result.
+        like: tensor of the result's dtype and device.
+        base: gives the layer's own weight [O, I] and bias [O] or None, which DoRA needs.
     """
     total, at = sum(rows for _, rows in parts), 0
     downs: list[Tensor] = []
     ups: list[Tensor] = []
+    magnitudes: list[tuple[int, Tensor]] = []
     for module, rows in parts:
         layer = adapter.layers.get(module)
         if layer is not None:
-            down, up = read_pair(reader, module, layer)
+            up = read_tensor(reader, f"{module}.up", layer.up) * layer.scale
             placed = torch.zeros(total, up.shape[1])
             placed[at : at + rows] = up
-            downs.append(down)
+            downs.append(read_tensor(reader, f"{module}.down", layer.down))
             ups.append(placed)
+            if layer.magnitude is not None:
+                magnitudes.append((at, read_tensor(reader, f"{module}.magnitude", layer.magnitude)))
         at += rows
     if not downs:
         return None
-    return LoraPair(torch.cat(downs).to(device, dtype), torch.cat(ups, 1).to(device, dtype))
-
-
-class LoraSlot:
-    """LoRA segments of the current step, shared with all wrapped modules of one model."""
-
-    __slots__ = ("ops", "step", "tokens", "visited")
-
-    def __init__(self) -> None:
-        self.step: LoraStep | None = None
-        self.tokens = 0
-        """Number of flat tokens in the step, T."""
-        self.ops: Ops = TORCH_OPS
-        self.visited: set[str] | None = None
-        """Names of the modules that have run; None: not recorded."""
-
-    @contextmanager
-    def step_context(self, step: LoraStep | None, tokens: int, ops: Ops) -> Iterator[None]:
-        """Set the step's segments and operations while its forward runs."""
-        self.step, self.tokens, self.ops = step, tokens, ops
-        try:
-            yield
-        finally:
-            self.step = None
+    down, up, factor, shift = torch.cat(downs), torch.cat(ups, 1), None, None
+    if magnitudes and base is not None:
+        weight, bias = base()
+        norms = (weight.float().cpu() + up @ down).norm(dim=1)
+        factor = torch.ones(total)
+        for start, magnitude in magnitudes:
+            end = start + len(magnitude)
+            factor[start:end] = magnitude / norms[start:end]
+        up, shift = up * factor[:, None], None if bias is None else (bias.float().cpu() * (1 - factor)).to(like)
+        factor = factor.to(like)
+    return LoraPair(down.to(like), up.to(like), factor, shift)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerAdapters:
-    """The adapters of one layer, and the slot that says which of them a step uses."""
+class TableChange:
+    """What one adapter changes of an embedding."""
 
-    name: str
-    """Name of the layer's module."""
-    slot: LoraSlot
-    pairs: LoraPairs
+    weight: Tensor | None
+    """[V, H] in place of the model's."""
+    pair: LoraPair | None
+    """With A [r, V]."""
+    rows: TokenTable | None
 
-    def visit(self) -> LoraStep | None:
-        """The current step's segments, None if no token has an adapter; records that the layer has run."""
-        if self.slot.step is not None and self.slot.visited is not None:
-            self.slot.visited.add(self.name)
-        return self.slot.step
-
-
-@runtime_checkable
-class AppliesAdapters(Protocol):
-    """A module that applies its layer's adapters, instead of a wrapper around it."""
-
-    def adapt(self, adapters: LayerAdapters) -> None:
-        """Apply these adapters from now on."""
-        ...
-
-
-class _LoraLinear(nn.Module):
-    """Linear layer with LoRA adapters; other attributes are those of the wrapped layer."""
-
-    def __init__(self, base: nn.Module, adapters: LayerAdapters) -> None:
-        super().__init__()
-        self.base = base
-        self._adapters = adapters
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]; the leading dimensions hold the step's tokens in order."""
-        out: Tensor = self.base(x)
-        step, slot = self._adapters.visit(), self._adapters.slot
-        if step is None:
+    def apply(self, ids: Tensor, out: Tensor, factor: Any = 1.0) -> Tensor:
+        """The embeddings [t, H] of ids [t], given the model's own; `factor` is what the model multiplies them by."""
+        if self.weight is not None:
+            out = F.embedding(ids, self.weight).mul(factor)
+        if self.rows is not None:
+            found = self.rows.places[ids]
+            out = torch.where(found[:, None] >= 0, self.rows.values[found.clamp(min=0)] * factor, out)
+        if self.pair is None:
             return out
-        flat = x.reshape(-1, x.shape[-1])  # [T, I]
-        if len(flat) != slot.tokens:
-            raise ModelError(
-                f"An adapter (--lora) changes {self._adapters.name}, which sees {len(flat)} of a step's {slot.tokens} "
-                "tokens: batchgen cannot determine which of them use the adapter. Merge the adapter into the model."
-            )
-        slot.ops.add_lora(out.view(-1, out.shape[-1]), flat, step, self._adapters.pairs)
+        out = out if self.pair.factor is None else out * self.pair.factor
+        return out + F.linear(F.embedding(ids, self.pair.down.T), self.pair.up).mul(factor)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadChange:
+    """What one adapter changes of a head."""
+
+    weight: Tensor | None
+    """[V, H] in place of the model's."""
+    bias: Tensor | None
+    """[V], with `weight`."""
+    pair: LoraPair | None
+    rows: TokenTable | None
+
+    def apply(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The logits [r, V] of states [r, H], given the model's own."""
+        if self.weight is not None:
+            out = F.linear(hidden, self.weight, self.bias)
+        if self.pair is not None:
+            if self.pair.factor is not None:
+                out = out * self.pair.factor
+                out = out if self.pair.shift is None else out + self.pair.shift
+            out = out + F.linear(F.linear(hidden, self.pair.down), self.pair.up)
+        if self.rows is not None:
+            out = out.index_copy(-1, self.rows.ids, F.linear(hidden, self.rows.values))
         return out
 
 
-def fit_library_adapters(model: Any, adapters: Sequence[Adapter]) -> None:
-    """Check that adapters fit a library model, which may be on the meta device.
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """Rows of an embedding or a head that an adapter replaces."""
 
-    Raises:
-        ModelError: see `fit_adapter`.
+    ids: Tensor
+    """[n] int64."""
+    values: Tensor
+    """[n, H]."""
+    places: Tensor
+    """[V] int64: place in `values` of each token, -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedEnds:
+    """What adapters change of a model's embedding and head; None where one changes nothing."""
+
+    tables: tuple[TableChange | None, ...]
+    heads: tuple[HeadChange | None, ...]
+
+    def embed(self, ids: Tensor, out: Tensor, step: LoraStep | None, factor: Any = 1.0) -> Tensor:
+        """The embeddings [T, H] of a step, given the model's own, which may be changed."""
+        for segment in () if step is None else step.segments:
+            change = self.tables[segment.adapter]
+            if change is not None:
+                rows = slice(None) if segment.rows is None else segment.rows
+                out[rows] = change.apply(ids[rows], out[rows], factor)
+        return out
+
+    def logits(self, hidden: Tensor, out: Tensor, adapters: Tensor | None) -> Tensor:
+        """The logits [R, V] of states [R, H], given the model's own; `adapters` [R]: -1 for none."""
+        for index, change in enumerate(self.heads):
+            if change is not None and adapters is not None:
+                rows = adapters.eq(index).nonzero()[:, 0]
+                out[rows] = change.apply(hidden[rows], out[rows])
+        return out
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether an adapter changes the head."""
+        return any(self.heads)
+
+
+def adapted_ends(
+    adapters: Sequence[Adapter], table: tuple[str, Tensor], head: tuple[str, Tensor, Tensor | None], *, tied: bool
+) -> AdaptedEnds | None:
+    """What adapters change of the ends; None if nothing.
+
+    Args:
+        adapters: the adapters, which fit the model.
+        table: name and weight [V, H] of the embedding.
+        head: name, weight [V, H] and bias [V] of the head.
+        tied: whether the head is the embedding: replaced rows are those of both.
     """
-    if not adapters:
-        return
-    from transformers.pytorch_utils import Conv1D  # importing the library takes seconds
-
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    linears: dict[str, LinearSize] = {}
-    fixed: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if module is head or module is embedding:
-            fixed[name] = "which batchgen does not adapt; train the adapter without it"
-        elif ".experts." in name:
-            fixed[name] = "an expert, which batchgen does not adapt; merge the adapter into the model"
-        elif type(module) is nn.Linear:
-            linears[name] = (module.in_features, module.out_features)
-        elif type(module) is Conv1D:
-            linears[name] = (int(module.weight.shape[0]), int(module.weight.shape[1]))
+    tables: list[TableChange | None] = []
+    heads: list[HeadChange | None] = []
     for adapter in adapters:
-        fit_adapter(adapter, linears, fixed)
-
-
-def wrap_adapted(model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype, device: torch.device) -> LoraSlot:
-    """Wrap every module that an adapter changes, in place, unless it applies them; they must have been checked.
-
-    Returns:
-        The slot that passes a step's segments to the layers.
-    """
-    slot = LoraSlot()
-    pairs: dict[str, list[LoraPair | None]] = {}
-    for index, adapter in enumerate(adapters):
         with adapter_reader(adapter) as reader:
-            for module, layer in adapter.layers.items():
-                pair = fused_pair(adapter, reader, [(module, layer.up.shape[0])], dtype, device)
-                pairs.setdefault(module, [None] * len(adapters))[index] = pair
-    for module, found in pairs.items():
-        parent, _, name = module.rpartition(".")
-        base, adapted = model.get_submodule(module), LayerAdapters(module, slot, LoraPairs(found))
-        if isinstance(base, AppliesAdapters):
-            base.adapt(adapted)
+            tables.append(_table_change(adapter, reader, *table))
+            heads.append(_head_change(adapter, reader, head, table[0] if tied else head[0]))
+    return AdaptedEnds(tuple(tables), tuple(heads)) if any(tables) or any(heads) else None
+
+
+def _table_change(adapter: Adapter, reader: WeightReader, name: str, weight: Tensor) -> TableChange | None:
+    replaced = _replaced(adapter, reader, name, "weight", weight)
+    layer, rows = adapter.layers.get(name), _token_table(adapter, reader, name, weight)
+    own = weight if replaced is None else replaced
+    pair = None
+    if layer is not None:  # its outputs are the columns of the embedding
+        pair = fused_pair(adapter, reader, [(name, weight.shape[1])], weight, lambda: (own.T, None))
+    return None if replaced is None and pair is None and rows is None else TableChange(replaced, pair, rows)
+
+
+def _head_change(
+    adapter: Adapter, reader: WeightReader, head: tuple[str, Tensor, Tensor | None], tied: str
+) -> HeadChange | None:
+    name, weight, bias = head
+    replaced = _replaced(adapter, reader, name, "weight", weight)
+    own_bias = bias if bias is None else _replaced(adapter, reader, name, "bias", bias)
+    base = (weight if replaced is None else replaced, bias if own_bias is None else own_bias)
+    pair = fused_pair(adapter, reader, [(name, weight.shape[0])], weight, lambda: base)
+    rows = _token_table(adapter, reader, name if name in adapter.tokens else tied, weight)
+    if replaced is None and own_bias is not None:
+        replaced = weight
+    return None if replaced is None and pair is None and rows is None else HeadChange(replaced, base[1], pair, rows)
+
+
+def _replaced(adapter: Adapter, reader: WeightReader, module: str, parameter: str, like: Tensor) -> Tensor | None:
+    """A parameter that replaces the model's; None if there is none, or it is the same."""
+    info = adapter.saved.get(module, {}).get(parameter)
+    if info is None:
+        return None
+    found = read_tensor(reader, f"{module}.saved.{parameter}", info).to(like)
+    return None if torch.equal(found, like) else found
+
+
+def _token_table(adapter: Adapter, reader: WeightReader, module: str, like: Tensor) -> TokenTable | None:
+    rows = adapter.tokens.get(module)
+    if rows is None:
+        return None
+    ids, values = torch.tensor(rows.ids), read_tensor(reader, f"{module}.tokens", rows.values)
+    places = torch.full((like.shape[0],), -1, dtype=torch.int64)
+    places[ids] = torch.arange(len(ids))
+    return TokenTable(ids.to(like.device), values.to(like), places.to(like.device))
+
+
+def expert_pairs(adapter: Adapter, reader: WeightReader, module: str, sizes: ExpertSizes, like: Tensor) -> ExpertPairs:
+    """What an adapter changes of a layer's experts; it must fit them."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {"gate_up_proj": [], "down_proj": []}
+    outputs = {"gate_up_proj": 2 * sizes.inner, "down_proj": sizes.hidden}
+    for i, part in enumerate(adapter.experts[module]):
+        place = sizes.place(part)
+        assert place is not None
+        name, start = place
+        down = read_tensor(reader, f"{module}.{i}.down", part.down)
+        up = read_tensor(reader, f"{module}.{i}.up", part.up)
+        if part.expert is None:
+            rank = len(down) // sizes.count
+            up = up * adapter.scale_of(module, name, rank)
+            found[name].append((down.view(sizes.count, rank, -1), up.view(-1, rank, sizes.count).permute(2, 0, 1)))
         else:
-            model.get_submodule(parent)._modules[name] = _LoraLinear(base, adapted)
-    return slot
+            all_down = torch.zeros(sizes.count, *down.shape)
+            all_up = torch.zeros(sizes.count, outputs[name], len(down))
+            all_down[part.expert], all_up[part.expert, start : start + len(up)] = down, up * part.scale
+            found[name].append((all_down, all_up))
+    made = [
+        (torch.cat([down for down, _ in each], 1).to(like), torch.cat([up for _, up in each], 2).to(like))
+        if each
+        else None
+        for each in found.values()
+    ]
+    return ExpertPairs(*made)

@@ -1,7 +1,9 @@
 """LoRA adapter folders in peft's layout, read and checked without torch and without reading weights.
 
-`adapter_config.json` names the adapted linear layers and their scale, `adapter_model.safetensors` stores two matrices
-for each: y = x W^T + scale (x A^T) B^T with A [r, I] and B [O, r].
+`adapter_config.json` names the adapted layers and their scale, `adapter_model.safetensors` stores two matrices for
+each: y = x W^T + scale (x A^T) B^T with A [r, I] and B [O, r]; of an embedding, A [r, V] has a column for each token.
+With DoRA, a magnitude [O] takes the place of the norms of the rows of W + scale B A. Other modules may be replaced
+whole (`modules_to_save`), and rows of embeddings and heads (`trainable_token_indices`).
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,17 +24,30 @@ from batchgen.request.foreign_text import ForeignTextError, file_content, read_j
 
 NamePath = tuple[str, str]
 """(name, folder) of an adapter."""
-LinearSize = tuple[int, int]
-"""(inputs, outputs) of a linear layer."""
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
-_PARTS: Final = {".lora_A.weight": 0, ".lora_B.weight": 1}
+_PARTS: Final = {
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_embedding_A": "down",
+    ".lora_embedding_B": "up",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+    ".token_adapter.trainable_tokens_delta": "tokens",
+    ".base_layer.weight": "base",
+}
+"""Ending of a tensor's name -> what it is of its module."""
+_EXPERT: Final = re.compile(r"^(?P<owner>.*\.experts)(?:(?:\.base_layer)*$|\.(?P<expert>\d+)\.(?P<projection>\w+)$)")
+"""Module of the changes of a layer's experts, or of one of them."""
+_SCOPES: Final = ("model", "language_model", "text_model", "llm", "thinker")
+"""Names in front of those of the text decoder's modules, which differ between a checkpoint and its text part."""
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")
 _KNOWN_KEYS: Final = frozenset((
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-    "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "use_dora",
+    "modules_to_save", "trainable_token_indices", "target_parameters",
 ))  # fmt: skip
 _IGNORED_KEYS: Final = frozenset((
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
@@ -45,13 +60,40 @@ _SUPPORTED_INITS: Final = (True, False, None, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """LoRA matrices of one linear layer."""
+    """LoRA matrices of one linear layer or embedding."""
 
     down: TensorInfo
-    """A [r, I]."""
+    """A [r, I]; of an embedding [r, V]."""
     up: TensorInfo
     """B [O, r]."""
     scale: float
+    magnitude: TensorInfo | None = None
+    """[O] of DoRA."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """LoRA matrices of one parameter of all experts of a layer, or of one expert's own projection."""
+
+    down: TensorInfo
+    """A [E r, I], or [r, I]."""
+    up: TensorInfo
+    """B [O, r E], or [O, r]."""
+    expert: int | None = None
+    """Whose projection it is; None: of all experts, and which parameter it is shows by its sizes."""
+    projection: str = ""
+    """Name of the projection of one expert."""
+    scale: float = 1.0
+    """Of one expert's projection; that of all experts follows from the parameter, see `Adapter.scale_of`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows of an embedding or a head that replace those of the model."""
+
+    ids: tuple[int, ...]
+    values: TensorInfo
+    """[n, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +110,19 @@ class Adapter:
     """sha256 of the configuration file."""
     stamp: FileStamp
     """Stamp of the weight file, taken before it was read."""
+    saved: Mapping[str, Mapping[str, TensorInfo]] = field(default_factory=dict)
+    """Name of a replaced module -> name of its parameter -> the tensor."""
+    tokens: Mapping[str, TokenRows] = field(default_factory=dict)
+    """Name of an embedding or head -> its replaced rows."""
+    experts: Mapping[str, tuple[ExpertPart, ...]] = field(default_factory=dict)
+    """Name of a layer's experts -> what is changed of them."""
+    scope: str | None = None
+    """What precedes the names of the decoder's modules where the adapter was trained; None: as in the model."""
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """All modules that the adapter changes."""
+        return frozenset((*self.layers, *self.saved, *self.tokens, *self.experts))
 
     @property
     def weights(self) -> Path:
@@ -81,13 +136,41 @@ class Adapter:
     def targets(self, module: str) -> bool:
         """Whether the configuration targets this linear layer; `all-linear` targets every one."""
         config = self.config
+        if self.scope is not None:
+            module = self.scope + unscoped(module)
         if _name_matches(config.get("exclude_modules"), module):
             return False
-        wanted = config["target_modules"]
+        wanted = config.get("target_modules") or []
         if isinstance(wanted, str):
             return wanted.lower() == "all-linear" or _name_matches(wanted, module)
         # A full module name includes the layer.
         return module in wanted or (_name_matches(wanted, module) and self._in_layer(module))
+
+    def located(self, names: Collection[str], unread: Callable[[str], bool]) -> Adapter:
+        """The adapter with the names that its modules have in a model.
+
+        Args:
+            names: modules of the model.
+            unread: whether a name belongs to a part of the checkpoint that text does not run; it is left out.
+        """
+        known = {unscoped(name): name for name in names}
+        places = {name: name if name in names else known.get(unscoped(name), name) for name in self.modules}
+        kept = {old: new for old, new in places.items() if new in names or not unread(old)}
+        moved = next((old for old, new in kept.items() if new != old and old in self.layers), None)
+        scope = self.scope if moved is None else moved.removesuffix(unscoped(moved))
+        return replace(
+            self,
+            layers={kept[name]: layer for name, layer in self.layers.items() if name in kept},
+            saved={kept[name]: tensors for name, tensors in self.saved.items() if name in kept},
+            tokens={kept[name]: rows for name, rows in self.tokens.items() if name in kept},
+            experts={kept[name]: parts for name, parts in self.experts.items() if name in kept},
+            scope=scope,
+        )
+
+    def scale_of(self, module: str, parameter: str, rank: int) -> float:
+        """Scale of the change of a parameter of a layer's experts."""
+        alpha = by_pattern(self.config.get("alpha_pattern"), f"{module}.{parameter}", self.config.get("lora_alpha", 8))
+        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
 
     def _in_layer(self, module: str) -> bool:
         """Whether `layers_to_transform` contains the layer of `module`, the first number in its name."""
@@ -129,10 +212,22 @@ def _read(name: str, path: str | os.PathLike[str]) -> Adapter:
         raise _error(name, f"{folder} needs {_WEIGHTS}; it {reason}")
     tensors, stamp = read_header(file)
     try:
-        layers = {module: _layer(name, config, module, pair) for module, pair in _pairs(name, tensors).items()}
-        adapter = Adapter(name, folder, layers, config, hashlib.sha256(raw).hexdigest(), stamp)
+        found = _parts(name, tensors, config.get("modules_to_save") or ())
+        experts = _experts(name, config, found)
+        layers = {
+            module: _layer(name, config, module, parts)
+            for module, parts in found.items()
+            if {"down", "up"} & set(parts)
+        }
+        saved = {module: kept for module, parts in found.items() if (kept := _saved(parts))}
+        tokens = {
+            module: TokenRows(_token_ids(name, config, module, parts["tokens"]), parts["tokens"])
+            for module, parts in found.items()
+            if "tokens" in parts
+        }
+        adapter = Adapter(name, folder, layers, config, hashlib.sha256(raw).hexdigest(), stamp, saved, tokens, experts)
         for module in layers:
-            if not adapter.targets(module):
+            if not adapter.targets(module) and not _name_matches(config.get("target_parameters"), f"{module}.weight"):
                 raise _error(name, f"{_WEIGHTS} changes {module}, which {_CONFIG} does not name as a target")
     except re.error as error:
         raise _error(name, f"a pattern in {_CONFIG} is not a valid regular expression ({error})") from None
@@ -168,11 +263,13 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     if init not in _SUPPORTED_INITS:
         raise _error(name, f"init_lora_weights {init!r} changes the base model's weights, which is not supported")
     _check_numbers(name, config)
-    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+    if type(config.get("use_dora", False)) is not bool:
+        raise _error(name, f"use_dora in {_CONFIG} must be true or false")
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters"):
         value = config.get(key)
         if not (value is None or isinstance(value, str) or _all(value, str)):
             raise _error(name, f"{key} in {_CONFIG} must be a string or a list of strings, got {value!r}")
-    if not config.get("target_modules"):
+    if not any(config.get(key) for key in ("target_modules", "target_parameters", "trainable_token_indices")):
         raise _error(name, f"{_CONFIG} names no target_modules")
     layers = config.get("layers_to_transform")
     if not (layers is None or type(layers) is int or _all(layers, int)):
@@ -203,37 +300,87 @@ def _name_matches(names: str | list[str] | None, module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names or ())
 
 
-def _pairs(name: str, tensors: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
-    """Module name -> [A, B]."""
-    pairs: dict[str, list[TensorInfo | None]] = {}
+def _parts(name: str, tensors: Mapping[str, TensorInfo], saved: Collection[str]) -> dict[str, dict[str, TensorInfo]]:
+    """Module name -> what is stored of it, by the names of `_PARTS`; parameters of replaced modules by `saved NAME`."""
+    found: dict[str, dict[str, TensorInfo]] = {}
     for key, info in tensors.items():
         suffix = next((end for end in _PARTS if key.endswith(end)), None)
         if suffix is None:
-            raise _error(name, f"{_WEIGHTS} holds {key}, which is not supported")
+            module, _, parameter = key.removeprefix(_PREFIX).replace(".modules_to_save", "").rpartition(".")
+            if not any(owner.endswith(wanted) for owner in _owners(module) for wanted in saved):
+                raise _error(name, f"{_WEIGHTS} holds {key}, which is not supported")
+            part = f"saved {parameter}"
+        else:
+            module, part = key.removesuffix(suffix).removeprefix(_PREFIX), _PARTS[suffix]
         if info.dtype not in _FLOATS:
             raise _error(name, f"{key} is stored as {info.dtype}, which is not supported")
-        module = key.removesuffix(suffix).removeprefix(_PREFIX)
-        pairs.setdefault(module, [None, None])[_PARTS[suffix]] = info
-    whole: dict[str, list[TensorInfo]] = {}
-    for module, pair in pairs.items():
-        found = [info for info in pair if info is not None]
-        if len(found) < 2:
-            raise _error(name, f"{_WEIGHTS} holds one of the two matrices of {module}; copy the folder again")
-        whole[module] = found
-    if not whole:
+        found.setdefault(module, {})[part] = info
+    if not found:
         raise _error(name, f"{_WEIGHTS} is empty")
-    return whole
+    return found
 
 
-def _layer(name: str, config: Mapping[str, Any], module: str, pair: list[TensorInfo]) -> AdaptedLayer:
+def _experts(
+    name: str, config: Mapping[str, Any], found: dict[str, dict[str, TensorInfo]]
+) -> dict[str, tuple[ExpertPart, ...]]:
+    """What is changed of experts, taken out of `found`: peft wraps one parameter of them around another."""
+    experts: dict[str, list[ExpertPart]] = {}
+    for module in [module for module in found if _EXPERT.search(module)]:
+        parts = found.pop(module)
+        where = _EXPERT.search(module)
+        assert where is not None
+        owner = module[: where.end("owner")].replace(".block_sparse_moe.", ".mlp.")
+        if not {"down", "up"} == set(parts) or any(len(info.shape) != 2 for info in parts.values()):
+            raise _error(name, f"{_WEIGHTS} does not hold two matrices of {module} alone; copy the folder again")
+        part = ExpertPart(parts["down"], parts["up"])
+        if where["expert"] is not None:
+            layer = _layer(name, config, module, parts)
+            part = ExpertPart(layer.down, layer.up, int(where["expert"]), where["projection"], layer.scale)
+        experts.setdefault(owner, []).append(part)
+    return {owner: tuple(parts) for owner, parts in experts.items()}
+
+
+def _owners(module: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _saved(parts: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Parameters that replace the model's; the weight below an adapted embedding or head is stored, too."""
+    found = {part.removeprefix("saved "): info for part, info in parts.items() if part.startswith("saved ")}
+    return found | ({"weight": parts["base"]} if "base" in parts else {})
+
+
+def _token_ids(name: str, config: Mapping[str, Any], module: str, values: TensorInfo) -> tuple[int, ...]:
+    """The ids of a module's replaced rows."""
+    given = config.get("trainable_token_indices")
+    if isinstance(given, dict):
+        given = next((ids for wanted, ids in given.items() if f".{module}".endswith(f".{wanted}")), None)
+    if (
+        not (isinstance(given, list) and _all(given, int))
+        or len(values.shape) != 2
+        or len(given) != values.shape[0]
+        or min(given, default=0) < 0
+    ):
+        raise _error(name, f"trainable_token_indices in {_CONFIG} do not fit the {values.shape[0]} rows of {module}")
+    return tuple(given)
+
+
+def _layer(name: str, config: Mapping[str, Any], module: str, parts: Mapping[str, TensorInfo]) -> AdaptedLayer:
     """The matrices of one module, with their rank checked against the configuration."""
     rank = by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
     alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
-    down, up = pair
+    if not {"down", "up"} <= set(parts):
+        raise _error(name, f"{_WEIGHTS} holds one of the two matrices of {module}; copy the folder again")
+    down, up, magnitude = parts["down"], parts["up"], parts.get("magnitude")
     if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != rank or up.shape[1] != rank:
         shapes = f"{list(down.shape)} and {list(up.shape)}"
         raise _error(name, f"{module} has matrices {shapes} where {_CONFIG} calls for rank {rank}")
-    return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    if (magnitude is not None) != bool(config.get("use_dora")) or (magnitude and magnitude.shape != up.shape[:1]):
+        raise _error(name, f"the magnitude of {module} (lora_magnitude_vector) does not fit use_dora in {_CONFIG}")
+    return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), magnitude)
 
 
 def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
@@ -244,31 +391,7 @@ def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) ->
     return default
 
 
-def fit_adapter(adapter: Adapter, linears: Mapping[str, LinearSize], fixed: Mapping[str, str]) -> None:
-    """Check that an adapter fits a model.
-
-    Args:
-        adapter: the adapter.
-        linears: layers that adapters may change.
-        fixed: modules that peft supports and batchgen does not -> the reason.
-
-    Raises:
-        ModelError: the adapter changes a module that the model lacks, that has another size or that is in `fixed`, or
-            it lacks the weights of a targeted layer.
-    """
-    all_linear = str(adapter.config["target_modules"]).lower() == "all-linear"
-    for module, reason in fixed.items():
-        if module in adapter.layers or (not all_linear and adapter.targets(module)):
-            raise adapter.error(f"it changes {module}, {reason}")
-    for module, layer in adapter.layers.items():
-        if module not in linears:
-            raise adapter.error(f"it changes {module}, which is not a linear layer of the model; check its base model")
-        size, needed = (layer.down.shape[1], layer.up.shape[0]), linears[module]
-        if size != needed:
-            raise adapter.error(
-                f"{module} maps {needed[0]} to {needed[1]} features in the model and {size[0]} to {size[1]} in the "
-                "adapter; check its base model"
-            )
-    lost = [module for module in linears if adapter.targets(module) and module not in adapter.layers]
-    if lost:
-        raise adapter.error(f"{_CONFIG} names {lost[0]} as a target, but {_WEIGHTS} does not hold it")
+def unscoped(module: str) -> str:
+    """A module's name without the scopes of the text decoder."""
+    first, _, rest = module.partition(".")
+    return unscoped(rest) if first in _SCOPES and rest else module

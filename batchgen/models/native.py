@@ -18,16 +18,16 @@ from batchgen.kernels.backend import fused_decoder
 from batchgen.kernels.decoder import DecoderLayer, DecoderWeights, FusedDecoder
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.linear import Embedding, Linear, Product, Products, repacks
-from batchgen.kernels.lora import LoraPairs
+from batchgen.kernels.lora import LoraPairs, scale_products
 from batchgen.kernels.rope import inverse_frequencies
 from batchgen.kernels.rope_config import RopeConfig
 from batchgen.kernels.types import AttentionArgs, LayerKV, PagedAttention
 from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.folder import ModelFolder
-from batchgen.models.lora import adapter_reader, fused_pair
+from batchgen.models.lora import AdaptedEnds, adapted_ends, adapter_reader, fused_pair
 from batchgen.models.lora_config import Adapter
 from batchgen.models.native_config import NativeConfig
-from batchgen.models.native_weights import FusedTensor, NativeLayout, adapted_parts
+from batchgen.models.native_weights import EMBEDDING, HEAD, FusedTensor, NativeLayout, adapted_parts, native_sites
 from batchgen.models.weights import WeightReader
 
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
@@ -37,11 +37,20 @@ _LINEARS: Final = ("qkv", "o", "gate_up", "down")
 class NativeModel:
     """`Model` of the native path, created by `load_native`."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, head: Linear, rope: RopeConfig) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        head: Linear,
+        rope: RopeConfig,
+        ends: AdaptedEnds | None = None,
+    ) -> None:
         self._spec = spec
         self._weights = weights
         self._head = head
         self._rope = rope
+        self._ends = ends
+        self._has_factors = any(pairs.has_factors for layer in weights.layers for pairs in layer.lora.values())
         self._fused = fused_decoder(weights)
 
     @property
@@ -53,7 +62,7 @@ class NativeModel:
         """The model with its linear layers and head computed by `product`."""
         layers = [_changed(layer, lambda linear: linear.with_product(product)) for layer in self._weights.layers]
         weights, head = replace(self._weights, layers=layers), self._head.with_product(product)
-        return NativeModel(self._spec, weights, head, self._rope)
+        return NativeModel(self._spec, weights, head, self._rope, self._ends)
 
     def fit_positions(self, longest: int) -> None:
         """See `Model.fit_positions`."""
@@ -77,10 +86,13 @@ class NativeModel:
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
         """See `Model.hidden`."""
-        if self._fused is not None and self._fused.takes(inputs.attention):
+        plain = inputs.lora is None or not (self._has_factors or (self._ends is not None and any(self._ends.tables)))
+        if plain and self._fused is not None and self._fused.takes(inputs.attention):
             return _hidden_fused(self._fused, inputs, self._spec)
         weights, layers = self._weights, self._weights.layers
         x = weights.embedding(inputs.input_ids)  # [T, H]
+        if self._ends is not None:
+            x = self._ends.embed(inputs.input_ids, x, inputs.lora)
         if inputs.embeds is not None:
             x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
         ops, eps, capture = inputs.ops, weights.eps, inputs.capture
@@ -111,9 +123,10 @@ class NativeModel:
         return normed if needed is inputs.wanted else inputs.select(normed)
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] in the model's dtype."""
-        return self._head(hidden)  # [R, V]
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """See `Model.logits`."""
+        out = self._head(hidden)  # [R, V]
+        return out if self._ends is None else self._ends.logits(hidden, out, adapters)
 
     def accepts_embeds(self) -> bool:
         """True: tokens may be given as arbitrary embeddings."""
@@ -159,6 +172,8 @@ class _Step:
         """A linear layer, [T, I] -> [T, O], including each token's adapter."""
         out = layer.linears[name](x)
         if self._inputs.lora is not None and name in layer.lora:
+            if layer.lora[name].has_factors:
+                scale_products(out, self._inputs.lora, layer.lora[name])
             self._inputs.ops.add_lora(out, x, self._inputs.lora, layer.lora[name])
         return out
 
@@ -191,6 +206,7 @@ def native_spec(
     adapters: Sequence[Adapter] = (),
 ) -> ModelSpec:
     """Spec of a native model, from its configuration."""
+    sites = native_sites(layout)
     kv = LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)
     return ModelSpec(
         name=config.model_type,
@@ -208,6 +224,8 @@ def native_spec(
         adapters=tuple(adapter.name for adapter in adapters),
         tied=layout.head is None,
         windows=windows_within(config.windows, context_length),
+        adapts_head=any(map(sites.changes_head, adapters)),
+        plain_adapters=all(map(sites.is_plain, adapters)),
         unscaled_context=config.contexts.unscaled_of(context_length),
     )
 
@@ -233,14 +251,19 @@ def load_native(
     with WeightReader(folder.tensors) as reader:
         loader = _Loader(reader, spec, layout, products)
         embedding = loader.tensor(layout.embedding)
-        changes = _load_adapters(spec, layout, adapters)
+        changes = _load_adapters(loader, layout, adapters)
         layers = [
             _load_layer(layer, loader, config.windows[i], config.rms_eps, changes[i] if changes else {})
             for i, layer in enumerate(layout.layers)
         ]
         norm = loader.tensor(layout.norm)
         tied = layout.head is None
+        head_weight = embedding if layout.head is None else loader.tensor(layout.head) if spec.adapts_head else None
         head = Linear(embedding, products=products) if layout.head is None else loader.linear(layout.head)
+        ends = None
+        if any(not adapter.modules.isdisjoint((EMBEDDING, HEAD)) for adapter in adapters):
+            both = (EMBEDDING, embedding), (HEAD, embedding if head_weight is None else head_weight, None)
+            ends = adapted_ends(adapters, *both, tied=layout.head is None)
     inv_freq, rope_scale = inverse_frequencies(config.rope, spec.context_length)
     weights = DecoderWeights(
         heads=config.num_heads,
@@ -254,7 +277,7 @@ def load_native(
         rope_scale=rope_scale,
         layers=layers,
     )
-    return NativeModel(spec, weights, head, config.rope)
+    return NativeModel(spec, weights, head, config.rope, ends)
 
 
 class _Loader:
@@ -273,6 +296,11 @@ class _Loader:
             matrices = [fused for layer in layout.layers for fused in layer.values()]
             matrices += [] if layout.head is None else [layout.head]
             self._staging = torch.empty(max(map(_numel, matrices), default=0), dtype=spec.dtype)
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor of the model's dtype and device."""
+        return torch.empty(0, dtype=self._spec.dtype, device=self._spec.device)
 
     def tensor(self, fused: FusedTensor) -> Tensor:
         """Read a tensor into new memory."""
@@ -305,17 +333,21 @@ def _load_layer(
     return DecoderLayer(linears, input_norm, post_norm, head_norms, window, lora)
 
 
-def _load_adapters(spec: ModelSpec, layout: NativeLayout, adapters: Sequence[Adapter]) -> list[dict[str, LoraPairs]]:
+def _load_adapters(loader: _Loader, layout: NativeLayout, adapters: Sequence[Adapter]) -> list[dict[str, LoraPairs]]:
     """For each layer: name of a fused linear layer -> LoRA pairs of all adapters; empty without adapters."""
     if not adapters:
         return []
     with ExitStack() as stack:
         readers = [stack.enter_context(adapter_reader(adapter)) for adapter in adapters]
 
-        def pairs(fused: FusedTensor) -> LoraPairs:
-            parts = adapted_parts(fused)
-            both = zip(adapters, readers, strict=True)
-            return LoraPairs([fused_pair(adapter, reader, parts, spec.dtype, spec.device) for adapter, reader in both])
+        def pairs(layer: Mapping[str, FusedTensor], name: str) -> LoraPairs:
+            parts, bias = adapted_parts(layer[name]), layer.get(f"{name}_bias")
 
-        layers = [{name: pairs(fused) for name, fused in layer.items() if fused.columns} for layer in layout.layers]
+            def base() -> tuple[Tensor, Tensor | None]:
+                return loader.tensor(layer[name]), None if bias is None else loader.tensor(bias)
+
+            both = zip(adapters, readers, strict=True)
+            return LoraPairs([fused_pair(adapter, reader, parts, loader.like, base) for adapter, reader in both])
+
+        layers = [{name: pairs(layer, name) for name, f in layer.items() if f.columns} for layer in layout.layers]
     return [{name: found for name, found in layer.items() if any(found)} for layer in layers]

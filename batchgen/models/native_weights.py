@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
+from batchgen.models.lora_fit import Sites
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.quant_format import FULL_DTYPES
 from batchgen.models.stored_tensors import check_unread, stored_wrongly
@@ -108,8 +109,12 @@ def _module(tensor: str) -> str:
     return "model.layers." + tensor.partition("layers.")[2].removesuffix(".weight")
 
 
-def native_linears(layout: NativeLayout) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-    """Modules that adapters may change -> (inputs, outputs), and modules that they may not -> the reason."""
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+"""Names in adapters."""
+
+
+def native_sites(layout: NativeLayout) -> Sites:
+    """What adapters may change in a native decoder."""
     linears = {
         module: (fused.columns[0], rows)
         for layer in layout.layers
@@ -117,8 +122,10 @@ def native_linears(layout: NativeLayout) -> tuple[dict[str, tuple[int, int]], di
         if fused.columns
         for module, rows in adapted_parts(fused)
     }
-    reason = "which batchgen does not adapt; train the adapter without it"
-    return linears, {"lm_head": reason, "model.embed_tokens": reason}
+    tokens, features = layout.embedding.shape
+    linears[HEAD] = (features, tokens)
+    shapes = {name: {"weight": (tokens, features)} for name in (EMBEDDING, HEAD)}
+    return Sites(linears, {EMBEDDING: (tokens, features)}, HEAD, layout.head is None, shapes)
 
 
 def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:

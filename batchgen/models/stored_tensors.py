@@ -13,7 +13,9 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.quant_format import FULL_DTYPES
+from batchgen.models.text_part import is_packed
 
+_TOWERS: Final = "towers of images, video and sound, and what joins them to the text"
 UNREAD: Final[dict[str, str]] = {
     "tables of rotary embeddings, which the configuration determines": (
         r"(^|\.)(original_)?inv_freq$|(^|\.)rope\.freqs$|(^|\.)rotary\w*\.(cos|sin)_cached$"
@@ -24,7 +26,7 @@ UNREAD: Final[dict[str, str]] = {
     "scales of a quantised cache of keys and values": r"(^|\.)(q|k|v|kv|prob)_scale$|\.[kv]_proj\.output_scale$",
     "layers that draft further tokens": r"(^|\.)(mtp|mtp_\w+|eagle\w*|medusa\w*)(\.|$)",
     "heads and states of training": r"^(v_head|value_head)\.|(^|\.)(_extra_state|num_batches_tracked)$",
-    "towers of images, video and sound, and what joins them to the text": (
+    _TOWERS: (
         r"(^|\.)(vision|visual|audio|image|video|speech|vit|embed_vision|embed_audio)(_\w+)?(\.|$)"
         r"|(^|\.)(multi_modal_projector|mm_projector|modality_projection|connector|aligner|talker|token2wav|code2wav)\."
     ),
@@ -36,6 +38,11 @@ _MASK: Final = re.compile(r"(^|\.)(attn|attention|self_attn|self_attention|cross
 _LAYER: Final = re.compile(r"(^|\.)(layers|h|blocks)\.(\d+)\.")
 _DRAFT: Final = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp\w*)(\.|$)")
 """Parts that a layer has only if it drafts further tokens. Such layers follow the others under the same names."""
+
+
+def is_tower(folder: ModelFolder, name: str) -> bool:
+    """Whether a module or tensor belongs to a part of the checkpoint that reads images or sound."""
+    return is_packed(folder.config) and re.search(UNREAD[_TOWERS], name) is not None
 
 
 def check_unread(folder: ModelFolder, unread: Iterable[str], layers: int) -> None:

@@ -47,7 +47,7 @@ class InstantModel:
                 inputs.capture.store(layer, states)
         return inputs.select(states)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         return self._logits.repeat(len(hidden), 1)
 
     def accepts_embeds(self) -> bool:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batchgen.data.write.results_file import read_footer
 from tests.e2e.rows import read, rows_of, write_lines
 from tests.e2e.runner import run
-from tests.models.adapters import KINDS, edit_config, save_adapter
+from tests.models.adapters import KINDS, adapted_logits, edit_config, save_adapter
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
@@ -124,3 +125,27 @@ def test_check_counts_prefixes_by_adapter(command: list[Any], tmp_path: Path) ->
     plain = [{**line, "lora_path": None} for line in lines(30)[:30]]
     write_lines(tmp_path / "in.jsonl", [*plain, *({**line, "id": f"b{i}"} for i, line in enumerate(plain))])
     assert planned() * 2 < adapted
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_logprobs_of_an_adapted_head(model: Path, tmp_path: Path, implementation: Any) -> None:
+    """Of prompts and outputs, with rows of no adapter in the same steps."""
+    folder = save_adapter(model, tmp_path / "a", target_modules=["q_proj"], modules_to_save=["lm_head"])
+    values = {"return_logprob": True, "logprob_start_len": 0, "temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    ids = [[9, 40, 17, 23, 8], [11, 5, 60]]
+    rows = [
+        {"id": f"{i} {name}", "input_ids": x, "lora_path": name, **values}
+        for i, x in enumerate(ids)
+        for name in ("a", None)
+    ]
+    write_lines(tmp_path / "in.jsonl", rows)
+    options = ["--model", model, "--dtype", "float32", "--device", "cpu", "--model-impl", implementation]
+    run(["run", "in.jsonl", "-o", "out.parquet", *options, "--lora", f"a={folder}"], tmp_path)
+    for row in rows_of(tmp_path / "out.parquet"):
+        number, _, name = row["id"].partition(" ")
+        prompt, output = ids[int(number)], row["output_ids"]
+        (logits,) = adapted_logits(model, folder if name == "a" else None, [torch.tensor([*prompt, *output])])
+        logprobs = logits.log_softmax(-1)
+        expected = [float(logprobs[i, token]) for i, token in enumerate([*prompt, *output][1:])]
+        got = [*row["input_logprobs"][1:], *row["output_logprobs"]]
+        assert got == pytest.approx(expected, abs=1e-3), row["id"]

@@ -63,7 +63,7 @@ class LowMemoryModel:
             self.fail()
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         if self._head(hidden):
             self.fail()
         return self._model.logits(hidden)

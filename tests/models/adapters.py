@@ -50,7 +50,9 @@ def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path
         torch.manual_seed(seed)
         model = get_peft_model(base_model(base), LoraConfig(task_type="CAUSAL_LM", **config))
         for name, weight in model.named_parameters():
-            if "lora_" in name:
+            if "magnitude" in name or "modules_to_save" in name or "trainable_tokens" in name:
+                weight.data += 0.15 * torch.randn_like(weight)
+            elif "lora_" in name:
                 torch.nn.init.normal_(weight, std=0.15)
         model.save_pretrained(folder)
     return folder

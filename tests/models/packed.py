@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.device import HOST
-from batchgen.kernels.lora import LoraStep, lora_step
+from batchgen.kernels.lora import lora_step
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import Model, ModelInput, ModelSpec
 
@@ -65,12 +65,14 @@ def packed_logits(
     for step in schedule([len(s) for s in sequences], seed):
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
         positions = torch.cat([torch.arange(start, end) for _, start, end in step])
-        lora = None if adapters is None else _adapters(step, adapters)
+        of_token = None if adapters is None else np.concatenate([np.full(end - at, adapters[i]) for i, at, end in step])
+        lora = None if of_token is None else lora_step(of_token, HOST)
         inputs = ModelInput(ids, positions, attention([(i, end - start) for i, start, end in step]), lora=lora)
         hidden = model.hidden(inputs)
         assert hidden.shape == (len(ids), model.spec.hidden_size)
         assert hidden.dtype == model.spec.dtype
-        logits = model.logits(hidden).float()
+        head = model.spec.adapts_head and of_token is not None
+        logits = model.logits(hidden, torch.from_numpy(of_token) if head else None).float()
         assert logits.shape == (len(ids), model.spec.vocab_size)
         assert logits.dtype == torch.float32
         for (i, start, end), rows in zip(step, logits.split([e - s for _, s, e in step]), strict=True):
@@ -78,11 +80,6 @@ def packed_logits(
             got[i].append(rows)
             assert end <= len(sequences[i])
     return [torch.cat(rows) for rows in got]
-
-
-def _adapters(step: Step, adapters: list[int]) -> LoraStep | None:
-    of_token = np.concatenate([np.full(end - start, adapters[i]) for i, start, end in step])
-    return lora_step(of_token, HOST)
 
 
 class PagedCache:

@@ -33,7 +33,7 @@ class Altered:
         self.seen.add(len(inputs.input_ids))
         return self._alter(self._model.hidden(inputs))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         self.seen.add(len(hidden))
         return self._model.logits(hidden)
 

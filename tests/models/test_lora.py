@@ -125,12 +125,13 @@ def extra(name: str, *shape: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
-    ({"use_dora": True}, "use_dora"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"use_dora": True}, r"magnitude of .*q_proj \(lora_magnitude_vector\) does not fit use_dora"),
+    ({"use_dora": "yes"}, "use_dora"),
+    ({"modules_to_save": 3}, "modules_to_save"),
     ({"bias": "all"}, "bias is 'all'"),
     ({"lora_bias": True}, "lora_bias"),
     ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
-    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"ensure_weight_tying": True}, "ensure_weight_tying"),
     ({"something_new": {"x": 1}}, "something_new"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
     ({"r": 8}, "q_proj has matrices .* rank 8"),
@@ -166,6 +167,7 @@ WEIGHTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     ),
     (without("weight"), "is empty"),
     (extra(FIRST + "q_proj.lora_magnitude_vector", 64), "lora_magnitude_vector"),
+    (extra("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 64), "trainable_token_ind"),
     (extra("base_model.model.lm_head.weight", 2), "lm_head"),
     (extra(FIRST + "q_proj.lora_A.weight", 4, 63), "maps 64 to 64 features in the model and 63 to 64 in the adapter"),
     (extra(FIRST + "q_proj.lora_A.weight", 3, 64), "rank 4"),
@@ -194,8 +196,12 @@ def test_adapters_of_other_models_are_rejected(base: Path, tmp_path: Path, imple
             "layers.3.self_attn.[qv]_proj, which is not a linear layer",
         ),
         (save_adapter(other, tmp_path / "3", target_modules=["query_key_value"]), "query_key_value, which is not"),
-        (save_adapter(base, tmp_path / "4", target_modules=["lm_head", "q_proj"]), "lm_head"),
-        (save_adapter(base, tmp_path / "5", target_modules=["embed_tokens"]), "embed"),
+        (save_adapter(wide, tmp_path / "4", target_modules=["lm_head"]), "lm_head maps 64 to 256 features"),
+        (save_adapter(wide, tmp_path / "5", target_modules=["embed_tokens"]), "embed_tokens maps 256 to 64 features"),
+        (
+            save_adapter(wide, tmp_path / "6", target_modules=["q_proj"], modules_to_save=["lm_head"]),
+            r"q_proj maps 64|lm_head.weight has shape \[256, 128\], and the model's \[256, 64\]",
+        ),
     ]
     for adapter, message in cases:
         with pytest.raises(ModelError, match=message):
@@ -225,13 +231,16 @@ def test_missing_and_damaged_files_are_rejected(base: Path, adapter: Path, tmp_p
     refused(adapter, "must hold an object")
 
 
-def test_adapted_experts_are_rejected(tmp_path: Path) -> None:
+def test_experts_of_another_model_are_rejected(tmp_path: Path) -> None:
     moe = save_tiny("mixtral", tmp_path / "moe")
     adapter = save_adapter(moe, tmp_path / "a", **KINDS["two"])
     edit_config(adapter, target_modules=["q_proj", "v_proj", "w1"])
-    edit_weights(adapter, extra("base_model.model.model.layers.0.mlp.experts.0.w1.lora_A.weight", 4, 64))
-    edit_weights(adapter, extra("base_model.model.model.layers.0.mlp.experts.0.w1.lora_B.weight", 96, 4))
-    with pytest.raises(ModelError, match=r"experts\.0\.w1"):
+    expert = "base_model.model.model.layers.0.mlp.experts.9.w1."
+    edit_weights(adapter, extra(expert + "lora_A.weight", 4, 64))
+    with pytest.raises(ModelError, match=r"two matrices of .*experts\.9\.w1"):
+        inspect_model(moe, lora=[("fr", str(adapter))])
+    edit_weights(adapter, extra(expert + "lora_B.weight", 96, 4))
+    with pytest.raises(ModelError, match=r"do not fit model\.layers\.0\.mlp\.experts"):
         inspect_model(moe, lora=[("fr", str(adapter))])
 
 

@@ -104,14 +104,13 @@ class PromptLogprobs:
         return bool(self.buffers)
 
     def score(
-        self, plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor], d2h_queue: D2HQueue
+        self, plan: StepPlan, logits: Callable[[Tensor], Tensor], d2h_queue: D2HQueue
     ) -> PendingPromptLogprobs | None:
         """Gather the needed prompt logprobs of a step and start copying them to the host.
 
         Args:
             plan: the step.
-            hidden: [T, H] states after the final norm.
-            logits: [R, H] -> [R, V].
+            logits: flat tokens of the step [R] int64 -> their logits [R, V].
             d2h_queue: receives the results.
 
         Returns:
@@ -126,7 +125,7 @@ class PromptLogprobs:
             uploaded = iter(d2h_queue.device.upload(*(array for chunk in chunks for array in chunk.arrays)))
             for chunk in chunks:
                 index = [next(uploaded) for _ in chunk.arrays]
-                found = self._gather(chunk, index, logits(hidden[index[0]]))
+                found = self._gather(chunk, index, logits(index[0]))
                 pending.sent = d2h_queue.send(found, partial(self._store, chunk))
         except BaseException:
             self.cancel(pending)

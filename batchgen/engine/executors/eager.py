@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 from batchgen.engine.executors.base import Executor, InFlight, Step
@@ -18,10 +19,12 @@ class EagerExecutor(Executor):
         context, sampling = self.context, step.sampling
         batch = step.arrays.upload(context.device)
         context.begin(step)
-        hidden = self._forward(step, batch)
+        adapters = self._head_adapters(step)
+        hidden = self._forward(step, batch, adapters)
         samples = None
         if sampling is not None:
-            logits = context.model.logits(hidden)  # [U, V]
+            of_rows = adapters if adapters is None or batch.logit_rows is None else adapters[batch.logit_rows]
+            logits = context.model.logits(hidden, of_rows)  # [U, V]
             if batch.sample_rows is not None:
                 # Samples of one prompt share logits; each gets a copy, which masks may change.
                 logits = logits[batch.sample_rows]  # [R, V]
@@ -30,8 +33,16 @@ class EagerExecutor(Executor):
             samples = sampling.sample(logits, batch.num_sampled)
         return InFlight(samples, step.captured, pending=context.device.asynchronous)
 
-    def _forward(self, step: Step, batch: StepBatch) -> Tensor:
-        """[U, H] states after the final norm, of the tokens whose logits are needed."""
+    def _head_adapters(self, step: Step) -> Tensor | None:
+        """[T] int64 adapter of each flat token, -1 for none; None if the head is the same for all."""
+        adapters, device = step.arrays.adapters, self.context.device
+        if adapters is None or not self.context.model.spec.adapts_head or (adapters < 0).all():
+            return None
+        (uploaded,) = device.upload(adapters.astype(np.int64))
+        return uploaded
+
+    def _forward(self, step: Step, batch: StepBatch, adapters: Tensor | None) -> Tensor:
+        """[U, H] states after the final norm, of the tokens whose logits are needed; `adapters`: for the head."""
         context = self.context
         attention, scores = context.attend(batch.attention), bool(context.prompts)
         inputs = ModelInput(
@@ -48,7 +59,11 @@ class EagerExecutor(Executor):
         if isinstance(attention, PooledAttention):
             context.attention.add(attention.counts)
         if scores:
-            step.captured.prompts = context.prompts.score(step.plan, hidden, context.model.logits, context.outputs)
+
+            def logits(rows: Tensor) -> Tensor:
+                return context.model.logits(hidden[rows], None if adapters is None else adapters[rows])
+
+            step.captured.prompts = context.prompts.score(step.plan, logits, context.outputs)
             hidden = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
         context.send_states(step)
         return hidden

@@ -75,8 +75,8 @@ class Scoring(Simulator):
 
     def execute(self, plan: StepPlan) -> None:
         super().execute(plan)
-        flat = [float(self.ids(c)[p]) for c in plan.prefills for p in range(c.start, c.end)]
-        scored = self.scorer.score(plan, torch.tensor(flat)[:, None], self.logits, self.d2h_queue)
+        flat = torch.tensor([float(self.ids(c)[p]) for c in plan.prefills for p in range(c.start, c.end)])[:, None]
+        scored = self.scorer.score(plan, lambda rows: self.logits(flat[rows]), self.d2h_queue)
         if scored is not None:
             self.scorer.collect(scored)
 
