@@ -119,7 +119,7 @@ class Tokenizer:
             with short_openmp_spins():  # the import of sentencepiece, if there is one, brings another OpenMP runtime
                 from transformers import AutoTokenizer  # slow to import
 
-                known = {} if (config := plain_config(folder)) is None else {"config": config}
+                known = {} if (plain := plain_config(folder)) is None else {"config": plain}
                 hf = _load_pair(folder) if is_undescribed(folder) else None
                 if hf is None:
                     options = {"local_files_only": True, "trust_remote_code": False, **known}

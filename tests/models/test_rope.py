@@ -100,6 +100,7 @@ def test_the_context_is_the_scaled_one(tmp_path: Path, rope: dict[str, Any], con
         raw = {**BASE, "rope_theta": 10_000.0, spelling: dict(rope)}
         contexts = parse_native_config(raw).contexts
         assert (contexts.default, contexts.longest) == (context, longest)
+        (tmp_path / "config.json").write_text(json.dumps(raw))
         folder = ModelFolder(tmp_path, raw, (), {}, "", {})
         for asked, found in ((None, context), (longest, longest), (9, 9)):
             assert contexts.chosen(asked) == found
