@@ -58,7 +58,7 @@ class Engine(PeerEngine):
         running = self._engine.last_run
         assert running is not None
         stats = running.scheduler.stats
-        peak, times = sum(running.kv_peak_bytes.values()), running.loop.times.milliseconds()
+        peaks, times = getattr(running, "kv_peak_bytes", None), running.loop.times.milliseconds()
         del running
         if self._engine.model.spec.device.type == "cuda":
             import torch
@@ -75,7 +75,7 @@ class Engine(PeerEngine):
             "preemptions": stats.preemptions,
             "decode_kv_positions": stats.decode_kv_positions,
             "decode_kv_reads": stats.decode_kv_reads,
-            "kv_peak_bytes": peak,
+            **({} if peaks is None else {"kv_peak_bytes": sum(peaks.values())}),
             **times,
         }
 

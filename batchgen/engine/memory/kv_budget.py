@@ -93,7 +93,7 @@ def pool_pages(
     windows = _WindowNeeds(workload, spec, page_size, limits, budget)
 
     def bytes_of(pages: int) -> int:
-        return cache_bytes(groups, windows.beside(pages))
+        return cache_bytes(groups, windows.counts(pages))
 
     if not any(spec.windows):
         pages = min(allowed, most)
@@ -199,7 +199,7 @@ def page_counts(
         limits: most sequences at once and most tokens in a step.
         budget: bytes of the pool.
     """
-    return _WindowNeeds(workload, spec, page_size, limits, budget).beside(pages)
+    return _WindowNeeds(workload, spec, page_size, limits, budget).counts(pages)
 
 
 class _WindowNeeds:
@@ -225,7 +225,7 @@ class _WindowNeeds:
         else:
             self._share = _window_share(workload, page_size, each)
 
-    def beside(self, pages: int) -> PageCounts:
+    def counts(self, pages: int) -> PageCounts:
         """`pages` with the pages of the layers that have a window."""
         if self._window is None:
             return PageCounts(pages)
