@@ -24,7 +24,7 @@ class EagerExecutor(Executor):
         samples = None
         if sampling is not None:
             of_rows = adapters if adapters is None or batch.logit_rows is None else adapters[batch.logit_rows]
-            logits = context.model.logits(hidden, of_rows)  # [U, V]
+            logits = self._logits(hidden, of_rows)  # [U, V]
             if batch.sample_rows is not None:
                 # Samples of one prompt share logits; each gets a copy, which masks may change.
                 logits = logits[batch.sample_rows]  # [R, V]
@@ -40,6 +40,11 @@ class EagerExecutor(Executor):
             return None
         (uploaded,) = device.upload(adapters.astype(np.int64))
         return uploaded
+
+    def _logits(self, hidden: Tensor, adapters: Tensor | None) -> Tensor:
+        """[R, H], and [R] adapters if one of them changes the head -> [R, V]."""
+        head = self.context.model.logits
+        return head(hidden) if adapters is None else head(hidden, adapters)
 
     def _forward(self, step: Step, batch: StepBatch, adapters: Tensor | None) -> Tensor:
         """[U, H] states after the final norm, of the tokens whose logits are needed; `adapters`: for the head."""
@@ -61,7 +66,7 @@ class EagerExecutor(Executor):
         if scores:
 
             def logits(rows: Tensor) -> Tensor:
-                return context.model.logits(hidden[rows], None if adapters is None else adapters[rows])
+                return self._logits(hidden[rows], None if adapters is None else adapters[rows])
 
             step.captured.prompts = context.prompts.score(step.plan, logits, context.outputs)
             hidden = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
