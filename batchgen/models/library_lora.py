@@ -263,13 +263,7 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
     """
     slot, table, head = LoraSlot(), model.get_input_embeddings(), model.get_output_embeddings()
     ends_of = (next(iter(sites.tables)), sites.head)
-    ends = None
-    if any(not adapter.modules.isdisjoint(ends_of) for adapter in adapters):
-        bias = None if head.bias is None else head.bias.detach()
-        # The rows of a tied embedding may be those of the head (`stack_projections`).
-        shown = (head if sites.tied else table).weight.detach()
-        both = (ends_of[0], shown), (ends_of[1], head.weight.detach(), bias)
-        ends = adapted_ends(adapters, *both, tied=sites.tied)
+    ends = _ends(adapters, sites, ends_of, table, head)
     pairs: dict[str, list[LoraPair | None]] = {}
     others: dict[str, list[nn.Module | None]] = {}
     experts: dict[str, list[ExpertPairs | None]] = {}
@@ -315,6 +309,18 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
     if ends is not None and ends.adapts_head:
         _wrap(model, _Head(ends_of[1], head, slot, ends))
     return slot
+
+
+def _ends(
+    adapters: Sequence[Adapter], sites: Sites, names: tuple[str, str], table: Any, head: Any
+) -> AdaptedEnds | None:
+    """What adapters change of the embedding and the head, which have these names; None if nothing."""
+    if all(adapter.modules.isdisjoint(names) for adapter in adapters):
+        return None
+    bias = None if head.bias is None else head.bias.detach()
+    # The rows of a tied embedding may be those of the head (`stack_projections`).
+    rows = (head if sites.tied else table).weight.detach()
+    return adapted_ends(adapters, (names[0], rows), (names[1], head.weight.detach(), bias), tied=sites.tied)
 
 
 def _wrap(model: nn.Module, wrapper: _Wrapper) -> None:
