@@ -172,7 +172,7 @@ def _check_known(config: Mapping[str, Any], given: Mapping[str, Any], cls: Any =
 
 def _hint(key: str, known: Collection[str]) -> str:
     close = get_close_matches(key, list(known), 1, 0.75)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
