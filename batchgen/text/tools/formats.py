@@ -63,14 +63,14 @@ _DEEPSEEK_V3: Final = NamedCalls(
     begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
     middle="\n```json\n",
     end="\n```<｜tool▁call▁end｜>",
-    pattern=r"<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>(?P<name>[^<\n]+)\s*```json",
+    pattern=r"<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>\s*(?P<name>[^<\s]+)\s*```json",
 )
 _MISTRAL_LIST: Final = JsonCalls(begins=("[TOOL_CALLS]",), listed=True, id_length=9)
 _MISTRAL_NAMED: Final = NamedCalls(
     id_length=9,
     begin="[TOOL_CALLS]",
     middle="[ARGS]",
-    pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\](?P<id>[^\[]*))?\s*(?:\[ARGS\])?(?=\s*\{)",
+    pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\s*\[ARGS\])?\s*(?=\{)",
 )
 _GLM45: Final = TagCalls(
     ends=("<|observation|>",),
@@ -94,7 +94,7 @@ _PYTHONIC: Final = PythonCalls(
     around=("[", "]"),
     separator=", ",
     pattern=r"(?:<\|python_start\|>)?\s*\[|```(?:tool_code|python)\s*\[?",
-    finish=r"\s*\]?\s*(?:<\|python_end\|>|```)?",
+    finish=r"\s*(?:\]\s*)?(?:<\|python_end\|>|```)?",
     whole=True,
 )
 
@@ -116,8 +116,8 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         ends=("<|call|>",),
         begin="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
-        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)?\s*to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>\w+)?"
-        r"\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>",
+        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}to=functions\.(?P<name>[\w.-]+)"
+        r"(?:<\|channel\|>\w{1,20})?\s{0,2}(?:<\|constrain\|>)?\s{0,2}\w{0,20}\s{0,2}<\|message\|>",
     ),
     "glm45": _GLM45,
     "glm47": replace(
@@ -205,13 +205,13 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         around=("<|tool_call_start|>[", "]<|tool_call_end|>"),
         separator=", ",
         pattern=r"<\|tool_call_start\|>\s*\[?",
-        finish=r"\s*\]?\s*<\|tool_call_end\|>",
+        finish=r"\s*(?:\]\s*)?<\|tool_call_end\|>",
     ),
     "olmo3": PythonCalls(
         around=("<function_calls>\n", "\n</function_calls>"),
         separator="\n",
         pattern=r"<function_calls>\s*\[?",
-        finish=r"\s*\]?\s*</function_calls>",
+        finish=r"\s*(?:\]\s*)?</function_calls>",
     ),
 }
 """Name -> format. Families that write alike share one."""

@@ -114,7 +114,8 @@ class TagCalls(ToolFormat):
         name, at = match["name"].strip(), skip_blanks(text, match.end())
         known, found = schemas.get(name) or {}, dict[str, Any]()
         while (end := finish.match(text, at)) is None:
-            one = argument.match(text, at)
+            # Without the end of a value, the expression would look for it up to the text's end, in every call.
+            one = argument.match(text, at) if text.find(self.close.strip(), at) >= 0 else None
             if one is None:
                 raise CallError("an argument or the end of the call is missing")
             key, value = one["key"].strip(), one["value"]

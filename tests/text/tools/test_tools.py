@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,12 +320,19 @@ HOSTILE = [
     '<invoke name="now">' * 2000,
     "[TOOL_CALLS]" * 2000 + "now{",
     " to=functions.now<|message|>" * 500 + "{}",
+    *(f"{begin}{' ' * 30_000}" for begin in ("", "to=functions.now", "[TOOL_CALLS]now", "<tool_call>now", "[now()")),
+    *(f"{begin}{' ' * 30_000}" for begin in ("<function_calls>now()", "<|tool_call_start|>now()", "<function=now>")),
+    f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>now{' ' * 30_000}",
+    f"<|tool_call_begin|>functions.now:0{' ' * 30_000}",
+    "<function=now><parameter=a>" * 1000,
 ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_hostile_outputs_are_texts(name: str) -> None:
+    began = time.process_time()
     for output in HOSTILE:
         for span in FORMATS[name].spans(output, {"now": {}}):
             assert bool(span.calls) != bool(span.error)
             json.loads(calls_json(span.calls, [1], 0, None).encode())
+    assert time.process_time() - began < 3
