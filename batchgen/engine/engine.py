@@ -324,7 +324,7 @@ class Engine:
         limits, budget = (seqs, tokens), memory.budget(config.kv_memory)
         planned = with_windows_in(with_job_windows(spec, workload), config.page_size, budget)
         full = pool_pages(workload, planned, config.page_size, config.kv_memory, memory, limits)
-        pages = page_counts(workload, planned, config.page_size, full, limits, budget)
+        pages = page_counts(workload, planned, config.page_size, full, limits, min(budget, memory.room))
         pool = None if kept is None else first_pages(kept, planned.windows, (pages.full, pages.window))
         if pool is None:
             kept = None  # frees its memory

@@ -90,7 +90,7 @@ def pool_pages(
     allowed, most = allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size)
     groups, budget = cache_groups(spec, page_size), memory.budget(kv_memory)
 
-    windows = _WindowNeeds(workload, spec, page_size, limits, budget)
+    windows = _WindowNeeds(workload, spec, page_size, limits, min(budget, memory.room))
 
     def bytes_of(pages: int) -> int:
         return cache_bytes(groups, windows.counts(pages))
@@ -188,8 +188,8 @@ def page_counts(
 ) -> PageCounts:
     """`pages` with the pages of the layers that have a window, including the scratch page.
 
-    With enough memory no sequence ever waits for one of these. With less, their share is what the job's samples keep of
-    a window, against the whole length of its nodes and outputs.
+    They get what the budget leaves. With enough memory no sequence ever waits for one of them. With less, they get a
+    share: what the job's samples keep of a window, against the whole length of its nodes and outputs.
 
     Args:
         workload: the job.
@@ -219,18 +219,19 @@ class _WindowNeeds:
         self._least = least_window_pages(self._window, page_size)
         # The windows of the samples, and of the nodes that they begin at.
         self._most = 2 * rows * each + self._chunks + self._least
-        if all(spec.windows):
-            self._most = min(self._most, budget // cache_bytes(groups, PageCounts(0, 1)))
-            self._share = 1.0
-        else:
-            self._share = _window_share(workload, page_size, each)
+        self._share = 0.0 if all(spec.windows) else _window_share(workload, page_size, each)
+        self._budget = budget
+        self._full_bytes = cache_bytes(groups, PageCounts(1))
+        self._window_bytes = cache_bytes(groups, PageCounts(0, 1))
 
     def counts(self, pages: int) -> PageCounts:
         """`pages` with the pages of the layers that have a window."""
         if self._window is None:
             return PageCounts(pages)
         kept = int(pages * self._share)
-        return PageCounts(pages, max(self._least, min(self._most, pages, kept + min(self._chunks, kept // 4))))
+        left = (self._budget - pages * self._full_bytes) // self._window_bytes
+        wanted = max(left, kept + min(self._chunks, kept // 4))
+        return PageCounts(pages, max(self._least, min(self._most, pages, wanted)))
 
 
 def _window_share(workload: JobWorkload, page_size: int, each: int) -> float:
