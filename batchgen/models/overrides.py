@@ -139,6 +139,9 @@ def _check_rope_keys(given: Mapping[str, Any], option: str) -> None:
     unknown = next((key for key in given if key not in _ROPE_KEYS), None)
     if unknown is not None:
         raise ModelError(f"{option} has the unknown key {unknown[:80]!r}{_hint(unknown, _ROPE_KEYS)}. Remove it.")
+    factor = given.get("factor", 1)
+    if isinstance(factor, int | float) and not factor > 0:
+        raise ModelError(f"{option}: factor must be a positive number, got {factor!r}.")
     if not set(given) <= set(_ROPE_KEPT) and not isinstance(given.get("rope_type", given.get("type")), str):
         raise ModelError(f'{option} names no rope_type. Add it, as in "rope_type": "yarn".')
 
@@ -160,10 +163,10 @@ def _check_known(config: Mapping[str, Any], given: Mapping[str, Any], cls: Any =
     unknown = next((key for key in others if key not in known), None)
     if unknown is not None:
         inner = next((n for n in NESTED if isinstance(config.get(n), dict) and unknown in config[n]), None)
+        hint, remedy = (f"; {inner} has it", "Nest it there") if inner else (_hint(unknown, known), "Remove it")
         raise ModelError(
             f"--hf-overrides has the key {(where + unknown)[:80]!r}, which no configuration class of a "
-            f"{config.get('model_type')} model reads{f'; {inner} has it' if inner else _hint(unknown, known)}. "
-            f"{'Nest it there' if inner else 'Remove it'}."
+            f"{config.get('model_type') or 'nested'} model reads{hint}. {remedy}."
         )
     for key in nested:
         part = getattr(cls, "sub_configs", {}).get(key)

@@ -34,10 +34,20 @@ MORE: dict[str, dict[str, Any]] = {
         "trainable_token_indices": {"embed_tokens": [*range(9, 80)], "lm_head": [4]},
     },
 }
+TIED = {"tie_word_embeddings": True}
 CASES = [
-    *((name, path, {}) for name in ("llama", "qwen2") for path in ("native", "transformers")),
-    *(("llama", path, {"tie_word_embeddings": True}) for path in ("native", "transformers")),
-    ("gemma3_text", "transformers", {}),
+    ("qwen2", "native", {}),
+    ("llama", "native", TIED),
+    ("llama", "transformers", {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("llama", "native", {}),
+            ("llama", "transformers", TIED),
+            ("qwen2", "transformers", {}),
+            ("gemma3_text", "transformers", {}),
+        )
+    ),
 ]
 
 
@@ -104,7 +114,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_experts_equal_peft(tmp_path: Path, model_type: str) -> None:
     base = save_tiny(model_type, tmp_path / "base")
     kinds = EXPERTS if model_type != "qwen3_moe" else {**EXPERTS, "linear": {"r": 2, "target_modules": "all-linear"}}

@@ -82,6 +82,7 @@ def _overrides(hf_overrides: Any = None, rope_scaling: Any = None) -> Overrides:
         (NESTED, {"hidden_size": 9}, None, "'hidden_size'.*text_config has it. Nest it there"),
         (NESTED, {"text_config": {"widht": 9}}, None, "'text_config.widht'.*gemma3_text"),
         (BASE, None, {"rope_type": "yarn", "faktor": 2}, "--rope-scaling has the unknown key 'faktor'.*factor"),
+        (BASE, None, {"rope_type": "yarn", "factor": -1}, "--rope-scaling: factor must be a positive number"),
         (BASE, None, {"factor": 2.0}, "--rope-scaling names no rope_type"),
         (BASE, {"rope_scaling": 3}, None, "--hf-overrides: rope_scaling must be an object"),
         ({**BASE, "rope_scaling": {"a": {}, "b": {}}}, None, YARN, r"for each type of layer \(a, b\)"),
