@@ -7,7 +7,6 @@ nearest one, as documented in `batchgen help export`.
 from __future__ import annotations
 
 import codecs
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from batchgen.data.row_shapes import RowShape
 from batchgen.data.write.lines import line_digest
 from batchgen.errors import ErrorCode
+from batchgen.request.foreign_text import read_json
 
 Row = Mapping[str, Any]
 
@@ -170,7 +170,7 @@ def _chat_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any
         message["reasoning"] = row["reasoning"]
     if row.get("tool_calls") is not None:  # outputs of older versions have no such column
         message["content"] = row["text"] or None
-        message["tool_calls"] = json.loads(row["tool_calls"])
+        message["tool_calls"] = read_json(row["tool_calls"], unwritable=True)
     if row.get("tool_calls_error") is not None:
         message["tool_calls_error"] = row["tool_calls_error"]
     return {"message": message, "logprobs": found}

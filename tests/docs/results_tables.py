@@ -50,7 +50,8 @@ def _load_table(path: Path) -> str:
         f"### {path.stem}",
         "",
         f"`python -m tests.e2e.load`: {lines[0]['processors']} threads of an {lines[0]['cpu']}, with a model that "
-        "computes nothing. Other programs ran on the machine. Rates are rows per processor second of the generating phase.",
+        "computes nothing. Other programs ran on the machine. Rates are rows per processor second of the generating "
+        "phase.",
         "",
         "| job | rows | seconds | first tenth | last tenth | memory of no file | open files | finish |",
         "|---|---|---|---|---|---|---|---|",

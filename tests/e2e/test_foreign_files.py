@@ -123,6 +123,7 @@ OWN_TEXT = {
     "kernels/chips.py": "a file of the package; imports nothing of ours",
     "request/foreign_text.py": "the reader",
     "request/json_text.py": "the reader of rows",
+    "text/tools/calls.py": "reads a value that begins inside an output, and catches what that raises",
     "request/row_ids.py": "looks for the id of a row that json_text has refused",
 }
 """Modules that call a decoder themselves, and why they may. Benchmarks read their own figures."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from batchgen.request.foreign_text import read_json
 from batchgen.text.tools.calls import (
     CallError,
     Format,
@@ -149,7 +150,7 @@ def _nowhere(text: str, at: int) -> re.Match[str]:
 
 def _unquoted(text: str) -> Any:
     try:
-        return json.loads(f'"{text}"')
+        return read_json(f'"{text}"')
     except ValueError:
         return None
 

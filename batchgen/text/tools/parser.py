@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from batchgen.request.foreign_text import read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.printable import encodable
 from batchgen.text.detokenize import Detokenizer
@@ -51,7 +52,7 @@ class CallParser(NamedTuple):
     @lru_cache(maxsize=64)
     def of(text: str) -> CallParser:
         """The parser of a row's `tool_calls`."""
-        value = json.loads(text)
+        value = read_json(text, unwritable=True)
         template = value.get("template")
         known = FORMATS[value["format"]] if template is None else TemplateCalls(template=json.dumps(template))
         return CallParser(known, value["functions"], value["parallel"])

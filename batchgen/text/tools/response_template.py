@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
+from batchgen.request.foreign_text import read_json
 from batchgen.text.tools.calls import CallError, Format, Function, Schemas, Span, ToolCall, ToolFormat
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.json_calls import call_of
@@ -74,14 +74,14 @@ class TemplateCalls(ToolFormat):
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        field = json.loads(self.template)["fields"][_FIELD]
+        field = read_json(self.template)["fields"][_FIELD]
         return _pattern(field, "open"), _pattern(field, "close")
 
     def spans(self, text: str, schemas: Schemas) -> list[Span]:
         """See `ToolFormat.spans`."""
         found: list[Span] = []
         at, (begin, end) = 0, self._patterns
-        template = json.loads(self.template)
+        template = read_json(self.template)
         tools = [
             {"type": "function", "function": {"name": name, "parameters": {"properties": each}}}
             for name, each in schemas.items()

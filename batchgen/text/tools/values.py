@@ -195,7 +195,7 @@ def _quoted(text: str, at: int) -> tuple[str, int]:
         raise CallError("a string is not ended")
     if match[2] is not None:
         try:
-            return json.loads(match[0], strict=False), match.end()  # for pairs of surrogates
+            return read_json_at(match[0], 0)[0], match.end()  # for pairs of surrogates
         except ValueError:
             pass
     body = match[1] if match[1] is not None else match[2]
