@@ -112,7 +112,7 @@ def test_thoughts_have_their_own_column(engines: dict[str, Engine], name: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("budget", [0, 1, 2, 5, 100])
+@pytest.mark.parametrize("budget", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5)), 2, 100])
 @pytest.mark.field("thinking_budget")
 def test_a_budget_is_exact_to_the_token(engines: dict[str, Engine], name: str, budget: int) -> None:
     engine = engines[name]
@@ -290,7 +290,9 @@ def test_a_job_and_its_files(folders: dict[str, Path], tmp_path: Path) -> None:
     assert json.loads(named.stdout)["model"]["reasoning"] == "think"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "qwen3")]
+)
 def test_results_do_not_depend_on_the_batch(engines: dict[str, Engine], name: str) -> None:
     """Rows of all kinds together, sampled without a script where they have none, and each alone."""
     engine = engines[name]

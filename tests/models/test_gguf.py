@@ -82,7 +82,9 @@ def test_every_family_is_tested() -> None:
     assert FAMILIES.keys() - tested == {"qwen2vl", "qwen3vl", "qwen3vlmoe"}  # text parts: those of their siblings
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.F16, Kind.BF16])
+@pytest.mark.parametrize(
+    "kind", [Kind.Q4_0, Kind.BF16, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Kind.Q8_0, Kind.F16))]
+)
 @pytest.mark.parametrize("model_type", THEIRS)
 def test_quantised_model_equals_what_transformers_makes_of_the_file(
     model_type: str, kind: Kind, tmp_path: Path
