@@ -227,8 +227,9 @@ class _Job:
         """All rows tokenised: from the cache of an earlier run, or read now and cached for a later run."""
 
         def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
+            completion = replace(completion, prompt_index=after.get(completion.row_index, 0))
             self.reasons.add(completion, row_id)
-            if (completion.row_index, 0) not in committed:
+            if completion.key[:2] not in committed:
                 writer.add([OutputRow(completion, row_id, extra)])
             else:
                 self.failed.discard(completion.row_index)
@@ -250,6 +251,7 @@ class _Job:
             save_tokenized(rows, work.tokenized, key)
         self.opened.callback(rows.close, keep=True)
         setup.front_end.grammars.release()
+        after = rows.expected.keep_committed(self.in_work.refused, committed)
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)
         report_bad_rows(rows, on_error)

@@ -51,6 +51,7 @@ def forked_command(arguments: list[str], folder: Path, *, killed: bool = False) 
     assert process.poll() == (-signal.SIGKILL if killed else 0)
 
 
+@pytest.mark.slow
 def test_the_benchmark_reports_every_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_cost, "batchgen_process", forked_command)
     lines: list[str] = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.rows import rows_of, write_lines
@@ -30,7 +32,7 @@ from batchgen.text.tokenizer import Tokenizer
 encode = Tokenizer.encode_plain
 
 def encode_plain(self, texts):
-    if any("deadly" in text for text in texts):
+    if any("deadly" in text for text in texts) and "HARMLESS" not in os.environ:
         os._exit(9)
     return encode(self, texts)
 
@@ -122,6 +124,34 @@ def test_a_row_that_ends_the_reading_is_set_aside(model: Path, folder: Path) -> 
     assert [row["id"] for row in found if row["error"]] == ["id 300"]
     assert found[300]["error"]["code"] == "engine_crash"
     assert json.loads(found[300]["extra"]) == {"note": "kept"}
+
+
+def test_what_is_committed_of_a_row_that_ends_the_reading_is_kept(model: Path, folder: Path) -> None:
+    rows = plain_rows(150, tokens=59)
+    rows[3] = {"id": "id 3", "text": "a deadly text", "max_new_tokens": 60, "n": 2, **FORCED}
+    write_lines(folder / "in.jsonl", rows)
+    arguments = [*command(model), "--logit-processor", "deadly=tokenizer_module:deadly", "--commit-every", "1"]
+    work = folder / "out.parquet.work"
+
+    def committed() -> bool:
+        with suppress(FileNotFoundError):  # parts are joined
+            parts = (work / "parts").glob("*.parquet")
+            return any(3 in pq.read_table(part, columns=["row_index"])[0].to_pylist() for part in parts)
+        return False
+
+    first = start(arguments, folder, env={"HARMLESS": "1"})
+    first.wait_for(committed)
+    first.signal(signal.SIGKILL)
+    first.wait()
+    (work / "tokenized" / "about.json").unlink()
+    deaths, _ = until_finished(arguments, folder, 4)
+    found = [row for row in rows_of(folder / "out.parquet") if row["row_index"] == 3]
+    assert deaths == 3
+    assert [(row["prompt_index"], row["sample_index"], row["status"]) for row in found] == [
+        *((0, sample, "ok") for sample in range(2)),
+        (1, 0, "error"),
+    ]
+    assert found[2]["error"]["code"] == "engine_crash"
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def assert_clean(text: str, words: list[Any], terminal: bool) -> None:
     assert not re.search(r"^error: injected", seen, re.M), f"{words[:3]} wrote a line of a row: {seen!r}"
 
 
-@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("terminal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["pipe", "terminal"])
 def test_every_stream_of_every_command(folder: Path, model: Path, terminal: bool) -> None:
     """Also where the command is refused or fails; none of them is an internal error."""
     for words in (*job_commands(model), *([] if terminal else wrong_commands(model))):

@@ -21,7 +21,11 @@ from tests.e2e.same import RunResult, assert_equal, compare
 ROWS = {"native": 300, "transformers": 60}
 CHUNK = 50
 """Number of rows that one test runs alone."""
-CASES = [(path, start) for path, count in ROWS.items() for start in range(0, count, CHUNK)]
+CASES = [
+    pytest.param(path, start, marks=[pytest.mark.slow] if 0 < start < 250 else [])
+    for path, count in ROWS.items()
+    for start in range(0, count, CHUNK)
+]
 SMALL = {"page_size": 8, "max_num_seqs": 48, "max_tokens_per_step": 64}
 PAGES = {"native": 48, "transformers": 34}
 """Pages of the batch's pool: little more than one row of the longest context."""

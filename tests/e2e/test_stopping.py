@@ -50,7 +50,15 @@ def wait_until_generating(job: Job, folder: Path) -> None:
     time.sleep(0.3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+    ids=["INT", "TERM", "HUP"],
+)
 def test_a_signal_commits_finished_rows_and_the_same_command_resumes(
     long: Long, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -121,6 +129,7 @@ def test_runs_stopped_by_max_time_finish_the_job(long: Long, tmp_path: Path) -> 
     assert_same(read(tmp_path / "out.parquet"), long.table)
 
 
+@pytest.mark.slow
 def test_a_signal_does_not_wait_for_a_step_of_minutes(model: Path, tmp_path: Path) -> None:
     """Another thread commits the finished rows within 20 s of the signal."""
     rows = [{"text": text, "max_new_tokens": 1 + i, "ignore_eos": True} for i, text in enumerate(prompts(40, 4))]
@@ -159,8 +168,8 @@ def test_a_terminal_that_is_closed_while_it_shows_the_progress(model: Path, tmp_
     """The kernel sends SIGHUP, and every later write to the terminal fails."""
     rows = [{"text": text, "max_new_tokens": 3 + i % 4, "ignore_eos": True} for i, text in enumerate(prompts(4000, 4))]
     write_lines(tmp_path / "in.jsonl", rows)
-    options = ["--model", str(model), "--max-num-seqs", "8", "-o", "out.parquet", "--progress", "bar"]
-    words = [sys.executable, "-c", IN_A_TERMINAL, "run", "in.jsonl", *options]
+    options = ["--model", str(model), "--max-num-seqs", "8", "-o", "out.parquet", "--commit-every", "8"]
+    words = [sys.executable, "-c", IN_A_TERMINAL, "run", "in.jsonl", *options, "--progress", "bar"]
     env = os.environ | {"ROOT": str(ROOT), "TERM": "xterm"}
     ours, theirs = pty.openpty()
     with subprocess.Popen(
@@ -168,7 +177,8 @@ def test_a_terminal_that_is_closed_while_it_shows_the_progress(model: Path, tmp_
     ) as process:
         os.close(theirs)
         seen = b""
-        while b"running" not in seen:  # the bar shows rows in progress
+        parts = tmp_path / "out.parquet.work" / "parts"
+        while b"running" not in seen or not any(parts.glob("*.parquet")):  # the bar shows rows in progress
             seen += os.read(ours, 4096)
         os.close(ours)
         assert process.wait(20) == 129

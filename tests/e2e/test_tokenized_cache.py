@@ -174,7 +174,13 @@ def test_one_flipped_byte_of_the_columns_reads_the_input_again(
 
 @pytest.mark.parametrize(
     "options",
-    [["--resume-anyway", "--seed", "1"], ["--events", "events.jsonl"], ["--media-root", "."]],
+    [
+        ["--resume-anyway", "--seed", "1"],
+        *(
+            pytest.param(given, marks=pytest.mark.slow)
+            for given in (["--events", "events.jsonl"], ["--media-root", "."])
+        ),
+    ],
     ids=lambda options: options[0],
 )
 def test_options_that_affect_reading_read_the_input_again(

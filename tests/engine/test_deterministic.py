@@ -119,7 +119,10 @@ def saved(folder: Path, model_type: str, **overrides: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), [("native", "bfloat16"), ("transformers", "float32")])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("native", "bfloat16"), pytest.param("transformers", "float32", marks=pytest.mark.slow)],
+)
 def test_rows_of_every_kind(implementation: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama, with adapters."""
     folder = saved(tmp_path / "base", "llama")

@@ -127,9 +127,10 @@ MANY: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
     "seeds": (lambda i: text(sampling_params={"seed": i}), 8_000),
 }
 """Rows that all differ, and the most bytes that may be kept of them: a few hundred sets of keys and of parameters."""
+LONGER = ["long keys", "long keys with other parameters", "parameters"]
 
 
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", ["keys", "seeds", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LONGER)])
 def test_memory_for_rows_that_all_differ_is_bounded(kind: str) -> None:
     row, most = MANY[kind]
     defaults, kept = RowDefaults(), 0

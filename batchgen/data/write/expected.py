@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,35 @@ class ExpectedKeys(Columns):
 
     def __len__(self) -> int:
         return len(self._row)
+
+    def keep_committed(self, refused: Iterable[int], committed: Committed) -> dict[int, int]:
+        """Expect what is committed of rows that are not read any more, and an error row after it.
+
+        Args:
+            refused: their indexes. One error row is expected of each so far.
+            committed: the rows that earlier runs committed.
+
+        Returns:
+            Row -> prompt index of its error row, for rows with committed results.
+        """
+        found: dict[int, int] = {}
+        for row in refused:
+            places = np.flatnonzero(committed.row_index == row)
+            prompts, samples = np.unique(committed.prompt_index[places], return_counts=True)
+            if len(places) and committed.is_error[places[-1]] and samples[-1] == 1:  # the error row itself
+                prompts, samples = prompts[:-1], samples[:-1]
+            if len(prompts):
+                found[row] = int(prompts[-1]) + 1
+                self._replace(row, [*zip(prompts.tolist(), samples.tolist(), strict=True), (found[row], 1)])
+        return found
+
+    def _replace(self, row: int, prompts: Sequence[tuple[int, int]]) -> None:
+        """Expect (prompt index, samples) of a row instead of what was expected of it."""
+        others = self._row.values() != row
+        columns = {name: values[others] for name, values in self.columns().items()}
+        self.restore_columns(columns)
+        for prompt, samples in prompts:
+            self.add(row, prompt, samples)
 
     def check_resumable(self, committed: Committed, work: Path) -> None:
         """Check that the rows committed in the folder `work` are part of this job, before rows are added.

@@ -81,7 +81,7 @@ def mixed(job: DummyRun) -> list[StepPlan]:
     return [step for step in job.steps if step.prefills]
 
 
-@pytest.mark.parametrize("kind", ["plain", "mixed"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_no_step_takes_more_than_the_largest(engine: Engine, kind: str) -> None:
     spec, rows = engine.model.spec, table(kind)
     workload = plan_workload(rows)
