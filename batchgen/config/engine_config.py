@@ -69,7 +69,9 @@ class EngineConfig:
     )
     quantization: Literal["auto", "none", "int8"] = MODEL.option(
         "auto",
-        "How weights are computed: auto and none dequantize a quantized checkpoint as it is read; int8 quantizes the "
+        "How weights are computed: none dequantizes a quantized checkpoint as it is read; auto keeps its integers "
+        "where it was made for products of these and they are faster here (int8 with int8 inputs on a CPU); int8 takes "
+        "a checkpoint's integers, or quantizes the "
         "weights and matrix products of the native decoder to 8 bits on a CPU; its loss is measured at start and must "
         "not exceed --quantization-bound. Example: --quantization int8",
     )
@@ -200,11 +202,6 @@ class EngineConfig:
         False,
         "Compute bitwise identical logits for a row regardless of the batch, slightly slower. Example: --deterministic",
     )
-
-    @property
-    def computed_weights(self) -> Literal["none", "int8"]:
-        """What `quantization` makes of the weights: none where they are computed in the run's dtype."""
-        return "int8" if self.quantization == "int8" else "none"
 
     def __post_init__(self) -> None:
         for item in fields(self):

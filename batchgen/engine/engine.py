@@ -35,7 +35,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
-from batchgen.engine.quantization import quantize
+from batchgen.engine.quantization import computed_weights, describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
@@ -49,7 +49,7 @@ from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import load_checked
+from batchgen.models.load import checked_spec, load_checked
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts, bytes_by_kind
@@ -124,7 +124,14 @@ class Engine:
             lora=config.lora,
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
         )
-        loaded = load_checked(checked, dtype=config.dtype, device=config.device, products=products_of(config))
+        spec = checked_spec(checked, dtype=config.dtype, device=config.device)
+        loaded = load_checked(
+            checked,
+            dtype=config.dtype,
+            device=config.device,
+            products=products_of(config),
+            stored=computed_weights(config, checked, spec) == "stored",
+        )
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
@@ -183,10 +190,11 @@ class Engine:
         """Names and versions of the attention and matmul kernels; "auto" before `auto` has chosen."""
         found = self.config.attention if self.backend is None else self.backend.description
         spec = self.model.spec
-        if self.quantization is not None:
-            return f"{found}; products: compiled {self.config.quantization} ({self.quantization})"
         products = describe_products(spec.dtype, spec.device, products_of(self.config))
-        return found if products is None else f"{found}; products: {products}"
+        if self.quantization is not None:
+            products = None
+        named = [each for each in (describe_weights(self.model, self.quantization), products) if each is not None]
+        return f"{found}; products: {', others '.join(named)}" if named else found
 
     @property
     def facts(self) -> dict[str, Any]:

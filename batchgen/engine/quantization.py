@@ -6,9 +6,11 @@ from typing import Final
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
-from batchgen.kernels.layouts import int8_refusal
+from batchgen.kernels.layouts import int8_is_faster, int8_refusal
 from batchgen.models.base import Model, ModelSpec
+from batchgen.models.check import CheckedModel
 from batchgen.models.native import NativeModel
+from batchgen.models.own_integers import Weights, count_integers, has_integer_inputs
 from batchgen.models.quantize import QuantizationLoss, quantise
 from batchgen.text.tokenizer import Tokenizer
 
@@ -22,6 +24,30 @@ _TEXTS: Final = (
     '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "address": {"city": "London"}}',
 )
 """Sample texts of several kinds, on which the quantisation loss is measured."""
+
+
+def computed_weights(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) -> Weights:
+    """How the weights of a checked model are computed, before they are read.
+
+    `auto` keeps the integers of a checkpoint that is made for products of integers, where those products are measured
+    to be at least as fast as others. Nothing is measured for `--deterministic`, whose bits no timing may change.
+    """
+    if config.quantization != "auto":
+        return config.quantization
+    if checked.native is None or config.attention == "torch" or not has_integer_inputs(checked.folder):
+        return "none"
+    if int8_refusal(spec.dtype, spec.device) is not None or not count_integers(checked.native[1], checked.folder):
+        return "none"
+    return "stored" if config.deterministic or int8_is_faster(spec.dtype) else "none"
+
+
+def describe_weights(model: Model, loss: QuantizationLoss | None) -> str | None:
+    """The products of a model in integers, for the footer; None for a model without such."""
+    stored = model.stored_products if isinstance(model, NativeModel) else 0
+    if loss is not None:
+        own = f", {stored} layers in the checkpoint's own integers" if stored else ""
+        return f"compiled int8{own} ({loss})"
+    return f"compiled int8 of {stored} layers in the checkpoint's own integers" if stored else None
 
 
 def refuse_quantization(config: EngineConfig, spec: ModelSpec) -> None:

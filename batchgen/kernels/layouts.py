@@ -156,8 +156,8 @@ class Compiled:
 
     __slots__ = ("bias", "method", "packed", "wide_bias")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, method: Method = "widened") -> None:
-        self.packed = _packed(weight, method)
+    def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None, method: Method = "widened") -> None:
+        self.packed = weight if isinstance(weight, PackedWeight) else _packed(weight, method)
         self.bias = bias
         self.wide_bias = None if bias is None else bias.float().contiguous()
         self.method: Method = method
@@ -258,6 +258,24 @@ def choose_layout(dtype: torch.dtype, products: Products) -> LayoutChoice:
     best = fastest(times)
     rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
     return LayoutChoice(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})", times)
+
+
+@cache
+def int8_is_faster(dtype: torch.dtype) -> bool:
+    """Whether products of int8 weights take at most the time of those of `dtype` in their fastest layout here.
+
+    Measured once per machine, then read from the cache. `int8_refusal` must be None.
+    """
+    found = layouts(dtype, "int8")
+    best = choose_layout(dtype, "measured")
+    both = {best.name: best.make, **found}
+    subject = f"int8-{str(dtype).removeprefix('torch.')}"
+    times = load_timings(subject, both)
+    if times is None:
+        times, settled = _measured(dtype, both)
+        if settled:
+            save_timings(subject, times)
+    return all(times[name] <= times[best.name] for name in found)
 
 
 @cache

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.cpu.matmul import unpack_rows
+from batchgen.kernels.cpu.matmul import pack_int8, unpack_rows
 from batchgen.kernels.layouts import WHOLE, Compiled, Layout, Plain, Product, Products, choose_layout, layouts
+from batchgen.kernels.quantization import GroupedWeight
 
 __all__ = ["Embedding", "Linear", "Product", "Products", "describe_products", "forms", "repacks"]
 
@@ -46,6 +47,14 @@ class Linear:
             self._layout = choose_layout(weight.dtype, products).make(weight, bias)
         else:
             self._layout = Plain(weight, bias)
+
+    @classmethod
+    def from_groups(cls, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """A layer of a weight in int8 on a CPU, for inputs of `dtype`; `int8_refusal` must be None."""
+        made = cls.__new__(cls)
+        made.out_features, made.in_features = len(weight.numbers), weight.inner
+        made._layout = Compiled(pack_int8(weight, dtype), bias, "int8")
+        return made
 
     @property
     def bias(self) -> Tensor | None:

@@ -55,7 +55,12 @@ def load_model(
 
 
 def load_checked(
-    checked: CheckedModel, *, dtype: DtypeName = "auto", device: DeviceName = "auto", products: Products = "measured"
+    checked: CheckedModel,
+    *,
+    dtype: DtypeName = "auto",
+    device: DeviceName = "auto",
+    products: Products = "measured",
+    stored: bool = False,
 ) -> Model:
     """Load a checkpoint in Hugging Face format whose folder has been checked.
 
@@ -65,6 +70,8 @@ def load_checked(
             float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
         device: `auto` is the GPU if there is one.
         products: matrix multiplications allowed on a CPU.
+        stored: whether linear layers are computed in the integers that the checkpoint stores, where it does; see
+            `load_native`.
 
     Raises:
         ModelError: the message names the reason and the remedy; raised before weights are read where possible.
@@ -74,7 +81,7 @@ def load_checked(
     if checked.native is not None:
         config, layout = checked.native
         spec = _native_spec(checked, config, layout, kind, where)
-        return load_native(spec, config, layout, checked.folder, checked.adapters, products)
+        return load_native(spec, config, layout, checked.folder, checked.adapters, products, stored)
     with _named_failures(checked.folder, "load"):
         # Imported here because the library is slow to import and native models do not need it.
         from batchgen.models.hf_load import load_transformers, text_class, transformers_spec
