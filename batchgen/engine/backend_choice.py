@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.quantization import refuse_quantization
+from batchgen.engine.quantization import computed_weights, refuse_quantization, stored_products
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import (
@@ -22,7 +22,10 @@ from batchgen.kernels.backend import (
 from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.linear import Products
 from batchgen.kernels.measure import TypicalStep
-from batchgen.models.base import ModelSpec
+from batchgen.models.base import Model, ModelSpec
+from batchgen.models.check import CheckedModel
+from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.own_integers import Weights
 from batchgen.plan.config import GROUP_MIN_SAVING
 
 
@@ -52,6 +55,22 @@ def products_of(config: EngineConfig) -> Products:
         return "torch"
     # Full weights that will be quantised are multiplied only a few times, so measuring does not pay.
     return "fixed" if config.deterministic or config.quantization == "int8" else "measured"
+
+
+def load_configured(config: EngineConfig, checked: CheckedModel, weights: Weights | None = None) -> Model:
+    """Load a checked model as the options say.
+
+    Args:
+        config: the options.
+        checked: the model.
+        weights: what `computed_weights` gave; None: not asked yet.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    spec = checked_spec(checked, dtype=config.dtype, device=config.device)
+    stored = stored_products(weights or computed_weights(config, checked, spec), spec)
+    return load_checked(checked, dtype=config.dtype, device=config.device, products=products_of(config), stored=stored)
 
 
 def refuse_anywhere(config: EngineConfig) -> None:

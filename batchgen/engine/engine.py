@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, products_of
+from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, load_configured, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
@@ -35,7 +35,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
-from batchgen.engine.quantization import computed_weights, describe_weights, quantize
+from batchgen.engine.quantization import describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
@@ -49,7 +49,6 @@ from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import checked_spec, load_checked
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts, bytes_by_kind
@@ -124,14 +123,7 @@ class Engine:
             lora=config.lora,
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
         )
-        spec = checked_spec(checked, dtype=config.dtype, device=config.device)
-        loaded = load_checked(
-            checked,
-            dtype=config.dtype,
-            device=config.device,
-            products=products_of(config),
-            stored=computed_weights(config, checked, spec) == "stored",
-        )
+        loaded = load_configured(config, checked)
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)

@@ -292,7 +292,7 @@ def _lines(report: CheckReport) -> list[str]:
 def _stored(report: CheckReport) -> str:
     form = report.model["checkpoint_format"]
     kept = report.model["quantization"] == "stored"
-    return "" if form is None else f", with the integers of {form}" if kept else f", dequantized from {form}"
+    return "" if form is None else f", in the numbers of {form}" if kept else f", dequantized from {form}"
 
 
 def _memory(report: CheckReport) -> list[str]:

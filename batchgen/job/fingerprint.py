@@ -69,8 +69,8 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     config, model, sampling = setup.config, setup.identity, setup.sampling
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
-    if setup.weights != "none":  # "none" is left out, for equal fingerprints with older versions
-        options["quantization"] = setup.weights
+    if setup.rounding != "none":  # "none" is left out, for equal fingerprints with older versions
+        options["quantization"] = setup.rounding
     if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
         options["clock"] = config.engine.clock
     # Options that are new are left out at their defaults, too.

@@ -58,7 +58,7 @@ def environment(setup: Setup) -> dict[str, Any]:
     found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in _OPTIONS}
     if "reasoning" in facts:  # left out otherwise, for equal hashes with older versions
         found["model reasoning"] = facts["reasoning"]
-    found["--quantization"] = setup.weights  # "auto" is one of the other ways to compute
+    found["--quantization"] = setup.rounding  # "auto" is one of the other ways to compute
     found["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):
         found["--max-model-len"] = config.engine.max_model_len

@@ -17,12 +17,12 @@ import torch
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.demo import model_path
-from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere
+from batchgen.engine.backend_choice import fixed_kernels, load_configured, refuse_anywhere
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
 from batchgen.engine.memory.kv_budget import allowed_pages
-from batchgen.engine.quantization import computed_weights
+from batchgen.engine.quantization import computed_weights, stored_products
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.signals import StopRequest
 from batchgen.kernels.backend import GPU_BACKENDS
@@ -31,8 +31,8 @@ from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import checked_spec, load_checked
-from batchgen.models.own_integers import Weights, count_integers, stored_bytes
+from batchgen.models.load import checked_spec
+from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
 from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
@@ -65,14 +65,7 @@ class Setup:
         Raises:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
         """
-        engine = self.config.engine
-        loaded = load_checked(
-            self.model,
-            dtype=engine.dtype,
-            device=engine.device,
-            products=products_of(engine),
-            stored=self.weights == "stored",
-        )
+        loaded = load_configured(self.config.engine, self.model, self.weights)
         self.hashes.check_unchanged()
         return loaded
 
@@ -82,6 +75,18 @@ class Setup:
         if self.weights == "int8":  # which reads integers of the checkpoint
             self.hashes.check_unchanged()
         return made
+
+    @property
+    def stored(self) -> Stored | None:
+        """Products of the numbers that a quantised checkpoint stores; None where these are not computed in."""
+        return stored_products(self.weights, self.spec)
+
+    @property
+    def rounding(self) -> Weights:
+        """The weights of linear layers as far as results depend on them: products of stored numbers with full inputs
+        are those of dequantised weights.
+        """
+        return "none" if self.stored == "weights" else self.weights
 
     @property
     def sampling(self) -> Mapping[str, Any]:
@@ -125,8 +130,8 @@ class Setup:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory, while they are read."""
-        if self.weights == "stored" and self.model.native is not None:
-            return stored_bytes(self.model.native[1], self.model.folder, self.spec.dtype.itemsize)
+        if self.stored is not None and self.model.native is not None:
+            return stored_bytes(self.model.native[1], self.model.folder, self.stored, self.spec.dtype.itemsize)
         return self.spec.parameters * self.spec.dtype.itemsize
 
     def note_rows(self, table: RequestTable, note: Callable[[str], None]) -> None:
@@ -218,9 +223,12 @@ def prepare(
 def _quantised_note(plain: PlainTensors, setup: Setup) -> str:
     """How the weights of a quantised checkpoint are computed, and what memory they take."""
     native, dtype = setup.model.native, str(setup.spec.dtype).removeprefix("torch.")
-    own = "" if native is None else f"{count_integers(native[1], setup.model.folder)} of its linear layers"
+    count = 0 if native is None else count_stored(native[1], setup.model.folder, setup.stored or "integers")
+    own = f"{count} of its linear layers"
     what, more = f"its weights are dequantized to {dtype} as they are read", ""
-    if setup.weights == "stored":
+    if setup.stored == "weights":
+        what = f"{own} are computed from its own numbers, and others in {dtype}"
+    elif setup.stored == "integers":
         what = f"{own} are computed in its own integers, with inputs rounded to int8, and others in {dtype}"
     elif setup.weights == "int8":
         more = f"; then weights are quantized to int8, {own} to the checkpoint's own integers"

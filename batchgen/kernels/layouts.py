@@ -38,7 +38,7 @@ from batchgen.kernels.cpu.matmul import (
     unpack_bfp,
     unpack_int8,
 )
-from batchgen.kernels.quantization import INT8, quantise_weight
+from batchgen.kernels.quantization import INT8, GroupedWeight, quantise_weight
 
 
 def load_timings(subject: str, names: Collection[str]) -> dict[str, float] | None:
@@ -83,6 +83,9 @@ torch.get_num_threads()
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., I], W [O, I] and b [O] or None -> [..., O]."""
+
+GroupedProduct = Callable[[Tensor, GroupedWeight, Tensor | None], Tensor]
+"""As `Product`, of a weight in groups."""
 
 Products = Literal["measured", "fixed", "torch", "int8"]
 """Products that may be used on a CPU. `measured`: the fastest. `fixed`: the first available, without measuring, so that
@@ -130,6 +133,23 @@ class Plain:
     def dense(self) -> Tensor:
         """The weight."""
         return self._weight
+
+
+class Grouped:
+    """A weight in groups of small numbers, multiplied by `product` with inputs of `dtype`."""
+
+    __slots__ = ("_dtype", "_product", "_weight", "bias")
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype, product: GroupedProduct) -> None:
+        self._weight, self.bias, self._dtype, self._product = weight, bias, dtype, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+        return self._product(x, self._weight, self.bias)
+
+    def dense(self) -> Tensor:
+        """The dequantised weight."""
+        return self._weight.dense().to(self._dtype)
 
 
 class OneDnn:

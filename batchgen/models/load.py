@@ -25,6 +25,7 @@ from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import NativeLayout
 from batchgen.models.overrides import NO_OVERRIDES, Overrides
+from batchgen.models.own_integers import Stored
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -60,7 +61,7 @@ def load_checked(
     dtype: DtypeName = "auto",
     device: DeviceName = "auto",
     products: Products = "measured",
-    stored: bool = False,
+    stored: Stored | None = None,
 ) -> Model:
     """Load a checkpoint in Hugging Face format whose folder has been checked.
 
@@ -70,8 +71,7 @@ def load_checked(
             float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
         device: `auto` is the GPU if there is one.
         products: matrix multiplications allowed on a CPU.
-        stored: whether linear layers are computed in the integers that the checkpoint stores, where it does; see
-            `load_native`.
+        stored: products of linear layers in the numbers that the checkpoint stores, where it does; see `load_native`.
 
     Raises:
         ModelError: the message names the reason and the remedy; raised before weights are read where possible.

@@ -28,7 +28,7 @@ from batchgen.models.lora import AdaptedEnds, adapted_ends, adapter_reader, fuse
 from batchgen.models.lora_config import Adapter
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import EMBEDDING, HEAD, FusedTensor, NativeLayout, adapted_parts, native_sites
-from batchgen.models.own_integers import OwnIntegers
+from batchgen.models.own_integers import OwnIntegers, Stored
 from batchgen.models.weights import WeightReader
 
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
@@ -54,7 +54,7 @@ class NativeModel:
         self._ends = ends
         self._integers = integers
         self.stored_products = 0
-        """How many of the linear layers, in which projections are fused, are in the integers of the checkpoint."""
+        """How many of the linear layers, in which projections are fused, are in the numbers of the checkpoint."""
         self._has_factors = any(pairs.has_factors for layer in weights.layers for pairs in layer.lora.values())
         self._fused = fused_decoder(weights)
 
@@ -263,11 +263,11 @@ def load_native(
     folder: ModelFolder,
     adapters: Sequence[Adapter] = (),
     products: Products = "measured",
-    stored: bool = False,
+    stored: Stored | None = None,
 ) -> NativeModel:
     """Read the weights directly into the fused tensors on the device.
 
-    With `stored`, linear layers whose integers the checkpoint stores are computed in these, for which `int8_refusal`
+    With `stored`, linear layers whose numbers the checkpoint stores are computed in these; for integers, `int8_refusal`
     must be None.
 
     The layout must have been checked against the folder (`check_native_tensors`), and adapters against the layout. Peak
@@ -275,7 +275,7 @@ def load_native(
     """
     with WeightReader(folder.tensors) as reader:
         integers = OwnIntegers(folder, layout)
-        loader = _Loader(reader, spec, layout, products, integers if stored else None)
+        loader = _Loader(reader, spec, layout, products, None if stored is None else (integers, stored))
         embedding = loader.tensor(layout.embedding)
         changes = _load_adapters(loader, layout, adapters)
         layers = [
@@ -321,11 +321,11 @@ class _Loader:
         spec: ModelSpec,
         layout: NativeLayout,
         products: Products,
-        integers: OwnIntegers | None,
+        own: tuple[OwnIntegers, Stored] | None,
     ) -> None:
         self.stored_products = 0
         self._reader = reader
-        self._integers = integers
+        self._own = own
         self._spec = spec
         self._products = products
         self._staging: Tensor | None = None
@@ -346,14 +346,25 @@ class _Loader:
     def linear(self, weight: FusedTensor, bias: FusedTensor | None = None) -> Linear:
         """Read a linear layer."""
         own_bias = None if bias is None else self.tensor(bias)
-        found = None if self._integers is None else self._integers.read(weight, self._reader, self._staging)
+        found = self._stored(weight, own_bias)
         if found is not None:
             self.stored_products += 1
-            return Linear.from_groups(found, own_bias, self._spec.dtype)
+            return found
         if self._staging is None:
             return Linear(self.tensor(weight), own_bias, products=self._products)
         staged = self._read(weight, self._staging[: _numel(weight)].view(weight.shape))
         return Linear(staged, own_bias, products=self._products)
+
+    def _stored(self, fused: FusedTensor, bias: Tensor | None) -> Linear | None:
+        """The linear layer in its stored numbers; None if it is not computed in such."""
+        if self._own is None:
+            return None
+        own, stored = self._own
+        if stored == "integers":
+            found = own.read(fused, self._reader, self._staging)
+            return None if found is None else Linear.from_groups(found, bias, self._spec.dtype)
+        found = own.read_weight(fused, self._reader)
+        return None if found is None else Linear.weight_only(found.to(self._spec.device), bias, self._spec.dtype)
 
     def _read(self, fused: FusedTensor, target: Tensor) -> Tensor:
         start = 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.models.quantized.dequantise import StoredIntegers, dequantise, stored_integers
+from batchgen.models.quantized.dequantise import StoredNumbers, dequantise, stored_floats, stored_integers
 from batchgen.models.quantized.tensors import QuantizedTensor, StoredTensor
 from batchgen.models.safetensors_header import StoredForm, TensorInfo
 
@@ -92,7 +92,7 @@ class WeightReader:
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
 
-    def integers(self, name: str, into: Tensor) -> StoredIntegers | None:
+    def integers(self, name: str, into: Tensor) -> StoredNumbers | None:
         """The integers and scales of the stored matrix `name` [O, I], if it has a form of these.
 
         Args:
@@ -104,6 +104,11 @@ class WeightReader:
         """
         info = self._tensors[name]
         return stored_integers(info, into, self._rows) if isinstance(info, QuantizedTensor) else None
+
+    def floats(self, name: str, into: Tensor) -> StoredNumbers | None:
+        """As `integers`, of floats of eight bits; `into` is float8_e4m3fn."""
+        info = self._tensors[name]
+        return stored_floats(info, into, self._rows) if isinstance(info, QuantizedTensor) else None
 
     def converts(self, dtype: torch.dtype) -> bool:
         """Whether `read` rounds a matrix to `dtype`, from what is stored."""

@@ -22,6 +22,7 @@ from batchgen.models.quantized.tensors import (
     PackedTensor,
     QuantizedTensor,
     ScaledTensor,
+    float_group,
     integer_group,
 )
 from batchgen.models.safetensors_header import TensorInfo
@@ -50,8 +51,8 @@ def dequantise(target: Tensor, tensor: QuantizedTensor, read: ReadRows) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredIntegers:
-    """Scales of a matrix [O, I] of integers."""
+class StoredNumbers:
+    """Scales of a matrix [O, I] of numbers."""
 
     scales: Tensor
     """[O, G] float32"""
@@ -59,7 +60,7 @@ class StoredIntegers:
     """Inputs that share a scale; the last group may be shorter."""
 
 
-def stored_integers(tensor: QuantizedTensor, into: Tensor, read: ReadRows) -> StoredIntegers | None:
+def stored_integers(tensor: QuantizedTensor, into: Tensor, read: ReadRows) -> StoredNumbers | None:
     """Fill `into` [O, I] int8 with the numbers that scales multiply; None if they are others than such integers."""
     group = integer_group(tensor)
     if group is None:
@@ -72,12 +73,31 @@ def stored_integers(tensor: QuantizedTensor, into: Tensor, read: ReadRows) -> St
         part.copy_(piece.numbers.clamp(-128, 127))
         if not torch.equal(part.float(), piece.numbers):
             return None
+    return StoredNumbers(_group_scales(tensor, read), group)
+
+
+def stored_floats(tensor: QuantizedTensor, into: Tensor, read: ReadRows) -> StoredNumbers | None:
+    """Fill `into` [O, I] float8_e4m3fn with the numbers that scales multiply; None if they are others than such."""
+    group = float_group(tensor)
+    if group is None:
+        return None
+    assert isinstance(tensor, ScaledTensor), "checked above"
+    for start, end in _pieces(*tensor.shape):
+        values = read(tensor.parts["values"], start, end)
+        if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):  # not-a-number
+            return None
+        into[start:end] = values
+    return StoredNumbers(_group_scales(tensor, read), group)
+
+
+def _group_scales(tensor: ScaledTensor | PackedTensor, read: ReadRows) -> Tensor:
+    """Scales [O, G] float32 of the groups of each row."""
     outputs = tensor.shape[0]
     scales = _whole(tensor.parts["scale"], read).float()
     if isinstance(tensor, ScaledTensor):
         rows = torch.arange(outputs) // tensor.blocks[0]
-        return StoredIntegers(scales.view(tensor.scale_shape)[rows] * _factor(tensor, read), group)
-    return StoredIntegers(scales.view(outputs, -1) if tensor.layout == "columns" else scales.T, group)
+        return scales.view(tensor.scale_shape).expand(-1, tensor.scale_shape[1])[rows] * _factor(tensor, read)
+    return scales.view(outputs, -1) if tensor.layout == "columns" else scales.T
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,12 @@ from batchgen.kernels.gpu.matmul import batched_matmul, linear
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
+from batchgen.kernels.gpu.quantized_matmul import linear as quantized_linear
 from batchgen.kernels.gpu.rope import rope_tables
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
 from batchgen.kernels.moe import Experts, Gating, Routing
+from batchgen.kernels.quantization import FP8, INT4, INT8, GroupedWeight, Scheme
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
@@ -52,7 +54,7 @@ def ints(*shape: int) -> Tensor:
 def launches() -> Cases:
     """(name, call of a launcher) of every case."""
     for dtype in DTYPES:
-        for cases in (_dense, _heads, _products, _logits, _drawing, _grouped, _attention):
+        for cases in (_dense, _heads, _products, _quantized, _logits, _drawing, _grouped, _attention):
             yield from cases(_name(dtype), dtype)
     yield from _float32()
 
@@ -62,9 +64,10 @@ STEP_SIZES = (1, 16, 17, 1000)
 
 def steps() -> Cases:
     """Launches of steps of other sizes: tokens, rows, pairs, work items, the room of tables."""
+    name = _name(BF16)
     for size in STEP_SIZES:
-        for cases in (by_row(size), _grouped(_name(BF16), BF16, size), _attended(size)):
-            yield from ((f"{name} at {size}", thunk) for name, thunk in cases)
+        for cases in (by_row(size), _grouped(name, BF16, size), _attended(size), _quantized(name, BF16, size)):
+            yield from ((f"{case} at {size}", thunk) for case, thunk in cases)
 
 
 def by_row(rows: int) -> Cases:
@@ -133,6 +136,29 @@ def _products(name: str, dtype: torch.dtype, rows: int = 256) -> Cases:
     yield f"linear[{name},odd sizes]", partial(linear, make(rows, 100), make(1000, 100))
     yield f"batched_matmul[{name}]", partial(batched_matmul, make(16, rows, 128), make(16, 128, 512))
     yield f"batched_matmul[{name},transposed]", partial(batched_matmul, make(16, 9, 64), make(16, 512, 64).mT)
+
+
+WEIGHTS = ((4096, 4096, 128), (4096, 4096, 4096), (4096, 28672, 128), (4096, 4096, 32), (1000, 1000, 64))
+"""Inputs, outputs and inputs of a group."""
+
+
+def _quantized(name: str, dtype: torch.dtype, rows: int | None = None) -> Cases:
+    for scheme in (FP8, INT8, INT4):
+        for inputs, outputs, size in WEIGHTS if dtype == BF16 else WEIGHTS[:1]:
+            weight = _grouped_weight(scheme, outputs, inputs, size)
+            kind = f"{name},{scheme.dtype},I={inputs},O={outputs},S={size}".replace("torch.", "")
+            for count in (5, 20, 100, 300) if rows is None else (rows,):
+                x = empty(count, inputs, dtype=dtype)
+                yield f"quantized_linear[{kind},T={count}]", partial(quantized_linear, x, weight)
+        bias = empty(outputs, dtype=dtype)
+        yield f"quantized_linear[{kind},bias]", partial(quantized_linear, x[:100], weight, bias)
+
+
+def _grouped_weight(scheme: Scheme, outputs: int, inputs: int, size: int) -> GroupedWeight:
+    groups, paired = -(-inputs // size), scheme is INT4
+    numbers = empty(outputs, groups, size // 2 if paired else size, dtype=scheme.dtype)
+    zeros = empty(outputs, groups, dtype=torch.uint8) if paired else None
+    return GroupedWeight(numbers, empty(outputs, groups), inputs, scheme, zeros)
 
 
 def _logits(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:

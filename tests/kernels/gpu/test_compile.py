@@ -46,6 +46,7 @@ MULTIPLY = {
     "moe._gate_up",
     "moe._down",
     "matmul._matmul",
+    "quantized_matmul._product",
 }
 """Kernels of matrix products, which run on tensor cores for 2-byte operands."""
 
@@ -65,6 +66,8 @@ FIXED_BY_THE_MODEL = {
         *("inputs", "outputs"),
         *("x_batch", "x_token", "weight_batch", "weight_out", "weight_in"),
     },
+    "quantized_matmul._product": {"inputs", "outputs", "row_bytes", "groups", "size", "x_token"},
+    "quantized_matmul._dequantise": {"inputs", "row_bytes", "groups", "size"},
     "moe._combine": {"hidden", "chosen", "experts"},
     "moe._down": {"hidden", "inner"},
     "moe._gate_up": {"up", "hidden", "inner", "chosen"},
