@@ -67,6 +67,11 @@ class EngineConfig:
         PATH,
         reach="code",
     )
+    kv_dtype: Literal["auto", "fp8"] = MODEL.option(
+        "auto",
+        "Number format of stored keys and values: auto is that of the run; fp8 (E4M3) halves their memory on a GPU, "
+        "and rounds them. Example: --kv-dtype fp8",
+    )
     quantization: Literal["auto", "none", "int8"] = MODEL.option(
         "auto",
         "How weights are computed: none dequantizes a quantized checkpoint as it is read; auto keeps its numbers "

@@ -329,7 +329,7 @@ class Engine:
         if pool is None:
             kept = None  # frees its memory
             counts = (pages.full, pages.window)
-            kept = allocate_pool(spec.kv_layers, planned.windows, counts, config.page_size, spec.dtype, spec.device)
+            kept = allocate_pool(spec.kv_layers, planned.windows, counts, config.page_size, spec.kv_dtype, spec.device)
             pool = kept = self._extended(kept, budget - kept.nbytes)
         if spec.device.type == "cpu":
             self._pool = kept

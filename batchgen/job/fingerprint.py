@@ -71,6 +71,8 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
     if setup.rounding != "none":  # "none" is left out, for equal fingerprints with older versions
         options["quantization"] = setup.rounding
+    if config.engine.kv_dtype != "auto":
+        options["kv_dtype"] = config.engine.kv_dtype
     if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
         options["clock"] = config.engine.clock
     # Options that are new are left out at their defaults, too.

@@ -59,6 +59,8 @@ def environment(setup: Setup) -> dict[str, Any]:
     if "reasoning" in facts:  # left out otherwise, for equal hashes with older versions
         found["model reasoning"] = facts["reasoning"]
     found["--quantization"] = setup.rounding  # "auto" is one of the other ways to compute
+    if config.engine.kv_dtype != "auto":  # left out otherwise, for equal hashes with older versions
+        found["--kv-dtype"] = config.engine.kv_dtype
     found["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):
         found["--max-model-len"] = config.engine.max_model_len

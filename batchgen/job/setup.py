@@ -17,7 +17,7 @@ import torch
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.demo import model_path
-from batchgen.engine.backend_choice import fixed_kernels, load_configured, refuse_anywhere
+from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere, refuse_kv_dtype
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
@@ -31,7 +31,7 @@ from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import checked_spec
+from batchgen.models.load import DeviceName, checked_spec, load_checked
 from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
 from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.printable import format_size
@@ -65,7 +65,15 @@ class Setup:
         Raises:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
         """
-        loaded = load_configured(self.config.engine, self.model, self.weights)
+        engine = self.config.engine
+        loaded = load_checked(
+            self.model,
+            dtype=engine.dtype,
+            device=engine.device,
+            products=products_of(engine),
+            stored=self.stored,
+            kv_dtype=engine.kv_dtype,
+        )
         self.hashes.check_unchanged()
         return loaded
 
@@ -186,9 +194,11 @@ def prepare(
         note(DEMO_NOTE)
     prepare_device(engine)
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
-    spec = checked_spec(job.model, dtype=engine.dtype, device="cuda" if absent else engine.device, elsewhere=absent)
+    device: DeviceName = "cuda" if absent else engine.device
+    spec = checked_spec(job.model, dtype=engine.dtype, device=device, elsewhere=absent, kv_dtype=engine.kv_dtype)
     if absent:
         refuse_anywhere(engine)
+        refuse_kv_dtype(engine, spec)
         note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
     else:
         if spec.device.type == "cpu" and engine.attention != "torch":

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.chips import ChipTuning, candidate_tunings, chip_name, known_chips, measured_tuning
+from batchgen.kernels.pooled import in_e4m3
 from batchgen.kernels.quantization import INT4, GroupedWeight, Scheme
 from batchgen.kernels.types import (
+    E4M3,
     AttentionArgs,
     AttentionBatch,
     ChunkPages,
@@ -57,6 +59,8 @@ class TypicalStep:
     """Leading positions that all rows share; rounded down to whole pages."""
     chunk: int = 0
     """Prompt tokens computed in the same step."""
+    cache_dtype: torch.dtype | None = None
+    """Dtype of keys and values; None: that of the queries."""
 
     def sample(self, *, grouped: bool) -> tuple[KVPool, AttentionBatch, Tensor]:
         """A pool, a step over it and its queries [T, N, D]; with `grouped`, shared positions are one prefix group."""
@@ -91,7 +95,7 @@ class _Pages:
     """Page numbers in random order, repeated if more are wanted than fit."""
 
     def __init__(self, wanted: int, step: TypicalStep) -> None:
-        room = _POOL_BYTES // KVPool.page_bytes([step.layer], step.page_size, step.dtype)
+        room = _POOL_BYTES // KVPool.page_bytes([step.layer], step.page_size, step.cache_dtype or step.dtype)
         self._step = step
         self._count = max(2, min(wanted, room))
         self._order = np.random.default_rng(0).permutation(self._count - 1) + 1
@@ -104,9 +108,10 @@ class _Pages:
 
     def pool(self) -> KVPool:
         step = self._step
-        pool = KVPool.allocate([step.layer], self._count, step.page_size, step.dtype, step.device)
+        dtype = step.cache_dtype or step.dtype
+        pool = KVPool.allocate([step.layer], self._count, step.page_size, dtype, step.device)
         for cache in pool.caches:
-            cache.normal_()
+            cache.copy_(in_e4m3(torch.randn_like(cache, dtype=step.dtype))) if dtype == E4M3 else cache.normal_()
         return pool
 
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.chips import chip_name, chip_tuning
-from batchgen.kernels.gpu.common import INTERPRETED, dot, power_of_2, rounded
+from batchgen.kernels.chips import converts_fp8
+from batchgen.kernels.gpu.common import INTERPRETED, dot, from_e4m3, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.quantization import FP8, GroupedWeight
 
@@ -30,18 +30,13 @@ _MANY_OUTPUTS = 16384
 _BLOCK = 1024
 """Inputs that a program dequantises."""
 _FP8, _INT8, _INT4 = range(3)
-_WITHOUT_FP8 = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87")
 
 
 @triton.jit
 def _values(b, KIND: tl.constexpr, NATIVE: tl.constexpr, dtype: tl.constexpr):
     """Numbers of bytes `b` (uint8), E4M3 or int8, in `dtype`, exactly."""
     if KIND == 0:
-        if NATIVE:
-            return b.to(tl.float8e4nv, bitcast=True).to(dtype)
-        # The bits of a float16 whose exponent is 8 less, right for denormal numbers, too.
-        bits = ((b & 0x80).to(tl.uint16) << 8) | ((b & 0x7F).to(tl.uint16) << 7)
-        return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256).to(dtype)
+        return from_e4m3(b, NATIVE, dtype)
     else:
         return b.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
 
@@ -184,7 +179,7 @@ def _few_rows(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
         _product, (triton.cdiv(outputs, columns), triton.cdiv(tokens, rows)),
         x, numbers, weight.scales, zeros, x if bias is None else bias, out,
         tokens, inputs, outputs, x.stride(0) if tokens > 1 else inputs, numbers.shape[1], groups, weight.size,
-        KIND=_kind(weight), NATIVE=_converts_fp8(x.device), BIASED=bias is not None, WHOLE_INNER=inputs % inner == 0,
+        KIND=_kind(weight), NATIVE=converts_fp8(x.device), BIASED=bias is not None, WHOLE_INNER=inputs % inner == 0,
         ROWS=rows, COLUMNS=columns, INNER=inner, num_warps=4, num_stages=3 if columns == 128 else 4,
     )  # fmt: skip
     return out
@@ -199,12 +194,6 @@ def _inner(weight: GroupedWeight, dtype: torch.dtype = torch.bfloat16) -> int:
     # Products of float32 operands do not use tensor cores, and wide steps would need too many registers.
     most = _LEAST_INNER if dtype == torch.float32 else _INNER
     return most if weight.numbers.shape[1] == 1 else gcd(weight.size, most)
-
-
-def _converts_fp8(device: torch.device) -> bool:
-    """Whether the chip has an instruction that converts E4M3."""
-    name = chip_name(device) if device.type == "cuda" else chip_tuning(device).chip
-    return not INTERPRETED.value and name not in _WITHOUT_FP8
 
 
 def _kind(weight: GroupedWeight) -> int:
