@@ -48,6 +48,12 @@ class EngineConfig:
         NAME,
         reach="files",
     )
+    allow_pickle_weights: bool = MODEL.option(
+        False,
+        "Read weights from pytorch_model*.bin where a folder has no safetensors, by PyTorch's restricted reader. "
+        "Example: --allow-pickle-weights",
+        reach="code",
+    )
     tokenizer: str | None = MODEL.option(
         None, "Tokenizer folder or Hugging Face id; the default is the model's. Example: --tokenizer ./tok", PATH
     )

@@ -122,6 +122,7 @@ class Engine:
             revision=config.revision,
             lora=config.lora,
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
+            pickles=config.allow_pickle_weights,
         )
         loaded = load_configured(config, checked)
         folder = checked.folder.path
