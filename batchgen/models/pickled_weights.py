@@ -96,8 +96,8 @@ def _refusal(file: Path, reason: str) -> ModelError:
     if found is not None:
         named = next(part for part in found.groups() if part)
         return ModelError(
-            f"{file} holds more than weights: reading it would use {named[:200]}, which can run code. Nothing of it was "
-            "run. Use another checkpoint."
+            f"{file} holds more than weights: reading it would use {named[:200]}, which can run code. Nothing of it "
+            "was run. Use another checkpoint."
         )
     first = (reason.strip().splitlines() or [""])[0][:200].rstrip(".")
     return ModelError(f"{file} cannot be read as weights ({first}). Copy it again, or convert it to safetensors.")

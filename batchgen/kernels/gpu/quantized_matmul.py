@@ -180,7 +180,8 @@ def _few_rows(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> Tensor:
         x, numbers, weight.scales, zeros, x if bias is None else bias, out,
         tokens, inputs, outputs, x.stride(0) if tokens > 1 else inputs, numbers.shape[1], groups, weight.size,
         KIND=_kind(weight), NATIVE=converts_fp8(x.device), BIASED=bias is not None, WHOLE_INNER=inputs % inner == 0,
-        ROWS=rows, COLUMNS=columns, INNER=inner, num_warps=4, num_stages=3 if columns == 128 else 4,
+        ROWS=rows, COLUMNS=columns, INNER=inner,
+        num_warps=8 if columns == 128 else 4, num_stages=3 if columns == 128 else 4,
     )  # fmt: skip
     return out
 
