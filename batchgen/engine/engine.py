@@ -181,12 +181,11 @@ class Engine:
     @property
     def kernels(self) -> str:
         """Names and versions of the attention and matmul kernels; "auto" before `auto` has chosen."""
-        found = self.config.attention if self.backend is None else self.backend.description
-        spec = self.model.spec
-        products = describe_products(spec.dtype, spec.device, products_of(self.config))
-        if self.quantization is not None:
-            products = None
-        named = [each for each in (describe_weights(self.model, self.quantization), products) if each is not None]
+        spec, found = self.model.spec, self.config.attention if self.backend is None else self.backend.description
+        products = [describe_weights(self.model, self.quantization)]
+        if self.quantization is None:
+            products.append(describe_products(spec.dtype, spec.device, products_of(self.config)))
+        named = [each for each in products if each is not None]
         return f"{found}; products: {', others '.join(named)}" if named else found
 
     @property
