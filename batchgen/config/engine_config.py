@@ -48,6 +48,12 @@ class EngineConfig:
         NAME,
         reach="files",
     )
+    allow_pickle_weights: bool = MODEL.option(
+        False,
+        "Read weights from pytorch_model*.bin where a folder has no safetensors, by PyTorch's restricted reader. "
+        "Example: --allow-pickle-weights",
+        reach="code",
+    )
     tokenizer: str | None = MODEL.option(
         None, "Tokenizer folder or Hugging Face id; the default is the model's. Example: --tokenizer ./tok", PATH
     )
@@ -67,9 +73,16 @@ class EngineConfig:
         PATH,
         reach="code",
     )
+    kv_dtype: Literal["auto", "fp8"] = MODEL.option(
+        "auto",
+        "Number format of stored keys and values: auto is that of the run; fp8 (E4M3) halves their memory on a GPU, "
+        "and rounds them. Example: --kv-dtype fp8",
+    )
     quantization: Literal["auto", "none", "int8"] = MODEL.option(
         "auto",
-        "How weights are computed: auto and none dequantize a quantized checkpoint as it is read; int8 quantizes the "
+        "How weights are computed: none dequantizes a quantized checkpoint as it is read; auto keeps its numbers "
+        "where that is as fast here (on a CPU int8 with int8 inputs, on a GPU eight and four bits); int8 takes "
+        "a checkpoint's integers, or quantizes the "
         "weights and matrix products of the native decoder to 8 bits on a CPU; its loss is measured at start and must "
         "not exceed --quantization-bound. Example: --quantization int8",
     )
@@ -200,11 +213,6 @@ class EngineConfig:
         False,
         "Compute bitwise identical logits for a row regardless of the batch, slightly slower. Example: --deterministic",
     )
-
-    @property
-    def computed_weights(self) -> Literal["none", "int8"]:
-        """What `quantization` makes of the weights: none where they are computed in the run's dtype."""
-        return "int8" if self.quantization == "int8" else "none"
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.quantization import refuse_quantization
+from batchgen.engine.quantization import computed_weights, refuse_quantization, stored_products
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import (
@@ -22,7 +22,9 @@ from batchgen.kernels.backend import (
 from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.linear import Products
 from batchgen.kernels.measure import TypicalStep
-from batchgen.models.base import ModelSpec
+from batchgen.models.base import Model, ModelSpec
+from batchgen.models.check import CheckedModel
+from batchgen.models.load import checked_spec, load_checked
 from batchgen.plan.config import GROUP_MIN_SAVING
 
 
@@ -35,6 +37,7 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
     if config.flash_library is not None and not Path(config.flash_library).exists():
         raise UsageError(f"`--flash-library {config.flash_library}`: there is no such file or folder")
     refuse_quantization(config, spec)
+    refuse_kv_dtype(config, spec)
     needs = _needs(config, spec)
     if config.attention == "auto" and needs.capability is not None and not config.deterministic:
         return None
@@ -52,6 +55,42 @@ def products_of(config: EngineConfig) -> Products:
         return "torch"
     # Full weights that will be quantised are multiplied only a few times, so measuring does not pay.
     return "fixed" if config.deterministic or config.quantization == "int8" else "measured"
+
+
+def load_configured(config: EngineConfig, checked: CheckedModel) -> Model:
+    """Load a checked model as the options say.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    spec = checked_spec(checked, dtype=config.dtype, device=config.device)
+    return load_checked(
+        checked,
+        dtype=config.dtype,
+        device=config.device,
+        products=products_of(config),
+        stored=stored_products(computed_weights(config, checked, spec), spec),
+        kv_dtype=config.kv_dtype,
+    )
+
+
+def refuse_kv_dtype(config: EngineConfig, spec: ModelSpec) -> None:
+    """Reject a dtype of keys and values that no kernel reads here.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    if config.kv_dtype == "auto":
+        return
+    reason = None
+    if spec.device.type == "cpu" and config.attention != "triton":
+        reason = "it needs a GPU"
+    elif config.attention == "flash":
+        reason = "flash attention reads keys and values in the dtype of the run"
+    elif any(layer.latent for layer in spec.kv_layers):
+        reason = f"a {spec.name} model stores latents (MLA), which are not rounded to eight bits"
+    if reason is not None:
+        raise UsageError(f"`--kv-dtype {config.kv_dtype}` is not supported: {reason}; leave the option out")
 
 
 def refuse_anywhere(config: EngineConfig) -> None:
@@ -97,6 +136,7 @@ def _needs(config: EngineConfig, spec: ModelSpec) -> AttentionNeeds:
         flash_library=config.flash_library,
         deterministic=config.deterministic,
         native=spec.implementation == "native",
+        cache_dtype=spec.cache_dtype,
     )
 
 
@@ -122,6 +162,7 @@ def typical_step(
         layer=spec.kv_layers[0],
         heads=spec.num_heads,
         dtype=spec.dtype,
+        cache_dtype=spec.cache_dtype,
         page_size=config.page_size,
         device=spec.device,
         rows=rows,

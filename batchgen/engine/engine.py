@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, products_of
+from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, load_configured, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
@@ -35,7 +35,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
-from batchgen.engine.quantization import quantize
+from batchgen.engine.quantization import describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
@@ -49,7 +49,6 @@ from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import load_checked
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts, bytes_by_kind
@@ -123,8 +122,9 @@ class Engine:
             revision=config.revision,
             lora=config.lora,
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
+            pickles=config.allow_pickle_weights,
         )
-        loaded = load_checked(checked, dtype=config.dtype, device=config.device, products=products_of(config))
+        loaded = load_configured(config, checked)
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
@@ -181,12 +181,12 @@ class Engine:
     @property
     def kernels(self) -> str:
         """Names and versions of the attention and matmul kernels; "auto" before `auto` has chosen."""
-        found = self.config.attention if self.backend is None else self.backend.description
-        spec = self.model.spec
-        if self.quantization is not None:
-            return f"{found}; products: compiled {self.config.quantization} ({self.quantization})"
-        products = describe_products(spec.dtype, spec.device, products_of(self.config))
-        return found if products is None else f"{found}; products: {products}"
+        spec, found = self.model.spec, self.config.attention if self.backend is None else self.backend.description
+        products = [describe_weights(self.model, self.quantization)]
+        if self.quantization is None:
+            products.append(describe_products(spec.dtype, spec.device, products_of(self.config)))
+        named = [each for each in products if each is not None]
+        return f"{found}; products: {', others '.join(named)}" if named else found
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -329,7 +329,7 @@ class Engine:
         if pool is None:
             kept = None  # frees its memory
             counts = (pages.full, pages.window)
-            kept = allocate_pool(spec.kv_layers, planned.windows, counts, config.page_size, spec.dtype, spec.device)
+            kept = allocate_pool(spec.kv_layers, planned.windows, counts, config.page_size, spec.kv_dtype, spec.device)
             pool = kept = self._extended(kept, budget - kept.nbytes)
         if spec.device.type == "cpu":
             self._pool = kept

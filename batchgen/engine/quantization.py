@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final
 
+import torch
+
 from batchgen.config.engine_config import EngineConfig
+from batchgen.engine.machine import step_limits
 from batchgen.errors import UsageError
-from batchgen.kernels.layouts import int8_refusal
+from batchgen.kernels.layouts import int8_is_faster, int8_refusal
+from batchgen.kernels.measure import ProductStep, WeightSize, device_timer, grouped_weights_pay
+from batchgen.kernels.quantization import FP8, INT4, INT8
 from batchgen.models.base import Model, ModelSpec
+from batchgen.models.check import CheckedModel
 from batchgen.models.native import NativeModel
+from batchgen.models.own_integers import (
+    Stored,
+    WeightForm,
+    Weights,
+    count_stored,
+    has_integer_inputs,
+    weight_forms,
+)
 from batchgen.models.quantize import QuantizationLoss, quantise
 from batchgen.text.tokenizer import Tokenizer
 
@@ -22,6 +38,71 @@ _TEXTS: Final = (
     '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "address": {"city": "London"}}',
 )
 """Sample texts of several kinds, on which the quantisation loss is measured."""
+
+
+_DECODE_STEPS: Final = 16.0
+"""Steps of a job that only decode, for each of its steps that is full of prompts: outputs of some hundred tokens."""
+_FITS: Final = 0.9
+"""Share of a GPU's free memory that weights may take."""
+
+
+def computed_weights(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) -> Weights:
+    """How the weights of a checked model are computed, before they are read.
+
+    `auto` keeps the numbers that a checkpoint stores where products of them are measured to be at least as fast as
+    others: on a CPU those of a checkpoint that is made for products of integers, on a GPU those of few bits. On a GPU
+    it keeps them, too, if dequantised weights do not fit. For `--deterministic`, whose bits no timing may change,
+    nothing is measured; on a GPU weights are dequantised then.
+    """
+    if config.quantization != "auto":
+        return config.quantization
+    if checked.native is None or config.attention == "torch":
+        return "none"
+    layout, folder = checked.native[1], checked.folder
+    if spec.device.type == "cuda":
+        sizes = _weight_sizes(weight_forms(layout, folder))
+        return "stored" if sizes and not config.deterministic and _pays(sizes, config, spec) else "none"
+    if not has_integer_inputs(folder) or int8_refusal(spec.dtype, spec.device) is not None:
+        return "none"
+    if not count_stored(layout, folder, "integers"):
+        return "none"
+    return "stored" if config.deterministic or int8_is_faster(spec.dtype) else "none"
+
+
+def stored_products(weights: Weights, spec: ModelSpec) -> Stored | None:
+    """The products of stored numbers, with weights that `computed_weights` chose; None without such."""
+    if weights != "stored":
+        return None
+    return "weights" if spec.device.type == "cuda" else "integers"
+
+
+def _weight_sizes(forms: Sequence[WeightForm]) -> Mapping[WeightSize, int]:
+    schemes = {(8, True): FP8, (8, False): INT8, (4, False): INT4}
+    return Counter(WeightSize(f.outer, f.inner, f.size, schemes[f.bits, f.floats]) for f in forms)
+
+
+def _pays(sizes: Mapping[WeightSize, int], config: EngineConfig, spec: ModelSpec) -> bool:
+    """Whether stored numbers are worth keeping on a GPU."""
+    if spec.parameters * spec.dtype.itemsize > _FITS * torch.cuda.mem_get_info(spec.device)[0]:
+        return True
+    rows, tokens = step_limits(config, spec.device)
+    step = ProductStep(spec.device, spec.dtype, device_timer(spec.device))
+    found = grouped_weights_pay(sizes, [(rows, _DECODE_STEPS), (tokens, 1.0)], step)
+    torch.cuda.empty_cache()  # weights are read into it next
+    return found
+
+
+def describe_weights(model: Model, loss: QuantizationLoss | None) -> str | None:
+    """The products of a model in stored numbers or int8, for the footer; None for a model without such."""
+    stored = model.stored_products if isinstance(model, NativeModel) else 0
+    if loss is not None:
+        own = f", {stored} layers in the checkpoint's own integers" if stored else ""
+        return f"compiled int8{own} ({loss})"
+    if not stored:
+        return None
+    if model.spec.device.type == "cuda":
+        return f"triton over the checkpoint's own numbers of {stored} layers"
+    return f"compiled int8 of {stored} layers in the checkpoint's own integers"
 
 
 def refuse_quantization(config: EngineConfig, spec: ModelSpec) -> None:

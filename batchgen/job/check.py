@@ -207,6 +207,7 @@ def _model(setup: Setup) -> dict[str, Any]:
         "parameters": setup.spec.parameters,
         "context_length": setup.spec.context_length,
         "checkpoint_format": setup.checkpoint_format,
+        "quantization": setup.weights,
         "weight_bytes": setup.weight_bytes,
         "kv_bytes_per_token": setup.spec.kv_bytes_per_token,
     }
@@ -290,7 +291,8 @@ def _lines(report: CheckReport) -> list[str]:
 
 def _stored(report: CheckReport) -> str:
     form = report.model["checkpoint_format"]
-    return "" if form is None else f", dequantized from {form}"
+    kept = report.model["quantization"] == "stored"
+    return "" if form is None else f", in the numbers of {form}" if kept else f", dequantized from {form}"
 
 
 def _memory(report: CheckReport) -> list[str]:

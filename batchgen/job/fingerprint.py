@@ -69,8 +69,10 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     config, model, sampling = setup.config, setup.identity, setup.sampling
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
-    if config.engine.computed_weights != "none":  # "none" is left out, for equal fingerprints with older versions
-        options["quantization"] = config.engine.computed_weights
+    if setup.rounding != "none":  # "none" is left out, for equal fingerprints with older versions
+        options["quantization"] = setup.rounding
+    if config.engine.kv_dtype != "auto":
+        options["kv_dtype"] = config.engine.kv_dtype
     if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
         options["clock"] = config.engine.clock
     # Options that are new are left out at their defaults, too.
@@ -98,7 +100,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "version": __version__,
         **model,
         "deterministic": config.engine.deterministic,
-        "quantization": config.engine.computed_weights,
+        "quantization": setup.weights,
         **({"checkpoint_format": form} if (form := setup.checkpoint_format) is not None else {}),
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,

@@ -71,6 +71,7 @@ def check_engine_model(engine: EngineConfig) -> CheckedModel:
         revision=engine.revision,
         lora=engine.lora,
         overrides=Overrides(engine.hf_overrides, engine.rope_scaling),
+        pickles=engine.allow_pickle_weights,
     )
 
 

@@ -58,7 +58,9 @@ def environment(setup: Setup) -> dict[str, Any]:
     found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in _OPTIONS}
     if "reasoning" in facts:  # left out otherwise, for equal hashes with older versions
         found["model reasoning"] = facts["reasoning"]
-    found["--quantization"] = config.engine.computed_weights  # "auto" is not another way to compute than "none"
+    found["--quantization"] = setup.rounding  # "auto" is one of the other ways to compute
+    if config.engine.kv_dtype != "auto":  # left out otherwise, for equal hashes with older versions
+        found["--kv-dtype"] = config.engine.kv_dtype
     found["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):
         found["--max-model-len"] = config.engine.max_model_len

@@ -17,11 +17,12 @@ import torch
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.demo import model_path
-from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere
+from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere, refuse_kv_dtype
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
 from batchgen.engine.memory.kv_budget import allowed_pages
+from batchgen.engine.quantization import computed_weights, stored_products
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.signals import StopRequest
 from batchgen.kernels.backend import GPU_BACKENDS
@@ -30,7 +31,8 @@ from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.load import DeviceName, checked_spec, load_checked
+from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
 from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
@@ -54,6 +56,8 @@ class Setup:
     front_end: FrontEnd
     defaults: RowDefaults
     hashes: FileHashes
+    weights: Weights = "none"
+    """How the weights of linear layers are computed."""
 
     def load_model(self) -> Model:
         """Load the weights.
@@ -62,13 +66,35 @@ class Setup:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
         """
         engine = self.config.engine
-        loaded = load_checked(self.model, dtype=engine.dtype, device=engine.device, products=products_of(engine))
+        loaded = load_checked(
+            self.model,
+            dtype=engine.dtype,
+            device=engine.device,
+            products=products_of(engine),
+            stored=self.stored,
+            kv_dtype=engine.kv_dtype,
+        )
         self.hashes.check_unchanged()
         return loaded
 
     def engine(self, model: Model) -> Engine:
         """The engine of the job, with its loaded model."""
-        return Engine.from_front_end(model, self.front_end)
+        made = Engine.from_front_end(model, self.front_end)
+        if self.weights == "int8":  # which reads integers of the checkpoint
+            self.hashes.check_unchanged()
+        return made
+
+    @property
+    def stored(self) -> Stored | None:
+        """Products of the numbers that a quantised checkpoint stores; None where these are not computed in."""
+        return stored_products(self.weights, self.spec)
+
+    @property
+    def rounding(self) -> Weights:
+        """The weights of linear layers as far as results depend on them: products of stored numbers with full inputs
+        are those of dequantised weights.
+        """
+        return "none" if self.stored == "weights" else self.weights
 
     @property
     def sampling(self) -> Mapping[str, Any]:
@@ -111,7 +137,9 @@ class Setup:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in memory."""
+        """Bytes of the weights in memory, while they are read."""
+        if self.stored is not None and self.model.native is not None:
+            return stored_bytes(self.model.native[1], self.model.folder, self.stored, self.spec.dtype.itemsize)
         return self.spec.parameters * self.spec.dtype.itemsize
 
     def note_rows(self, table: RequestTable, note: Callable[[str], None]) -> None:
@@ -166,9 +194,11 @@ def prepare(
         note(DEMO_NOTE)
     prepare_device(engine)
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
-    spec = checked_spec(job.model, dtype=engine.dtype, device="cuda" if absent else engine.device, elsewhere=absent)
+    device: DeviceName = "cuda" if absent else engine.device
+    spec = checked_spec(job.model, dtype=engine.dtype, device=device, elsewhere=absent, kv_dtype=engine.kv_dtype)
     if absent:
         refuse_anywhere(engine)
+        refuse_kv_dtype(engine, spec)
         note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
     else:
         if spec.device.type == "cpu" and engine.attention != "torch":
@@ -176,8 +206,6 @@ def prepare(
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
-    if job.model.folder.plain is not None:
-        note(_quantised_note(job.model.folder.plain, spec))
     found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
     tokenizer = Tokenizer.load(found, model=folder, config=job.model.folder.config)
     front_end = FrontEnd.build(
@@ -195,15 +223,27 @@ def prepare(
     carried = () if isinstance(config.carry, str) else config.carry
     options = CarriedOptions(carried, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
-    return Setup(config, job.model, spec, front_end, defaults, job.hashes)
+    weights: Weights = "none" if absent else computed_weights(engine, job.model, spec)
+    setup = Setup(config, job.model, spec, front_end, defaults, job.hashes, weights)
+    if job.model.folder.plain is not None:
+        note(_quantised_note(job.model.folder.plain, setup))
+    return setup
 
 
-def _quantised_note(plain: PlainTensors, spec: ModelSpec) -> str:
-    return (
-        f"the checkpoint is quantized ({plain}): its weights are dequantized to "
-        f"{str(spec.dtype).removeprefix('torch.')} as they are read, {format_size(plain.nbytes)} stored, "
-        f"{format_size(spec.parameters * spec.dtype.itemsize)} in memory"
-    )
+def _quantised_note(plain: PlainTensors, setup: Setup) -> str:
+    """How the weights of a quantised checkpoint are computed, and what memory they take."""
+    native, dtype = setup.model.native, str(setup.spec.dtype).removeprefix("torch.")
+    count = 0 if native is None else count_stored(native[1], setup.model.folder, setup.stored or "integers")
+    own = f"{count} of its linear layers"
+    what, more = f"its weights are dequantized to {dtype} as they are read", ""
+    if setup.stored == "weights":
+        what = f"{own} are computed from its own numbers, and others in {dtype}"
+    elif setup.stored == "integers":
+        what = f"{own} are computed in its own integers, with inputs rounded to int8, and others in {dtype}"
+    elif setup.weights == "int8":
+        more = f"; then weights are quantized to int8, {own} to the checkpoint's own integers"
+    sizes = f"{format_size(plain.nbytes)} stored, {format_size(setup.weight_bytes)} in memory"
+    return f"the checkpoint is quantized ({plain}): {what}, {sizes}{more}"
 
 
 def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:

@@ -105,6 +105,8 @@ class AttentionNeeds:
     """Path of a flash library that the user gave."""
     deterministic: bool = False
     """Whether each row's results must be bitwise independent of the other rows of its batch."""
+    cache_dtype: torch.dtype | None = None
+    """Dtype of keys and values; None: `dtype`."""
     native: bool = False
     """Whether the model is one of `models.native`, whose layers the compiled kernels can run as a whole."""
 
@@ -184,6 +186,8 @@ def _compiled(needs: AttentionNeeds) -> Backend:
     """The C++ backend of this CPU, built on first use."""
     if needs.device.type != "cpu" or needs.capability is not None:
         raise BackendUnavailable("it runs on CPUs only, and this run computes on a GPU")
+    if needs.cache_dtype is not None:
+        raise BackendUnavailable("it reads keys and values in the dtype of the run (--kv-dtype)")
     if needs.dtype not in DTYPES:
         dtype = str(needs.dtype).removeprefix("torch.")
         raise BackendUnavailable(f"it supports bfloat16 and float32, not {dtype} (see --dtype)")
@@ -344,6 +348,8 @@ def _flash(needs: AttentionNeeds) -> Backend:
     """The flash backend: vllm-flash-attn, with Triton for shared prefixes and other operations. Cached per process."""
     if needs.capability is None:
         raise BackendUnavailable("it needs an NVIDIA GPU, and this run computes on the CPU")
+    if needs.cache_dtype is not None:
+        raise BackendUnavailable("it reads keys and values in the dtype of the run (--kv-dtype)")
     try:
         versions = versions_for(needs.capability)
     except FlashUnavailable as problem:

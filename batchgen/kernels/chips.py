@@ -269,6 +269,15 @@ def chip_name(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+_WITHOUT_FP8: Final = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87")
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the chip of a device, or on the meta device the one that is compiled for, has instructions for E4M3."""
+    name = chip_name(device) if device.type == "cuda" else chip_tuning(device).chip
+    return device.type != "cpu" and name not in _WITHOUT_FP8
+
+
 def chip_tuning(device: torch.device) -> ChipTuning:
     """The tuning of the chip behind `device`; the default for other devices than GPUs.
 

@@ -38,7 +38,7 @@ from batchgen.kernels.cpu.matmul import (
     unpack_bfp,
     unpack_int8,
 )
-from batchgen.kernels.quantization import INT8, quantise_weight
+from batchgen.kernels.quantization import INT8, GroupedWeight, quantise_weight
 
 
 def load_timings(subject: str, names: Collection[str]) -> dict[str, float] | None:
@@ -83,6 +83,9 @@ torch.get_num_threads()
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., I], W [O, I] and b [O] or None -> [..., O]."""
+
+GroupedProduct = Callable[[Tensor, GroupedWeight, Tensor | None], Tensor]
+"""As `Product`, of a weight in groups."""
 
 Products = Literal["measured", "fixed", "torch", "int8"]
 """Products that may be used on a CPU. `measured`: the fastest. `fixed`: the first available, without measuring, so that
@@ -132,6 +135,23 @@ class Plain:
         return self._weight
 
 
+class Grouped:
+    """A weight in groups of small numbers, multiplied by `product` with inputs of `dtype`."""
+
+    __slots__ = ("_dtype", "_product", "_weight", "bias")
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype, product: GroupedProduct) -> None:
+        self._weight, self.bias, self._dtype, self._product = weight, bias, dtype, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+        return self._product(x, self._weight, self.bias)
+
+    def dense(self) -> Tensor:
+        """The dequantised weight."""
+        return self._weight.dense().to(self._dtype)
+
+
 class OneDnn:
     """oneDNN's packed layout and product."""
 
@@ -156,8 +176,8 @@ class Compiled:
 
     __slots__ = ("bias", "method", "packed", "wide_bias")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, method: Method = "widened") -> None:
-        self.packed = _packed(weight, method)
+    def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None, method: Method = "widened") -> None:
+        self.packed = weight if isinstance(weight, PackedWeight) else _packed(weight, method)
         self.bias = bias
         self.wide_bias = None if bias is None else bias.float().contiguous()
         self.method: Method = method
@@ -258,6 +278,24 @@ def choose_layout(dtype: torch.dtype, products: Products) -> LayoutChoice:
     best = fastest(times)
     rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
     return LayoutChoice(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})", times)
+
+
+@cache
+def int8_is_faster(dtype: torch.dtype) -> bool:
+    """Whether products of int8 weights take at most the time of those of `dtype` in their fastest layout here.
+
+    Measured once per machine, then read from the cache. `int8_refusal` must be None.
+    """
+    found = layouts(dtype, "int8")
+    best = choose_layout(dtype, "measured")
+    both = {best.name: best.make, **found}
+    subject = f"int8-{str(dtype).removeprefix('torch.')}"
+    times = load_timings(subject, both)
+    if times is None:
+        times, settled = _measured(dtype, both)
+        if settled:
+            save_timings(subject, times)
+    return all(times[name] <= times[best.name] for name in found)
 
 
 @cache

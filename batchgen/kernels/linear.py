@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.cpu.matmul import unpack_rows
-from batchgen.kernels.layouts import WHOLE, Compiled, Layout, Plain, Product, Products, choose_layout, layouts
+from batchgen.kernels.cpu.matmul import pack_int8, unpack_rows
+from batchgen.kernels.layouts import WHOLE, Compiled, Grouped, Layout, Plain, Product, Products, choose_layout, layouts
+from batchgen.kernels.quantization import GroupedWeight
 
 __all__ = ["Embedding", "Linear", "Product", "Products", "describe_products", "forms", "repacks"]
 
@@ -46,6 +47,28 @@ class Linear:
             self._layout = choose_layout(weight.dtype, products).make(weight, bias)
         else:
             self._layout = Plain(weight, bias)
+
+    @classmethod
+    def from_groups(cls, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """A layer of a weight in int8 on a CPU, for inputs of `dtype`; `int8_refusal` must be None."""
+        made = cls.__new__(cls)
+        made.out_features, made.in_features = len(weight.numbers), weight.inner
+        made._layout = Compiled(pack_int8(weight, dtype), bias, "int8")
+        return made
+
+    @classmethod
+    def weight_only(cls, weight: GroupedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """A layer of a weight in eight or four bits, by Triton, for inputs of `dtype`.
+
+        The weight must be one that `quantized_matmul.is_supported`.
+        """
+        # Triton is imported where it computes.
+        from batchgen.kernels.gpu.quantized_matmul import linear
+
+        made = cls.__new__(cls)
+        made.out_features, made.in_features = len(weight.numbers), weight.inner
+        made._layout = Grouped(weight, bias, dtype, linear)
+        return made
 
     @property
     def bias(self) -> Tensor | None:

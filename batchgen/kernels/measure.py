@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -11,10 +11,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.chips import ChipTuning, candidate_tunings, chip_name, known_chips, measured_tuning
+from batchgen.kernels.pooled import in_e4m3
+from batchgen.kernels.quantization import INT4, GroupedWeight, Scheme
 from batchgen.kernels.types import (
+    E4M3,
     AttentionArgs,
     AttentionBatch,
     ChunkPages,
@@ -55,6 +59,8 @@ class TypicalStep:
     """Leading positions that all rows share; rounded down to whole pages."""
     chunk: int = 0
     """Prompt tokens computed in the same step."""
+    cache_dtype: torch.dtype | None = None
+    """Dtype of keys and values; None: that of the queries."""
 
     def sample(self, *, grouped: bool) -> tuple[KVPool, AttentionBatch, Tensor]:
         """A pool, a step over it and its queries [T, N, D]; with `grouped`, shared positions are one prefix group."""
@@ -89,7 +95,7 @@ class _Pages:
     """Page numbers in random order, repeated if more are wanted than fit."""
 
     def __init__(self, wanted: int, step: TypicalStep) -> None:
-        room = _POOL_BYTES // KVPool.page_bytes([step.layer], step.page_size, step.dtype)
+        room = _POOL_BYTES // KVPool.page_bytes([step.layer], step.page_size, step.cache_dtype or step.dtype)
         self._step = step
         self._count = max(2, min(wanted, room))
         self._order = np.random.default_rng(0).permutation(self._count - 1) + 1
@@ -102,9 +108,10 @@ class _Pages:
 
     def pool(self) -> KVPool:
         step = self._step
-        pool = KVPool.allocate([step.layer], self._count, step.page_size, step.dtype, step.device)
+        dtype = step.cache_dtype or step.dtype
+        pool = KVPool.allocate([step.layer], self._count, step.page_size, dtype, step.device)
         for cache in pool.caches:
-            cache.normal_()
+            cache.copy_(in_e4m3(torch.randn_like(cache, dtype=step.dtype))) if dtype == E4M3 else cache.normal_()
         return pool
 
 
@@ -160,6 +167,68 @@ def layer_milliseconds(
     if step.device.type == "cuda":
         torch.cuda.empty_cache()  # the run's own pool is sized by the free memory
     return {name: wrong[name] if name in wrong else sum(times[name]) / len(kinds) for name in candidates}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSize:
+    """Sizes of a weight [O, I] in groups, whose products are measured."""
+
+    outer: int
+    inner: int
+    size: int
+    """Inputs of a group."""
+    scheme: Scheme
+
+    def sample(self, device: torch.device) -> GroupedWeight:
+        """A weight of any numbers."""
+        groups, paired = -(-self.inner // self.size), self.scheme is INT4
+        shape = self.outer, groups, self.size // 2 if paired else self.size
+        numbers = torch.randint(0, 100, shape, dtype=torch.uint8, device=device).view(self.scheme.dtype)
+        scales = torch.ones(self.outer, groups, device=device)
+        zeros = torch.full((self.outer, groups), 8, dtype=torch.uint8, device=device) if paired else None
+        return GroupedWeight(numbers, scales, self.inner, self.scheme, zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductStep:
+    """Device, dtype and timer of measured products."""
+
+    device: torch.device
+    dtype: torch.dtype
+    timer: Timer
+    cache_bytes: int = 64 << 20
+    """Bytes of weights that are measured together, more than the last cache of every chip."""
+
+
+@torch.inference_mode()
+def grouped_weights_pay(
+    weights: Mapping[WeightSize, int], steps: Sequence[tuple[int, float]], step: ProductStep
+) -> bool:
+    """Whether products over weights in groups take at most the time of those over dequantised ones, by Triton.
+
+    Args:
+        weights: sizes of a model's weights, and how many it has of each.
+        steps: numbers of rows of a product, each with its share of the steps.
+        step: where and how products are computed and timed.
+    """
+    from batchgen.kernels.gpu.quantized_matmul import dequantised, linear  # Triton is imported where it computes
+
+    times = [0.0, 0.0]
+    for size, count in weights.items():
+        # Together more than a cache holds, as in a model.
+        first = size.sample(step.device)
+        own = [first, *(size.sample(step.device) for _ in range(step.cache_bytes // max(1, first.numbers.nbytes)))]
+        full = [dequantised(each, step.dtype) for each in own]
+        for rows, share in steps:
+            x = torch.randn(rows, size.inner, device=step.device).to(step.dtype)
+            times[0] += count * share * step.timer(partial(_each, linear, x, own)) / len(own)
+            times[1] += count * share * step.timer(partial(_each, F.linear, x, full)) / len(own)
+    return times[0] <= times[1]
+
+
+def _each(product: Callable[[Tensor, Any], Tensor], x: Tensor, weights: Sequence[Any]) -> None:
+    for weight in weights:
+        product(x, weight)
 
 
 def tune_chip(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
-from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
+from batchgen.kernels.types import E4M3, AttentionArgs, AttentionBatch, KVPool
 
 
 @dataclass(slots=True)
@@ -63,7 +64,22 @@ class PooledAttention(ABC):
 def store(cache: Tensor, new: Tensor, slots: Tensor) -> None:
     """Write keys or values `new` [T, K, x] to slots [T] int64 of `cache` [P, S, K, x], in its dtype."""
     pages, size, heads, dim = cache.shape
-    cache.view(pages * size, heads, dim).index_copy_(0, slots, new.to(cache.dtype))
+    cache.view(pages * size, heads, dim).index_copy_(
+        0, slots, in_e4m3(new) if cache.dtype == E4M3 else new.to(cache.dtype)
+    )
+
+
+_MOST_E4M3: Final = 448.0
+
+
+def in_e4m3(x: Tensor) -> Tensor:
+    """Codes of `x` in `E4M3`: to nearest, ties to even; past 448 the largest number."""
+    return x.float().clamp(-_MOST_E4M3, _MOST_E4M3).to(torch.float8_e4m3fn).view(E4M3)
+
+
+def of_cache(x: Tensor) -> Tensor:
+    """Numbers of keys or values of a pool, float32."""
+    return (x.view(torch.float8_e4m3fn) if x.dtype == E4M3 else x).float()
 
 
 _TOGETHER: Final = 64

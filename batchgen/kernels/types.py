@@ -25,6 +25,10 @@ _LINE: Final = 64
 """Bytes of a CPU cache line."""
 
 
+E4M3: Final = torch.uint8
+"""Dtype of a pool of keys and values in E4M3, floats of eight bits: their codes, which every operation can copy."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """Sizes of one layer's KV cache. `value_dim` differs from `key_dim` in some architectures."""
@@ -43,7 +47,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """The paged KV cache: keys and values, per layer [P, S, K, D]. Page 0 is scratch."""
+    """The paged KV cache: keys and values, per layer [P, S, K, D], perhaps in `E4M3`. Page 0 is scratch."""
 
     keys: list[Tensor]
     values: list[Tensor]

@@ -55,6 +55,13 @@ class ModelSpec:
     """Width of the token embeddings; None if it is `hidden_size`."""
     tied: bool = False
     """Whether the embedding is also the head."""
+    cache_dtype: torch.dtype | None = None
+    """Dtype of stored keys and values; None: `dtype`."""
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Dtype of stored keys and values."""
+        return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     @property
     def state_limits(self) -> CaptureSupport:
@@ -64,7 +71,7 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that all layers store for one position."""
-        return sum(layer.position_size for layer in self.kv_layers) * self.dtype.itemsize
+        return sum(layer.position_size for layer in self.kv_layers) * self.kv_dtype.itemsize
 
     @property
     def embeds_size(self) -> int:

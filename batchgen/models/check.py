@@ -55,10 +55,11 @@ def check_model(
     revision: str | None = None,
     lora: Sequence[NamePath] = (),
     overrides: Overrides = NO_OVERRIDES,
+    pickles: bool = False,
 ) -> CheckedModel:
     """Check a model folder (or hub id): files, headers, architecture and, for native models, every tensor.
 
-    Adapters are checked too, for native models against the layers.
+    Adapters are checked too, for native models against the layers. `pickles`: see `check_model_folder`.
 
     Raises:
         ModelError: the message names the problem and the remedy.
@@ -66,7 +67,7 @@ def check_model(
     if max_model_len is not None and max_model_len < 1:
         raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
     with overrides.explain_errors():
-        folder = check_model_folder(path, revision, overrides)
+        folder = check_model_folder(path, revision, overrides, pickles=pickles)
         chosen = choose_implementation(folder.config, implementation, folder.tensors)
         adapters = read_adapters(lora)
         native = None if chosen != "native" else _check_native(folder, max_model_len)

@@ -276,7 +276,7 @@ def _probe(model: Model, backend: Backend, steps: Sequence[Sequence[int]]) -> li
 def _probe_step(spec: ModelSpec, backend: Backend, step: Sequence[int]) -> ModelInput:
     """A step that computes some of the check's sequences, one page each; adapters, if any, are spread over them."""
     page = max(_PROBE_LENGTHS)
-    pool = KVPool.allocate(list(spec.kv_layers), len(_PROBE_LENGTHS) + 1, page, spec.dtype, spec.device)
+    pool = KVPool.allocate(list(spec.kv_layers), len(_PROBE_LENGTHS) + 1, page, spec.kv_dtype, spec.device)
     batch = AttentionBatch(torch.empty(0, dtype=torch.int64))
     ids, positions, slots = [], [], []
     rows: dict[int, list[int]] = {}

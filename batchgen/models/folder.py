@@ -22,6 +22,7 @@ from batchgen.gguf.tensors import GgufForm, HubTensor, hub_tensors
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.hub import resolve_model
 from batchgen.models.overrides import NO_OVERRIDES, Overrides
+from batchgen.models.pickled_weights import read_pickle_header
 from batchgen.models.quant_format import QuantFormat, find_quant_format
 from batchgen.models.quantized.formats import PlainTensors, plain_tensors
 from batchgen.models.quantized.tensors import AssembledTensor, StoredTensor
@@ -72,11 +73,19 @@ class ModelFolder:
 
 
 def check_model_folder(
-    path: str | os.PathLike[str], revision: str | None = None, overrides: Overrides = NO_OVERRIDES
+    path: str | os.PathLike[str],
+    revision: str | None = None,
+    overrides: Overrides = NO_OVERRIDES,
+    *,
+    pickles: bool = False,
 ) -> ModelFolder:
     """Check a folder's configuration, files and headers, independent of the architecture.
 
-    `overrides` replace values of the configuration before anything else reads it.
+    Args:
+        path: the folder, a GGUF file, or an id.
+        revision: of an id.
+        overrides: replace values of the configuration before anything else reads it.
+        pickles: whether weights may be in PyTorch's files, read by its restricted reader.
 
     Raises:
         ModelError: the message names what is missing or damaged, and the remedy.
@@ -87,10 +96,10 @@ def check_model_folder(
     # Before the file is read, so that a change while it is read shows.
     stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
     raw, config = _read_config(folder, overrides)
-    index, files = find_weight_files(folder)
+    index, files = find_weight_files(folder, pickles=pickles)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        held, stamps[file] = read_header(file)
+        held, stamps[file] = read_pickle_header(file) if file.suffix == ".bin" else read_header(file)
         if double := tensors.keys() & held.keys():
             raise ModelError(f"{min(double)} is stored in two files of {folder}, {file.name} and another. Remove one.")
         tensors.update(held)

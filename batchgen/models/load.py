@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final, Literal
 
 import torch
 
 from batchgen.errors import BatchgenError, ModelError
 from batchgen.kernels.linear import Products
+from batchgen.kernels.types import E4M3
 from batchgen.models.architectures import Requested
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel, check_model
@@ -25,9 +27,14 @@ from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import NativeLayout
 from batchgen.models.overrides import NO_OVERRIDES, Overrides
+from batchgen.models.own_integers import Stored
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KVDtypeName = Literal["auto", "fp8"]
+
+_CACHE_DTYPES: Final[dict[str, torch.dtype | None]] = {"auto": None, "fp8": E4M3}
+"""Dtype of keys and values; None: that of the run."""
 
 _DTYPES: Final[dict[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
@@ -55,7 +62,13 @@ def load_model(
 
 
 def load_checked(
-    checked: CheckedModel, *, dtype: DtypeName = "auto", device: DeviceName = "auto", products: Products = "measured"
+    checked: CheckedModel,
+    *,
+    dtype: DtypeName = "auto",
+    device: DeviceName = "auto",
+    products: Products = "measured",
+    stored: Stored | None = None,
+    kv_dtype: KVDtypeName = "auto",
 ) -> Model:
     """Load a checkpoint in Hugging Face format whose folder has been checked.
 
@@ -65,6 +78,8 @@ def load_checked(
             float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
         device: `auto` is the GPU if there is one.
         products: matrix multiplications allowed on a CPU.
+        stored: products of linear layers in the numbers that the checkpoint stores, where it does; see `load_native`.
+        kv_dtype: of keys and values.
 
     Raises:
         ModelError: the message names the reason and the remedy; raised before weights are read where possible.
@@ -74,7 +89,8 @@ def load_checked(
     if checked.native is not None:
         config, layout = checked.native
         spec = _native_spec(checked, config, layout, kind, where)
-        return load_native(spec, config, layout, checked.folder, checked.adapters, products)
+        spec = replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
+        return load_native(spec, config, layout, checked.folder, checked.adapters, products, stored)
     with _named_failures(checked.folder, "load"):
         # Imported here because the library is slow to import and native models do not need it.
         from batchgen.models.hf_load import load_transformers, text_class, transformers_spec
@@ -83,6 +99,7 @@ def load_checked(
         library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
         cls = text_class(library_config)
         spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters, cls)
+        spec = replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
         return load_transformers(library_config, spec, checked.folder, checked.adapters, products, cls)
 
 
@@ -104,7 +121,12 @@ def inspect_model(
 
 
 def checked_spec(
-    checked: CheckedModel, *, dtype: DtypeName = "auto", device: DeviceName = "auto", elsewhere: bool = False
+    checked: CheckedModel,
+    *,
+    dtype: DtypeName = "auto",
+    device: DeviceName = "auto",
+    elsewhere: bool = False,
+    kv_dtype: KVDtypeName = "auto",
 ) -> ModelSpec:
     """Spec of the model that `load_checked` would load, without reading weights.
 
@@ -113,13 +135,14 @@ def checked_spec(
     where = torch.device(device) if elsewhere and device != "auto" else _device(device)
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
-        return _native_spec(checked, *checked.native, kind, where)
+        return replace(_native_spec(checked, *checked.native, kind, where), cache_dtype=_CACHE_DTYPES[kv_dtype])
     with _named_failures(checked.folder, "build"):
         from batchgen.models.hf_load import transformers_spec  # as in load_checked
         from batchgen.models.hf_text import read_transformers_config
 
         library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
-        return transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
+        spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
+        return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ letters: T tokens, H hidden size, N heads, K kv heads, D head size, I intermedia
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -28,6 +28,7 @@ from batchgen.models.lora import AdaptedEnds, adapted_ends, adapter_reader, fuse
 from batchgen.models.lora_config import Adapter
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import EMBEDDING, HEAD, FusedTensor, NativeLayout, adapted_parts, native_sites
+from batchgen.models.own_integers import OwnIntegers, Stored
 from batchgen.models.weights import WeightReader
 
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
@@ -44,12 +45,16 @@ class NativeModel:
         head: Linear,
         rope: RopeConfig,
         ends: AdaptedEnds | None = None,
+        integers: OwnIntegers | None = None,
     ) -> None:
         self._spec = spec
         self._weights = weights
         self._head = head
         self._rope = rope
         self._ends = ends
+        self._integers = integers
+        self.stored_products = 0
+        """How many of the linear layers, in which projections are fused, are in the numbers of the checkpoint."""
         self._has_factors = any(pairs.has_factors for layer in weights.layers for pairs in layer.lora.values())
         self._fused = fused_decoder(weights)
 
@@ -74,14 +79,30 @@ class NativeModel:
     def quantise(self) -> None:
         """Replace the weights of the linear layers and the head by int8, on a CPU.
 
-        Layers are converted one at a time, so that only one is in memory in both forms.
+        Integers that the checkpoint stores are taken where they fit, others are computed. Layers are converted one at a
+        time, so that only one is in memory in both forms.
+
+        Raises:
+            ModelError: a file of the checkpoint cannot be read.
         """
         self._fused = None  # it references the weights of all layers
-        layers = self._weights.layers
-        for i in range(len(layers)):
-            layers[i] = _changed(layers[i], Linear.in_int8)
-        self._head = self._head.in_int8()
+        layers, integers = self._weights.layers, self._integers
+        with nullcontext() if integers is None else integers:
+            for i in range(len(layers)):
+                stored = {} if integers is None else integers.layout.layers[i]
+                layers[i] = replace(
+                    layers[i],
+                    linears={name: self._in_int8(each, stored.get(name)) for name, each in layers[i].linears.items()},
+                )
+            self._head = self._in_int8(self._head, None if integers is None else integers.layout.head)
         self._fused = fused_decoder(self._weights)
+
+    def _in_int8(self, linear: Linear, stored: FusedTensor | None) -> Linear:
+        weight = None if self._integers is None or stored is None else self._integers.read(stored)
+        if weight is None:
+            return linear.in_int8()
+        self.stored_products += 1
+        return Linear.from_groups(weight, linear.bias, self._spec.dtype)
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
@@ -242,14 +263,19 @@ def load_native(
     folder: ModelFolder,
     adapters: Sequence[Adapter] = (),
     products: Products = "measured",
+    stored: Stored | None = None,
 ) -> NativeModel:
     """Read the weights directly into the fused tensors on the device.
+
+    With `stored`, linear layers whose numbers the checkpoint stores are computed in these; for integers, `int8_refusal`
+    must be None.
 
     The layout must have been checked against the folder (`check_native_tensors`), and adapters against the layout. Peak
     memory is the weights, plus one matrix if they are repacked for the CPU.
     """
     with WeightReader(folder.tensors) as reader:
-        loader = _Loader(reader, spec, layout, products)
+        integers = OwnIntegers(folder, layout)
+        loader = _Loader(reader, spec, layout, products, None if stored is None else (integers, stored))
         embedding = loader.tensor(layout.embedding)
         changes = _load_adapters(loader, layout, adapters)
         layers = [
@@ -277,7 +303,9 @@ def load_native(
         rope_scale=rope_scale,
         layers=layers,
     )
-    return NativeModel(spec, weights, head, config.rope, ends)
+    model = NativeModel(spec, weights, head, config.rope, ends, integers)
+    model.stored_products = loader.stored_products
+    return model
 
 
 class _Loader:
@@ -287,8 +315,17 @@ class _Loader:
     the remaining weights after they are freed, which the process keeps.
     """
 
-    def __init__(self, reader: WeightReader, spec: ModelSpec, layout: NativeLayout, products: Products) -> None:
+    def __init__(
+        self,
+        reader: WeightReader,
+        spec: ModelSpec,
+        layout: NativeLayout,
+        products: Products,
+        own: tuple[OwnIntegers, Stored] | None,
+    ) -> None:
+        self.stored_products = 0
         self._reader = reader
+        self._own = own
         self._spec = spec
         self._products = products
         self._staging: Tensor | None = None
@@ -309,10 +346,25 @@ class _Loader:
     def linear(self, weight: FusedTensor, bias: FusedTensor | None = None) -> Linear:
         """Read a linear layer."""
         own_bias = None if bias is None else self.tensor(bias)
+        found = self._stored(weight, own_bias)
+        if found is not None:
+            self.stored_products += 1
+            return found
         if self._staging is None:
             return Linear(self.tensor(weight), own_bias, products=self._products)
         staged = self._read(weight, self._staging[: _numel(weight)].view(weight.shape))
         return Linear(staged, own_bias, products=self._products)
+
+    def _stored(self, fused: FusedTensor, bias: Tensor | None) -> Linear | None:
+        """The linear layer in its stored numbers; None if it is not computed in such."""
+        if self._own is None:
+            return None
+        own, stored = self._own
+        if stored == "integers":
+            found = own.read(fused, self._reader, self._staging)
+            return None if found is None else Linear.from_groups(found, bias, self._spec.dtype)
+        found = own.read_weight(fused, self._reader)
+        return None if found is None else Linear.weight_only(found.to(self._spec.device), bias, self._spec.dtype)
 
     def _read(self, fused: FusedTensor, target: Tensor) -> Tensor:
         start = 0

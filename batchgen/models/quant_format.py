@@ -46,11 +46,29 @@ class QuantFormat:
     source: str
     """Where it is described: a file and key, or the tensor that tells."""
 
+    @property
+    def integer_inputs(self) -> bool:
+        """Whether all quantised linear layers are described as products of eight-bit integers with such inputs.
+
+        Scales of inputs may be stored, or be those of each token.
+        """
+        if self.method == "torchao":
+            return "Int8DynamicActivationInt8Weight" in str(self.settings.get("quant_type"))
+        groups = self.settings.get("config_groups")
+        entries = [entry for entry in groups.values() if isinstance(entry, dict)] if isinstance(groups, dict) else []
+        both = [entry.get(part) for entry in entries for part in ("weights", "input_activations")]
+        return bool(both) and all(_is_int8(each) for each in both)
+
     def __str__(self) -> str:
         kind = next((self.settings[key] for key in ("quant_algo", "format") if self.settings.get(key)), None)
         bits = self.settings.get("bits")
         detail = f" {kind}" if kind is not None else f", {bits} bits" if bits is not None else ""
         return f"{self.method}{detail}, by {self.source}"
+
+
+def _is_int8(entry: Any) -> bool:
+    """Whether an entry of compressed-tensors' `config_groups` describes integers of eight bits."""
+    return isinstance(entry, dict) and entry.get("num_bits") == 8 and entry.get("type", "int") == "int"
 
 
 def find_quant_format(

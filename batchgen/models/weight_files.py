@@ -9,23 +9,25 @@ from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.hub import read_weight_map
+from batchgen.models.pickled_weights import PICKLE, PICKLE_INDEX, PICKLE_SHARDS
 from batchgen.request.foreign_text import ForeignTextError, read_json_file
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _VARIANT_INDEX: Final = "model.safetensors.index.*.json"
-_SHARD: Final = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_SHARD: Final = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 _NOT_MODEL: Final = ("adapter_model*", "consolidated*", "optimizer*", "mmproj*", "draft*", "eagle*", "medusa*")
 """Other safetensors files in the folder of a model."""
 _NAMED: Final = 5
 """Most files that a message names."""
 
 
-def find_weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+def find_weight_files(folder: Path, *, pickles: bool = False) -> tuple[dict[str, Path], list[Path]]:
     """The index (tensor -> file, empty without one) and the files.
 
     In this order: `model.safetensors`, its index, one variant of either (`model.fp16.safetensors`), the shards of one
-    model without an index, one file of any other name.
+    model without an index, one file of any other name; with `pickles`, and none of these, `pytorch_model.bin`, its
+    index, its shards.
 
     Raises:
         ModelError: there are none, not all, or those of several models; the message says how to run what is there.
@@ -36,6 +38,12 @@ def find_weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     if len(indexes) == 1:
         return _indexed(folder, indexes[0])
     files = sorted(file for file in folder.glob("*.safetensors") if not any(map(file.match, _NOT_MODEL)))
+    if not files and pickles:
+        if (folder / PICKLE).is_file():
+            return {}, [folder / PICKLE]
+        if (folder / PICKLE_INDEX).is_file():
+            return _indexed(folder, folder / PICKLE_INDEX)
+        files = sorted(folder.glob(PICKLE_SHARDS))
     sets = {found[1] if (found := _SHARD.fullmatch(file.name)) else file.name for file in files}
     if len(sets) > 1:
         raise ModelError(
@@ -73,10 +81,10 @@ def _missing_shards(files: Sequence[Path]) -> list[str]:
     found = _SHARD.fullmatch(files[0].name)
     if found is None:
         return []
-    stem, number, count = found.groups()
-    first = 0 if (files[0].parent / f"{stem}-{'0' * len(number)}-of-{count}.safetensors").is_file() else 1
+    stem, number, count, kind = found.groups()
+    first = 0 if (files[0].parent / f"{stem}-{'0' * len(number)}-of-{count}.{kind}").is_file() else 1
     wanted = range(first, min(int(count), 100_000) + first)
-    names = (f"{stem}-{i:0{len(number)}}-of-{count}.safetensors" for i in wanted)
+    names = (f"{stem}-{i:0{len(number)}}-of-{count}.{kind}" for i in wanted)
     held = {file.name for file in files}
     return [name for name in names if name not in held]
 
@@ -104,7 +112,8 @@ def foreign_form(folder: Path) -> str | None:
     if any(folder.glob("pytorch_model*.bin")) or any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
         return (
             "holds PyTorch pickles, which can run code, and no safetensors. Convert it once with "
-            "transformers: from_pretrained(...) and save_pretrained(...)."
+            "transformers: from_pretrained(...) and save_pretrained(...). Or, for pytorch_model*.bin of whom you "
+            "trust, add --allow-pickle-weights."
         )
     if any(folder.glob("consolidated*")) or (folder / "params.json").is_file():
         return (

@@ -3,14 +3,12 @@
 A tensor is read in place if its target has the stored dtype and is contiguous on the CPU. Otherwise it is converted and
 copied in pieces through one buffer of at most 32 MiB.
 
-Quantised tensors are dequantised in float32, in pieces of a few rows. Memory in addition to the target is that of a
-piece: at most `_PIECE` values, or one matrix of a stack of experts.
+Quantised tensors are dequantised in pieces (`quantized.dequantise`), or given as the integers that they store.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from threading import Lock
 from types import EllipsisType, TracebackType
 from typing import BinaryIO, Final
@@ -19,15 +17,8 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.models.quantized.tensors import (
-    AWQ_ORDER,
-    AssembledTensor,
-    BlockTensor,
-    PackedTensor,
-    QuantizedTensor,
-    ScaledTensor,
-    StoredTensor,
-)
+from batchgen.models.quantized.dequantise import StoredNumbers, dequantise, stored_floats, stored_integers
+from batchgen.models.quantized.tensors import QuantizedTensor, StoredTensor
 from batchgen.models.safetensors_header import StoredForm, TensorInfo
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -49,14 +40,6 @@ _OTHER_DTYPES: Final[dict[str, torch.dtype]] = {
 }
 """Dtypes of parts of quantised tensors, and of buffers, which are never converted."""
 _BUFFER_BYTES: Final = 32 << 20
-
-_PIECE: Final = 1 << 20
-"""Values of a piece that is dequantised."""
-_FLOATS_OF_4_BITS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""E2M1 values without a sign, by code."""
-
-_ReadRows = Callable[[TensorInfo, int, int], Tensor]
-"""Reads the rows from one up to another of a stored tensor, in its own dtype; a scalar is one row."""
 
 
 class WeightReader:
@@ -89,7 +72,7 @@ class WeightReader:
         info = self._tensors[name]
         assert info.shape == tuple(target.shape), (name, info.shape, target.shape)
         if isinstance(info, QuantizedTensor):
-            _dequantise(target, info, self._rows)
+            dequantise(target, info, self._rows)
             return
         dtype = _TORCH_DTYPES.get(info.dtype)
         if dtype is None and info.form is None:
@@ -108,6 +91,24 @@ class WeightReader:
                 self._convert(stream, dtype, target, info)
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
+
+    def integers(self, name: str, into: Tensor) -> StoredNumbers | None:
+        """The integers and scales of the stored matrix `name` [O, I], if it has a form of these.
+
+        Args:
+            name: of a quantised tensor.
+            into: [O, I] int8, which receives the integers.
+
+        Raises:
+            ModelError: the file cannot be read.
+        """
+        info = self._tensors[name]
+        return stored_integers(info, into, self._rows) if isinstance(info, QuantizedTensor) else None
+
+    def floats(self, name: str, into: Tensor) -> StoredNumbers | None:
+        """As `integers`, of floats of eight bits; `into` is float8_e4m3fn."""
+        info = self._tensors[name]
+        return stored_floats(info, into, self._rows) if isinstance(info, QuantizedTensor) else None
 
     def converts(self, dtype: torch.dtype) -> bool:
         """Whether `read` rounds a matrix to `dtype`, from what is stored."""
@@ -219,197 +220,3 @@ def _fill(stream: BinaryIO, target: Tensor, info: TensorInfo) -> None:
         if not count:
             raise ModelError(f"{info.file} ended while it was read. Copy the file again.")
         view = view[count:]
-
-
-def _dequantise(target: Tensor, tensor: QuantizedTensor, read: _ReadRows) -> None:
-    """Fill `target`, of the plain tensor's shape and contiguous, rounding each value to its dtype once."""
-    assert tensor.shape == tuple(target.shape), (tensor.shape, target.shape)
-    if isinstance(tensor, ScaledTensor):
-        _fill_scaled(target, tensor, read)
-    elif isinstance(tensor, PackedTensor):
-        _fill_packed(target, tensor, read)
-    elif isinstance(tensor, AssembledTensor):
-        _fill_assembled(target, tensor, read)
-    else:
-        assert isinstance(tensor, BlockTensor)
-        _fill_blocks(target, tensor, read)
-
-
-def _fill_assembled(target: Tensor, tensor: AssembledTensor, read: _ReadRows) -> None:
-    stack, begin = target.view(tensor.matrices), 0
-    for turn, (info, transposed) in enumerate(zip(tensor.parts.values(), tensor.transposed, strict=False)):
-        rows = info.shape[0] // tensor.matrices[0]
-        for number, matrix in enumerate(stack):
-            stored = read(info, number * rows, (number + 1) * rows)
-            stored = stored.view(stored.shape[-2:]) if tensor.matrices[0] > 1 else stored.view(info.shape[-2:])
-            share = stored.T if transposed else stored
-            size = share.shape[tensor.axis]
-            place = slice(turn, None, len(tensor.parts)) if tensor.alternating else slice(begin, begin + size)
-            (matrix.T if tensor.axis else matrix)[place] = (share.T if tensor.axis else share).to(target.device)
-        begin += size
-
-
-def _whole(info: TensorInfo, read: _ReadRows) -> Tensor:
-    return read(info, 0, info.shape[0] if info.shape else 1)
-
-
-def _pieces(rows: int, row_values: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Row ranges of at most `_PIECE` values but at least `multiple` rows, whose starts are its multiples."""
-    step = max(1, _PIECE // max(1, row_values * multiple)) * multiple
-    for start in range(0, rows, step):
-        yield start, min(rows, start + step)
-
-
-def _fill_scaled(target: Tensor, tensor: ScaledTensor, read: _ReadRows) -> None:
-    out = target.transpose(-1, -2) if tensor.transposed else target
-    groups = tensor.parts.get("groups")
-    columns = None if groups is None else _whole(groups, read).long()
-    factor = tensor.factor
-    if "global_scale" in tensor.parts:
-        one = float(_whole(tensor.parts["global_scale"], read).float().flatten()[0])
-        factor = factor / one if tensor.divides else factor * one
-    scales, zeros = (_RowScales(name, tensor, read, columns) for name in ("scale", "zero"))
-    for start, end in _pieces(tensor.stored_shape[0], math.prod(tensor.stored_shape[1:])):
-        values = _decoded(read(tensor.parts["values"], start, end), tensor)
-        if "zero" in tensor.parts:
-            values -= zeros.rows(start, end)
-        values *= scales.rows(start, end) * factor
-        out[start:end] = values.to(target.device)
-
-
-def _decoded(stored: Tensor, tensor: ScaledTensor) -> Tensor:
-    """The values of some rows in float32."""
-    if not tensor.pairs:
-        return stored.float().view(stored.shape[0], *tensor.stored_shape[1:])
-    positive = torch.tensor(_FLOATS_OF_4_BITS)
-    codes = torch.cat([positive, -positive])
-    of_byte = torch.stack([codes.repeat(16), codes.repeat_interleave(16)], 1)  # [256, 2]
-    both = of_byte.index_select(0, stored.contiguous().view(torch.uint8).flatten().int())
-    return both.view(stored.shape[0], *tensor.stored_shape[1:])
-
-
-class _RowScales:
-    """Scales, or zeros, of rows of values, each repeated over its block."""
-
-    def __init__(self, part: str, tensor: ScaledTensor, read: _ReadRows, columns: Tensor | None) -> None:
-        self._tensor = tensor
-        self._columns = columns
-        self._read = read
-        self._info = tensor.parts.get(part)
-        # Read once if several rows share a scale.
-        shared = tensor.blocks[0] != 1 and self._info is not None
-        self._all = self._floats(0, tensor.scale_shape[0]) if shared else None
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """Those of the rows from `start` to `end`, broadcastable to their values."""
-        shape, blocks = self._tensor.stored_shape, self._tensor.blocks
-        shared = self._all
-        found = self._floats(start, end) if shared is None else shared[torch.arange(start, end) // blocks[0]]
-        for axis in range(1, len(shape)):
-            if found.shape[axis] not in (1, shape[axis]):
-                found = self._along(found, axis)
-        return found
-
-    def _along(self, found: Tensor, axis: int) -> Tensor:
-        if self._columns is not None and axis == len(self._tensor.stored_shape) - 1:
-            return found.index_select(axis, self._columns)
-        size = self._tensor.stored_shape[axis]
-        return found.repeat_interleave(self._tensor.blocks[axis], axis).narrow(axis, 0, size)
-
-    def _floats(self, start: int, end: int) -> Tensor:
-        assert self._info is not None
-        stored = self._read(self._info, start, end)
-        if self._tensor.exponents and stored.dtype == torch.uint8:
-            stored = stored.view(torch.float8_e8m0fnu)
-        return stored.float().view(end - start, *self._tensor.scale_shape[1:])
-
-
-def _fill_packed(target: Tensor, tensor: PackedTensor, read: _ReadRows) -> None:
-    if tensor.layout == "columns":
-        _fill_columns(target, tensor, read)
-    else:
-        _fill_by_inputs(target, tensor, read)
-
-
-def _groups(tensor: PackedTensor, read: _ReadRows) -> Tensor:
-    """[I]: the group of each input."""
-    if "groups" in tensor.parts:
-        return _whole(tensor.parts["groups"], read).long()
-    return torch.arange(tensor.shape[1]) // tensor.group
-
-
-def _fill_columns(target: Tensor, tensor: PackedTensor, read: _ReadRows) -> None:
-    rows, inputs = tensor.shape
-    groups = _groups(tensor, read)
-    zero = tensor.parts.get("zero")
-    packed = None if zero is None else _unpacked(_whole(zero, read).T, tensor.bits).T  # [O, G]
-    for start, end in _pieces(rows, inputs):
-        codes = _unpacked(read(tensor.parts["words"], start, end), tensor.bits)[:, :inputs].float()
-        scale = read(tensor.parts["scale"], start, end).float().view(end - start, -1)  # [n, G]
-        if packed is None:
-            codes -= 1 << (tensor.bits - 1)
-        else:
-            codes -= packed[start:end].float().index_select(1, groups)
-        target[start:end] = (codes * scale.index_select(1, groups)).to(target.device)
-
-
-def _fill_by_inputs(target: Tensor, tensor: PackedTensor, read: _ReadRows) -> None:
-    outputs = tensor.shape[0]
-    groups = _groups(tensor, read)
-    scale = _whole(tensor.parts["scale"], read).float()  # [G, O]
-    zero = _zeros(tensor, _whole(tensor.parts["zero"], read))[:, :outputs].float()  # [G, O]
-    # Codes of 32 inputs fill as many whole words as a code has bits.
-    per_row, multiple = (32 // tensor.bits, tensor.bits) if tensor.layout == "gptq" else (1, 1)
-    for start, end in _pieces(tensor.parts["words"].shape[0], outputs * per_row, multiple):
-        words = read(tensor.parts["words"], start, end)
-        codes = _awq(words) if tensor.layout == "awq" else _unpacked(words.T, tensor.bits).T  # [n, O]
-        first = start * 32 // tensor.bits if tensor.layout == "gptq" else start
-        group = groups[first : first + codes.shape[0]]
-        piece = (codes[: len(group), :outputs].float() - zero[group]) * scale[group]
-        target[:, first : first + len(group)] = piece.to(target.device).T
-
-
-def _zeros(tensor: PackedTensor, words: Tensor) -> Tensor:
-    if tensor.layout == "awq":
-        return _awq(words)
-    if not tensor.zeros_less_one:
-        return _unpacked(words, tensor.bits)
-    if 32 % tensor.bits:
-        return (_unpacked(words, tensor.bits) + 1) & ((1 << tensor.bits) - 1)
-    # One was taken from each code of a word as a whole, so that a zero of 0 borrowed from the next code.
-    ones = sum(1 << shift for shift in range(0, 32, tensor.bits))
-    return _unpacked(((words.long() & 0xFFFFFFFF) + ones) & 0xFFFFFFFF, tensor.bits)
-
-
-def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Codes [R, W x 32 / bits] of words [R, W], lowest bits first; a code may span two words."""
-    mask = (1 << bits) - 1
-    if 32 % bits == 0:
-        shifts = torch.arange(0, 32, bits, dtype=words.dtype)
-        return ((words[..., None] >> shifts) & mask).flatten(1)
-    wide = words.long() & 0xFFFFFFFF  # [R, W]
-    first = torch.arange(0, words.shape[1] * 32 - bits + 1, bits)  # first bit of each code
-    following = torch.cat([wide[:, 1:], torch.zeros_like(wide[:, :1])], 1)
-    at = first // 32
-    return (wide[:, at] >> (first % 32) | following[:, at] << (32 - first % 32)) & mask
-
-
-def _awq(words: Tensor) -> Tensor:
-    """Codes [R, W x 8] of words [R, W]."""
-    shifts = torch.tensor(AWQ_ORDER, dtype=torch.int32) * 4
-    return ((words[..., None] >> shifts) & 15).flatten(1)
-
-
-def _fill_blocks(target: Tensor, tensor: BlockTensor, read: _ReadRows) -> None:
-    parts = tensor.parts
-    table = _whole(parts["table"], read).float()  # [16]
-    absmax = _whole(parts["absmax"], read)  # [blocks]
-    if "absmax_scale" in parts:
-        scale = _whole(parts["absmax_scale"], read).float().repeat_interleave(tensor.absmax_block)[: absmax.numel()]
-        absmax = _whole(parts["absmax_table"], read).float()[absmax.int()] * scale + tensor.offset
-    flat, values = target.view(-1), parts["values"]
-    for start, end in _pieces(values.shape[0], 2 * math.prod(values.shape[1:]), tensor.block):
-        codes = read(values, start, end).view(torch.uint8).flatten()
-        both = torch.stack([codes >> 4, codes & 15], 1).flatten()[: flat.numel() - 2 * start]
-        blocks = absmax[torch.arange(2 * start, 2 * start + both.numel()) // tensor.block].float()
-        flat[2 * start : 2 * start + both.numel()] = (table[both.int()] * blocks).to(target.device)

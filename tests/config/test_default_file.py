@@ -17,6 +17,7 @@ from batchgen.errors import UsageError
 REACHING = {
     "output": "files", "report": "files", "events": "files", "reuse": "files", "media_root": "files", "lora": "files",
     "model": "files", "tokenizer": "files", "flash_library": "code", "logit_processor": "code",
+    "allow_pickle_weights": "code",
     "revision": "files",  # anybody may propose a revision of a model on the hub
     "existing": "files",  # permission to replace an output
 }  # fmt: skip
@@ -24,7 +25,7 @@ REACHING = {
 HARMLESS = {
     *("prompt_column", "id_column", "system", "shard", "carry", "served_model_name"),  # names within the input, texts
     *("truncate", "input_format", "on_bad_row", "on_duplicate_id", "progress", "sampling_defaults"),  # choices
-    *("dtype", "device", "attention", "quantization", "model_impl", "reasoning", "tool_parser"),
+    *("dtype", "device", "attention", "quantization", "kv_dtype", "model_impl", "reasoning", "tool_parser"),
     *("hidden_states_dtype", "repetition_penalty_scope", "logprobs_mode"),
     *("chat", "strict_fields", "include_source", "include_prompt", "include_prompt_ids", "retry_errors", "dry_run"),
     *("any_model", "lenient_schemas", "dedup", "deterministic"),

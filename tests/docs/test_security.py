@@ -16,12 +16,17 @@ UNPICKLERS = {"pickle", "_pickle", "cPickle", "shelve", "dill", "cloudpickle", "
 """Modules that make objects, and so run code, of data."""
 BUILT_IN = {"eval", "exec", "compile", "__import__"}
 NEVER = {
-    *("os.system", "os.popen", "tempfile.mktemp", "torch.load", "torch.hub.load", "marshal.load", "marshal.loads"),
+    *("os.system", "os.popen", "tempfile.mktemp", "torch.hub.load", "marshal.load", "marshal.loads"),
     *("pandas.read_pickle", "pd.read_pickle", "numpy.fromfile", "importlib.reload"),
 }
 FLAGS = {"trust_remote_code": False, "allow_pickle": False, "shell": False, "weights_only": True}
 """Arguments that have one allowed value wherever they are given."""
-REQUIRED = {"np.load": "allow_pickle", "from_pretrained": "trust_remote_code", "from_config": "trust_remote_code"}
+REQUIRED = {
+    "np.load": "allow_pickle",
+    "torch.load": "weights_only",
+    "from_pretrained": "trust_remote_code",
+    "from_config": "trust_remote_code",
+}
 """Calls that must give an argument, by the end of the function's name."""
 ALLOWED = {
     "importlib.import_module": {"request/processors.py"},  # what the command names with --logit-processor
@@ -32,6 +37,7 @@ ALLOWED = {
         "kernels/cpu/library.py",
         "engine/gc_control.py",
     },  # compiled here; the process itself
+    "torch.load": {"models/pickled_weights.py"},  # with --allow-pickle-weights, by the restricted reader
     "torch.ops.load_library": {"kernels/flash/library.py"},  # what the command names with --flash-library
     "subprocess.Popen": {
         *("kernels/cpu/build.py", "text/grammar/compiler.py", "bench/process.py", "bench/subprocess_timing.py")

@@ -54,7 +54,7 @@ class InstantModel:
         return True
 
 
-def inspect(checked: CheckedModel, **options: Any) -> ModelSpec:
+def inspect(checked: CheckedModel, *, stored: Any = None, **options: Any) -> ModelSpec:
     spec = checked_spec(checked, **options)
     return replace(spec, hidden_size=4, num_layers=1, kv_layers=(LayerKV(1, 1, 1),))
 

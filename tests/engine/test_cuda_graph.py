@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchgen.engine import backend_choice
 from batchgen.engine import engine as engine_module
 from batchgen.engine.engine import Engine, Running
 from batchgen.engine.executors import cuda_graph
@@ -76,7 +77,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated graphs record PyTorch operations; compiled CPU kernels cannot be recorded."""
-    monkeypatch.setattr(engine_module, "products_of", lambda config: "torch")
+    monkeypatch.setattr(backend_choice, "products_of", lambda config: "torch")
 
 
 def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, dict[str, int]]:

@@ -12,7 +12,15 @@ import torch
 from batchgen.kernels import measure
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.gpu.attention import TritonAttention
-from batchgen.kernels.measure import TypicalStep, device_timer, layer_milliseconds
+from batchgen.kernels.measure import (
+    ProductStep,
+    TypicalStep,
+    WeightSize,
+    device_timer,
+    grouped_weights_pay,
+    layer_milliseconds,
+)
+from batchgen.kernels.quantization import INT4
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool, LayerKV, PagedAttention
 from tests.kernels.oracle import attend_by_token
 
@@ -148,3 +156,16 @@ def test_the_device_times_calls_after_a_warm_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert device_timer(torch.device("cuda"))(call) == 2.0
+
+
+@pytest.mark.parametrize(("times", "pays"), [((1, 2, 5, 2), True), ((1, 1, 1, 1), True), ((2, 1, 1, 3), False)])
+def test_grouped_weights_pay_if_their_steps_take_less_time(times: tuple[float, ...], pays: bool) -> None:
+    """Seconds of a step with few and with many rows, over weights in groups and dequantised; three of the former."""
+    left = iter(times)
+
+    def timer(call: Callable[[], object]) -> float:
+        call()
+        return next(left)
+
+    step = ProductStep(torch.device("cpu"), torch.float32, timer, cache_bytes=0)
+    assert grouped_weights_pay({WeightSize(24, 64, 32, INT4): 2}, [(3, 3.0), (200, 1.0)], step) is pays

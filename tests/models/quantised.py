@@ -384,6 +384,39 @@ CASES: dict[str, Case] = {
 """Formats whose layers are matrices."""
 
 
+def int8_inputs(**inputs: Any) -> dict[str, Any]:
+    """A description of compressed-tensors whose layers have weights and inputs of int8."""
+    described = by_groups("int-quantized", num_bits=8, type="int", strategy="channel")
+    described["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", **inputs}
+    return described
+
+
+W8A8: dict[str, Case] = {
+    "per token": Case(
+        scaled(1, None, I8, 127, "weight_scale", BF16),
+        int8_inputs(strategy="token", dynamic=True, symmetric=True),
+        "int8 per channel",
+    ),
+    "static": Case(
+        scaled(None, None, I8, 127, "weight_scale", F32),
+        int8_inputs(strategy="tensor", dynamic=False, symmetric=True),
+        "int8 per tensor",
+        {"input_scale": ONE},
+    ),
+    "in groups": Case(
+        scaled(1, 64, I8, 127, "weight_scale", BF16),
+        int8_inputs(strategy="token", dynamic=True, symmetric=True),
+        "int8 in groups of 64",
+    ),
+    "torchao": Case(
+        torchao(scaled(1, None, I8, 127, "weight_scale", F32)),
+        described("torchao", quant_type={"default": {"_type": "Int8DynamicActivationInt8WeightConfig", "_data": {}}}),
+        "int8 per channel",
+    ),
+}
+"""Formats whose linear layers have inputs of int8, too."""
+
+
 def save_quantised(case: Case, model_type: str, folder: Path, **overrides: Any) -> tuple[Path, Path]:
     """Write a tiny checkpoint with its projections quantised, and its plain twin in float32; returns both folders."""
     plain = save_tiny(model_type, folder / "plain", **overrides)

@@ -106,7 +106,7 @@ def _measure(
     meter: Meter,
 ) -> int | None:
     """Bytes of a dummy run; None if memory ran out."""
-    pool = allocate_pool(spec.kv_layers, spec.windows, (PAGES, PAGES), page_size, spec.dtype, spec.device)
+    pool = allocate_pool(spec.kv_layers, spec.windows, (PAGES, PAGES), page_size, spec.kv_dtype, spec.device)
     try:
         return meter.peak(lambda: run(job, pool))
     except (RuntimeError, MemoryError) as problem:

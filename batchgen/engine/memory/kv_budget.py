@@ -158,7 +158,7 @@ def cache_groups(spec: ModelSpec, page_size: int) -> tuple[CacheGroup, ...]:
         CacheGroup(
             "full" if window is None else "window",
             layers=tuple(i for i, kind in enumerate(kinds) if kind == (size, window)),
-            page_bytes=kinds.count((size, window)) * KVPool.page_bytes([size], page_size, spec.dtype),
+            page_bytes=kinds.count((size, window)) * KVPool.page_bytes([size], page_size, spec.kv_dtype),
             window=window,
         )
         for size, window in dict.fromkeys(kinds)

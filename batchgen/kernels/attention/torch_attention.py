@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.pooled import PooledAttention
+from batchgen.kernels.pooled import PooledAttention, of_cache
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
 
 _BLOCK: Final = 64
@@ -165,11 +165,11 @@ class TorchAttention(PooledAttention):
             read = places.clamp(items.seen[:n, :1], items.seen[:n, 1:])  # unused slots may hold anything
             slots = items.pages[:n].gather(1, read // size) * size + read % size
             head_rows = (slots[:, None] * kv_heads + heads[:, None]).flatten()  # [n * K * 64]
-            k = keys.index_select(0, head_rows).float().view(n * kv_heads, _BLOCK, -1)
+            k = of_cache(keys.index_select(0, head_rows)).view(n * kv_heads, _BLOCK, -1)
             if layer in self._pool.latent:
                 v = k[..., : values.shape[1]]
             else:
-                v = values.index_select(0, head_rows).float().view(n * kv_heads, _BLOCK, -1)
+                v = of_cache(values.index_select(0, head_rows)).view(n * kv_heads, _BLOCK, -1)
             scores = torch.bmm(queries[:n].flatten(0, 1), k.transpose(1, 2)).view(n, kv_heads, rows, _BLOCK)
             scores *= args.scale
             if args.softcap is not None:

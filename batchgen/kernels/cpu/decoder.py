@@ -242,6 +242,7 @@ def _product(product: Compiled) -> MatmulCall:
         inner=packed.inner,
         outer=packed.outer,
         method=product.code,
+        group=packed.group,
     )
 
 

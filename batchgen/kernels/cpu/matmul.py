@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -111,6 +111,7 @@ class MatmulCall(ctypes.Structure):
         ("method", c_int64),
         ("scratch", c_void_p),
         ("x_wide", c_int64),
+        ("group", c_int64),
     )
 
 
@@ -140,6 +141,8 @@ class PackedWeight:
     """Bytes of workspace that a product needs per thread."""
     layout: Literal["whole", "int8", "bfp"] = "whole"
     """`whole`: W's numbers, not quantised."""
+    group: int = 0
+    """Most inputs of a group of `int8`."""
 
 
 @cache
@@ -150,7 +153,7 @@ def _library() -> Any:
         ("bg_matmul", (c_void_p, c_int64), None),
         ("bg_matmul_pack", (c_void_p, c_int64, c_int64), None),
         ("bg_matmul_unpack", (c_void_p, c_int64, c_int64), None),
-        ("bg_matmul_scratch", (c_int64, c_int64), c_int64),
+        ("bg_matmul_scratch", (c_int64, c_int64, c_int64), c_int64),
         ("bg_matmul_panel", (), c_int64),
         ("bg_matmul_has_dot", (), c_int64),
         ("bg_matmul_has_int8", (), c_int64),
@@ -182,22 +185,30 @@ def pack(weight: Tensor) -> PackedWeight:
     data = weight_memory(-(-outer // panel) * panel * (-(-inner // pair) * pair), weight.dtype)
     call = _Packing(weight.data_ptr(), data.data_ptr(), inner, outer, weight.stride(0))
     _library().bg_matmul_pack(ctypes.byref(call), pair - 1, torch.get_num_threads())
-    scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "widened"])
+    scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "widened"], 0)
     return PackedWeight(data, weight.dtype, inner, outer, scratch)
 
 
 def pack_int8(weight: GroupedWeight, dtype: torch.dtype) -> PackedWeight:
-    """A copy in panels of a weight quantised by `INT8`, for x of `dtype`, in the layout of `src/int8.h`."""
+    """A copy in panels of a weight in int8, whatever its groups, for x of `dtype`, in the layout of `src/int8.h`."""
     outer, count, size = weight.numbers.shape
     panel = _library().bg_matmul_panel()
     panels = -(-outer // panel)
-    data = weight_memory(panels * count * panel * (8 + size), torch.uint8).view(panels, count, panel * (8 + size))
+    data = weight_memory(int8_bytes(outer, weight.inner, weight.scheme.group), torch.uint8)
+    data = data.view(panels, count, panel * (8 + size))
     step = max(1, _BLOCK // max(1, panel * weight.inner))
     for begin in range(0, panels, step):
         rows = slice(begin * panel, (begin + step) * panel)
         data[begin : begin + step] = _int8_panels(weight.numbers[rows], weight.scales[rows], panel)
-    scratch = _library().bg_matmul_scratch(weight.inner, METHODS[dtype, "int8"])
-    return PackedWeight(data.flatten(), dtype, weight.inner, outer, scratch, "int8")
+    group = weight.scheme.group
+    scratch = _library().bg_matmul_scratch(weight.inner, METHODS[dtype, "int8"], group)
+    return PackedWeight(data.flatten(), dtype, weight.inner, outer, scratch, "int8", group)
+
+
+def int8_bytes(outer: int, inner: int, group: int) -> int:
+    """Bytes of a weight [O, I] that `pack_int8` packs in groups of at most `group` inputs."""
+    panel, (count, size) = _library().bg_matmul_panel(), groups_of(inner, replace(INT8, group=group))
+    return int(-(-outer // panel)) * count * int(panel) * (8 + size)
 
 
 def pack_bfp(weight: Tensor) -> PackedWeight:
@@ -211,7 +222,7 @@ def pack_bfp(weight: Tensor) -> PackedWeight:
     pack_panels = _library().bg_matmul_pack_bfp
     pack_panels.argtypes, pack_panels.restype = (c_void_p, c_int64), None
     pack_panels(ctypes.byref(call), torch.get_num_threads())
-    scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "bfp"])
+    scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "bfp"], 0)
     return PackedWeight(data, weight.dtype, inner, outer, scratch, "bfp")
 
 
@@ -243,7 +254,7 @@ def unpack_rows(packed: PackedWeight, rows: Tensor) -> Tensor:
 
 def unpack_int8(packed: PackedWeight) -> GroupedWeight:
     """The quantised weight that was given to `pack_int8`."""
-    return _grouped(packed, INT8, 8, 4)
+    return _grouped(packed, replace(INT8, group=packed.group), 8, 4)
 
 
 def unpack_bfp(packed: PackedWeight) -> GroupedWeight:
@@ -329,7 +340,7 @@ def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: 
     call.bias = None if bias is None else bias.data_ptr()
     call.rows, call.inner, call.outer = rows, packed.inner, packed.outer
     call.x_stride, call.out_stride = x.stride(0), packed.outer
-    call.method = METHODS[x.dtype, method]
+    call.method, call.group = METHODS[x.dtype, method], packed.group
     call.scratch = workspace.reserve(threads * packed.scratch)
     if buffer is None:
         _library().bg_matmul(workspace.pointer, threads)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning
+from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning, converts_fp8
 from batchgen.kernels.device import Device
 from batchgen.kernels.gpu.attention_kernel import attention_kernel
 from batchgen.kernels.gpu.common import power_of_2
@@ -26,7 +26,7 @@ from batchgen.kernels.gpu.work_list import (
 )
 from batchgen.kernels.merge import PartLists
 from batchgen.kernels.pooled import PooledAttention
-from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
+from batchgen.kernels.types import E4M3, AttentionArgs, AttentionBatch, KVPool
 
 LOG2_E = 1.4426950408889634
 
@@ -132,7 +132,7 @@ class TritonAttention(PooledAttention):
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         heads = Heads.of(query.shape[1], self._pool, layer)
-        uploaded = self._list(heads, keys.dtype, args.window)
+        uploaded = self._list(heads, product_dtype(query, keys), args.window)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=query.dtype, device=query.device)
         run = _Run(self._tuning, uploaded, heads, (query, keys, values), out, args)
         run.launch_all()
@@ -153,7 +153,7 @@ class TritonAttention(PooledAttention):
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         heads = Heads.of(query.shape[1], self._pool, layer)
-        uploaded = self._list(heads, keys.dtype, args.window, groups_only=True)
+        uploaded = self._list(heads, product_dtype(query, keys), args.window, groups_only=True)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=query.device)
         args = args if args.sinks is None else replace(args, sinks=None)
@@ -175,6 +175,11 @@ class TritonAttention(PooledAttention):
             work = (plan_groups if groups_only else plan_step)(self._batch, shape)
             found = self._lists[kind] = UploadedList.of(work, self._batch.device)
         return found
+
+
+def product_dtype(query: Tensor, keys: Tensor) -> torch.dtype:
+    """Dtype of the operands of products with keys: theirs, or the query's where they are in E4M3."""
+    return query.dtype if keys.dtype == E4M3 else keys.dtype
 
 
 def multiprocessors_of(device: torch.device) -> int:
@@ -240,7 +245,7 @@ class _Run:
         self._query, self._keys, self._values, self._out = query, keys, values, out
         self._args = args
         self._heads = heads
-        self._large, self._small = _tiles(tuning, self._heads, keys.dtype)
+        self._large, self._small = _tiles(tuning, self._heads, product_dtype(query, keys))
         parts, value_dim = uploaded.num_parts, values.shape[3]
         self._part_out = query.new_empty(parts, query.shape[1], value_dim, dtype=torch.float32)
         self._part_lse = query.new_empty(parts, query.shape[1], dtype=torch.float32)
@@ -295,6 +300,7 @@ class _Run:
             WINDOWED=args.window is not None,
             SOFTCAPPED=args.softcap is not None,
             SINKS=args.sinks is not None,
+            NATIVE=converts_fp8(self._keys.device),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchgen.kernels.gpu.common import dot, rounded
+from batchgen.kernels.gpu.common import dot, from_e4m3, rounded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -19,7 +19,7 @@ def _step(
     keys, values, p_pages, base_head, position, first, end, window, score_scale, inv_softcap, softcap,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys [begin, begin + BLOCK_N) of the item's page table; online softmax in base 2.
 
@@ -47,6 +47,8 @@ def _step(
         k = tl.load(p_k, mask=(o_d < WIDTH)[None, :], other=0.0)
     else:
         k = tl.load(p_k)
+    if k.dtype == tl.uint8:
+        k = from_e4m3(k, NATIVE, q.dtype)
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))  # [BM, BN]
     if BLOCK_R:
         o_r = VALUE_DIM + tl.arange(0, BLOCK_R)
@@ -78,6 +80,8 @@ def _step(
         v = tl.load(p_v, mask=(o_v < VALUE_DIM)[None, :], other=0.0)
     else:
         v = tl.load(p_v)
+    if v.dtype == tl.uint8:
+        v = from_e4m3(v, NATIVE, q.dtype)
     return dot(rounded(p, v.dtype), v, acc), new_max, row_sum
 
 
@@ -89,7 +93,7 @@ def attention_kernel(
     PAGE_SIZE: tl.constexpr, ITEM_FIELDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
     PACKED: tl.constexpr, PEELED: tl.constexpr, FOLDED: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, SINKS: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, SINKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """softmax(scale * Q K^T) V of one work item for the heads of one key head (or a block of them).
 
@@ -101,8 +105,9 @@ def attention_kernel(
         items x key heads x blocks of PACKED heads, heads fastest: programs that run together read whole tokens of the
         pool. A tile has BLOCK_M rows: BLOCK_M // PACKED tokens times PACKED heads.
     Numerics:
-        Products of operands in the pool's dtype with float32 sums, softmax in base 2 in float32. Rows that see none of
-        an item's keys leave zeros and a log-sum-exp of -inf. Keys outside [first, end) are not loaded.
+        Products of operands in the pool's dtype, or in the query's over a pool of E4M3 (uint8), with float32 sums,
+        softmax in base 2 in float32. Rows that see none of an item's keys leave zeros and a log-sum-exp of -inf. Keys
+        outside [first, end) are not loaded.
     Bytes:
         per item and key head (end - first) * (D + Dv) elements of the pool, or D with BLOCK_R; queries and results
         once.
@@ -136,7 +141,7 @@ def attention_kernel(
     p_head = query + token[:, None] * query_stride_t + i_head[:, None].to(tl.int64) * query_stride_n
     WIDTH: tl.constexpr = VALUE_DIM if BLOCK_R else KEY_DIM
     q = tl.load(p_head + o_d[None, :], mask=m_m[:, None] & (o_d < WIDTH)[None, :], other=0.0)  # [BM, D]
-    if q.dtype != keys.dtype.element_ty:
+    if q.dtype != keys.dtype.element_ty and keys.dtype.element_ty != tl.uint8:
         q = rounded(q.to(tl.float32), keys.dtype.element_ty)
     q_rest = q
     if BLOCK_R:
@@ -157,7 +162,7 @@ def attention_kernel(
                 acc, row_max, row_sum, q, q_rest, begin,
                 keys, values, p_pages, i_kv_head, position, first, end, window, score_scale, inv_softcap, softcap,
                 KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, False, WINDOWED,
-                SOFTCAPPED,
+                SOFTCAPPED, NATIVE,
             )  # fmt: skip
         steps -= (full_to - full_from) // BLOCK_N
     for i_step in range(steps):
@@ -168,6 +173,7 @@ def attention_kernel(
             acc, row_max, row_sum, q, q_rest, begin,
             keys, values, p_pages, i_kv_head, position, first, end, window, score_scale, inv_softcap, softcap,
             KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_R, True, WINDOWED, SOFTCAPPED,
+            NATIVE,
         )  # fmt: skip
 
     if FOLDED:

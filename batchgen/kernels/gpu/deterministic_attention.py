@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.chips import AttentionTile, ChipTuning, fixed_tuning
+from batchgen.kernels.chips import AttentionTile, ChipTuning, converts_fp8, fixed_tuning
 from batchgen.kernels.gpu.attention import LOG2_E as LAUNCH_LOG2_E
-from batchgen.kernels.gpu.attention import Heads, block_m
+from batchgen.kernels.gpu.attention import Heads, block_m, product_dtype
 from batchgen.kernels.gpu.attention_kernel import LOG2_E, LOWEST, _step
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.deterministic_list import (
@@ -37,6 +37,7 @@ def deterministic_attention_kernel(
     PAGE_SIZE: tl.constexpr, ITEM_FIELDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr,
     ALIGNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, SINKS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """softmax(scale * Q K^T) V of one work item for the heads of one key head, from its first step to its last.
 
@@ -84,7 +85,7 @@ def deterministic_attention_kernel(
     position = tl.load(positions + token, mask=m_m, other=0) - base
     p_q = query + token[:, None] * query_stride_t + i_head[:, None].to(tl.int64) * query_stride_n + o_d[None, :]
     q = tl.load(p_q, mask=m_m[:, None] & (o_d < KEY_DIM)[None, :], other=0.0)  # [BM, D]
-    if q.dtype != keys.dtype.element_ty:
+    if q.dtype != keys.dtype.element_ty and keys.dtype.element_ty != tl.uint8:
         q = rounded(q.to(tl.float32), keys.dtype.element_ty)
 
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -100,6 +101,7 @@ def deterministic_attention_kernel(
             acc, row_max, row_sum, q, q, begin + i_step * BLOCK_N,
             keys, values, p_pages, i_kv_head, position, first, end, window, score_scale, inv_softcap, softcap,
             KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, 0, True, WINDOWED, SOFTCAPPED,
+            NATIVE,
         )  # fmt: skip
 
     if saves_state != 0:
@@ -159,7 +161,7 @@ class DeterministicTritonAttention(PooledAttention):
         assert keys.is_contiguous()
         assert values.is_contiguous()
         heads = Heads.of(query.shape[1], self._pool, layer)
-        tile = heads.tile(self._tuning, "fixed", keys.dtype)
+        tile = heads.tile(self._tuning, "fixed", product_dtype(query, keys))
         uploaded = self._list(heads, tile, args.window)
         out = query.new_empty(query.shape[0], heads.heads, heads.value_dim)
         rows = query.shape[0] - self._batch.decode_start if uploaded.work.saves_states else 0
@@ -203,6 +205,7 @@ class DeterministicTritonAttention(PooledAttention):
                 WINDOWED=args.window is not None,
                 SOFTCAPPED=args.softcap is not None,
                 SINKS=args.sinks is not None,
+                NATIVE=converts_fp8(keys.device),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.gpu.common import power_of_2, rounded
+from batchgen.kernels.gpu.common import cached, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.heads import HeadNorms
 
@@ -47,7 +47,8 @@ def _qk_norm_rope_cache(
         rope(x) = (x1 cos1 + x2 sin1, x2 cos2 + x1 sin2); the table of sines contains (-sin, sin)
 
     qkv [T, N + 2K, D] with strides (token, head, 1), norms [D], tables [T, D] with stride `table_token`, slots [T]
-    int64, queries [T, N, D] contiguous, caches [slots, K, D] with strides (slot, head, 1). D = 2 HALF.
+    int64, queries [T, N, D] contiguous, caches [slots, K, D] with strides (slot, head, 1), in E4M3 if of uint8. D = 2
+    HALF.
     Grid: (T, blocks of BLOCK_HEADS of the N + 2K heads); the halves of a head are two tiles, so nothing is swapped.
     Float32 inside; rounded after the norm, after the product with the sines and after the sum, as in PyTorch. Bytes
     moved: the projection once in, once out.
@@ -70,8 +71,8 @@ def _qk_norm_rope_cache(
     i_slot = tl.load(p_slots + i_token).to(tl.int64)
     i_kv = (i_head - HEADS - KV_HEADS).to(tl.int64)[:, None]  # [h, 1]
     p_value = p_values + i_slot * value_slot + i_kv * value_head  # [h, 1]
-    tl.store(p_value + i_low[None, :], b_low, mask=m_v[:, None] & m_half[None, :])
-    tl.store(p_value + i_high[None, :], b_high, mask=m_v[:, None] & m_half[None, :])
+    tl.store(p_value + i_low[None, :], cached(b_low, p_values.dtype.element_ty), mask=m_v[:, None] & m_half[None, :])
+    tl.store(p_value + i_high[None, :], cached(b_high, p_values.dtype.element_ty), mask=m_v[:, None] & m_half[None, :])
 
     b_low, b_high = b_low.to(tl.float32), b_high.to(tl.float32)  # [h, d]
     if NORM:
@@ -94,8 +95,8 @@ def _qk_norm_rope_cache(
     tl.store(p_q + i_low[None, :], b_low, mask=m_q[:, None] & m_half[None, :])
     tl.store(p_q + i_high[None, :], b_high, mask=m_q[:, None] & m_half[None, :])
     p_key = p_keys + i_slot * key_slot + (i_head - HEADS).to(tl.int64)[:, None] * key_head  # [h, 1]
-    tl.store(p_key + i_low[None, :], b_low, mask=m_k[:, None] & m_half[None, :])
-    tl.store(p_key + i_high[None, :], b_high, mask=m_k[:, None] & m_half[None, :])
+    tl.store(p_key + i_low[None, :], cached(b_low, p_keys.dtype.element_ty), mask=m_k[:, None] & m_half[None, :])
+    tl.store(p_key + i_high[None, :], cached(b_high, p_keys.dtype.element_ty), mask=m_k[:, None] & m_half[None, :])
 
 
 @triton.jit

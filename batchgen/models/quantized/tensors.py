@@ -117,6 +117,34 @@ StoredTensor = TensorInfo | QuantizedTensor
 """A tensor of a checkpoint as the model takes it: stored as it is, or computed."""
 
 
+def integer_group(tensor: StoredTensor) -> int | None:
+    """Inputs of a row that share a scale, of a matrix [O, I] of integers times scales; None for other tensors.
+
+    A shorter last group counts as a whole one. An order of inputs that is stored may still divide the groups, and
+    zeros may make the integers larger than eight bits.
+    """
+    if isinstance(tensor, PackedTensor):
+        return min(tensor.group, tensor.shape[1])
+    if not isinstance(tensor, ScaledTensor) or len(tensor.stored_shape) != 2 or tensor.transposed:
+        return None
+    if tensor.parts["values"].dtype != "I8" or tensor.exponents or "groups" in tensor.parts:
+        return None
+    return min(tensor.blocks[1], tensor.shape[1])
+
+
+def float_group(tensor: StoredTensor) -> int | None:
+    """As `integer_group`, of a matrix of floats of eight bits (E4M3) times scales."""
+    if not isinstance(tensor, ScaledTensor) or len(tensor.stored_shape) != 2 or tensor.transposed:
+        return None
+    if tensor.parts["values"].dtype != "F8_E4M3" or tensor.exponents or not tensor.parts.keys().isdisjoint(_CHANGED):
+        return None
+    return min(tensor.blocks[1], tensor.shape[1])
+
+
+_CHANGED: Final = ("zero", "groups")
+"""Parts that make other numbers of stored ones."""
+
+
 def aligned(scale: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The scale's shape with the axes of the values; empty if they do not fit."""
     if math.prod(scale) == 1:

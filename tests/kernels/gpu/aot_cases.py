@@ -28,12 +28,14 @@ from batchgen.kernels.gpu.matmul import batched_matmul, linear
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
+from batchgen.kernels.gpu.quantized_matmul import linear as quantized_linear
 from batchgen.kernels.gpu.rope import rope_tables
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
 from batchgen.kernels.moe import Experts, Gating, Routing
+from batchgen.kernels.quantization import FP8, INT4, INT8, GroupedWeight, Scheme
 from batchgen.kernels.sampling import SamplingColumns
-from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from batchgen.kernels.types import E4M3, AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 META = torch.device("meta")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -52,7 +54,7 @@ def ints(*shape: int) -> Tensor:
 def launches() -> Cases:
     """(name, call of a launcher) of every case."""
     for dtype in DTYPES:
-        for cases in (_dense, _heads, _products, _logits, _drawing, _grouped, _attention):
+        for cases in (_dense, _heads, _products, _quantized, _logits, _drawing, _grouped, _attention):
             yield from cases(_name(dtype), dtype)
     yield from _float32()
 
@@ -62,9 +64,10 @@ STEP_SIZES = (1, 16, 17, 1000)
 
 def steps() -> Cases:
     """Launches of steps of other sizes: tokens, rows, pairs, work items, the room of tables."""
+    name = _name(BF16)
     for size in STEP_SIZES:
-        for cases in (by_row(size), _grouped(_name(BF16), BF16, size), _attended(size)):
-            yield from ((f"{name} at {size}", thunk) for name, thunk in cases)
+        for cases in (by_row(size), _grouped(name, BF16, size), _attended(size), _quantized(name, BF16, size)):
+            yield from ((f"{case} at {size}", thunk) for case, thunk in cases)
 
 
 def by_row(rows: int) -> Cases:
@@ -117,6 +120,8 @@ def _heads(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:
             qkv = make(rows, heads + 2 * kv_heads, dim)
             case = f"qk_norm_rope_cache[{name},N={heads},K={kv_heads},D={dim},norm={int(normed)}]"
             yield case, partial(qk_norm_rope_cache, qkv, norms, tables, *pool, ints(rows))
+        codes = [empty(4 + rows, 16, kv_heads, dim, dtype=E4M3) for _ in range(2)]
+        yield f"{case[:-1]},fp8]", partial(qk_norm_rope_cache, qkv, norms, tables, *codes, ints(rows))
 
 
 LAYERS = ((1024, 1024), (2048, 1024), (1024, 4096), (4096, 4096), (1024, 6144), (4096, 28672), (1024, 151_936))
@@ -133,6 +138,32 @@ def _products(name: str, dtype: torch.dtype, rows: int = 256) -> Cases:
     yield f"linear[{name},odd sizes]", partial(linear, make(rows, 100), make(1000, 100))
     yield f"batched_matmul[{name}]", partial(batched_matmul, make(16, rows, 128), make(16, 128, 512))
     yield f"batched_matmul[{name},transposed]", partial(batched_matmul, make(16, 9, 64), make(16, 512, 64).mT)
+
+
+WEIGHTS = ((4096, 4096, 128), (4096, 28672, 128), (4096, 4096, 32), (1000, 1000, 64))
+"""Inputs, outputs and inputs of a group."""
+
+
+def _quantized(name: str, dtype: torch.dtype, rows: int | None = None) -> Cases:
+    for scheme in (FP8, INT8, INT4):
+        for inputs, outputs, size in WEIGHTS if dtype == BF16 else WEIGHTS[:1]:
+            weight = _grouped_weight(scheme, outputs, inputs, size)
+            kind = f"{name},{scheme.dtype},I={inputs},O={outputs},S={size}".replace("torch.", "")
+            for count in (5, 20, 100, 300) if rows is None else (rows,):
+                x = empty(count, inputs, dtype=dtype)
+                yield f"quantized_linear[{kind},T={count}]", partial(quantized_linear, x, weight)
+        if rows is None:
+            yield (
+                f"quantized_linear[{kind},bias]",
+                partial(quantized_linear, x[:100], weight, empty(outputs, dtype=dtype)),
+            )
+
+
+def _grouped_weight(scheme: Scheme, outputs: int, inputs: int, size: int) -> GroupedWeight:
+    groups, paired = -(-inputs // size), scheme is INT4
+    numbers = empty(outputs, groups, size // 2 if paired else size, dtype=scheme.dtype)
+    zeros = empty(outputs, groups, dtype=torch.uint8) if paired else None
+    return GroupedWeight(numbers, empty(outputs, groups), inputs, scheme, zeros)
 
 
 def _logits(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:
@@ -235,6 +266,7 @@ def _grouped(name: str, dtype: torch.dtype, tokens: int = 512) -> Cases:
 
 WINDOW: dict[str, Any] = {"window": 4096}
 ALL: dict[str, Any] = {"window": 4096, "softcap": 50.0, "sinks": True}
+FP8_CACHE: dict[str, Any] = {"fp8": True}
 ATTENTION: tuple[tuple[torch.dtype, int, int, int, int, int, dict[str, Any]], ...] = (
     *((BF16, 16, 8, dim, dim, 16, {}) for dim in (64, 80, 96, 112, 128, 256)),
     (BF16, 16, 16, 192, 128, 16, {}),
@@ -246,6 +278,8 @@ ATTENTION: tuple[tuple[torch.dtype, int, int, int, int, int, dict[str, Any]], ..
     *((F16, 16, 8, dim, dim, 16, {}) for dim in (64, 128, 256)),
     *((F32, 16, 8, dim, dim, 16, {}) for dim in (64, 128, 256)),
     *((F32, 16, 8, dim, dim, 16, ALL) for dim in (64, 128, 256)),
+    *((BF16, 16, 8, dim, dim, 16, FP8_CACHE) for dim in (64, 128, 256)),
+    (F16, 32, 8, 128, 128, 16, FP8_CACHE | WINDOW),
 )
 """dtype, heads, kv heads, key and value size, page size, options."""
 
@@ -284,8 +318,12 @@ def _whole_step(dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, 
     groups = [GroupPages(np.arange(128), pages[:2], 0), GroupPages(np.array([128]), pages[:2], 0)]
     start, lens = np.full(ROWS, 2 * page_size), np.where(np.arange(ROWS) < 129, 20, 4000)
     start[129] = 0
-    pool, batch = _step(dtype, layer, page_size, groups, lens, start)
+    pool, batch = _step(_cache_dtype(dtype, options), layer, page_size, groups, lens, start)
     _attend(TritonAttention(pool, batch, multiprocessors=132), batch, dtype, heads, layer, options)
+
+
+def _cache_dtype(dtype: torch.dtype, options: dict[str, Any]) -> torch.dtype:
+    return E4M3 if options.get("fp8") else dtype
 
 
 def _deterministic_step(
@@ -294,7 +332,7 @@ def _deterministic_step(
     """A step with a chunk, a group and decode rows, whose launches must use the same machine code."""
     groups = [GroupPages(np.arange(128), np.ones(256 // page_size, np.int64), 0)]
     start = np.where(np.arange(ROWS) < 128, 256, 0)
-    pool, batch = _step(dtype, layer, page_size, groups, np.full(ROWS, 20), start)
+    pool, batch = _step(_cache_dtype(dtype, options), layer, page_size, groups, np.full(ROWS, 20), start)
     _attend(DeterministicTritonAttention(pool, batch), batch, dtype, heads, layer, options)
 
 
@@ -330,6 +368,7 @@ def _step(
 def _attend(
     attention: Any, batch: AttentionBatch, dtype: torch.dtype, heads: int, layer: LayerKV, options: dict[str, Any]
 ) -> None:
+    options = {name: value for name, value in options.items() if name != "fp8"}
     if options.get("sinks"):
         options = options | {"sinks": empty(heads, dtype=dtype)}
     query = empty(batch.slot_mapping.shape[0], heads, layer.key_dim, dtype=dtype)

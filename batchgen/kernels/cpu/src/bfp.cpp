@@ -5,7 +5,7 @@
 
 namespace bg {
 
-int64_t bfp_scratch(int64_t inner) { return grouped_scratch<Bfp>(inner); }
+int64_t bfp_scratch(int64_t inner) { return grouped_scratch<Bfp>(BfpGroups(inner)); }
 
 #if defined(BFP)
 

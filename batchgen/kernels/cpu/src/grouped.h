@@ -26,8 +26,7 @@ int64_t grouped_stride(const typename Kind::Groups& groups) {
 
 // Bytes of a thread's workspace: sums, scales, numbers.
 template <class Kind>
-int64_t grouped_scratch(int64_t inner) {
-    const typename Kind::Groups groups(inner);
+int64_t grouped_scratch(const typename Kind::Groups& groups) {
     const int64_t numbers = sizeof(typename Kind::Number) * grouped_stride<Kind>(groups);
     return ROW_BLOCK * (4 * PANEL + numbers + 4 * round_up(groups.count, 16));
 }

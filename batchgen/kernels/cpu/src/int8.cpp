@@ -24,17 +24,17 @@ struct Int8 {
 
 }  // namespace
 
-int64_t int8_scratch(int64_t inner) { return grouped_scratch<Int8>(inner); }
+int64_t int8_scratch(int64_t inner, int64_t group) { return grouped_scratch<Int8>(Groups(inner, group)); }
 
 #if defined(__AVX512VNNI__)
 
 int64_t int8_part(const Matmul& m, const Worker& worker) {
-    const Groups groups(m.inner);
+    const Groups groups(m.inner, m.group);
     const auto rows_of = [&](const Panels& s, int64_t row, int64_t rows) {
         if (m.method == INT8_F32) grouped_rows<Int8, float, float>(m, s, groups, row, rows);
         else grouped_rows<Int8, bf16, bf16>(m, s, groups, row, rows);
     };
-    return for_each_claim(m, worker, groups.panel_bytes(), int8_scratch(m.inner), rows_of);
+    return for_each_claim(m, worker, groups.panel_bytes(), int8_scratch(m.inner, m.group), rows_of);
 }
 
 #else

@@ -152,7 +152,7 @@ void rows_of(const Part& s, int64_t row, int64_t rows) {
 int64_t panel_bytes(const Matmul& m) {
     switch (m.method) {
         case INT8_F32:
-        case INT8_BF16: return Groups(m.inner).panel_bytes();
+        case INT8_BF16: return Groups(m.inner, m.group).panel_bytes();
         case BF16_BFP: return BfpGroups(m.inner).panel_bytes();
         case F32: return m.inner * PANEL * 4;
         default: return round_up(m.inner, 2) * PANEL * 2;
@@ -161,8 +161,8 @@ int64_t panel_bytes(const Matmul& m) {
 
 }  // namespace
 
-int64_t matmul_scratch(int64_t inner, int64_t method) {
-    if (method == INT8_F32 || method == INT8_BF16) return int8_scratch(inner);
+int64_t matmul_scratch(int64_t inner, int64_t method, int64_t group) {
+    if (method == INT8_F32 || method == INT8_BF16) return int8_scratch(inner, group);
     if (method == BF16_BFP) return bfp_scratch(inner);
     return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * round_up(inner, 16));
 }
@@ -171,7 +171,7 @@ int64_t matmul_part(const Matmul& m, const Worker& worker) {
     if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, worker);
     if (m.method == BF16_BFP) return bfp_part(m, worker);
     return for_each_claim(
-        m, worker, panel_bytes(m), matmul_scratch(m.inner, m.method),
+        m, worker, panel_bytes(m), matmul_scratch(m.inner, m.method, m.group),
         [&](const Panels& s, int64_t row, int64_t rows) { rows_of(Part(m, s), row, rows); });
 }
 

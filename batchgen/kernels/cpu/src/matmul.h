@@ -43,6 +43,7 @@ struct Matmul {
     int64_t method;
     void* scratch;  // `matmul_scratch` bytes per thread, aligned to 64
     int64_t x_wide;  // x is float32 with bfloat16 values; only for BF16_WIDENED with even K, and BF16_BFP
+    int64_t group;   // most inputs of a group, for INT8_F32 and INT8_BF16
 };
 
 // A thread that computes a product.
@@ -53,7 +54,7 @@ struct Worker {
     const Matmul* next = nullptr;  // the next product, whose first weights are prefetched at the end
 };
 
-int64_t matmul_scratch(int64_t inner, int64_t method);
+int64_t matmul_scratch(int64_t inner, int64_t method, int64_t group);
 // Runs a thread's part. Returns the number of units of all threads.
 int64_t matmul_part(const Matmul& m, const Worker& worker);
 // The weights that this thread begins with, for a product of `rows` rows.

@@ -70,7 +70,9 @@ extern "C" {
 
 int64_t bg_matmul_panel() { return bg::PANEL; }
 
-int64_t bg_matmul_scratch(int64_t inner, int64_t method) { return bg::matmul_scratch(inner, method); }
+int64_t bg_matmul_scratch(int64_t inner, int64_t method, int64_t group) {
+    return bg::matmul_scratch(inner, method, group);
+}
 
 // Whether the processor has the bfloat16 dot instruction.
 int64_t bg_matmul_has_dot() {

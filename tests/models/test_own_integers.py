@@ -1,0 +1,183 @@
+"""Checkpoints in integers, computed in these, against what their formats mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from batchgen.config.engine_config import EngineConfig
+from batchgen.engine import quantization
+from batchgen.engine.quantization import computed_weights
+from batchgen.kernels.layouts import int8_refusal
+from batchgen.models.base import ModelInput
+from batchgen.models.check import check_model
+from batchgen.models.load import checked_spec, load_checked, load_model
+from batchgen.models.native import NativeModel
+from batchgen.models.own_integers import OwnIntegers, Stored
+from batchgen.models.probe import ProbeAttention
+from batchgen.models.quantize import quantise
+from batchgen.models.weights import WeightReader
+from tests.models.quantised import CASES, W8A8, Case, by_groups, save_quantised
+
+torch.set_num_threads(1)
+REASON = int8_refusal(torch.float32, torch.device("cpu"))
+here = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+SIZES = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2}
+"""Groups of 32 and 64 divide these, groups of 128 do not."""
+
+
+def hidden(model: NativeModel) -> Tensor:
+    ids = torch.arange(3, 40)
+    return model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention())).float()
+
+
+def loaded(folder: Path, dtype: str = "float32", *, stored: Stored | None = None) -> NativeModel:
+    model = load_checked(check_model(folder), dtype=dtype, device="cpu", products="fixed", stored=stored)  # type: ignore[arg-type]
+    assert isinstance(model, NativeModel)
+    return model
+
+
+def by_token(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product as W8A8 means it: inputs in int8 with one scale for each token."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return F.linear((x / scale).round() * scale, weight, bias)
+
+
+@here
+@pytest.mark.parametrize("name", W8A8)
+def test_integers_are_computed_as_the_format_says(name: str, tmp_path: Path) -> None:
+    """The error against the dequantised checkpoint is at most that of rounding inputs as the format does."""
+    quantised, plain = save_quantised(W8A8[name], "llama", tmp_path, **SIZES)
+    model, exact = (
+        loaded(quantised, stored="integers"),
+        load_model(plain, dtype="float32", device="cpu", products="torch"),
+    )
+    assert isinstance(exact, NativeModel)
+    assert model.stored_products == 8
+    expected = hidden(exact)
+    bound = (hidden(exact.with_product(by_token)) - expected).norm()
+    assert 0 < (hidden(model) - expected).norm() <= bound
+    in_half = hidden(loaded(quantised, "bfloat16", stored="integers"))
+    rounding = (hidden(loaded(plain, "bfloat16")) - expected).norm()
+    assert (in_half - expected).norm() <= bound + 2 * rounding
+
+
+PAST_INT8 = ("gptq 8 bits", "compressed int8 with zeros", "torchao int8 with zeros")
+"""Formats whose integers need nine bits once their zeros are taken from them."""
+FITTING = {
+    name: case
+    for name, case in CASES.items()
+    if case.label.startswith("int") and "act-order" not in name and name not in PAST_INT8
+}
+OTHERS = {name: CASES[name] for name in ("fp8 blocks", "gptq act-order", "bitsandbytes nf4", *PAST_INT8)}
+
+
+@here
+@pytest.mark.parametrize("name", FITTING)
+def test_int8_takes_the_integers_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    quantised, plain = save_quantised(FITTING[name], "llama", tmp_path, **SIZES)
+    own, again = loaded(quantised), loaded(plain)
+    lost, expected = quantise(own, [[1, 2, 3]]), quantise(again, [[1, 2, 3]])
+    assert (own.stored_products, again.stored_products) == (8, 0)
+    assert lost.divergence < expected.divergence
+
+
+@here
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_weights_are_quantised_again(name: str, tmp_path: Path) -> None:
+    quantised, plain = save_quantised(OTHERS[name], "llama", tmp_path, **SIZES)
+    models = [loaded(quantised), loaded(plain)]
+    for model in models:
+        quantise(model, [])
+    assert models[0].stored_products == 0
+    torch.testing.assert_close(*map(hidden, models), rtol=0, atol=1e-4)
+
+
+WEIGHT_CASES = {
+    "fp8 tensor": 8, "fp8 channel": 8, "fp8 blocks, undescribed size": 8, "gptq": 8, "awq": 8, "compressed int8": 8,
+    "compressed int3 per channel": 8, "torchao int8 groups": 8, "bitsandbytes int8": 8, "fp8 blocks": 0,
+    "fp8 e5m2": 0, "gptq act-order": 0, "gptq 8 bits": 0, "nvfp4": 0,
+}  # fmt: skip
+"""Format -> linear layers that are computed from their own numbers; 0: they are dequantised."""
+
+
+@pytest.mark.parametrize("name", WEIGHT_CASES)
+def test_stored_weights_mean_the_dequantised_ones(name: str, tmp_path: Path) -> None:
+    quantised, plain = save_quantised(CASES[name], "llama", tmp_path, **SIZES)
+    checked = check_model(quantised)
+    assert checked.native is not None
+    own, layout = OwnIntegers(checked.folder, checked.native[1]), checked.native[1]
+    expected, count = load_file(plain / "model.safetensors"), 0
+    with WeightReader(checked.folder.tensors) as reader:
+        for layer in layout.layers:
+            for fused in (layer[each] for each in ("qkv", "o", "gate_up", "down")):
+                weight = own.read_weight(fused, reader)
+                if weight is not None:
+                    count += 1
+                    whole = torch.cat([expected[part] for part, _ in fused.parts])
+                    torch.testing.assert_close(weight.dense(), whole, rtol=1e-6, atol=1e-7)
+    assert count == WEIGHT_CASES[name]
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8 tensor", pytest.param("awq", marks=pytest.mark.slow)])
+def test_products_of_stored_weights_are_those_of_dequantised_ones(name: str, tmp_path: Path) -> None:
+    """In Triton's interpreter."""
+    quantised, plain = save_quantised(CASES[name], "llama", tmp_path, num_hidden_layers=1)
+    model, exact = loaded(quantised, stored="weights"), hidden(loaded(plain))
+    assert model.stored_products == 4
+    torch.testing.assert_close(hidden(model), exact, rtol=0, atol=1e-4)
+    in_half = hidden(loaded(quantised, "bfloat16", stored="weights"))
+    assert (in_half - exact).norm() <= 1.5 * (hidden(loaded(plain, "bfloat16")) - exact).norm()
+
+
+WEIGHT_ONLY = Case(W8A8["per token"].pack, by_groups("int-quantized", num_bits=8, type="int"), "int8 per channel")
+
+
+@here
+@pytest.mark.parametrize(
+    ("case", "options", "weights"),
+    [
+        (W8A8["per token"], {}, "stored"),
+        (W8A8["torchao"], {}, "stored"),
+        (W8A8["per token"], {"quantization": "none"}, "none"),
+        (W8A8["per token"], {"quantization": "int8"}, "int8"),
+        (W8A8["per token"], {"attention": "torch"}, "none"),
+        (W8A8["per token"], {"model_impl": "transformers"}, "none"),
+        (WEIGHT_ONLY, {}, "none"),
+        (CASES["gptq 8 bits"], {}, "none"),
+    ],
+)
+def test_auto_keeps_integers_that_are_made_for_integer_inputs(
+    case: Case, options: dict[str, str], weights: str, tmp_path: Path
+) -> None:
+    quantised, _ = save_quantised(case, "llama", tmp_path, **SIZES)
+    config = EngineConfig(model=str(quantised), deterministic=True, **options)  # type: ignore[arg-type]
+    checked = check_model(quantised, implementation=config.model_impl)
+    assert computed_weights(config, checked, checked_spec(checked, dtype="float32", device="cpu")) == weights
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "pays", "weights"),
+    [
+        ({}, 1 << 40, True, "stored"),
+        ({}, 1 << 40, False, "none"),
+        ({}, 1 << 16, False, "stored"),  # dequantised weights would not fit
+        ({"deterministic": True}, 1 << 16, True, "none"),
+        ({"quantization": "none"}, 1 << 16, True, "none"),
+    ],
+)
+def test_auto_on_a_gpu(
+    options: dict[str, Any], free: int, pays: bool, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, _ = save_quantised(CASES["gptq"], "llama", tmp_path, **SIZES)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(quantization, "grouped_weights_pay", lambda sizes, steps, step: pays)
+    checked = check_model(quantised)
+    spec = checked_spec(checked, dtype="bfloat16", device="cuda", elsewhere=True)
+    assert computed_weights(EngineConfig(model=str(quantised), **options), checked, spec) == weights
