@@ -150,6 +150,8 @@ class AttentionBatch:
     """The same step over the pages of the layers with a window; None: all layers have the same pages."""
     uploader: Device | None = None
     """The device that lists are uploaded through; None: one for the slots' device."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Flat tokens [start, end) that see one another, in order; each lies in one chunk."""
 
     @property
     def device(self) -> Device:

@@ -55,6 +55,12 @@ class ModelSpec:
     """Width of the token embeddings; None if it is `hidden_size`."""
     tied: bool = False
     """Whether the embedding is also the head."""
+    rope_axes: int = 0
+    """Number of axes of rotary positions, A; 0: positions are plain numbers."""
+    deepstack: int = 0
+    """Number of layers behind which features of images are added again."""
+    bidirectional: bool = False
+    """Whether the features of one image see one another."""
 
     @property
     def state_limits(self) -> CaptureSupport:
@@ -108,7 +114,7 @@ class TokenEmbeds:
     rows: Tensor
     """[E] int64: flat token of each embedding."""
     values: Tensor
-    """[E, H] float32 embeddings."""
+    """[E, W] float32: embeddings, and behind each what is added after the first layers of a model with `deepstack`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,8 @@ class ModelInput:
     """Operations that compute the step."""
     wanted: Tensor | None = None
     """[W] int64: flat tokens whose final states are needed; None for all."""
+    rope_positions: Tensor | None = None
+    """[A, T] int64 rotary positions; None: those of all axes are `positions`."""
 
     def select(self, states: Tensor) -> Tensor:
         """[T, H] -> [W, H]: the states of the wanted tokens."""

@@ -1,0 +1,153 @@
+"""`StepMedia`: what images and sounds add to the tensors of a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.plan.spans import Spans
+from batchgen.plan.step_plan import PrefillChunk
+from batchgen.request.media_items import MediaItems
+from batchgen.request.table import RequestTable
+
+Int64 = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Embeds = tuple[Int64, Floats]
+"""Flat tokens [E] and their values [E, W]."""
+Layout = Mapping[str, npt.NDArray[np.int64]]
+FindPositions = Callable[[Int64, Sequence[Layout]], tuple[Int64, int]]
+"""Ids [P] of a prompt and the layouts of its items -> rotary positions [A, P], and that of the token behind it."""
+
+_KEPT: Final = 256
+"""Prompts whose positions are kept, those of the last chunks."""
+_UNKNOWN: Final = np.iinfo(np.int64).min
+
+
+class Features(Protocol):
+    """The features of a job's items."""
+
+    def rows(self, number: int, rows: Int64) -> Floats:
+        """[n, W] features of an item by their index."""
+        ...
+
+
+class StepMedia:
+    """Lays out the images and sounds of a job's prompts, step by step.
+
+    Args:
+        table: every prompt of the job.
+        features: the features of its items.
+        spans: positions that see one another; None: features are causal like other tokens.
+        find_positions: rotary positions of a prompt with items; None: positions are plain numbers.
+    """
+
+    def __init__(
+        self, table: RequestTable, features: Features, spans: Spans | None, find_positions: FindPositions | None
+    ) -> None:
+        assert table.media is not None
+        self._table = table
+        self._items: MediaItems = table.media
+        self._features = features
+        self._spans = spans
+        self._find = find_positions
+        self._found: OrderedDict[int, Int64] = OrderedDict()
+        """Request -> [A, P] positions of its prompt"""
+        self._axes = 0 if find_positions is None else len(find_positions(np.zeros(1, np.int64), [])[0])
+        self._shifts = np.full(len(table) if find_positions is not None else 0, _UNKNOWN)
+        """[N] what is added to a request's positions behind its prompt"""
+        self._plain: set[int] = set()
+        """Requests without items that were seen"""
+
+    def embed(self, chunks: Sequence[PrefillChunk], ids: Int64) -> Embeds | None:
+        """The features of a step's chunks; None: they have none. Their ids [T] become the model's own placeholder ids.
+
+        The ids of all tokens of the step are given; those of the chunks come first.
+        """
+        first_id, places, values, at = self._items.vocab_size, list[Int64](), list[Floats](), 0
+        for chunk in chunks:
+            part = ids[at : at + chunk.end - chunk.start]
+            stored = self._table.stored_ids(chunk.request)
+            own = part[: max(0, len(stored) - chunk.start)]
+            for token in np.unique(own[own >= first_id]).tolist():
+                number = token - first_id
+                here = np.flatnonzero(own == token)
+                before = int((stored[: chunk.start] == token).sum())
+                rows = (before + np.arange(len(here))) % self._items[number].features
+                places.append(here + at)
+                values.append(self._features.rows(number, rows))
+                own[here] = self._items[number].token_id
+            at += len(part)
+        return (np.concatenate(places), np.concatenate(values)) if places else None
+
+    def spans(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
+        """Flat tokens [start, end) of a step's chunks that see one another."""
+        found: list[tuple[int, int]] = []
+        if self._spans is None:
+            return found
+        at = 0
+        for chunk in chunks:
+            shift = at - chunk.start
+            within = self._spans.within(chunk.request, chunk.start, chunk.end)
+            found += [(start + shift, end + shift) for start, end in within]
+            at += chunk.end - chunk.start
+        return found
+
+    def rope_positions(self, chunks: Sequence[PrefillChunk], positions: Int64, decoding: Int64) -> Int64 | None:
+        """[A, T] rotary positions of a step's tokens; None: they are plain numbers.
+
+        Args:
+            chunks: the step's chunks.
+            positions: [T] positions of its tokens in their sequences.
+            decoding: [R] requests of its decode rows.
+        """
+        if self._find is None:
+            return None
+        found = np.tile(positions, (self._axes, 1))
+        at = 0
+        for chunk in chunks:
+            length = chunk.end - chunk.start
+            prompt = self._prompt(chunk.request)
+            if prompt is not None:
+                inside = prompt[:, chunk.start : chunk.end]
+                found[:, at : at + inside.shape[1]] = inside
+                found[:, at + inside.shape[1] : at + length] += self._shifts[chunk.request]
+            at += length
+        shifts = self._shifts[decoding]
+        if (shifts == _UNKNOWN).any():
+            for request in np.unique(decoding[shifts == _UNKNOWN]).tolist():
+                self._prompt(request)
+            shifts = self._shifts[decoding]
+        found[:, at:] += shifts
+        return found
+
+    def _prompt(self, request: int) -> Int64 | None:
+        """[A, P] positions of a prompt; None for one without items. Sets its shift."""
+        if request in self._plain:
+            return None
+        found = self._found.get(request)
+        if found is None:
+            numbers = self._table.media_of(request)
+            if not numbers:
+                self._shifts[request] = 0
+                self._plain.add(request)
+                return None
+            assert self._find is not None
+            ids = self._table.prompt_ids(request).astype(np.int64)
+            found, following = self._find(ids, [self._items[number].layout for number in numbers])
+            self._shifts[request] = following - len(ids)
+            self._found[request] = found
+            if len(self._found) > _KEPT:
+                self._found.popitem(last=False)
+        self._found.move_to_end(request)
+        return found
+
+
+def joined_embeds(first: Embeds | None, second: Embeds | None) -> Embeds | None:
+    """The embeddings of both."""
+    if first is None or second is None:
+        return second if first is None else first
+    return np.concatenate((first[0], second[0])), np.concatenate((first[1], second[1]))
