@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, nonempty_string
+from batchgen.request.media import MEDIA_FIELDS, MediaData, MediaItem, MediaKind, items_of
 from batchgen.request.params import SamplingParams
 from batchgen.request.tool_choice import AUTO, ToolChoice
 
@@ -20,6 +21,8 @@ class TextPrompt(NamedTuple):
     """A prompt given as text; the tokenizer's BOS is added unless the text begins with it."""
 
     text: str
+    media: tuple[MediaItem, ...] = ()
+    """Images in the order of their placeholders in the text, then sounds likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class TokenPrompt:
     """A prompt given as token ids, used unchanged."""
 
     ids: tuple[int, ...]
+    media: tuple[MediaItem, ...] = ()
+    """As for `TextPrompt`."""
 
 
 class ChatPrompt(NamedTuple):
@@ -41,6 +46,8 @@ class ChatPrompt(NamedTuple):
     """Whether the answer calls the tools; the template does not see it."""
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls."""
+    media: tuple[MediaItem, ...] = ()
+    """The items of the parts `{"type": "image"}` and `{"type": "audio"}` of the messages, in their order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
