@@ -1,7 +1,7 @@
 """Images and audio as a row gives them, checked for their form only: no file is read, nothing is decoded.
 
-`MediaField` checks `image_data` and `audio_data`, and `media_part` one part of a message's content. `prompts.with_media`
-gives each prompt its items.
+`MediaField` checks `image_data` and `audio_data`, and `media_part` one part of a message's content;
+`prompts.with_media` gives each prompt its items.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Detail = Literal["auto", "low", "high", "original"]
 MEDIA_FIELDS: Final[Mapping[MediaKind, str]] = {"image": "image_data", "audio": "audio_data"}
 """Kind -> the field of a row that holds items of it."""
 
+_FORMS: Final = get_args(MediaForm)[1:]
 _PARTS: Final[Mapping[str, tuple[MediaKind, tuple[str, ...]]]] = {
     "image": ("image", ("image", "image_url", "url", "path", "base64")),
     "image_url": ("image", ("image_url", "url")),
@@ -40,7 +41,7 @@ _NOTES: Final = frozenset({"type", "cache_control", "uuid", "id", "index"})
 """Keys of a part that say nothing about its item."""
 _HOLDERS: Final = ("array", "bytes", "data", "base64", "url", "path")
 """Keys of an object that may hold an item; of `array` or `bytes` and a `path`, the first counts."""
-_FORMATS: Final = frozenset({"wav", "mp3", "flac", "ogg", "opus", "m4a", "webm"})
+_SOUND_FORMATS: Final = ("flac", "mp3", "ogg", "opus", "wav")
 """Values of `format` beside the `data` of a sound; the file itself says what it is."""
 _WANTED: Final = "must be a file below --media-root, a data: URL, base64, or in Python bytes"
 
@@ -191,9 +192,6 @@ def media_item(kind: MediaKind, place: str, value: Any, detail: Any = None) -> M
     return MediaItem(kind, _source(kind, place, value), place, detail)
 
 
-_FORMS: Final = get_args(MediaForm)[1:]
-
-
 def _prepared(kind: MediaKind, place: str, value: Mapping[str, Any]) -> MediaItem:
     """An item that a processor or an encoder has made."""
     held = {str(key): item for key, item in value.items() if key != "format" and item is not None}
@@ -218,10 +216,10 @@ def _held(kind: MediaKind, place: str, value: Mapping[str, Any]) -> Any:
         known = ", ".join(_HOLDERS)
         what = f"has the key {show(odd)}" if odd is not None else "is an object without an item"
         raise _invalid(place, f"{what}; an object has one of {known}")
-    if file_format is not None and (kind != "audio" or file_format not in _FORMATS):
-        raise _invalid(place, f"has a `format` of {show(file_format)}; it is one of {', '.join(sorted(_FORMATS))}")
+    if file_format is not None and (kind != "audio" or file_format not in _SOUND_FORMATS):
+        raise _invalid(place, f"has a `format` of {show(file_format)}; it is one of {', '.join(_SOUND_FORMATS)}")
     if held == ["array"] and kind == "audio":
-        return (given["array"], rate)
+        return _sound(place, (given["array"], rate))
     if rate is not None:
         raise _invalid(place, "has a `sampling_rate`, which only the `array` of a sound has")
     if type(given[held[0]]) is not str and held[0] in ("url", "path", "base64", "data"):
@@ -245,15 +243,17 @@ def _source(kind: MediaKind, place: str, value: Any) -> Any:
     if isinstance(value, str | bytes | bytearray):
         raise _invalid(place, "is empty")
     more = ", a PIL image or an array" if kind == "image" else " or (array, sampling rate)"
-    remedy = " together with its sampling rate" if kind == "audio" and _array(value) is not None else ""
-    raise _invalid(place, f"{_WANTED}{more}, got {json_type(value)}{remedy and f': give it{remedy}'}")
+    raise _invalid(place, f"{_WANTED}{more}, got {json_type(value)}")
 
 
 def _is_sound(kind: MediaKind, value: Any) -> bool:
     """Whether a value is (samples, rate)."""
-    if kind != "audio" or not isinstance(value, list | tuple) or len(value) != 2 or isinstance(value[0], str | bytes):
+    if kind != "audio" or not isinstance(value, list | tuple) or len(value) != 2:
         return False
-    return isinstance(value, tuple) and (_array(value[0]) is not None or isinstance(value[0], list))
+    is_array = isinstance(value[0], np.ndarray) or hasattr(value[0], "detach")
+    return (is_array or type(value[0]) in (list, tuple)) and (
+        type(value[1]) in (int, float) or hasattr(value[1], "item")
+    )
 
 
 def _sound(place: str, value: Any) -> tuple[Any, int]:
