@@ -23,7 +23,7 @@ from batchgen.models.safetensors_header import TensorInfo, read_header
 from batchgen.request.checks import invalid, show
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.parser import is_openai_line, parse_row, row_extra
-from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
+from batchgen.request.prompts import EmbedsPrompt, StoredPrompt, refuse_media
 from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.request.row_ids import row_id
 from batchgen.request.row_values import RowDefaults
@@ -308,6 +308,7 @@ class RowReader:
         value = raw.value
         try:
             row = self._with_unique_id(parse_row(value, raw.index, self._defaults, raw.displaced))
+            refuse_media(row.prompts)
             if isinstance(row.prompts[0], EmbedsPrompt):
                 assert self._embeds is not None
                 raw, row = raw._replace(value=None), self._embeds.store(row)
