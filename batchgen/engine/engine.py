@@ -17,6 +17,7 @@ from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
+from batchgen.engine.media.job import JobMedia, job_spans, open_media
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -37,6 +38,7 @@ from batchgen.engine.memory.kv_budget import (
 )
 from batchgen.engine.quantization import quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
+from batchgen.engine.running import Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
 from batchgen.engine.streaming import Emit
@@ -52,9 +54,10 @@ from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import load_checked
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
-from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts, bytes_by_kind
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.plan.spans import Spans
 from batchgen.request.completion import Completion, StreamEvent
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.params import SamplingParams
@@ -64,32 +67,6 @@ from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import carried_notes, note_line
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A running job: iterate `loop.run()` for its completions; `scheduler.stats` has its counters."""
-
-    workload: JobWorkload
-    scheduler: Scheduler
-    loop: Loop
-    pool: Pool
-
-    @property
-    def kv_peak_bytes(self) -> dict[str, int]:
-        """Most bytes of pages in use at once, by kind of layers."""
-        stats = self.scheduler.stats
-        peak = PageCounts(stats.peak_pages, stats.peak_window_pages)
-        return bytes_by_kind(self.scheduler.config.cache_groups, peak)
-
-    def alone(self, row: int) -> Running:
-        """The run of one row that this job has held, in the same pool, when this job has run."""
-        workload, record = self.workload.alone(row), self.loop.settings.record
-        if record is not None:
-            record.run_alone(row)
-        kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
-        scheduler = Scheduler(workload.tree, workload.samples, workload.max_tokens, self.scheduler.config, kinds)
-        return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,15 +271,24 @@ class Engine:
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
+        spans = None
+        if table.media is not None:
+            self._front_end.media.encoder(self.model)  # before the pool is sized, because towers take memory
+            spans = job_spans(table) if spec.bidirectional else None
+            tokens = max(tokens, 0 if spans is None else spans.longest)
         pool, cache, tokens = self._pool_for(workload, seqs, tokens)
         workload.skip_too_large(cache.pages.full - 1, config.page_size)
         if record is not None:
             workload.set_aside(record.set_aside)
             workload.hold(record.alone)
-        scheduler = self._scheduler(workload, cache, seqs, tokens)
+        scheduler = self._scheduler(workload, cache, seqs, tokens, spans)
         workload = workload.reordered(scheduler.tree)  # so that there is one tree
         trim_heap()
-        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record)
+        media = None
+        if table.media is not None:
+            support, together = self._front_end.media, not config.deterministic
+            media = open_media(workload, support, self.model, spans, together=together)
+        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record, media=media)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 
@@ -370,7 +356,9 @@ class Engine:
 
         return run
 
-    def _scheduler(self, workload: JobWorkload, cache: CachePlan, seqs: int, tokens: int) -> Scheduler:
+    def _scheduler(
+        self, workload: JobWorkload, cache: CachePlan, seqs: int, tokens: int, spans: Spans | None = None
+    ) -> Scheduler:
         saving = None if self.backend is None else self.backend.group_saving
         config = SchedulerConfig(
             num_pages=cache.pages.full,
@@ -385,7 +373,7 @@ class Engine:
             cache_groups=cache.groups,
         )
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
-        return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds)
+        return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds, spans)
 
     def _loop(
         self,
@@ -396,6 +384,7 @@ class Engine:
         prompt_ids: bool = True,
         emit: Emit | None = None,
         record: WorkRecord | None = None,
+        media: JobMedia | None = None,
     ) -> Loop:
         config = self.config
         assert self.backend is not None
@@ -407,6 +396,7 @@ class Engine:
             self.grammars,
             self._front_end.processors,
             self._front_end.encoder.reasoning,
+            media,
         )
         settings = LoopSettings(
             prompt_ids=prompt_ids,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
 from batchgen.config.engine_config import EngineConfig
+from batchgen.engine.media.reader import MediaSupport, no_media
 from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
 from batchgen.models.base import ModelSpec
@@ -26,7 +27,7 @@ from batchgen.text.tools.rows import tool_parser_of
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Tokenizer, prompt encoder, grammars, processors and media folder of one model."""
+    """Tokenizer, prompt encoder, grammars, processors and media of one model."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -39,6 +40,8 @@ class FrontEnd:
     encoder: Encoder
     name: str
     """Name of the model, by which rows may name it."""
+    media: MediaSupport
+    """What the model offers for images and sounds."""
 
     @classmethod
     def build(
@@ -75,7 +78,12 @@ class FrontEnd:
         encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
         encoder.reasoning = reasoning
         encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
-        return cls(config, spec, tokenizer, processors, media_root, grammars, encoder, config.model or name or "")
+        called, media = config.model or name or "", no_media("its folder is not known")
+        return cls(config, spec, tokenizer, processors, media_root, grammars, encoder, called, media)
+
+    def with_media(self, media: MediaSupport) -> FrontEnd:
+        """The front end with what the model offers for images and sounds."""
+        return replace(self, media=media)
 
     def defaults(
         self,
@@ -113,7 +121,7 @@ class FrontEnd:
 
     def row_reader(self, table: RequestTable, defaults: RowDefaults, on_duplicate: OnDuplicate = "error") -> RowReader:
         """A reader of rows into `table`."""
-        return RowReader(table, self.encoder, defaults, on_duplicate, self.media_root)
+        return RowReader(table, self.encoder, defaults, on_duplicate, self.media_root, self.media)
 
 
 def default_fields(params: SamplingParams | None) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, output_paths
 from batchgen.data.write.work_parts import has_results
-from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
+from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output

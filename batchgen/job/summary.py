@@ -28,7 +28,7 @@ from batchgen.request.printable import format_kv_peak, json_printable, printable
 from batchgen.request.unknown_keys import carried_summary
 
 if TYPE_CHECKING:
-    from batchgen.engine.engine import Running
+    from batchgen.engine.running import Running
     from batchgen.job.ingest import Ingested
 
 

@@ -7,14 +7,15 @@ tokens, by their ids alone. Everything that a user sees has the model's own plac
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.media import MediaKind
 
 Ints = npt.NDArray[np.int32]
 
@@ -26,7 +27,7 @@ MOST_ITEMS = 1 << 30
 class DistinctItem:
     """One image or sound of a job, as it becomes a part of prompts."""
 
-    kind: Literal["image", "audio"]
+    kind: MediaKind
     digest: str
     """Digest of its content and kind."""
     place: str
@@ -37,6 +38,8 @@ class DistinctItem:
     """The model's id of each of these tokens."""
     layout: Mapping[str, npt.NDArray[np.int64]]
     """Small arrays by the processor's names that positions are computed from."""
+    grouped: bool
+    """Whether the processor treats it as one of several of a prompt, which gives other features than alone."""
     source: Any
     """What it is decoded from: the header that the media store gave."""
 
@@ -44,27 +47,24 @@ class DistinctItem:
     def key(self) -> Hashable:
         """Equal for items whose features are equal."""
         layout = tuple((name, value.shape, value.tobytes()) for name, value in sorted(self.layout.items()))
-        return (self.digest, self.features, self.token_id, layout)
-
-    @property
-    def field(self) -> str:
-        """The row's field that holds it."""
-        return self.place.partition("[")[0]
-
-    def error(self, problem: str) -> RowError:
-        """The `media_error` of a row that has the item."""
-        return RowError(ErrorCode.MEDIA_ERROR, f"`{self.place}` {problem}", self.field)
+        return (self.digest, self.features, self.token_id, self.grouped, layout)
 
 
 class PlacedItem(NamedTuple):
     """An item of one prompt, read and numbered."""
 
     number: int
+    place: str
+    """How messages name it."""
     item: DistinctItem
     placeholder: str
     """What stands for it in the prompt's text."""
     text: str
     """What replaces the placeholder before the text is tokenised."""
+
+    def error(self, problem: str) -> RowError:
+        """`media_error` whose message is "`place` problem"."""
+        return RowError(ErrorCode.MEDIA_ERROR, f"`{self.place}` {problem}", self.place.partition("[")[0])
 
 
 class MediaItems:
@@ -111,23 +111,4 @@ class MediaItems:
             number = int(numbers[at])
             found.append(number)
             at += self._items[number].features
-        return found
-
-    def placed(self, ids: Sequence[int], items: Sequence[PlacedItem]) -> Ints:
-        """[P] ids of a prompt for the table, given its real ids and its items in order.
-
-        Raises:
-            RowError: `media_error`: the prompt has more or fewer placeholder tokens than its items become.
-        """
-        found = np.array(ids, np.int32)
-        places = np.flatnonzero(np.isin(found, np.unique([each.item.token_id for each in items])))
-        counts = [each.item.features for each in items]
-        expected = np.repeat(np.array([each.item.token_id for each in items], np.int32), counts)
-        if len(places) != len(expected) or (found[places] != expected).any():
-            problem = (
-                f"becomes, with the other items of the prompt, {len(expected)} tokens, and the prompt has "
-                f"{len(places)} for them; give each item one placeholder, and do not write its tokens anywhere else"
-            )
-            raise items[0].item.error(problem)
-        found[places] = np.repeat(np.array([self.vocab_size + each.number for each in items], np.int32), counts)
         return found

@@ -13,15 +13,19 @@ import numpy.typing as npt
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, nonempty_string
 from batchgen.request.media import MEDIA_FIELDS, MediaData, MediaItem, MediaKind, items_of
+from batchgen.request.media_items import PlacedItem
 from batchgen.request.params import SamplingParams
 from batchgen.request.tool_choice import AUTO, ToolChoice
+
+Items = tuple[MediaItem, ...] | tuple[PlacedItem, ...]
+"""Images and sounds of a prompt: as its row gives them, then read and numbered."""
 
 
 class TextPrompt(NamedTuple):
     """A prompt given as text; the tokenizer's BOS is added unless the text begins with it."""
 
     text: str
-    media: tuple[MediaItem, ...] = ()
+    media: Items = ()
     """Images in the order of their placeholders in the text, then sounds likewise."""
 
 
@@ -30,7 +34,7 @@ class TokenPrompt:
     """A prompt given as token ids, used unchanged."""
 
     ids: tuple[int, ...]
-    media: tuple[MediaItem, ...] = ()
+    media: Items = ()
     """As for `TextPrompt`."""
 
 
@@ -46,7 +50,7 @@ class ChatPrompt(NamedTuple):
     """Whether the answer calls the tools; the template does not see it."""
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls."""
-    media: tuple[MediaItem, ...] = ()
+    media: Items = ()
     """The items of the parts `{"type": "image"}` and `{"type": "audio"}` of the messages, in their order."""
 
 
@@ -227,13 +231,7 @@ def _unmatched(name: str, kind: MediaKind, parts: int, items: int) -> RowError:
     return RowError(ErrorCode.MEDIA_ERROR, f"`{name}` {problem}", name)
 
 
-def refuse_media(prompts: Sequence[Prompt]) -> None:
-    """Refuse prompts with media.
-
-    Raises:
-        RowError: `unsupported_field`.
-    """
-    item = next((item for prompt in prompts for item in getattr(prompt, "media", ())), None)
-    if item is not None:
-        problem = f"`{item.place}` ({item.kind}) is not supported by this version; remove it"
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, problem, item.field)
+def placed_items(prompt: Prompt) -> tuple[PlacedItem, ...]:
+    """The items of a prompt that were read and numbered."""
+    found = getattr(prompt, "media", ())
+    return tuple(item for item in found if isinstance(item, PlacedItem)) if found else ()

@@ -49,7 +49,7 @@ class Request:
     prompt_index: int
     """Index among the prompts of the row."""
     prompt_ids: npt.NDArray[np.int32]
-    """[P] token ids; zeros for tokens given as embeddings, the model's placeholder ids for those of images and sounds."""
+    """[P] token ids; zeros for tokens given as embeddings, the model's placeholder ids for those of items."""
     params: SamplingParams
     seed: int
     """The row's seed, or the one derived from the run seed and the row's id."""
@@ -240,7 +240,7 @@ class RequestTable(Columns):
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """[total] token ids of all prompts, concatenated; an id from the vocabulary on is that of an item of `media`."""
+        """[total] token ids of all prompts, concatenated; ids from the vocabulary's end on are those of `media`."""
         return self._tokens.ids()
 
     @property

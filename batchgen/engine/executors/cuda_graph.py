@@ -298,9 +298,7 @@ class _GraphStep:
         if self._captured is not None and self._all_rows is not None:
             capture = CaptureSpec(self._all_rows, self._padded, *self._captured)
         ids = select_input_ids(self._ids, self._source, shared.last)
-        inputs = ModelInput(
-            ids, self._positions, self.attention, capture, ops=shared.ops, rope_positions=self._rope
-        )
+        inputs = ModelInput(ids, self._positions, self.attention, capture, ops=shared.ops, rope_positions=self._rope)
         hidden = shared.model.hidden(inputs)
         logits = shared.model.logits(hidden)  # [padded, V]
         if self._columns is not None:

@@ -42,11 +42,17 @@ class StepMedia:
         table: every prompt of the job.
         features: the features of its items.
         spans: positions that see one another; None: features are causal like other tokens.
-        find_positions: rotary positions of a prompt with items; None: positions are plain numbers.
+        axes: A, axes of rotary positions; 0: positions are plain numbers.
+        find_positions: rotary positions of a prompt with items.
     """
 
     def __init__(
-        self, table: RequestTable, features: Features, spans: Spans | None, find_positions: FindPositions | None
+        self,
+        table: RequestTable,
+        features: Features,
+        spans: Spans | None,
+        axes: int,
+        find_positions: FindPositions,
     ) -> None:
         assert table.media is not None
         self._table = table
@@ -56,8 +62,8 @@ class StepMedia:
         self._find = find_positions
         self._found: OrderedDict[int, Int64] = OrderedDict()
         """Request -> [A, P] positions of its prompt"""
-        self._axes = 0 if find_positions is None else len(find_positions(np.zeros(1, np.int64), [])[0])
-        self._shifts = np.full(len(table) if find_positions is not None else 0, _UNKNOWN)
+        self._axes = axes
+        self._shifts = np.full(len(table) if axes else 0, _UNKNOWN)
         """[N] what is added to a request's positions behind its prompt"""
         self._plain: set[int] = set()
         """Requests without items that were seen"""
@@ -104,7 +110,7 @@ class StepMedia:
             positions: [T] positions of its tokens in their sequences.
             decoding: [R] requests of its decode rows.
         """
-        if self._find is None:
+        if not self._axes:
             return None
         found = np.tile(positions, (self._axes, 1))
         at = 0
@@ -135,7 +141,6 @@ class StepMedia:
                 self._shifts[request] = 0
                 self._plain.add(request)
                 return None
-            assert self._find is not None
             ids = self._table.prompt_ids(request).astype(np.int64)
             found, following = self._find(ids, [self._items[number].layout for number in numbers])
             self._shifts[request] = following - len(ids)

@@ -1,0 +1,199 @@
+"""`JobMedia`: the images and sounds of a running job: which requests have which, and how far they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.engine.media.features import FeatureStore
+from batchgen.engine.media.feed import FEATURE_BYTES, MediaFeed
+from batchgen.engine.media.reader import MediaSupport
+from batchgen.engine.media.step import Layout, StepMedia
+from batchgen.engine.workload import JobWorkload
+from batchgen.errors import ErrorInfo
+from batchgen.kernels.device import cpu_quota
+from batchgen.models.base import Model
+from batchgen.plan.spans import Spans
+from batchgen.plan.step_plan import StepPlan
+from batchgen.plan.tree import blocks
+from batchgen.request.table import RequestTable
+
+Ints = npt.NDArray[np.int64]
+
+_MOST_WORKERS: Final = 16
+"""Most threads that decode items."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemUses:
+    """Which requests have which items, each pair once, by request."""
+
+    requests: Ints
+    """[E] ascending."""
+    numbers: Ints
+    """[E] items."""
+
+    @classmethod
+    def of(cls, table: RequestTable, wanted: npt.NDArray[np.bool_]) -> ItemUses:
+        """Those of the `wanted` [N] requests of a table."""
+        assert table.media is not None
+        first_id, offsets, found = table.media.vocab_size, table.offsets.astype(np.int64), [np.zeros(0, np.int64)]
+        for part in blocks(len(table)):
+            begin, end = int(offsets[part.start]), int(offsets[min(part.stop, len(table))])
+            tokens = table.tokens[begin:end]
+            places = np.flatnonzero(tokens >= first_id)
+            requests = np.searchsorted(offsets, places + begin, side="right") - 1
+            inside = wanted[requests]
+            pairs = requests[inside] << 32 | (tokens[places[inside]] - first_id)
+            found.append(np.unique(pairs))
+        pairs = np.concatenate(found)
+        return cls(pairs >> 32, pairs & 0xFFFFFFFF)
+
+    def of_request(self, request: int) -> list[int]:
+        """The items of a request."""
+        low, high = np.searchsorted(self.requests, (request, request + 1))
+        numbers: list[int] = self.numbers[low:high].tolist()
+        return numbers
+
+    def with_item(self, number: int) -> list[int]:
+        """The requests that have an item."""
+        requests: list[int] = self.requests[self.numbers == number].tolist()
+        return requests
+
+    def counts(self, items: int) -> Ints:
+        """[items] number of requests that have each."""
+        return np.bincount(self.numbers, minlength=items)
+
+    def in_order(self, order: npt.NDArray[np.int32]) -> list[int]:
+        """The items in the order in which the requests `order` [N] first have them."""
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        numbers = self.numbers[np.argsort(rank[self.requests], kind="stable")]
+        _, first = np.unique(numbers, return_index=True)
+        found: list[int] = numbers[np.sort(first)].tolist()
+        return found
+
+
+class JobMedia:
+    """The items of a job while it runs.
+
+    Args:
+        table: every prompt of the job.
+        uses: the items of the requests that run.
+        samples: [N] samples of each request that runs.
+        feed: their features.
+        step: lays them out in steps.
+        spans: positions that see one another; None: features are causal like other tokens.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        uses: ItemUses,
+        samples: npt.NDArray[np.int32],
+        feed: MediaFeed,
+        step: StepMedia,
+        spans: Spans | None = None,
+    ) -> None:
+        self._table = table
+        self._uses = uses
+        self._samples = samples
+        self._left: dict[int, int] = {}
+        """Request that has begun to end -> samples that have not ended"""
+        self.feed = feed
+        self.step = step
+        self.spans = spans
+
+    def counts(self) -> dict[str, int]:
+        """Counters for the report, by key."""
+        counts = self.feed.counts
+        return {
+            "media_encoded": counts.encoded,
+            "media_batches": counts.batches,
+            "media_failed": counts.failed,
+            "media_wait_ms": round(1e3 * counts.wait_seconds),
+            "media_encode_ms": round(1e3 * counts.encode_seconds),
+            "media_feature_peak_bytes": self.feed.store.peak_bytes,
+            "media_spilled_bytes": self.feed.store.spilled_bytes,
+        }
+
+    def load(self, plan: StepPlan) -> None:
+        """Have the features that a step needs."""
+        items, numbers = self._table.media, dict[int, None]()
+        assert items is not None
+        for chunk in plan.prefills:
+            ids = self._table.stored_ids(chunk.request)[chunk.start : chunk.end]
+            numbers |= dict.fromkeys((np.unique(ids[ids >= items.vocab_size]) - items.vocab_size).tolist())
+        self.feed.load(numbers)
+
+    def failed(self) -> Iterator[tuple[int, ErrorInfo]]:
+        """Requests that have an item that turned out to be unusable since the last call, with their errors."""
+        for number, error in self.feed.failed():
+            for request in self._uses.with_item(number):
+                yield request, error
+
+    def end(self, request: int, samples: int = 1) -> None:
+        """Record that samples of a request have ended; after the last its items are released."""
+        if not self._samples[request]:
+            return
+        left = self._left.pop(request, int(self._samples[request])) - samples
+        if left > 0:
+            self._left[request] = left
+        elif left == 0:
+            for number in self._uses.of_request(request):
+                self.feed.release(number)
+
+
+def open_media(
+    workload: JobWorkload, support: MediaSupport, model: Model, spans: Spans | None, *, together: bool
+) -> JobMedia:
+    """The images and sounds of a job that is about to run.
+
+    Args:
+        workload: the job, whose tree has its requests in the order in which they begin.
+        support: what the model offers, and the items.
+        model: the loaded model.
+        spans: positions that see one another; None: there are none.
+        together: whether items are encoded in batches, which may change their last bits.
+
+    Raises:
+        ModelError: the towers cannot be loaded.
+    """
+    table, spec = workload.table, model.spec
+    assert table.media is not None
+    samples = workload.samples.copy()
+    for requests, count in workload.held.values():
+        samples[requests] = count
+    uses = ItemUses.of(table, samples > 0)
+    encoder = support.encoder(model)
+    feed = MediaFeed(
+        table.media,
+        uses.in_order(workload.tree.order),
+        uses.counts(len(table.media)),
+        support.prepare,
+        encoder,
+        FeatureStore(FEATURE_BYTES),
+        width=spec.embeds_size * (1 + spec.deepstack),
+        workers=max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)),
+        together=together,
+    )
+
+    def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:
+        found, following = encoder.positions(torch.from_numpy(ids), layouts)
+        return found.numpy(), following
+
+    step = StepMedia(table, feed, spans, spec.rope_axes, find)
+    return JobMedia(table, uses, samples, feed, step, spans)
+
+
+def job_spans(table: RequestTable) -> Spans:
+    """The spans of all prompts of a table with items."""
+    items = table.media
+    assert items is not None
+    features = np.array([items[number].features for number in range(len(items))], np.int64)
+    return Spans(table.tokens, table.offsets, items.vocab_size, features)

@@ -1,0 +1,246 @@
+"""Reading of rows with images and sounds: each item is looked at, numbered, and given what it becomes in its prompt.
+
+`MediaSupport` is what a model offers for them, found when the first row has one, since its libraries take long to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from batchgen.engine.media.feed import Encoder
+from batchgen.errors import ErrorCode, RowError
+from batchgen.models.base import Model
+from batchgen.request.media import MediaItem, MediaKind
+from batchgen.request.media_items import DistinctItem, MediaItems, PlacedItem
+from batchgen.request.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from batchgen.request.table import ParsedRow, RequestTable
+
+
+class Header(Protocol):
+    """What is known of an item without decoding it."""
+
+    @property
+    def kind(self) -> MediaKind:
+        """Kind of the item."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Digest of its content and kind."""
+        ...
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Image: (width, height); audio: (samples,)."""
+        ...
+
+
+class Expansion(Protocol):
+    """What one item becomes in its prompt."""
+
+    @property
+    def text(self) -> str:
+        """Replaces the placeholder before the text is tokenised."""
+        ...
+
+    @property
+    def token_id(self) -> int:
+        """Id of a feature."""
+        ...
+
+    @property
+    def features(self) -> int:
+        """Number of features."""
+        ...
+
+    @property
+    def layout(self) -> Mapping[str, npt.NDArray[np.int64]]:
+        """Arrays that positions need."""
+        ...
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it is treated as one of several."""
+        ...
+
+
+class Processor(Protocol):
+    """A model's own processor of images and sounds, called by several threads."""
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """Kinds that prompts may have."""
+        ...
+
+    @property
+    def audio_rate(self) -> int:
+        """Samples per second."""
+        ...
+
+    def placeholder(self, kind: MediaKind) -> str:
+        """The token that stands for one item in a prompt."""
+        ...
+
+    def expand(self, headers: Sequence[Any]) -> Sequence[Expansion]:
+        """What the items of one prompt become."""
+        ...
+
+    def prepare(self, header: Any, decoded: Any, *, grouped: bool = False) -> Any:
+        """An item as its tower reads it."""
+        ...
+
+
+class MediaEncoder(Encoder, Protocol):
+    """The towers of a model, and its rotary positions."""
+
+    def positions(self, ids: Tensor, layouts: Sequence[Mapping[str, npt.NDArray[np.int64]]]) -> tuple[Tensor, int]:
+        """[A, P] rotary positions of a prompt, and that of the token after it; of models with several axes."""
+        ...
+
+
+class Store(Protocol):
+    """Encoded items by content."""
+
+    def add(self, item: MediaItem) -> Header:
+        """Find an item and look at its header; `media_error` if it cannot be used."""
+        ...
+
+    def decode(self, header: Any) -> Any:
+        """The upright RGB image, or mono samples; in any thread."""
+        ...
+
+
+class MediaSupport:
+    """What a model offers for images and sounds.
+
+    Args:
+        vocab_size: V, the model's vocabulary.
+        find: the model's processor, or why it takes none.
+        load: loads the towers of a loaded model.
+        open_store: a store of items whose sounds have this rate.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        find: Callable[[], Processor | str],
+        load: Callable[[Model], MediaEncoder],
+        open_store: Callable[[int], Store],
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._find = find
+        self._load = load
+        self._open_store = open_store
+        self._encoder: MediaEncoder | None = None
+
+    @cached_property
+    def found(self) -> Processor | str:
+        """The processor, or why there is none."""
+        return self._find()
+
+    @cached_property
+    def store(self) -> Store:
+        """The items of all jobs of the model."""
+        assert not isinstance(self.found, str)
+        return self._open_store(self.found.audio_rate)
+
+    def encoder(self, model: Model) -> MediaEncoder:
+        """The towers, loaded once.
+
+        Raises:
+            ModelError: they cannot be loaded.
+        """
+        if self._encoder is None:
+            self._encoder = self._load(model)
+        return self._encoder
+
+    def prepare(self, item: DistinctItem) -> Any:
+        """An item as its tower reads it."""
+        assert not isinstance(self.found, str)
+        return self.found.prepare(item.source, self.store.decode(item.source), grouped=item.grouped)
+
+
+def no_media(reason: str) -> MediaSupport:
+    """The support of a model that takes no images or sounds."""
+
+    def missing(_: Any) -> Any:
+        raise AssertionError(reason)
+
+    return MediaSupport(0, lambda: reason, missing, missing)
+
+
+def has_media(row: ParsedRow) -> bool:
+    """Whether a prompt of a row has images or sounds."""
+    prompts = row.prompts
+    return bool(
+        getattr(prompts[0], "media", ()) or (len(prompts) > 1 and any(getattr(p, "media", ()) for p in prompts))
+    )
+
+
+class MediaReader:
+    """Numbers the items of rows in a table."""
+
+    def __init__(self, table: RequestTable, support: MediaSupport) -> None:
+        self._table = table
+        self._support = support
+
+    def read(self, row: ParsedRow) -> ParsedRow:
+        """The row with its items read and numbered.
+
+        Raises:
+            RowError: `unsupported_field` if the model takes no such items, `media_error` if one cannot be used.
+        """
+        return row._replace(prompts=tuple(map(self._with_items, row.prompts)))
+
+    def _with_items(self, prompt: Prompt) -> Prompt:
+        if not isinstance(prompt, TextPrompt | TokenPrompt | ChatPrompt) or not prompt.media:
+            return prompt
+        placed = tuple(self._placed([item for item in prompt.media if isinstance(item, MediaItem)]))
+        if isinstance(prompt, TokenPrompt):
+            return TokenPrompt(prompt.ids, placed)
+        return prompt._replace(media=placed)
+
+    def _placed(self, given: Sequence[MediaItem]) -> list[PlacedItem]:
+        processor = self._support.found
+        for item in given:
+            self._check(item, processor)
+        assert not isinstance(processor, str)
+        headers = [self._support.store.add(item) for item in given]
+        expansions = processor.expand(headers)
+        if self._table.media is None:
+            self._table.media = MediaItems(self._support.vocab_size)
+        found = []
+        for item, header, made in zip(given, headers, expansions, strict=True):
+            distinct = DistinctItem(
+                item.kind,
+                header.digest,
+                item.place,
+                made.features,
+                made.token_id,
+                made.layout,
+                made.grouped,
+                header,
+            )
+            number = self._table.media.add(distinct)
+            found.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), made.text))
+        return found
+
+    def _check(self, item: MediaItem, processor: Processor | str) -> None:
+        if isinstance(processor, str):
+            problem = f"cannot be given to this model: {processor}"
+        elif item.kind not in processor.kinds:
+            problem = f"is {_NAMES[item.kind]}, and this model takes {' and '.join(sorted(processor.kinds))} alone"
+        elif item.form != "raw":
+            problem = f"is of format {item.form}, which is not supported yet; give the {item.kind} itself"
+        else:
+            return
+        raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{item.place}` {problem}; leave it out", item.field)
+
+
+_NAMES = {"image": "an image", "audio": "a sound"}
