@@ -148,6 +148,8 @@ class AttentionBatch:
     sees may be any, and hold anything."""
     window: AttentionBatch | None = None
     """The same step over the pages of the layers with a window; None: all layers have the same pages."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Flat tokens [start, end) that see one another, in layers with and without a window; each lies in one chunk."""
     uploader: Device | None = None
     """The device that lists are uploaded through; None: one for the slots' device."""
 

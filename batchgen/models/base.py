@@ -55,6 +55,12 @@ class ModelSpec:
     """Width of the token embeddings; None if it is `hidden_size`."""
     tied: bool = False
     """Whether the embedding is also the head."""
+    rope_axes: int = 0
+    """Rotary positions of a token, one for each axis of an image; 0: a token has its place in the sequence alone."""
+    deepstack: int = 0
+    """Blocks, from the first, to whose results a feature of an item is added again: each has its own values."""
+    bidirectional: bool = False
+    """Whether the features of one image see one another; features of audio never do."""
 
     @property
     def state_limits(self) -> CaptureSupport:
@@ -70,6 +76,11 @@ class ModelSpec:
     def embeds_size(self) -> int:
         """Width of the token embeddings."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @property
+    def features_size(self) -> int:
+        """Width of a feature of an item, W: its embedding, and what deepstack adds to the results of blocks."""
+        return self.embeds_size * (1 + self.deepstack)
 
 
 def windows_within(windows: Sequence[int | None], context: int) -> tuple[int | None, ...]:
@@ -108,7 +119,8 @@ class TokenEmbeds:
     rows: Tensor
     """[E] int64: flat token of each embedding."""
     values: Tensor
-    """[E, H] float32 embeddings."""
+    """[E, W] float32 embeddings. W is `ModelSpec.embeds_size`, or for features of images
+    `ModelSpec.features_size`: what is added to the results of the first blocks follows the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +137,9 @@ class ModelInput:
     lora: LoraStep | None = None
     """Tokens that use an adapter; None for none."""
     embeds: TokenEmbeds | None = None
-    """Tokens given as embeddings, whose ids are ignored; None for none."""
+    """Tokens given as embeddings; None for none. Their ids are those of placeholders, which are not looked up."""
+    rope_positions: Tensor | None = None
+    """[A, T] int64 rotary positions of a model with `ModelSpec.rope_axes` A; None: `positions` on all axes."""
     ops: Ops = TORCH_OPS
     """Operations that compute the step."""
     wanted: Tensor | None = None
