@@ -28,6 +28,14 @@ _TYPE_IDS: Final[dict[MediaKind, int]] = {"image": 1, "audio": 3}
 """What the library calls the kinds of tokens; text is 0."""
 
 
+_KNOWN: Final = frozenset((
+    "inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep", "cache_position",
+    "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds", "output_attentions", "output_hidden_states",
+    "output_router_logits",
+))  # fmt: skip
+"""What a class may give its text decoder: `Model` computes the same, or it has no effect on one prompt."""
+
+
 class MediaEncoder:
     """Towers of a model, and rotary positions of its prompts; created by `load_media_encoder`."""
 
@@ -75,7 +83,17 @@ class MediaEncoder:
         raise ModelError(f"The class of this {self._spec.name} model does not give features to its decoder.")
 
     def _features(self, given: Mapping[str, Any], items: int, count: int) -> Tensor:
-        """[items, count, W] of what the stand-in was given."""
+        """[items, count, W] of what the stand-in was given.
+
+        Raises:
+            ModelError: the decoder reads more than embeddings and what is added to its blocks.
+        """
+        more = [name for name, value in given.items() if value is not None and name not in _KNOWN]
+        if more:
+            raise ModelError(
+                f"The class of this {self._spec.name} model gives its decoder {more[0]} beside the features of an item, "
+                "which is not supported. Leave out images and audio."
+            )
         parts = [given["inputs_embeds"]]
         levels = given.get("deepstack_visual_embeds")
         parts += [part.view(items, count, -1) for part in levels or ()]

@@ -4,9 +4,12 @@ sizes alone, and the tensors that towers read. Reads no weights.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Final, Literal, Protocol
@@ -181,7 +184,7 @@ class MediaProcessor:
         """(text of each item, tensors of all) of a prompt that has these items alone."""
         text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
         recorder = _Recorder(self._tokenizer)
-        options: dict[str, Any] = {"images": items} if kind == "image" else {"audio": items}
+        options: dict[str, Any] = {"images": [items]} if kind == "image" else {"audio": items}
         if kind == "audio":
             options["sampling_rate"] = self.audio_rate
         with self._lock, silence_library():
@@ -254,22 +257,70 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
         return "the package Pillow is missing: pip install 'batchgen[media]'"
     try:
         with silence_library():
-            processor = _read_processor(folder, config)
+            processor, missing = _read_processor(folder, config)
         found = MediaProcessor(processor, config)
     except Exception as error:  # constructors of many authors raise errors of many types
         return f"transformers cannot read the processor of {folder.path}: {first_line(error)}"
-    return found if found.kinds else f"the processor of {folder.path} names no token that stands for an item"
+    if found.kinds:
+        return found
+    reasons = [reason for name, reason in missing.items() if name != "video_processor"]
+    return reasons[0] if reasons else f"the processor of {folder.path} names no token that stands for an item"
 
 
-def _read_processor(folder: ModelFolder, config: Any) -> Any:
-    """The library's processor; without that of videos where this needs a package that is missing."""
-    name = _processor_name(folder, config)
+def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str]]:
+    """The library's processor without the parts that cannot be read, and why they cannot.
+
+    A part may need a package that is missing, as processors of videos need torchvision; the others do without it.
+    """
+    options: Any = {"local_files_only": True, "trust_remote_code": False}
+    cls = _processor_class(_processor_name(folder, config))
+    values, _ = cls.get_processor_dict(folder.path, **options)
+    parts: list[Any] = []
+    missing: dict[str, str] = {}
+    for name in cls.get_attributes():
+        only = {"get_attributes": classmethod(lambda _, name=name: [name]), "__module__": cls.__module__}
+        loader: Any = type(cls.__name__, (cls,), only)
+        try:
+            parts += loader._get_arguments_from_pretrained(folder.path, values, **options)
+        except Exception as error:  # as in find_media_processor
+            if "tokenizer" in name:
+                raise
+            missing[name] = first_line(error)
+            parts.append(None)
+
+    def check(self: Any, name: str, given: Any) -> Any:
+        return None if name in missing else cls.check_argument_for_proper_class(self, name, given)
+
+    body = {
+        "_get_arguments_from_pretrained": classmethod(lambda *_, **__: parts),
+        "check_argument_for_proper_class": check,
+        "__module__": cls.__module__,
+    }
+    reduced: Any = type(cls.__name__, (cls,), body)
+    return reduced.from_pretrained(folder.path, **options), missing
+
+
+def _processor_class(name: str) -> Any:
+    """The library's class of that name.
+
+    Without torchvision the library has no class whose module takes a function from a module that needs it. The module
+    of the image processor without torchvision has the same function.
+    """
     import transformers  # the library takes seconds to import
 
-    cls: Any = getattr(transformers, name)
-    if importlib.util.find_spec("torchvision") is None and "video_processor" in cls.get_attributes():
-        cls = _without_videos(cls)
-    return cls.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    found = getattr(transformers, name)
+    if issubclass(found, transformers.ProcessorMixin):
+        return found
+    module = str(found.__module__)
+    images = module.replace(".processing_", ".image_processing_")
+    with suppress(ImportError):
+        pil = importlib.import_module(module.replace(".processing_", ".image_processing_pil_"))
+        sys.modules[images] = pil
+        try:
+            found = getattr(importlib.import_module(module), name)
+        finally:
+            del sys.modules[images]
+    return found
 
 
 def _processor_name(folder: ModelFolder, config: Any) -> str:
@@ -289,25 +340,3 @@ def _processor_name(folder: ModelFolder, config: Any) -> str:
         if PROCESSOR_MAPPING_NAMES.get(kind):
             return str(PROCESSOR_MAPPING_NAMES[kind])
     raise ModelError(f"neither its files nor the type {folder.model_type} name one")
-
-
-def _without_videos(cls: Any) -> Any:
-    """A class of the same name whose processor of videos is left out."""
-    names = cls.get_attributes()
-    others = [name for name in names if name != "video_processor"]
-    loader = type(cls.__name__, (cls,), {"get_attributes": classmethod(lambda _: others), "__module__": cls.__module__})
-
-    def arguments(_: Any, *args: Any, **options: Any) -> list[Any]:
-        found = list(loader._get_arguments_from_pretrained(*args, **options))  # type: ignore[attr-defined]
-        found.insert(names.index("video_processor"), None)
-        return found
-
-    def check(self: Any, name: str, given: Any) -> Any:
-        return None if name == "video_processor" else cls.check_argument_for_proper_class(self, name, given)
-
-    body = {
-        "_get_arguments_from_pretrained": classmethod(arguments),
-        "check_argument_for_proper_class": check,
-        "__module__": cls.__module__,
-    }
-    return type(cls.__name__, (cls,), body)

@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from batchgen.models.media_processor import _processor_class
 from tests.models.tiny_packed import packed_config
 
 SIZE = 320
@@ -48,6 +49,8 @@ class Family:
     """Fields of the configuration -> the token whose id they hold."""
     named: Mapping[str, str] = field(default_factory=dict)
     """Attributes of the tokenizer -> token."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Towers that the configuration leaves out by default -> their type."""
     change: Callable[[Any], None] = lambda config: None
     """Further changes of the configuration."""
     kinds: tuple[str, ...] = ("image",)
@@ -55,35 +58,46 @@ class Family:
     """Type of the checkpoint, if it is not the family's name."""
 
 
-def _qwen_vl(cls: str = "Qwen2VLProcessor", patch: int = 14) -> Callable[[Any], Any]:
-    def make(tokenizer: Any) -> Any:
-        size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 12}
-        images = transformers.Qwen2VLImageProcessorPil(size=size, patch_size=patch, merge_size=2, temporal_patch_size=2)
-        return without_videos(cls, images, tokenizer)
-
-    return make
-
-
-def without_videos(cls: str, images: Any, tokenizer: Any, **options: Any) -> Any:
+def without_videos(cls: str, **parts: Any) -> Any:
     """A processor whose processor of videos, which needs torchvision, is none."""
     found: Any = getattr(transformers, cls)
     body = {"check_argument_for_proper_class": lambda self, name, given: None, "__module__": found.__module__}
     reduced: Any = type(cls, (found,), body)
-    return reduced(image_processor=images, tokenizer=tokenizer, video_processor=None, **options)
+    return reduced(video_processor=None, **parts)
 
 
-def _square(cls: str, size: int = 28, **options: Any) -> Any:
-    return getattr(transformers, cls)(
-        size={"height": size, "width": size}, crop_size={"height": size, "width": size}, **options
+def _qwen_images(patch: int = 14, least: int = 28 * 28, most: int = 28 * 28 * 12) -> Any:
+    return transformers.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": least, "longest_edge": most}, patch_size=patch, merge_size=2, temporal_patch_size=2
     )
 
 
-def _vision(size: int, patch: int, **others: Any) -> Callable[[Any], None]:
-    def change(config: Any) -> None:
-        for name, value in {"image_size": size, "patch_size": patch, **others}.items():
-            setattr(config.vision_config, name, value)
+def _qwen_vl(cls: str, patch: int = 14) -> Callable[[Any], Any]:
+    return lambda tokenizer: without_videos(cls, image_processor=_qwen_images(patch), tokenizer=tokenizer)
 
-    return change
+
+def _whisper(**options: Any) -> Any:
+    return transformers.WhisperFeatureExtractor(**{"feature_size": 16, "chunk_length": 1, **options})
+
+
+def _omni(tokenizer: Any) -> Any:
+    return without_videos(
+        "Qwen2_5OmniProcessor",
+        image_processor=_qwen_images(),
+        feature_extractor=_whisper(),
+        tokenizer=tokenizer,
+    )
+
+
+def _gemma3(tokenizer: Any) -> Any:
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    return transformers.Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
+
+
+def _gemma4(tokenizer: Any) -> Any:
+    images = transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=3)
+    sounds = transformers.Gemma4AudioFeatureExtractor()
+    return without_videos("Gemma4Processor", image_processor=images, feature_extractor=sounds, tokenizer=tokenizer)
 
 
 def _llava(tokenizer: Any) -> Any:
@@ -98,6 +112,102 @@ def _llava(tokenizer: Any) -> Any:
     )
 
 
+_GRID = [[28, 56], [56, 28], [56, 56]]
+"""Resolutions that images are cut into tiles for."""
+
+
+def _llava_next(tokenizer: Any) -> Any:
+    images = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID
+    )
+    return transformers.LlavaNextProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _llava_onevision(tokenizer: Any) -> Any:
+    images = transformers.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID)
+    return without_videos(
+        "LlavaOnevisionProcessor",
+        image_processor=images,
+        tokenizer=tokenizer,
+        num_image_tokens=4,
+        vision_feature_select_strategy="full",
+    )
+
+
+def _internvl(tokenizer: Any) -> Any:
+    images = transformers.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, max_patches=4)
+    return without_videos("InternVLProcessor", image_processor=images, tokenizer=tokenizer, image_seq_length=1)
+
+
+def _pixtral(tokenizer: Any) -> Any:
+    images = transformers.PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size={"height": 28, "width": 28})
+    return _processor_class("PixtralProcessor")(
+        image_processor=images, tokenizer=tokenizer, patch_size=14, spatial_merge_size=2
+    )
+
+
+def _idefics3(tokenizer: Any) -> Any:
+    images = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 84}, max_image_size={"longest_edge": 28})
+    return transformers.Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=1)
+
+
+def _glm4v(tokenizer: Any) -> Any:
+    images = transformers.Glm4vImageProcessorPil(
+        size={"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}, patch_size=14, merge_size=2
+    )
+    return without_videos("Glm4vProcessor", image_processor=images, tokenizer=tokenizer)
+
+
+def _qwen2_audio(tokenizer: Any) -> Any:
+    return transformers.Qwen2AudioProcessor(feature_extractor=_whisper(), tokenizer=tokenizer)
+
+
+def _vision(size: int | None = None, patch: int | None = None, **others: Any) -> Callable[[Any], None]:
+    """Change fields of the vision tower."""
+    given = {"image_size": size, "patch_size": patch, **others}
+
+    def change(config: Any) -> None:
+        for name, value in given.items():
+            if value is not None:
+                setattr(config.vision_config, name, value)
+
+    return change
+
+
+def _audio(**fields: Any) -> Callable[[Any], None]:
+    """Change fields of the audio tower."""
+
+    def change(config: Any) -> None:
+        for name, value in fields.items():
+            setattr(config.audio_config, name, value)
+
+    return change
+
+
+def _all(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        for one in changes:
+            one(config)
+
+    return change
+
+
+def _set(**fields: Any) -> Callable[[Any], None]:
+    """Change fields of the whole configuration."""
+
+    def change(config: Any) -> None:
+        for name, value in fields.items():
+            setattr(config, name, value)
+
+    return change
+
+
 IMAGE = {"image_token_id": "<image>", "image_token_index": "<image>"}
 QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 QWEN_IDS = {
@@ -106,9 +216,140 @@ QWEN_IDS = {
     "image_token_id": "<|image_pad|>",
     "video_token_id": "<|video_pad|>",
 }
+OMNI_TOKENS = [
+    "<|VISION_BOS|>",
+    "<|VISION_EOS|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+    "<|AUDIO|>",
+]
+OMNI_NAMES = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|VISION_BOS|>",
+    "vision_eos_token": "<|VISION_EOS|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+OMNI_IDS = {
+    "image_token_id": "<|IMAGE|>",
+    "audio_token_id": "<|AUDIO|>",
+    "video_token_id": "<|VIDEO|>",
+    "vision_start_token_id": "<|VISION_BOS|>",
+    "vision_end_token_id": "<|VISION_EOS|>",
+    "audio_start_token_id": "<|audio_bos|>",
+    "audio_end_token_id": "<|audio_eos|>",
+}
+GEMMA_NAMES = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "audio_token": "<audio_soft_token>",
+    "boa_token": "<start_of_audio>",
+    "eoa_token": "<end_of_audio>",
+}
+GEMMA_IDS = {
+    "image_token_id": "<image_soft_token>",
+    "image_token_index": "<image_soft_token>",
+    "boi_token_id": "<start_of_image>",
+    "boi_token_index": "<start_of_image>",
+    "eoi_token_id": "<end_of_image>",
+    "eoi_token_index": "<end_of_image>",
+    "audio_token_id": "<audio_soft_token>",
+    "boa_token_id": "<start_of_audio>",
+    "eoa_token_id": "<end_of_audio>",
+}
+INTERN_NAMES = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 FAMILIES: dict[str, Family] = {
-    "qwen2_vl": Family(_qwen_vl(), QWEN_TOKENS, QWEN_IDS),
+    "qwen2_vl": Family(_qwen_vl("Qwen2VLProcessor"), QWEN_TOKENS, QWEN_IDS),
+    "qwen2_5_vl": Family(_qwen_vl("Qwen2_5_VLProcessor"), QWEN_TOKENS, QWEN_IDS),
+    "qwen3_vl": Family(
+        _qwen_vl("Qwen3VLProcessor", 16),
+        QWEN_TOKENS,
+        QWEN_IDS,
+        change=_vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+    ),
+    "qwen2_5_omni_thinker": Family(
+        _omni,
+        OMNI_TOKENS,
+        OMNI_IDS,
+        OMNI_NAMES,
+        change=_all(
+            _audio(num_mel_bins=16, max_source_positions=50, n_window=5),
+            _set(vision_start_token_id=257, vision_end_token_id=258, audio_start_token_id=261),
+        ),
+        kinds=("image", "audio"),
+    ),
+    "qwen2_audio": Family(
+        _qwen2_audio,
+        ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"],
+        {"audio_token_id": "<|AUDIO|>", "audio_token_index": "<|AUDIO|>"},
+        change=_audio(num_mel_bins=16, max_source_positions=50),
+        kinds=("audio",),
+    ),
+    "gemma3": Family(
+        _gemma3,
+        list(GEMMA_NAMES.values()),
+        GEMMA_IDS,
+        GEMMA_NAMES,
+        change=_all(_vision(32, 8), _set(mm_tokens_per_image=4)),
+    ),
+    "gemma4": Family(
+        _gemma4,
+        list(GEMMA_NAMES.values()),
+        GEMMA_IDS,
+        GEMMA_NAMES,
+        parts={"vision_config": "gemma4_vision", "audio_config": "gemma4_audio"},
+        kinds=("image", "audio"),
+    ),
     "llava": Family(_llava, ["<image>"], IMAGE, change=_vision(28, 14)),
+    "llava_next": Family(
+        _llava_next, ["<image>"], IMAGE, change=_all(_vision(28, 14), _set(image_grid_pinpoints=_GRID))
+    ),
+    "llava_onevision": Family(
+        _llava_onevision,
+        ["<image>", "<video>"],
+        {**IMAGE, "video_token_id": "<video>", "video_token_index": "<video>"},
+        change=_all(_vision(28, 14), _set(image_grid_pinpoints=_GRID)),
+    ),
+    "internvl": Family(
+        _internvl,
+        list(INTERN_NAMES.values()),
+        {"image_token_id": "<IMG_CONTEXT>"},
+        INTERN_NAMES,
+        change=_all(_vision([28, 28], [14, 14]), _set(image_seq_length=1)),
+    ),
+    "mistral3": Family(
+        _pixtral,
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {"image_token_id": "[IMG]", "image_token_index": "[IMG]"},
+        change=_all(_vision(112, 14), _set(spatial_merge_size=2)),
+    ),
+    "idefics3": Family(
+        _idefics3, IDEFICS, {"image_token_id": "<image>"}, change=_all(_vision(28, 14), _set(scale_factor=2))
+    ),
+    "glm4v": Family(
+        _glm4v,
+        ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"],
+        {
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "image_token_id": "<|image|>",
+            "video_start_token_id": "<|begin_of_video|>",
+            "video_end_token_id": "<|end_of_video|>",
+            "video_token_id": "<|video|>",
+        },
+        change=_vision(112, 14),
+    ),
 }
 """Family -> how its small checkpoint is made."""
 
@@ -117,6 +358,8 @@ def media_config(name: str) -> PreTrainedConfig:
     """Small configuration of a family, with the ids of its tokens."""
     family = FAMILIES[name]
     config = packed_config(CONFIG_MAPPING[family.model_type or name])
+    for part_name, model_type in family.parts.items():
+        setattr(config, part_name, packed_config(CONFIG_MAPPING[model_type]))
     at = {token: 257 + index for index, token in enumerate(family.tokens)}
     pending = [config]
     while pending:
