@@ -41,6 +41,10 @@ _IGNORED_ARGUMENTS: Final = frozenset((
 """Attention arguments that have no effect on packed causal tokens in inference."""
 
 
+_CAUSAL_FULL_LAYERS: Final = frozenset(("gemma4_text", "gemma4_unified_text"))
+"""Types of text decoders whose features see one another in layers with a window alone."""
+
+
 class KeywordDropped(Exception):
     """The model's forwards do not pass keywords down to attention."""
 
@@ -108,11 +112,16 @@ def _attend(
             softcap=softcap or None,
             sinks=s_aux,
             latent=absorbed is not None,
+            runs=bool(sliding_window) or _type_of(module) not in _CAUSAL_FULL_LAYERS,
         ),
     )  # [T, N, Dv]
     if absorbed is not None:
         out = absorbed.expand_result(out)
     return out.contiguous()[None], None
+
+
+def _type_of(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 class _Positions:

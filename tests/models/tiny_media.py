@@ -91,7 +91,7 @@ def _omni(tokenizer: Any) -> Any:
 
 def _gemma3(tokenizer: Any) -> Any:
     images = transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    return transformers.Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=4)
+    return transformers.Gemma3Processor(image_processor=images, tokenizer=tokenizer, image_seq_length=16)
 
 
 def _gemma4(tokenizer: Any) -> Any:
@@ -301,7 +301,7 @@ FAMILIES: dict[str, Family] = {
         list(GEMMA_NAMES.values()),
         GEMMA_IDS,
         GEMMA_NAMES,
-        change=_all(_vision(32, 8), _set(mm_tokens_per_image=4)),
+        change=_all(_vision(32, 8), _set(mm_tokens_per_image=16)),
     ),
     "gemma4": Family(
         _gemma4,
@@ -309,7 +309,20 @@ FAMILIES: dict[str, Family] = {
         GEMMA_IDS,
         GEMMA_NAMES,
         parts={"vision_config": "gemma4_vision", "audio_config": "gemma4_audio"},
+        change=_vision(None, 4),
         kinds=("image", "audio"),
+    ),
+    "gemma4_runs": Family(
+        _gemma4,
+        list(GEMMA_NAMES.values()),
+        GEMMA_IDS,
+        GEMMA_NAMES,
+        parts={"vision_config": "gemma4_vision", "audio_config": "gemma4_audio"},
+        change=_all(
+            _vision(None, 4), lambda config: setattr(config.text_config, "use_bidirectional_attention", "vision")
+        ),
+        kinds=("image", "audio"),
+        model_type="gemma4",
     ),
     "llava": Family(_llava, ["<image>"], IMAGE, change=_vision(28, 14)),
     "llava_next": Family(

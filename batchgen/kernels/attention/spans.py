@@ -1,8 +1,8 @@
 """Attention in which runs of tokens see one another: the features of an image in Gemma 3 and its like.
 
 A backend attends causally; the rows of the runs are computed again, in plain PyTorch and float32, over what each of
-them sees: the positions that a causal token sees, within its window, and all tokens of its own run, which are in the
-pool by then. A run is computed alone, so that its results do not depend on what else is in the step.
+them sees: the positions that a causal token sees, within its window, and the later tokens of its own run, which are in
+the pool by then. A run is computed alone, so that its results do not depend on what else is in the step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SpanAttention(PooledAttention):
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """See `PagedAttention.attend_stored`."""
         out = self._causal.attend_stored(layer, query, args)
-        for start, end in self._spans:
+        for start, end in self._spans if args.runs else ():
             chunk = next(c for c in self._batch.chunks if c.q_start <= start < c.q_start + c.q_len)
             assert end <= chunk.q_start + chunk.q_len, "a run lies in one chunk"
             ahead = chunk.kv_len - chunk.q_len - chunk.q_start  # position of a flat token, less its number
@@ -87,14 +87,15 @@ class SpanAttention(PooledAttention):
         """
         run, first, table = place
         end, size = run.stop, self._pool.page_size
-        low = 0 if args.window is None else max(0, min(run.start, first - args.window + 1))
+        low = 0 if args.window is None else max(0, first - args.window + 1)
         pages = torch.from_numpy(table[low // size : -(-end // size)]).to(query.device)
         seen = slice(low % size, low % size + end - low)
         keys, values = (x[layer][pages].flatten(0, 1)[seen].float() for x in (self._pool.keys, self._pool.values))
         at = torch.arange(first, first + len(query), device=query.device)[:, None]  # [n, 1]
         places = torch.arange(low, end, device=query.device)  # [S]
-        hidden = places > at if args.window is None else (places > at) | (places <= at - args.window)  # [n, S]
-        hidden &= places < run.start  # all of the run is seen
+        hidden = (places > at) & (places < run.start)  # [n, S]: what comes later in the run is seen
+        if args.window is not None:
+            hidden |= places <= at - args.window
         kv_heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         rows = query.float().unflatten(1, (kv_heads, group))  # [n, K, G, D]
         scores = torch.einsum("nkgd,skd->nkgs", rows, keys) * args.scale

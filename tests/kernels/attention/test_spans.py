@@ -47,6 +47,14 @@ def test_soft_caps_and_sinks_hold_in_runs() -> None:
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
 
 
+def test_a_layer_may_be_causal_in_runs() -> None:
+    step = step_of()
+    args = AttentionArgs(0.3, None, runs=False)
+    expected = attend_by_token(replace(step.batch, spans=[]), step.query, *step.filled(), args)
+    got = attention_of(TorchAttention, step.pool, step.batch).attend(0, step.query, step.key, step.value, args)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_a_run_has_the_same_bits_beside_other_tokens() -> None:
     """A run is computed alone: chunks and rows around it do not change its results."""
     step = step_of()
