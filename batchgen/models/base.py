@@ -56,11 +56,11 @@ class ModelSpec:
     tied: bool = False
     """Whether the embedding is also the head."""
     rope_axes: int = 0
-    """Number of axes of rotary positions, A; 0: positions are plain numbers."""
+    """Rotary positions of a token, one for each axis of an image; 0: a token has its place in the sequence alone."""
     deepstack: int = 0
-    """Number of layers behind which features of images are added again."""
+    """Blocks, from the first, to whose results a feature of an item is added again: each has its own values."""
     bidirectional: bool = False
-    """Whether the features of one image see one another."""
+    """Whether the features of one image see one another; features of audio never do."""
 
     @property
     def state_limits(self) -> CaptureSupport:
@@ -76,6 +76,11 @@ class ModelSpec:
     def embeds_size(self) -> int:
         """Width of the token embeddings."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @property
+    def features_size(self) -> int:
+        """Width of a feature of an item, W: its embedding, and what deepstack adds to the results of blocks."""
+        return self.embeds_size * (1 + self.deepstack)
 
 
 def windows_within(windows: Sequence[int | None], context: int) -> tuple[int | None, ...]:
@@ -114,7 +119,8 @@ class TokenEmbeds:
     rows: Tensor
     """[E] int64: flat token of each embedding."""
     values: Tensor
-    """[E, W] float32: embeddings, and behind each what is added after the first layers of a model with `deepstack`."""
+    """[E, W] float32 embeddings. W is `ModelSpec.embeds_size`, or for features of images
+    `ModelSpec.features_size`: what is added to the results of the first blocks follows the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +137,13 @@ class ModelInput:
     lora: LoraStep | None = None
     """Tokens that use an adapter; None for none."""
     embeds: TokenEmbeds | None = None
-    """Tokens given as embeddings, whose ids are ignored; None for none."""
+    """Tokens given as embeddings; None for none. Their ids are those of placeholders, which are not looked up."""
+    rope_positions: Tensor | None = None
+    """[A, T] int64 rotary positions of a model with `ModelSpec.rope_axes` A; None: `positions` on all axes."""
     ops: Ops = TORCH_OPS
     """Operations that compute the step."""
     wanted: Tensor | None = None
     """[W] int64: flat tokens whose final states are needed; None for all."""
-    rope_positions: Tensor | None = None
-    """[A, T] int64 rotary positions; None: those of all axes are `positions`."""
 
     def select(self, states: Tensor) -> Tensor:
         """[T, H] -> [W, H]: the states of the wanted tokens."""

@@ -94,7 +94,7 @@ def _library_config(folder: ModelFolder) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig  # the library takes seconds to import
 
     alone = text_runs_alone(folder)
-    config = _whole_config(folder) if folder.model_type in CONFIG_MAPPING or not alone else None
+    config = whole_config(folder) if folder.model_type in CONFIG_MAPPING or not alone else None
     if not alone:
         thinker = getattr(config, "thinker_config", None)  # of a class whose other parts speak
         return config if thinker is None else thinker
@@ -105,7 +105,7 @@ def _library_config(folder: ModelFolder) -> Any:
     return config
 
 
-def _whole_config(folder: ModelFolder) -> Any:
+def whole_config(folder: ModelFolder) -> Any:
     """The library's configuration of a folder, of the type that `folder` names: the folder may name it otherwise."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig  # as in _library_config
 

@@ -27,7 +27,7 @@ class Spans:
     """[N + 1] bounds of the prompts."""
     first_id: int
     features: npt.NDArray[np.int64]
-    """[items] features of each item."""
+    """[items] features of each item; 1 for one whose features are causal."""
 
     @property
     def longest(self) -> int:
@@ -60,6 +60,8 @@ class Spans:
         for run in np.split(places, edges):
             low, high, token = int(run[0]), int(run[-1]) + 1, int(ids[run[0]])
             size = int(self.features[token - self.first_id])
+            if size == 1:
+                continue
             begun = int((ids[:low] == token).sum()) % size
             while low < high:
                 stop = min(high, low + size - begun)

@@ -178,7 +178,7 @@ def open_media(
         support.prepare,
         encoder,
         FeatureStore(FEATURE_BYTES),
-        width=spec.embeds_size * (1 + spec.deepstack),
+        width=spec.features_size,
         workers=max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)),
         together=together,
     )
@@ -192,8 +192,9 @@ def open_media(
 
 
 def job_spans(table: RequestTable) -> Spans:
-    """The spans of all prompts of a table with items."""
+    """The spans of all prompts of a table with items. Features of sounds are causal."""
     items = table.media
     assert items is not None
-    features = np.array([items[number].features for number in range(len(items))], np.int64)
+    found = (items[number] for number in range(len(items)))
+    features = np.array([item.features if item.kind == "image" else 1 for item in found], np.int64)
     return Spans(table.tokens, table.offsets, items.vocab_size, features)

@@ -1,0 +1,81 @@
+"""What the configuration of a checkpoint says of its images and audio: the library's class, and what its text decoder
+does with their features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from batchgen.models.architectures import packed_types
+from batchgen.models.folder import ModelFolder
+from batchgen.models.hf_text import decoder_config, library_class, rope_settings, whole_config
+from batchgen.models.text_part import is_packed
+
+_BLOCK_MASKS: Final = {
+    "gemma3": lambda text: True,
+    "gemma4": lambda text: text.use_bidirectional_attention == "vision",
+    "gemma4_unified": lambda text: text.use_bidirectional_attention == "vision",
+}
+"""Types whose image features may see one another -> whether they do, by the configuration of the text decoder."""
+_REFUSED: Final[dict[str, str]] = {
+    "paligemma": "its whole prompt attends in both directions, text after an image too",
+    "mllama": "its decoder attends to images in layers of their own, which text does not have",
+    **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
+}
+"""Type -> why its images or audio are not computed, though its text is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaTraits:
+    """What a text decoder does with the features of images. See the fields of the same names of `ModelSpec`."""
+
+    rope_axes: int = 0
+    deepstack: int = 0
+    bidirectional: bool = False
+
+
+def media_config(folder: ModelFolder) -> Any | str:
+    """The library's configuration of the class that reads images or audio; else why the checkpoint reads none."""
+    if not is_packed(folder.config) and folder.model_type not in packed_types():
+        return f"{folder.model_type} models read text alone"
+    if folder.is_gguf:
+        return "a GGUF file holds the text decoder alone: use the checkpoint in safetensors"
+    if folder.model_type not in packed_types():
+        return f"the installed transformers has no class for {folder.model_type} that reads images or audio"
+    if folder.model_type in _REFUSED:
+        return f"{folder.model_type}: {_REFUSED[folder.model_type]}"
+    config = whole_config(folder)
+    thinker = getattr(config, "thinker_config", None)
+    return config if thinker is None else thinker
+
+
+def media_traits(folder: ModelFolder) -> MediaTraits:
+    """What the text decoder of a checkpoint does with features; plain for those that read no images or audio."""
+    config = media_config(folder)
+    if isinstance(config, str):
+        return MediaTraits()
+    text = decoder_config(config)
+    sections = [len(found) for found in _sections(text)]
+    levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    inner = _inner_class(config)
+    return MediaTraits(
+        rope_axes=max(sections, default=3) if hasattr(inner, "get_rope_index") else 0,
+        deepstack=len(levels or ()),
+        bidirectional=_BLOCK_MASKS.get(str(config.model_type), lambda text: False)(text),
+    )
+
+
+def _sections(text: Any) -> list[Any]:
+    """Frequencies by axis of each set of rope settings that has several axes."""
+    return [settings["mrope_section"] for settings in rope_settings(text) if settings.get("mrope_section")]
+
+
+def _inner_class(config: Any) -> Any:
+    """The class inside that with the head, which joins features and text; the class itself if it has none inside."""
+    from transformers import MODEL_MAPPING  # the library takes seconds to import
+
+    outer = library_class(config)
+    if hasattr(outer, "get_rope_index") or type(config) not in MODEL_MAPPING:
+        return outer
+    return MODEL_MAPPING[type(config)]

@@ -1,0 +1,342 @@
+"""Images and audio as a model's own processor of transformers prepares them: the tokens that they become, from their
+sizes alone, and the tensors that towers read. Reads no weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.errors import ErrorCode, ModelError, RowError
+from batchgen.models.folder import ModelFolder
+from batchgen.models.hf import silence_library
+from batchgen.models.hf_text import first_line
+from batchgen.models.media_config import media_config
+
+MediaKind = Literal["image", "audio"]
+_KINDS: Final[tuple[MediaKind, ...]] = ("image", "audio")
+_PART: Final[dict[MediaKind, tuple[str, ...]]] = {
+    "image": ("image_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+"""Attributes of a processor that read an item of a kind."""
+_SEPARATOR: Final = "\x1f"
+"""Between the items of a text: no processor changes it, and no tokenizer of a vocabulary sees it."""
+_OF_TEXT: Final = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"))
+_LAYOUT: Final = 16
+"""Most numbers of an array of a layout."""
+_PROBES: Final = ((300, 140), (90, 260))
+"""Sizes of two images that show whether a processor treats an image by what is beside it."""
+
+
+class Header(Protocol):
+    """What is known of an item without decoding it."""
+
+    @property
+    def kind(self) -> MediaKind:
+        """Kind of the item."""
+        ...
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Image: (width, height); audio: (samples,)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expansion:
+    """What one item becomes in its prompt."""
+
+    text: str
+    """Replaces the placeholder in the text, before it is tokenised."""
+    token_id: int
+    """Each of these ids in the expanded text is one feature."""
+    features: int
+    layout: Mapping[str, npt.NDArray[np.int64]]
+    """Small arrays, by the processor's names, that positions need."""
+    grouped: bool = False
+    """Whether the item is treated as one of several: its features differ from those of the same item alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedItem:
+    """One item as its tower reads it."""
+
+    kind: MediaKind
+    token_id: int
+    features: int
+    tensors: Mapping[str, Tensor]
+    """By the names of the library's forward."""
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Items of equal shape can be encoded together."""
+        parts = ((name, tuple(value.shape), value.dtype) for name, value in sorted(self.tensors.items()))
+        return (self.kind, self.token_id, self.features, *parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(value.nbytes for value in self.tensors.values())
+
+
+class MediaProcessor:
+    """A model's own processor of images and audio, created by `find_media_processor`. Threads may call it."""
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        self._processor = processor
+        self._tokenizer = processor.tokenizer
+        self._config = config
+        self._lock = Lock()
+        self._expansions: dict[tuple[object, ...], tuple[Expansion, ...]] = {}
+        self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
+        self._groups = "image" in self._placeholders and self._treats_by_neighbours()
+
+    @property
+    def kinds(self) -> frozenset[MediaKind]:
+        """Kinds of items that prompts may have."""
+        return frozenset(self._placeholders)
+
+    @property
+    def audio_rate(self) -> int:
+        """Samples per second of the audio that the model reads; 0 if it reads none."""
+        part = _part_of(self._processor, "audio")
+        return 0 if "audio" not in self.kinds or part is None else int(part.sampling_rate)
+
+    def placeholder(self, kind: MediaKind) -> str:
+        """The token that stands for one item of a kind in a prompt."""
+        return self._placeholders[kind]
+
+    def expand(self, headers: Sequence[Header]) -> tuple[Expansion, ...]:
+        """What the items of one prompt become, in their order.
+
+        Raises:
+            RowError: `media_error`: the processor cannot take an item of this size.
+        """
+        grouped = self._groups and sum(header.kind == "image" for header in headers) > 1
+        return tuple(self._expand(header.kind, header.size, grouped and header.kind == "image") for header in headers)
+
+    def prepare(self, header: Header, decoded: Any, *, grouped: bool = False) -> PreparedItem:
+        """One item, an upright RGB image or mono samples, as its tower reads it.
+
+        Args:
+            header: what is known of the item.
+            decoded: the image, or float32 samples at `audio_rate`.
+            grouped: as in the item's `Expansion`.
+
+        Raises:
+            RowError: `media_error`: the processor cannot take the item.
+        """
+        expansion = self._expand(header.kind, header.size, grouped)
+        tensors = self._run(header.kind, decoded, grouped)[1]
+        return PreparedItem(header.kind, expansion.token_id, expansion.features, tensors)
+
+    def _expand(self, kind: MediaKind, size: tuple[int, ...], grouped: bool) -> Expansion:
+        key = (kind, size, grouped)
+        found = self._expansions.get(key)
+        if found is None:
+            text, tensors = self._run(kind, _blank(kind, size), grouped)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            token_id = self._feature_id(kind, ids)
+            layout = {
+                name: value.to(torch.int64).numpy()
+                for name, value in tensors.items()
+                if value.numel() <= _LAYOUT and not value.is_floating_point()
+            }
+            masks = [value for name, value in tensors.items() if name.endswith("feature_attention_mask")]
+            if masks:
+                layout["audio_seqlens"] = masks[0].sum(-1).to(torch.int64).numpy()
+            found = self._expansions[key] = (Expansion(text, token_id, ids.count(token_id), layout, grouped),)
+        return found[0]
+
+    def _feature_id(self, kind: MediaKind, ids: Sequence[int]) -> int:
+        """The id among those of an expansion that stands for a feature."""
+        tower = getattr(self._config, "vision_config" if kind == "image" else "audio_config", None)
+        for holder in (self._config, self._processor, tower, self._tokenizer):
+            for name in (f"{kind}_token_id", f"{kind}_token_index"):
+                found = getattr(holder, name, None)
+                if isinstance(found, int) and found in ids:
+                    return found
+        raise ModelError(
+            f"The processor of this {self._config.model_type} model expands an item of {kind} to text without the "
+            f"token {kind}_token_id of config.json. Check that tokenizer and processor belong to the model."
+        )
+
+    def _run(self, kind: MediaKind, item: Any, grouped: bool) -> tuple[str, dict[str, Tensor]]:
+        """The text that replaces an item's placeholder, and the item's tensors."""
+        items = [item, _blank(kind, (8, 8))] if grouped else [item]
+        texts, tensors = self._call(kind, items)
+        return texts[0], {name: value[:1] if grouped else value for name, value in tensors.items()}
+
+    def _call(self, kind: MediaKind, items: list[Any]) -> tuple[list[str], dict[str, Tensor]]:
+        """(text of each item, tensors of all) of a prompt that has these items alone."""
+        text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
+        recorder = _Recorder(self._tokenizer)
+        options: dict[str, Any] = {"images": [items]} if kind == "image" else {"audio": items}
+        if kind == "audio":
+            options["sampling_rate"] = self.audio_rate
+        with self._lock, silence_library():
+            self._processor.tokenizer = recorder
+            try:
+                made = self._processor(text=[text], return_tensors="pt", **options)
+            except Exception as error:  # processors raise errors of many types
+                raise RowError(
+                    ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
+                ) from None
+            finally:
+                self._processor.tokenizer = self._tokenizer
+        tensors = {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
+        return recorder.text.split(_SEPARATOR), tensors
+
+    def _treats_by_neighbours(self) -> bool:
+        """Whether two images together become something else than each alone."""
+        blanks = [_blank("image", size) for size in _PROBES]
+        together = self._call("image", blanks)[0]
+        return together != [self._call("image", [blank])[0][0] for blank in blanks]
+
+
+class _Recorder:
+    """Stand-in for a processor's tokenizer that keeps the text that it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.text = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
+        self.text = text if isinstance(text, str) else text[0]
+        return self._tokenizer(text, *args, **options)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return torch.stack(list(value)) if len({v.shape for v in value}) == 1 else torch.cat(list(value))
+    return torch.as_tensor(np.asarray(value))
+
+
+def _blank(kind: MediaKind, size: tuple[int, ...]) -> Any:
+    if kind == "audio":
+        return np.zeros(size[0], np.float32)
+    from PIL import Image  # of the extra `media`
+
+    return Image.new("RGB", (size[0], size[1]))
+
+
+def _part_of(processor: Any, kind: MediaKind) -> Any:
+    found = (getattr(processor, name, None) for name in _PART[kind])
+    return next((part for part in found if part is not None), None)
+
+
+def _placeholder(processor: Any, kind: MediaKind) -> str | None:
+    token = getattr(processor, f"{kind}_token", None)
+    return token if isinstance(token, str) and _part_of(processor, kind) is not None else None
+
+
+def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
+    """The processor of a model; else why images and audio cannot be given to the model, in words."""
+    config = media_config(folder)
+    if isinstance(config, str):
+        return config
+    if importlib.util.find_spec("PIL") is None:
+        return "the package Pillow is missing: pip install 'batchgen[media]'"
+    try:
+        with silence_library():
+            processor, missing = _read_processor(folder, config)
+        found = MediaProcessor(processor, config)
+    except Exception as error:  # constructors of many authors raise errors of many types
+        return f"transformers cannot read the processor of {folder.path}: {first_line(error)}"
+    if found.kinds:
+        return found
+    reasons = [reason for name, reason in missing.items() if name != "video_processor"]
+    return reasons[0] if reasons else f"the processor of {folder.path} names no token that stands for an item"
+
+
+def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str]]:
+    """The library's processor without the parts that cannot be read, and why they cannot.
+
+    A part may need a package that is missing, as processors of videos need torchvision; the others do without it.
+    """
+    options: Any = {"local_files_only": True, "trust_remote_code": False}
+    cls = _processor_class(_processor_name(folder, config))
+    values, _ = cls.get_processor_dict(folder.path, **options)
+    parts: list[Any] = []
+    missing: dict[str, str] = {}
+    for name in cls.get_attributes():
+        only = {"get_attributes": classmethod(lambda _, name=name: [name]), "__module__": cls.__module__}
+        loader: Any = type(cls.__name__, (cls,), only)
+        try:
+            parts += loader._get_arguments_from_pretrained(folder.path, values, **options)
+        except Exception as error:  # as in find_media_processor
+            if "tokenizer" in name:
+                raise
+            missing[name] = first_line(error)
+            parts.append(None)
+
+    def check(self: Any, name: str, given: Any) -> Any:
+        return None if name in missing else cls.check_argument_for_proper_class(self, name, given)
+
+    body = {
+        "_get_arguments_from_pretrained": classmethod(lambda *_, **__: parts),
+        "check_argument_for_proper_class": check,
+        "__module__": cls.__module__,
+    }
+    reduced: Any = type(cls.__name__, (cls,), body)
+    return reduced.from_pretrained(folder.path, **options), missing
+
+
+def _processor_class(name: str) -> Any:
+    """The library's class of that name.
+
+    Without torchvision the library has no class whose module takes a function from a module that needs it. The module
+    of the image processor without torchvision has the same function.
+    """
+    import transformers  # the library takes seconds to import
+
+    found = getattr(transformers, name)
+    if issubclass(found, transformers.ProcessorMixin):
+        return found
+    module = str(found.__module__)
+    images = module.replace(".processing_", ".image_processing_")
+    with suppress(ImportError):
+        pil = importlib.import_module(module.replace(".processing_", ".image_processing_pil_"))
+        sys.modules[images] = pil
+        try:
+            found = getattr(importlib.import_module(module), name)
+        finally:
+            del sys.modules[images]
+    return found
+
+
+def _processor_name(folder: ModelFolder, config: Any) -> str:
+    """The class that a folder's files name, else that of its type.
+
+    Raises:
+        ModelError: the folder has no processor.
+    """
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # as in _read_processor
+
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        path = folder.path / file
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if isinstance(values.get("processor_class"), str):
+            return str(values["processor_class"])
+    for kind in (folder.model_type, str(config.model_type)):
+        if PROCESSOR_MAPPING_NAMES.get(kind):
+            return str(PROCESSOR_MAPPING_NAMES[kind])
+    raise ModelError(f"neither its files nor the type {folder.model_type} name one")

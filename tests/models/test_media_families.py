@@ -1,0 +1,48 @@
+"""Images and audio of every family, against the library's own processor and eager model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.media_steps import DECODED, Item, Parts, library_inputs, library_logits, load, step_logits
+from tests.models.tiny_media import FAMILIES, save_media
+
+torch.set_num_threads(1)
+
+AFTER = (40, 70, 33, 99)
+IMAGES: list[Parts] = [
+    ["one ", Item("image", (60, 40), 1), " tells"],
+    [Item("image", (33, 90), 2), "then ", Item("image", (60, 40), 1), " or", Item("image", (120, 30), 3), "?"],
+    ["only words"],
+]
+SOUNDS: list[Parts] = [
+    ["hear ", Item("audio", (4000,), 1), " now"],
+    [Item("audio", (7000,), 2), "then ", Item("audio", (4000,), 1), "?"],
+    ["only words"],
+]
+
+
+def check(name: str, folder: Path) -> None:
+    reference = save_media(name, folder)
+    loaded = load(folder)
+    assert sorted(loaded.processor.kinds) == sorted(FAMILIES[name].kinds)
+    cases = [case for kind in FAMILIES[name].kinds for case in (IMAGES if kind == "image" else SOUNDS)]
+    if len(FAMILIES[name].kinds) > 1:
+        cases.append(["see ", Item("image", (60, 40), 1), " hear ", Item("audio", (4000,), 1), "."])
+    expected, prompts = [], []
+    for parts in cases:
+        inputs = library_inputs(folder, parts)
+        prompts.append(loaded.prompt(parts, AFTER))
+        assert prompts[-1].ids[:-DECODED].tolist() == inputs["input_ids"][0].tolist()
+        expected.append(library_logits(reference, inputs, AFTER))
+    for seed in range(2):
+        for ours, theirs in zip(step_logits(loaded, prompts, seed), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_with_items_equal_the_library(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path)
