@@ -148,7 +148,7 @@ class RowReader:
         media_root: MediaRoot | None = None,
         media: MediaSupport | None = None,
     ) -> None:
-        """`table` must have an embeddings store if rows have embeddings; `media`: what the model takes of it, if any."""
+        """`table` must have an embeddings store if rows have embeddings; `media`: what the model takes of it."""
         self._table = table
         self._encoder = encoder
         self._defaults = defaults
