@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
+from batchgen.media.store import MediaLimits, MediaStore
+from batchgen.media.urls import MediaUrls
 from batchgen.models.base import ModelSpec
 from batchgen.request.model_names import ModelNames
 from batchgen.request.params import PARAMETERS, SamplingParams
@@ -34,6 +37,8 @@ class FrontEnd:
     processors: Mapping[str, LoadedProcessor]
     """Custom logit processors by name."""
     media_root: MediaRoot
+    media_urls: MediaUrls
+    """What rows may fetch."""
     grammars: Grammars
     """Compiled constraints of rows."""
     encoder: Encoder
@@ -64,9 +69,10 @@ class FrontEnd:
             grammars: grammars compiled for the same model and options.
 
         Raises:
-            UsageError: `media_root` is not a folder, or `reasoning` or `tool_parser` is not a name.
+            UsageError: `media_root` is not a folder, `allow_media_url` is not the beginning of a URL, or `reasoning` or
+                `tool_parser` is not a name.
         """
-        media_root = MediaRoot(config.media_root)
+        media = MediaRoot(config.media_root), MediaUrls(config.allow_media_url)
         if config.clock is not None:
             tokenizer.clock = datetime.fromisoformat(config.clock)
         grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
@@ -75,7 +81,7 @@ class FrontEnd:
         encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
         encoder.reasoning = reasoning
         encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
-        return cls(config, spec, tokenizer, processors, media_root, grammars, encoder, config.model or name or "")
+        return cls(config, spec, tokenizer, processors, *media, grammars, encoder, config.model or name or "")
 
     def defaults(
         self,
@@ -110,6 +116,17 @@ class FrontEnd:
             processors=frozenset(self.processors),
             template_reads=self.tokenizer.template_reads,
         )
+
+    def media_store(self, audio_rate: int, folder: Path | None = None) -> MediaStore:
+        """An empty store of the images and sounds of one job.
+
+        Args:
+            audio_rate: rate of decoded sounds, in Hz.
+            folder: where its temporary file is created; None uses the system's folder.
+        """
+        config = self.config
+        limits = MediaLimits(config.max_image_pixels, config.max_audio_seconds, config.max_media_items)
+        return MediaStore(self.media_root, limits, audio_rate, self.media_urls, folder)
 
     def row_reader(self, table: RequestTable, defaults: RowDefaults, on_duplicate: OnDuplicate = "error") -> RowReader:
         """A reader of rows into `table`."""

@@ -19,8 +19,6 @@ from batchgen.media.faults import MediaFault, describe, what_else
 if TYPE_CHECKING:
     from PIL import Image
 
-MAX_PIXELS: Final = 178_956_970
-"""Most pixels that the library opens at all; `--max-image-pixels` cannot be more."""
 _FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP")
 _NAMES: Final = "JPEG, PNG, WebP, GIF, TIFF or BMP"
 _SIGNS: Final = (
@@ -163,7 +161,7 @@ def _opened(data: bytes) -> Image.Image:
         image: Image.Image = _library().open(io.BytesIO(data), formats=_FORMATS)
     except Exception as error:
         if "decompression bomb" in str(error):
-            raise MediaFault(f"has more than {MAX_PIXELS:,} pixels; make it smaller") from None
+            raise MediaFault("has more pixels than the library opens; make it smaller") from None
         raise MediaFault(f"is a damaged {found} image ({describe(error)}); replace the file") from None
     return image
 

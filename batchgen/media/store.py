@@ -42,11 +42,11 @@ _MAX_CACHED_FILES: Final = 1 << 16
 class MediaLimits:
     """Most of what a row may ask to be decoded, checked before anything is."""
 
-    image_pixels: int = 1 << 25
+    image_pixels: int
     """Pixels of an image."""
-    audio_seconds: float = 3600.0
+    audio_seconds: float
     """Length of a sound."""
-    items: int = 256
+    items: int
     """Items of a prompt."""
 
 
@@ -227,7 +227,7 @@ class MediaStore:
         """RGB bytes of an array or an image of the library, and (width, height)."""
         is_array = isinstance(source, np.ndarray)
         if not is_array:
-            check_pixels(*source.size, self._limits.image_pixels)
+            check_pixels(source.width, source.height, self._limits.image_pixels)
         pixels = array_pixels(source) if is_array else upright_pixels(source)
         height, width = pixels.shape[:2]
         check_pixels(width, height, self._limits.image_pixels)

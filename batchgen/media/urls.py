@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from email.message import Message
+from http.client import HTTPMessage
 from typing import IO, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -91,12 +91,11 @@ def _place(parts: SplitResult) -> tuple[str, str, int]:
 def _prefix(url: str) -> tuple[tuple[str, str, int], str]:
     try:
         parts = urlsplit(url)
-        place = _place(parts)
+        if not (parts.query or parts.fragment or parts.username is not None):
+            return _place(parts), parts.path or "/"
     except ValueError:
-        parts = place = None
-    if parts is None or place is None or parts.query or parts.fragment or parts.username is not None:
-        raise UsageError(f"`--allow-media-url` {url} is not the beginning of a URL; write https://HOST/FOLDER/")
-    return place, parts.path or "/"
+        pass
+    raise UsageError(f"`--allow-media-url` {url} is not the beginning of a URL; write https://HOST/FOLDER/")
 
 
 def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
@@ -126,7 +125,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         fp: IO[bytes],
         code: int,
         msg: str,
-        headers: Message,
+        headers: HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request | None:
         if not self._urls.allows(newurl):

@@ -33,11 +33,14 @@ def store(tmp_path: Path) -> MediaStore:
     return new_store(tmp_path)
 
 
-def new_store(folder: Path, limits: MediaLimits | None = None) -> MediaStore:
+LIMITS = MediaLimits(image_pixels=1 << 20, audio_seconds=10, items=8)
+
+
+def new_store(folder: Path, limits: MediaLimits = LIMITS) -> MediaStore:
     for name, data in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
-    return MediaStore(MediaRoot(str(folder)), limits or MediaLimits(), 16000)
+    return MediaStore(MediaRoot(str(folder)), limits, 16000)
 
 
 def item(source: Any, kind: MediaKind = "image") -> MediaItem:
@@ -184,7 +187,7 @@ def test_threads_decode_the_same_items(store: MediaStore) -> None:
 def test_no_named_file_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "spill"
     folder.mkdir()
-    store = MediaStore(MediaRoot(None), MediaLimits(), 16000, folder=folder)
+    store = MediaStore(MediaRoot(None), LIMITS, 16000, folder=folder)
     header = store.add(item(PNG))
     assert [*folder.iterdir()] == []
     assert store.decode(header).size == SIZE
