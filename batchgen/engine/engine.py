@@ -105,7 +105,8 @@ class Engine:
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
-        self._init(loaded, FrontEnd.build(config, loaded.spec, tokenizer, processors))
+        front_end = FrontEnd.build(config, loaded.spec, tokenizer, processors)
+        self._init(loaded, front_end.with_media_of(checked.folder))
 
     @classmethod
     def from_parts(

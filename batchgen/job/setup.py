@@ -182,7 +182,7 @@ def prepare(
     tokenizer = Tokenizer.load(found, model=folder, config=job.model.folder.config)
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
-    )
+    ).with_media_of(job.model.folder)
     if engine.clock is not None and tokenizer.clock_text is None:
         note("--clock has no effect: the model's chat template does not read the time")
     defaults = front_end.defaults(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import show
@@ -20,6 +21,20 @@ class MediaRoot:
         self._root = None if folder is None else Path(folder).expanduser().resolve()
         if self._root is not None and not self._root.is_dir():
             raise UsageError(f"`--media-root` {folder} is not a folder")
+
+    def resolve_url(self, url: str, field: str) -> Path:
+        """Path of the file of a `file:` URL, whose absolute path must be below the folder.
+
+        Raises:
+            RowError: as `resolve`.
+        """
+        parts = urlsplit(url)
+        name = unquote(parts.path)
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or "\0" in name:
+            raise _error(field, f"names {show(url)}; a file URL is file:///FOLDER/NAME")
+        if self._root is not None and Path(name).is_relative_to(self._root):
+            name = str(Path(name).relative_to(self._root))
+        return self.resolve(name, field)
 
     def resolve(self, name: str, field: str) -> Path:
         """Path of the file that a row names in `field`.

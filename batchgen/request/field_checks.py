@@ -266,7 +266,7 @@ def _content_parts(name: str, index: int, message: Any) -> list[Any] | None:
     return parts if any(part["type"] != "text" for part in parts) else None
 
 
-def _part(name: str, where: str, part: Any) -> dict[str, Any]:
+def _part(name: str, where: str, part: Any) -> Any:
     """Check one part of a message's content; one of media is returned in the form of `MediaMessages`."""
     kind = part.get("type") if type(part) is dict else None
     if type(kind) is not str:

@@ -41,7 +41,7 @@ class DistinctItem:
     grouped: bool
     """Whether the processor treats it as one of several of a prompt, which gives other features than alone."""
     source: Any
-    """What it is decoded from: the header that the media store gave."""
+    """Where it is, with its `size`: (width, height) of an image, (samples,) of a sound."""
 
     @property
     def key(self) -> Hashable:

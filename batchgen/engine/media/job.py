@@ -177,7 +177,7 @@ def open_media(
         uses.counts(len(table.media)),
         support.prepare,
         encoder,
-        FeatureStore(FEATURE_BYTES),
+        FeatureStore(FEATURE_BYTES, None if table.embeds is None else table.embeds.folder),
         width=spec.features_size,
         workers=max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)),
         together=together,

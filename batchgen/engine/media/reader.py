@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,13 +109,26 @@ class MediaEncoder(Encoder, Protocol):
 class Store(Protocol):
     """Encoded items by content."""
 
-    def add(self, item: MediaItem) -> Header:
-        """Find an item and look at its header; `media_error` if it cannot be used."""
+    def add_all(self, items: Sequence[MediaItem]) -> Sequence[Header]:
+        """The headers of the items of one prompt; `media_error` if one cannot be used."""
         ...
 
     def decode(self, header: Any) -> Any:
         """The upright RGB image, or mono samples; in any thread."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """`DistinctItem.source`: where an item is."""
+
+    store: Store
+    header: Header
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Image: (width, height); audio: (samples,)."""
+        return self.header.size
 
 
 class MediaSupport:
@@ -123,7 +138,7 @@ class MediaSupport:
         vocab_size: V, the model's vocabulary.
         find: the model's processor, or why it takes none.
         load: loads the towers of a loaded model.
-        open_store: a store of items whose sounds have this rate.
+        open_store: a store of a job's items, whose sounds have this rate, with a temporary file in this folder.
     """
 
     def __init__(
@@ -131,24 +146,19 @@ class MediaSupport:
         vocab_size: int,
         find: Callable[[], Processor | str],
         load: Callable[[Model], MediaEncoder],
-        open_store: Callable[[int], Store],
+        open_store: Callable[[int, Path | None], Store],
     ) -> None:
         self.vocab_size = vocab_size
         self._find = find
         self._load = load
-        self._open_store = open_store
+        self.open_store = open_store
+        """Opens the store of a job."""
         self._encoder: MediaEncoder | None = None
 
     @cached_property
     def found(self) -> Processor | str:
         """The processor, or why there is none."""
         return self._find()
-
-    @cached_property
-    def store(self) -> Store:
-        """The items of all jobs of the model."""
-        assert not isinstance(self.found, str)
-        return self._open_store(self.found.audio_rate)
 
     def encoder(self, model: Model) -> MediaEncoder:
         """The towers, loaded once.
@@ -163,13 +173,14 @@ class MediaSupport:
     def prepare(self, item: DistinctItem) -> Any:
         """An item as its tower reads it."""
         assert not isinstance(self.found, str)
-        return self.found.prepare(item.source, self.store.decode(item.source), grouped=item.grouped)
+        stored: StoredItem = item.source
+        return self.found.prepare(stored.header, stored.store.decode(stored.header), grouped=item.grouped)
 
 
 def no_media(reason: str) -> MediaSupport:
     """The support of a model that takes no images or sounds."""
 
-    def missing(_: Any) -> Any:
+    def missing(*_: Any) -> Any:
         raise AssertionError(reason)
 
     return MediaSupport(0, lambda: reason, missing, missing)
@@ -189,6 +200,7 @@ class MediaReader:
     def __init__(self, table: RequestTable, support: MediaSupport) -> None:
         self._table = table
         self._support = support
+        self._store: Store | None = None
 
     def read(self, row: ParsedRow) -> ParsedRow:
         """The row with its items read and numbered.
@@ -211,7 +223,10 @@ class MediaReader:
         for item in given:
             self._check(item, processor)
         assert not isinstance(processor, str)
-        headers = [self._support.store.add(item) for item in given]
+        if self._store is None:
+            folder = None if self._table.embeds is None else self._table.embeds.folder
+            self._store = self._support.open_store(processor.audio_rate, folder)
+        headers = self._store.add_all(given)
         expansions = processor.expand(headers)
         if self._table.media is None:
             self._table.media = MediaItems(self._support.vocab_size)
@@ -225,7 +240,7 @@ class MediaReader:
                 made.token_id,
                 made.layout,
                 made.grouped,
-                header,
+                StoredItem(self._store, header),
             )
             number = self._table.media.add(distinct)
             found.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), made.text))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -91,7 +91,10 @@ class StandIn:
     def placeholder(self, kind: str) -> str:
         return f"w{FEATURE}"
 
-    def add(self, item: MediaItem) -> StandInHeader:
+    def add_all(self, items: Sequence[MediaItem]) -> list[StandInHeader]:
+        return [self._header(item) for item in items]
+
+    def _header(self, item: MediaItem) -> StandInHeader:
         pixels = np.asarray(item.source)
         if pixels.shape[0] > 64:
             raise RowError(ErrorCode.MEDIA_ERROR, f"`{item.place}` is too large", item.field)
@@ -133,7 +136,7 @@ class StandIn:
 
     @property
     def support(self) -> MediaSupport:
-        return MediaSupport(VOCAB, lambda: self, lambda model: self, lambda rate: self)
+        return MediaSupport(VOCAB, lambda: self, lambda model: self, lambda rate, folder: self)
 
 
 def patches_of(pixels: Pixels) -> npt.NDArray[np.float32]:
@@ -173,7 +176,7 @@ def media_engine(folder: Path, stand_in: StandIn, truncate: Truncate = "none", *
     config = EngineConfig(model=str(folder), dtype="float32", **{"page_size": 4, "attention": "torch", **options})
     model = load_model(str(folder), dtype="float32", device="cpu")
     front_end = FrontEnd.build(config, model.spec, Tokenizer.load(folder, model=folder), {}, truncate=truncate)
-    return Engine.from_front_end(model, front_end.with_media(stand_in.support))
+    return Engine.from_front_end(model, replace(front_end, media=stand_in.support))
 
 
 def row(text: str, *pictures: Pixels, **fields: Any) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""`MediaUrls`: items fetched from where the command line allows it, and from nowhere else."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPMessage
+from typing import IO, Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from batchgen.errors import UsageError
+from batchgen.media.faults import MediaFault
+from batchgen.media.sources import check_bytes
+from batchgen.request.checks import show
+
+TIMEOUT_SECONDS: Final = 30.0
+"""Most time of one item."""
+_PORTS: Final = {"http": 80, "https": 443}
+_BLOCK: Final = 1 << 16
+
+
+class MediaUrls:
+    """The prefixes of URLs that may be fetched.
+
+    A URL is below a prefix if it has the same scheme, host and port, and its path the same beginning, up to a `/`. No
+    redirect is followed out of the prefixes, and no `..` in a path, escaped or not, is accepted.
+    """
+
+    def __init__(self, prefixes: Sequence[str]) -> None:
+        """Args:
+            prefixes: such as `https://example.com/images/`.
+
+        Raises:
+            UsageError: a prefix is not such a URL.
+        """
+        self._prefixes = tuple(map(_prefix, prefixes))
+
+    def fetch(self, url: str) -> bytes:
+        """The bytes at a URL.
+
+        Raises:
+            MediaFault: it is not below a prefix, or cannot be fetched within the limits.
+        """
+        if not self.allows(url):
+            remedy = "download the file, or allow it with --allow-media-url PREFIX"
+            raise MediaFault(f"is {show(url)}, which may not be fetched; {remedy}")
+        opener = urllib.request.build_opener(_Redirects(self))
+        end = time.monotonic() + TIMEOUT_SECONDS
+        try:
+            request = urllib.request.Request(url, headers={"User-Agent": "batchgen", "Accept-Encoding": "identity"})
+            with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
+                return _read(answer, end)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise MediaFault(f"cannot be fetched from {show(url)} (HTTP {error.code}); check the URL") from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(error, MediaFault):
+                raise
+            reason = getattr(error, "reason", None) or error or type(error).__name__
+            raise MediaFault(f"cannot be fetched from {show(url)} ({reason}); check the URL, or download it") from None
+
+    def allows(self, url: str) -> bool:
+        """Whether a URL is below a prefix."""
+        try:
+            parts = urlsplit(url)
+            place = _place(parts)
+        except ValueError:
+            return False
+        path = unquote(unquote(parts.path)).replace("\\", "/")
+        if parts.username is not None or parts.password is not None or ".." in path.split("/"):
+            return False
+        if not url.isascii() or any(character <= " " for character in url):
+            return False
+        return any(place == allowed and _is_below(parts.path, prefix) for allowed, prefix in self._prefixes)
+
+
+def _is_below(path: str, prefix: str) -> bool:
+    return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) :][:1] in ("", "/"))
+
+
+def _place(parts: SplitResult) -> tuple[str, str, int]:
+    scheme = parts.scheme.lower()
+    if scheme not in _PORTS or not parts.hostname:
+        raise ValueError("not a URL of a host")
+    return scheme, parts.hostname.lower(), parts.port or _PORTS[scheme]
+
+
+def _prefix(url: str) -> tuple[tuple[str, str, int], str]:
+    try:
+        parts = urlsplit(url)
+        if not (parts.query or parts.fragment or parts.username is not None):
+            return _place(parts), parts.path or "/"
+    except ValueError:
+        pass
+    raise UsageError(f"`--allow-media-url` {url} is not the beginning of a URL; write https://HOST/FOLDER/")
+
+
+def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
+    told = answer.headers.get("Content-Length", "")
+    if told.isdecimal():
+        check_bytes(int(told) or 1)
+    found = bytearray()
+    while block := answer.read1(_BLOCK):
+        found += block
+        check_bytes(len(found))
+        if time.monotonic() > end:
+            raise MediaFault(f"takes more than {TIMEOUT_SECONDS:g} s to fetch; download it")
+    if told.isdecimal() and len(found) < int(told):
+        raise MediaFault(f"ended after {len(found):,} of {told} bytes while it was fetched; run the job again")
+    return bytes(found)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to what the prefixes allow."""
+
+    def __init__(self, urls: MediaUrls) -> None:
+        self._urls = urls
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        if not self._urls.allows(newurl):
+            raise MediaFault(f"is redirected to {show(newurl)}, which may not be fetched; download the file")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
