@@ -141,14 +141,34 @@ class StepMedia:
                 self._shifts[request] = 0
                 self._plain.add(request)
                 return None
-            ids = self._table.prompt_ids(request).astype(np.int64)
-            found, following = self._find(ids, [self._items[number].layout for number in numbers])
-            self._shifts[request] = following - len(ids)
+            found, following = self._separated(request, numbers)
+            self._shifts[request] = following - found.shape[1]
             self._found[request] = found
             if len(self._found) > _KEPT:
                 self._found.popitem(last=False)
         self._found.move_to_end(request)
         return found
+
+
+    def _separated(self, request: int, numbers: Sequence[int]) -> tuple[Int64, int]:
+        """Rotary positions of a prompt with items, and that of the token behind it.
+
+        The library takes features next to each other for those of one item. A token of text between two items, whose
+        place is taken out again, tells them apart.
+        """
+        ids = self._table.prompt_ids(request).astype(np.int64)
+        places = np.flatnonzero(self._table.stored_ids(request) >= self._items.vocab_size)
+        firsts = places[np.cumsum([0, *(self._items[number].features for number in numbers[:-1])])]
+        firsts = firsts[np.isin(firsts - 1, places)]
+        tokens = {self._items[number].token_id for number in numbers}
+        text = next(token for token in range(len(tokens) + 1) if token not in tokens)
+        layouts = [self._items[number].layout for number in numbers]
+        found, following = self._find(np.insert(ids, firsts, text), layouts)
+        if not len(firsts):
+            return found, following
+        found = np.delete(found, firsts + np.arange(len(firsts)), axis=1)
+        found -= np.searchsorted(firsts, np.arange(len(ids)), side="right")
+        return found, following - len(firsts)
 
 
 def joined_embeds(first: Embeds | None, second: Embeds | None) -> Embeds | None:

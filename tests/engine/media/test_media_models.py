@@ -1,0 +1,141 @@
+"""Rows with images and audio equal the library's greedy output, for small checkpoints of every family."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen import Engine
+from batchgen.models.folder import check_model_folder
+from batchgen.models.media_processor import MediaProcessor, find_media_processor
+from tests.engine.reference import NEAR_TIE
+from tests.models.media_steps import Item, Parts, library_inputs, library_logits
+from tests.models.tiny_media import FAMILIES, save_media
+
+NEW_TOKENS = 5
+SMALL, WIDE, TALL = Item("image", (60, 40), 1), Item("image", (120, 30), 2), Item("image", (33, 90), 3)
+LOW, HIGH = Item("audio", (4000,), 1), Item("audio", (7000,), 2)
+CASES: dict[str, list[Parts]] = {
+    "image": [
+        ["one ", SMALL, " tells"],
+        ["one ", SMALL, " shows"],
+        ["one ", WIDE, " tells"],
+        [TALL, "then ", SMALL, " or", WIDE, "?"],
+        [SMALL, "+", SMALL, "twice"],
+    ],
+    "audio": [["hear ", LOW, " now"], ["hear ", LOW, " then"], [HIGH, "then ", LOW, "?"]],
+}
+WORDS: Parts = ["only words"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_tokens_per_step": 24, "max_num_seqs": 3},
+    {"deterministic": True, "page_size": 16},
+]
+
+
+def cases_of(family: str) -> list[Parts]:
+    kinds = FAMILIES[family].kinds
+    both: list[Parts] = [["see ", SMALL, " hear ", LOW, "."]] if len(kinds) > 1 else []
+    return [*(case for kind in kinds for case in CASES[kind]), *both, WORDS]
+
+
+def greedy(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[int], list[float], int]:
+    """Ids and logprobs of the library, and the number of ids before the first near tie."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    settled = NEW_TOKENS
+    for step in range(NEW_TOKENS):
+        scores = library_logits(model, inputs, ids)[-1].log_softmax(-1)
+        first, second = scores.topk(2).values.tolist()
+        settled = min(settled, step) if first - second < NEAR_TIE else settled
+        ids.append(int(scores.argmax()))
+        logprobs.append(first)
+    return ids, logprobs, settled
+
+
+def as_row(processor: MediaProcessor, parts: Parts, **fields: Any) -> dict[str, Any]:
+    items = [part for part in parts if isinstance(part, Item)]
+    row: dict[str, Any] = {
+        "text": "".join(part if isinstance(part, str) else processor.placeholder(part.kind) for part in parts),
+        "temperature": 0,
+        "max_new_tokens": NEW_TOKENS,
+        "ignore_eos": True,
+        "return_logprob": True,
+        **fields,
+    }
+    for kind in ("image", "audio"):
+        own = [item.decoded for item in items if item.kind == kind]
+        if own:
+            row[f"{kind}_data"] = own if kind == "image" else [(sound, processor.audio_rate) for sound in own]
+    return row
+
+
+@cache
+def processor_of(folder: Path) -> MediaProcessor:
+    found = find_media_processor(check_model_folder(folder))
+    assert isinstance(found, MediaProcessor), found
+    return found
+
+
+def check(family: str, folder: Path) -> None:
+    model = save_media(family, folder)
+    cases = cases_of(family)
+    inputs = [library_inputs(folder, parts) for parts in cases]
+    expected = [greedy(model, each) for each in inputs]
+    rows = [as_row(processor_of(folder), parts) for parts in cases]
+    for options in OPTIONS:
+        engine = Engine(str(folder), dtype="float32", max_model_len=512, **{"page_size": 4, **options})
+        for done, (ids, logprobs, settled), given in zip(
+            engine.generate(rows, ordered=True), expected, inputs, strict=True
+        ):
+            assert done.error is None, done.error
+            assert done.prompt_ids is not None
+            assert list(done.prompt_ids) == given["input_ids"][0].tolist()
+            assert list(done.output_ids or ())[:settled] == ids[:settled], options
+            np.testing.assert_allclose(done.output_logprobs[:settled], logprobs[:settled], atol=1e-4, rtol=0)  # type: ignore[index]
+        assert engine.last_run is not None
+        distinct = {(part.kind, part.size, part.seed) for parts in cases for part in parts if isinstance(part, Item)}
+        assert engine.last_run.loop.counts()["media_encoded"] >= len(distinct)
+
+
+def test_images_next_to_each_other_have_places_of_their_own(tmp_path: Path) -> None:
+    """The library takes them for one image, so its positions are written out here."""
+    model, parts = save_media("qwen2_vl", tmp_path), [SMALL, WIDE, "two"]
+    inputs = library_inputs(tmp_path, parts)
+    position, axes = 0, list[torch.Tensor]()
+    for time, height, width in inputs["image_grid_thw"].tolist():
+        assert time == 1
+        at = torch.stack(torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij"))
+        axes.append(torch.cat((torch.zeros(1, at[0].numel()), at.flatten(1))) + position)
+        position += max(height, width) // 2
+    axes.append(torch.arange(3 + NEW_TOKENS).expand(3, -1) + position)
+    positions, ids, logprobs = torch.cat(axes, 1).long()[:, None], list[int](), list[float]()
+    for step in range(NEW_TOKENS):
+        seen = positions[..., : inputs["input_ids"].shape[1] + step]
+        scores = library_logits(model, {**inputs, "position_ids": seen}, ids)[-1].log_softmax(-1)
+        ids.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+    engine = Engine(str(tmp_path), dtype="float32", max_model_len=512)
+    (done,) = engine.generate([as_row(processor_of(tmp_path), parts)])
+    assert done.error is None, done.error
+    assert list(done.output_ids or ()) == ids
+    np.testing.assert_allclose(done.output_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+QUICK = ("llava", "qwen2_vl", "gemma3")
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_rows_equal_the_library(family: str, tmp_path: Path) -> None:
+    check(family, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in QUICK])
+def test_rows_of_every_family_equal_the_library(family: str, tmp_path: Path) -> None:
+    check(family, tmp_path)
