@@ -177,7 +177,7 @@ class Loop:
             if plan is None:
                 break
             if self._media is not None:
-                self._media.load(plan)
+                self.times.add_compute(self._media.load(plan))
             if self._record is not None:
                 self._record.step()
             self._add_sequences(plan)

@@ -1,6 +1,7 @@
 """Hashes of requests: by them a run finds finished rows of an earlier job that it need not compute again.
 
-A hash covers everything that a prompt's results depend on: its token ids or embeddings, its sampling parameters, seed
+A hash covers everything that a prompt's results depend on: its token ids or embeddings, the content of its images and
+sounds, its sampling parameters, seed
 and limits, the adapter and the logit processor that it names, and the facts of the model and the run that change every
 row (`environment`). A row's id counts through the seed that is derived from it. What the input or the order of the
 rows adds (indexes, carried fields) is not covered: it is written again when a row is reused.
@@ -111,6 +112,10 @@ class RequestHashes:
         digest = self._begun[params_id].copy()
         digest.update(_NUMBERS.pack(*numbers))
         digest.update(table.prompt_ids(request))
+        for number in table.media_of(request):
+            assert table.media is not None
+            item = table.media[number]
+            digest.update(f"{item.digest} {item.features}".encode())
         found: bytes = digest.digest()
         return found if table.embeds_id is None else _with_embeds(table, request, found)
 

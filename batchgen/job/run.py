@@ -32,6 +32,7 @@ from batchgen.job.events import open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.in_work import InWork
 from batchgen.job.ingest import Ingested, ingest, selection_of
+from batchgen.job.media_figures import media_figures
 from batchgen.job.opening import OpenedJob, refuse_named
 from batchgen.job.output import write_output
 from batchgen.job.preflight import CheckedJob
@@ -185,12 +186,16 @@ class _Job:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
         advice, facts = input_advice(rows, running.workload, setup), engine.facts
+        plan = setup.plan_media(rows.table)
+        if plan is not None:
+            facts["media"] = asdict(plan)
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory
         self.collector.collect()
         with self._phase("writing"):
             totals = write_output(work, rows, {**identity.record, **facts}, setup)
+        media = None if plan is None else media_figures(plan, counts.engine, on_cpu=setup.spec.device.type == "cpu")
         summary = run_summary(self.result, identity.record, rows, totals, counts, self.seconds)
         written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
@@ -199,6 +204,7 @@ class _Job:
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=facts["kernels"],
+            media=media,
             advice=[*advice, *output_advice(totals, rows.table)],
             engine={**summary.engine, **written},
         )

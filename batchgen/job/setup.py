@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_an
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
+from batchgen.engine.media.counts import MediaPlan, plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.signals import StopRequest
@@ -39,6 +41,9 @@ from batchgen.request.unknown_keys import CarriedOptions
 from batchgen.text.tokenizer import Tokenizer
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a model's folder that say how images and sounds are prepared."""
 
 _NOTED_AFTER = 1.0
 """Seconds of waiting for the digests of the weights after which a line says so."""
@@ -101,6 +106,7 @@ class Setup:
             **({"adapters": adapters} if adapters else {}),
             **({} if reasoning is None else {"reasoning": reasoning.format.name}),
             **({} if tools is None else {"tool_parser": tools.name}),
+            **({} if (processor := _processor_digest(folder.path)) is None else {"processor_digest": processor}),
         }
 
     @property
@@ -136,6 +142,10 @@ class Setup:
         """
         unscaled = self.spec.unscaled_context
         return unscaled is not None and (self.config.shard is not None or table.longest > unscaled)
+
+    def plan_media(self, table: RequestTable) -> MediaPlan | None:
+        """Figures of the images and sounds of a table; None if no row has any."""
+        return None if table.media is None else plan_media(table, self.front_end.media.audio_rate)
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
@@ -219,6 +229,12 @@ def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopR
         if not noted and time.monotonic() - began > _NOTED_AFTER:
             note(f"hashing {format_size(hashes.size)} of weights, to tell them from others when the job is run again")
             noted = True
+
+
+def _processor_digest(folder: Path) -> str | None:
+    """Digest of the files that say how images and sounds are prepared; None if the folder has none."""
+    files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()] if folder.is_dir() else []
+    return _digest([[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]) if files else None
 
 
 def _digest(values: Sequence[Any]) -> str:

@@ -78,12 +78,12 @@ def discard_tokenized(folder: Path) -> None:
 def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     """Complete the cache whose token ids and texts `ingest` wrote to `folder`.
 
-    Jobs with embeddings, or with very many parameter sets, are not cached.
+    Jobs with embeddings, images or sounds, or with very many parameter sets, are not cached.
 
     Raises:
         OutputError: the cache cannot be written.
     """
-    if rows.table.embeds_id is not None or len(rows.table.params) > _MAX_PARAMS:
+    if rows.table.embeds_id is not None or rows.table.media is not None or len(rows.table.params) > _MAX_PARAMS:
         return
     metadata = {
         "key": key,

@@ -122,14 +122,16 @@ class JobMedia:
             "media_spilled_bytes": self.feed.store.spilled_bytes,
         }
 
-    def load(self, plan: StepPlan) -> None:
-        """Have the features that a step needs."""
+    def load(self, plan: StepPlan) -> float:
+        """Have the features that a step needs; returns the seconds that the encoder took."""
         items, numbers = self._table.media, dict[int, None]()
         assert items is not None
         for chunk in plan.prefills:
             ids = self._table.stored_ids(chunk.request)[chunk.start : chunk.end]
             numbers |= dict.fromkeys((np.unique(ids[ids >= items.vocab_size]) - items.vocab_size).tolist())
+        before = self.feed.counts.encode_seconds
         self.feed.load(numbers)
+        return self.feed.counts.encode_seconds - before
 
     def failed(self) -> Iterator[tuple[int, ErrorInfo]]:
         """Requests that have an item that turned out to be unusable since the last call, with their errors."""

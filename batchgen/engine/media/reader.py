@@ -160,6 +160,11 @@ class MediaSupport:
         """The processor, or why there is none."""
         return self._find()
 
+    @property
+    def audio_rate(self) -> int:
+        """Samples per second of decoded sounds; 0 if the model takes none."""
+        return 0 if isinstance(self.found, str) else self.found.audio_rate
+
     def encoder(self, model: Model) -> MediaEncoder:
         """The towers, loaded once.
 

@@ -149,7 +149,6 @@ class StepMedia:
         self._found.move_to_end(request)
         return found
 
-
     def _separated(self, request: int, numbers: Sequence[int]) -> tuple[Int64, int]:
         """Rotary positions of a prompt with items, and that of the token behind it.
 
