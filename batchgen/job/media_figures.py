@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from batchgen.engine.media.counts import MediaPlan
+    from batchgen.engine.media.job import MediaPlan
 
 MEDIA_COUNTS: Final = "media_"
 """Beginning of the names of the engine's counts of items, which go on through all runs of a job."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_an
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
-from batchgen.engine.media.counts import MediaPlan, plan_media
+from batchgen.engine.media.job import MediaPlan, plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.signals import StopRequest
@@ -33,6 +32,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.media_processor import processor_digest
 from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
@@ -41,9 +41,6 @@ from batchgen.request.unknown_keys import CarriedOptions
 from batchgen.text.tokenizer import Tokenizer
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
-
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of a model's folder that say how images and sounds are prepared."""
 
 _NOTED_AFTER = 1.0
 """Seconds of waiting for the digests of the weights after which a line says so."""
@@ -106,7 +103,7 @@ class Setup:
             **({"adapters": adapters} if adapters else {}),
             **({} if reasoning is None else {"reasoning": reasoning.format.name}),
             **({} if tools is None else {"tool_parser": tools.name}),
-            **({} if (processor := _processor_digest(folder.path)) is None else {"processor_digest": processor}),
+            **({} if (processor := processor_digest(folder)) is None else {"processor_digest": processor}),
         }
 
     @property
@@ -229,12 +226,6 @@ def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopR
         if not noted and time.monotonic() - began > _NOTED_AFTER:
             note(f"hashing {format_size(hashes.size)} of weights, to tell them from others when the job is run again")
             noted = True
-
-
-def _processor_digest(folder: Path) -> str | None:
-    """Digest of the files that say how images and sounds are prepared; None if the folder has none."""
-    files = [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()] if folder.is_dir() else []
-    return _digest([[file.name, hashlib.sha256(file.read_bytes()).hexdigest()] for file in files]) if files else None
 
 
 def _digest(values: Sequence[Any]) -> str:

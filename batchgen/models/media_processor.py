@@ -4,6 +4,7 @@ sizes alone, and the tensors that towers read. Reads no weights.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any, Final, Literal, Protocol
 
@@ -32,6 +34,7 @@ _PART: Final[dict[MediaKind, tuple[str, ...]]] = {
     "audio": ("feature_extractor", "audio_processor"),
 }
 """Attributes of a processor that read an item of a kind."""
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _SEPARATOR: Final = "\x1f"
 """Between the items of a text: no processor changes it, and no tokenizer of a vocabulary sees it."""
 _OF_TEXT: Final = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"))
@@ -340,3 +343,9 @@ def _processor_name(folder: ModelFolder, config: Any) -> str:
         if PROCESSOR_MAPPING_NAMES.get(kind):
             return str(PROCESSOR_MAPPING_NAMES[kind])
     raise ModelError(f"neither its files nor the type {folder.model_type} name one")
+
+
+def processor_digest(folder: ModelFolder) -> str | None:
+    """Digest of the files that say how images and audio are prepared; None if the folder has none."""
+    files = [file for name in _PROCESSOR_FILES if (file := folder.path / name).is_file()]
+    return hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest() if files else None
