@@ -184,6 +184,19 @@ class _DecoderStandIn(nn.Module):
         raise _Reached(given)
 
 
+class _BlockStandIn(nn.Module):
+    """Stand-in for the first block of a decoder that reads items itself."""
+
+    def forward(self, states: Tensor, *_: Any, **__: Any) -> None:
+        """Raises `_Reached`."""
+        raise _Reached({"inputs_embeds": states})
+
+
+def _joins(decoder: Any) -> bool:
+    """Whether a text decoder reads items itself."""
+    return any(name.startswith(("pixel_", "image_pixel", "audio_input")) for name in _parameters(decoder.forward))
+
+
 def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
     """Build the library's class without its text decoder, and read the weights of the rest.
 
@@ -227,9 +240,12 @@ def _without_text(cls: Any, dtype: torch.dtype) -> Any:
         cls.__init__(self, *args, **options)
         part = causal_part(self)
         decoder, head = text_decoder(part), part.get_output_embeddings()
+        if _joins(decoder):  # it has the towers, so that only its blocks are left out
+            decoder.layers = nn.ModuleList([_BlockStandIn()])
+            decoder.set_input_embeddings(_ZeroEmbedding(decoder.get_input_embeddings(), dtype))
         for name, module in list(self.named_modules()):
             owner, _, attribute = name.rpartition(".")
-            if module is decoder:
+            if module is decoder and not _joins(decoder):
                 self.get_submodule(owner)._modules[attribute] = _DecoderStandIn(decoder, dtype)
             elif module is head:
                 self.get_submodule(owner)._modules[attribute] = None

@@ -133,9 +133,16 @@ def _ends(prompt: Prompt, whole: bool) -> set[int]:
 
 
 def step_logits(loaded: Loaded, prompts: list[Prompt], seed: int = 0) -> list[Tensor]:
-    """Logits [n, V] of every token, in packed steps: prompts in random chunks, their last tokens one by one."""
-    model, rng = loaded.model, random.Random(seed)
-    whole, of_media = model.spec.bidirectional, loaded.token_ids()
+    """`logits_of` prompts of a checkpoint with a processor."""
+    return logits_of(loaded.model, prompts, loaded.token_ids(), seed)
+
+
+def logits_of(model: Model, prompts: list[Prompt], of_media: Tensor, seed: int = 0) -> list[Tensor]:
+    """Logits [n, V] of every token, in packed steps: prompts in random chunks, their last tokens one by one.
+
+    `of_media`: ids of placeholders.
+    """
+    rng, whole = random.Random(seed), model.spec.bidirectional
     cache = PagedCache(model.spec, len(prompts), pages_each=-(-max(len(p.ids) for p in prompts) // 4))
     done, got = [0] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]
     while any(at < len(prompt.ids) for at, prompt in zip(done, prompts, strict=True)):
@@ -151,7 +158,7 @@ def step_logits(loaded: Loaded, prompts: list[Prompt], seed: int = 0) -> list[Te
         if not step:
             continue
         step.sort(key=lambda part: part[2] - part[1] == 1)
-        hidden = model.hidden(_inputs(loaded, cache, prompts, step, of_media))
+        hidden = model.hidden(_inputs(model, cache, prompts, step, of_media))
         rows = model.logits(hidden).split([end - start for _, start, end in step])
         for (number, _, end), logits in zip(step, rows, strict=True):
             got[number].append(logits)
@@ -160,7 +167,7 @@ def step_logits(loaded: Loaded, prompts: list[Prompt], seed: int = 0) -> list[Te
 
 
 def _inputs(
-    loaded: Loaded, cache: PagedCache, prompts: list[Prompt], step: list[tuple[int, int, int]], of_media: Tensor
+    model: Model, cache: PagedCache, prompts: list[Prompt], step: list[tuple[int, int, int]], of_media: Tensor
 ) -> ModelInput:
     rows, values, ropes, spans, at = [], [], [], [], 0
     for number, start, end in step:
@@ -175,7 +182,7 @@ def _inputs(
         spans += [(a - start + at, b - start + at) for a, b in prompt.spans if start <= a < end]
         at += end - start
     attention = cache.spanned_step(
-        [(number, end - start) for number, start, end in step], spans if loaded.model.spec.bidirectional else []
+        [(number, end - start) for number, start, end in step], spans if model.spec.bidirectional else []
     )
     embeds = TokenEmbeds(torch.cat(rows), torch.cat(values))
     return ModelInput(
