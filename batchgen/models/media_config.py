@@ -21,6 +21,10 @@ _BLOCK_MASKS: Final = {
 _REFUSED: Final[dict[str, str]] = {
     "paligemma": "its whole prompt attends in both directions, text after an image too",
     "mllama": "its decoder attends to images in layers of their own, which text does not have",
+    "molmo2": "its tokens of images see one another by a mask of its own",
+    "granite4_vision": "its decoder adds features to the results of blocks that it chooses itself",
+    "gemma3n": "its towers also embed the tokens that end an image or a sound",
+    "ernie4_5_vl_moe": "features of images have experts of their own",
     **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
 }
 """Type -> why its images or audio are not computed, though its text is."""

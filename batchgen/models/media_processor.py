@@ -102,7 +102,9 @@ class MediaProcessor:
         self._lock = Lock()
         self._expansions: dict[tuple[object, ...], tuple[Expansion, ...]] = {}
         self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
-        self._groups = "image" in self._placeholders and self._treats_by_neighbours()
+        self._nested = True
+        """Whether the images of a prompt are given as a list of one list."""
+        self._groups = self._probe_images() if "image" in self._placeholders else False
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
@@ -181,30 +183,52 @@ class MediaProcessor:
         return texts[0], {name: value[:1] if grouped else value for name, value in tensors.items()}
 
     def _call(self, kind: MediaKind, items: list[Any]) -> tuple[list[str], dict[str, Tensor]]:
-        """(text of each item, tensors of all) of a prompt that has these items alone."""
+        """(text of each item, tensors of all) of a prompt that has these items alone.
+
+        Raises:
+            RowError: `media_error`: the processor cannot take them.
+        """
         text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
+        try:
+            found, tensors = self._expanded(kind, text, items)
+        except Exception as error:  # processors raise errors of many types
+            raise RowError(
+                ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
+            ) from None
+        return found.split(_SEPARATOR), tensors
+
+    def _expanded(self, kind: MediaKind, text: str, items: list[Any]) -> tuple[str, dict[str, Tensor]]:
+        """The text that the processor tokenises in place of `text`, and the tensors of its items."""
         recorder = _Recorder(self._tokenizer)
-        options: dict[str, Any] = {"images": [items]} if kind == "image" else {"audio": items}
-        if kind == "audio":
-            options["sampling_rate"] = self.audio_rate
+        if kind == "image":
+            options: dict[str, Any] = {"images": [items] if self._nested else items}
+        else:
+            options = {"audio": items, "sampling_rate": self.audio_rate}
         with self._lock, silence_library():
             self._processor.tokenizer = recorder
             try:
                 made = self._processor(text=[text], return_tensors="pt", **options)
-            except Exception as error:  # processors raise errors of many types
-                raise RowError(
-                    ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
-                ) from None
             finally:
                 self._processor.tokenizer = self._tokenizer
-        tensors = {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
-        return recorder.text.split(_SEPARATOR), tensors
+        return recorder.text, {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
 
-    def _treats_by_neighbours(self) -> bool:
-        """Whether two images together become something else than each alone."""
+    def _probe_images(self) -> bool:
+        """Whether images together become something else than each alone; also finds how images are given.
+
+        Raises:
+            ModelError: the processor changes the text around images.
+        """
+        token = self._placeholders["image"]
         blanks = [_blank("image", size) for size in _PROBES]
-        together = self._call("image", blanks)[0]
-        return together != [self._call("image", [blank])[0][0] for blank in blanks]
+        try:
+            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
+        except Exception:  # as in _call
+            self._nested = False
+            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
+        around = self._expanded("image", f"a{token}b{token}{token}c", [*blanks, blanks[0]])[0]
+        if around != f"a{together[0]}b{together[1]}{together[0]}c":
+            raise ModelError("it changes the text around images")
+        return together != [self._expanded("image", token, [blank])[0] for blank in blanks]
 
 
 class _Recorder:
@@ -244,7 +268,7 @@ def _part_of(processor: Any, kind: MediaKind) -> Any:
 
 
 def _placeholder(processor: Any, kind: MediaKind) -> str | None:
-    token = getattr(processor, f"{kind}_token", None)
+    token = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
     return token if isinstance(token, str) and _part_of(processor, kind) is not None else None
 
 

@@ -203,7 +203,7 @@ def library_inputs(folder: Path, parts: Parts) -> dict[str, Tensor]:
     images = [part.decoded for part in parts if isinstance(part, Item) and part.kind == "image"]
     sounds = [part.decoded for part in parts if isinstance(part, Item) and part.kind == "audio"]
     if images:
-        options["images"] = [images]
+        options["images"] = [images] if processor._nested else images
     if sounds:
         options |= {"audio": sounds, "sampling_rate": processor.audio_rate}
     try:

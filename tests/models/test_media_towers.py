@@ -91,7 +91,7 @@ CASES: dict[str, Callable[[Any], tuple[int, int, Tensors]]] = {
     "phi4_multimodal image": _phi4_image,
     "phi4_multimodal audio": _phi4_audio,
 }
-"""Type, and kind of the item -> changes its configuration; gives the placeholder's id, the number of features and the tensors of an item."""
+"""Type, and kind of the item -> changes its configuration; gives placeholder id, number of features, tensors."""
 
 
 @pytest.mark.parametrize("name", CASES)
