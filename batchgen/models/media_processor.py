@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, local
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -97,14 +97,15 @@ class MediaProcessor:
 
     def __init__(self, processor: Any, config: Any) -> None:
         self._processor = processor
-        self._tokenizer = processor.tokenizer
+        self._tokenizer = processor.tokenizer = _Recorder(processor.tokenizer)
         self._config = config
-        self._lock = Lock()
-        self._expansions: dict[tuple[object, ...], tuple[Expansion, ...]] = {}
+        self._expansions: dict[tuple[object, ...], Expansion] = {}
         self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
         self._nested = True
         """Whether the images of a prompt are given as a list of one list."""
         self._groups = self._probe_images() if "image" in self._placeholders else False
+        for kind in self._placeholders:
+            self._expand(kind, _PROBES[0] if kind == "image" else (self.audio_rate,), False)
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
@@ -160,8 +161,8 @@ class MediaProcessor:
             masks = [value for name, value in tensors.items() if name.endswith("feature_attention_mask")]
             if masks:
                 layout["audio_seqlens"] = masks[0].sum(-1).to(torch.int64).numpy()
-            found = self._expansions[key] = (Expansion(text, token_id, ids.count(token_id), layout, grouped),)
-        return found[0]
+            found = self._expansions[key] = Expansion(text, token_id, ids.count(token_id), layout, grouped)
+        return found
 
     def _feature_id(self, kind: MediaKind, ids: Sequence[int]) -> int:
         """The id among those of an expansion that stands for a feature."""
@@ -199,18 +200,12 @@ class MediaProcessor:
 
     def _expanded(self, kind: MediaKind, text: str, items: list[Any]) -> tuple[str, dict[str, Tensor]]:
         """The text that the processor tokenises in place of `text`, and the tensors of its items."""
-        recorder = _Recorder(self._tokenizer)
         if kind == "image":
             options: dict[str, Any] = {"images": [items] if self._nested else items}
         else:
             options = {"audio": items, "sampling_rate": self.audio_rate}
-        with self._lock, silence_library():
-            self._processor.tokenizer = recorder
-            try:
-                made = self._processor(text=[text], return_tensors="pt", **options)
-            finally:
-                self._processor.tokenizer = self._tokenizer
-        return recorder.text, {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
+        made = self._processor(text=[text], return_tensors="pt", **options)
+        return self._tokenizer.text, {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
 
     def _probe_images(self) -> bool:
         """Whether images together become something else than each alone; also finds how images are given.
@@ -232,18 +227,25 @@ class MediaProcessor:
 
 
 class _Recorder:
-    """Stand-in for a processor's tokenizer that keeps the text that it is given."""
+    """A processor's tokenizer, which keeps the last text of each thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.text = ""
+        self._lock = Lock()
+        self._given = local()
+
+    @property
+    def text(self) -> str:
+        """The last text that this thread tokenised."""
+        return str(self._given.text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
-        self.text = text if isinstance(text, str) else text[0]
-        return self._tokenizer(text, *args, **options)
+        self._given.text = text if isinstance(text, str) else text[0]
+        with self._lock:  # settings of padding are changed in place
+            return self._tokenizer(text, *args, **options)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -282,9 +284,9 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
     try:
         with silence_library():
             processor, missing = _read_processor(folder, config)
-        found = MediaProcessor(processor, config)
+            found = MediaProcessor(processor, config)
     except Exception as error:  # constructors of many authors raise errors of many types
-        return f"transformers cannot read the processor of {folder.path}: {first_line(error)}"
+        return f"the model's processor cannot be used: {first_line(error)}"
     if found.kinds:
         return found
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
@@ -297,7 +299,7 @@ def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, st
     A part may need a package that is missing, as processors of videos need torchvision; the others do without it.
     """
     options: Any = {"local_files_only": True, "trust_remote_code": False}
-    cls = _processor_class(_processor_name(folder, config))
+    cls = processor_class(_processor_name(folder, config))
     values, _ = cls.get_processor_dict(folder.path, **options)
     parts: list[Any] = []
     missing: dict[str, str] = {}
@@ -324,7 +326,7 @@ def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, st
     return reduced.from_pretrained(folder.path, **options), missing
 
 
-def _processor_class(name: str) -> Any:
+def processor_class(name: str) -> Any:
     """The library's class of that name.
 
     Without torchvision the library has no class whose module takes a function from a module that needs it. The module

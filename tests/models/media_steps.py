@@ -64,14 +64,15 @@ class Loaded:
     model: Model
     processor: MediaProcessor
     encoder: MediaEncoder
+    library: Any
+    """The library's processor."""
 
     def prompt(self, parts: Parts, after: Sequence[int] = ()) -> Prompt:
         """A prompt of texts and items, followed by the ids `after`."""
         items = [part for part in parts if isinstance(part, Item)]
         expansions = iter(made := self.processor.expand(items))
         text = "".join(part if isinstance(part, str) else next(expansions).text for part in parts)
-        tokenizer: Any = self.processor._tokenizer
-        ids = torch.tensor([*tokenizer(text, add_special_tokens=False)["input_ids"], *after])
+        ids = torch.tensor([*self.library.tokenizer(text, add_special_tokens=False)["input_ids"], *after])
         prepared = [
             self.processor.prepare(item, item.decoded, grouped=found.grouped)
             for item, found in zip(items, made, strict=True)
@@ -117,13 +118,13 @@ def runs(places: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def load(folder: Path, context: int = 512) -> Loaded:
+def load(folder: Path, library: Any, context: int = 512) -> Loaded:
     """Load all of a checkpoint that media need."""
     model = load_model(folder, dtype="float32", device="cpu", max_model_len=context)
     checked = check_model_folder(folder)
     processor = find_media_processor(checked)
     assert isinstance(processor, MediaProcessor), processor
-    return Loaded(model, processor, load_media_encoder(checked, model.spec))
+    return Loaded(model, processor, load_media_encoder(checked, model.spec), library)
 
 
 def _ends(prompt: Prompt, whole: bool) -> set[int]:
@@ -194,22 +195,20 @@ def _inputs(
     )
 
 
-def library_inputs(folder: Path, parts: Parts) -> dict[str, Tensor]:
+def library_inputs(loaded: Loaded, parts: Parts) -> dict[str, Tensor]:
     """What the library's own processor makes of a whole prompt."""
-    processor: Any = find_media_processor(check_model_folder(folder))
-    own = processor._processor
-    text = "".join(part if isinstance(part, str) else processor.placeholder(part.kind) for part in parts)
+    text = "".join(part if isinstance(part, str) else loaded.processor.placeholder(part.kind) for part in parts)
     options: dict[str, Any] = {}
     images = [part.decoded for part in parts if isinstance(part, Item) and part.kind == "image"]
     sounds = [part.decoded for part in parts if isinstance(part, Item) and part.kind == "audio"]
     if images:
-        options["images"] = [images] if processor._nested else images
+        options["images"] = [images]
     if sounds:
-        options |= {"audio": sounds, "sampling_rate": processor.audio_rate}
+        options |= {"audio": sounds, "sampling_rate": loaded.processor.audio_rate}
     try:
-        found = own(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **options)
+        found = loaded.library(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **options)
     except TypeError:
-        found = own(text=[text], return_tensors="pt", **options)
+        found = loaded.library(text=[text], return_tensors="pt", **options)
     return dict(found)
 
 

@@ -94,7 +94,9 @@ CASES: dict[str, Callable[[Any], tuple[int, int, Tensors]]] = {
 """Type, and kind of the item -> changes its configuration; gives placeholder id, number of features, tensors."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name == "llama4" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_features_equal_the_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The library's forward of Llama 4 reads an attribute that its decoder's output lacks.
     monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)

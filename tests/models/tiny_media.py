@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from batchgen.models.media_processor import _processor_class
+from batchgen.models.media_processor import processor_class
 from tests.models.tiny_packed import packed_config
 
 SIZE = 320
@@ -149,7 +149,7 @@ def _internvl(tokenizer: Any) -> Any:
 
 def _pixtral(tokenizer: Any) -> Any:
     images = transformers.PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size={"height": 28, "width": 28})
-    return _processor_class("PixtralProcessor")(
+    return processor_class("PixtralProcessor")(
         image_processor=images, tokenizer=tokenizer, patch_size=14, spatial_merge_size=2
     )
 
@@ -374,10 +374,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(name: str) -> Family:
-    """A family of `FAMILIES` or `MORE`."""
-    from tests.models.tiny_media_more import MORE
+    """A family of `FAMILIES`, `MORE` or `REFUSED`."""
+    from tests.models.tiny_media_more import MORE, REFUSED
 
-    return FAMILIES[name] if name in FAMILIES else MORE[name]
+    return {**FAMILIES, **MORE, **REFUSED}[name]
 
 
 def media_config(name: str) -> PreTrainedConfig:
@@ -402,8 +402,8 @@ def media_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def save_media(name: str, folder: Path) -> PreTrainedModel:
-    """Write a family's checkpoint with tokenizer and processor; returns the model, float32 with eager attention."""
+def save_media(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
+    """Write a family's checkpoint; returns the model, float32 with eager attention, and the library's processor."""
     family = family_of(name)
     logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
@@ -418,4 +418,4 @@ def save_media(name: str, folder: Path) -> PreTrainedModel:
     if getattr(processor, "video_processor", 0) is None:
         processor.get_attributes = lambda: [n for n in type(processor).get_attributes() if n != "video_processor"]
     transformers.ProcessorMixin.save_pretrained(processor, folder)
-    return model
+    return model, processor

@@ -189,3 +189,16 @@ MORE: dict[str, Family] = {
     ),
 }
 """Family -> how its small checkpoint is made."""
+REFUSED: dict[str, Family] = {
+    "idefics2": Family(
+        lambda tokenizer: transformers.Idefics2Processor(
+            image_processor=transformers.Idefics2ImageProcessorPil(size={"shortest_edge": 28, "longest_edge": 56}),
+            tokenizer=tokenizer,
+            image_seq_len=4,
+        ),
+        ["<image>", "<fake_token_around_image>", "<end_of_utterance>"],
+        {"image_token_id": "<image>"},
+        change=vision(56, 14),
+    ),
+}
+"""Families whose processor cannot be used."""
