@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.media_steps import DECODED, Item, Parts, library_inputs, library_logits, load, step_logits
+from batchgen.models.deterministic import DeterministicModel
+from tests.models.media_steps import (
+    DECODED,
+    Item,
+    Parts,
+    library_inputs,
+    library_logits,
+    load,
+    logits_of,
+    step_logits,
+)
 from tests.models.test_packed_types import SCALED
 from tests.models.tiny_media import FAMILIES, family_of, save_media
 from tests.models.tiny_media_more import MORE
@@ -59,3 +69,15 @@ def test_prompts_with_items_equal_the_library(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", [name for name in (*FAMILIES, *MORE) if name not in COMMON])
 def test_further_families_equal_the_library(name: str, tmp_path: Path) -> None:
     check(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_deterministic_models_give_a_prompt_the_same_bits_in_every_step(name: str, tmp_path: Path) -> None:
+    _, library = save_media(name, tmp_path)
+    loaded = load(tmp_path, library)
+    prompts = [loaded.prompt(parts, AFTER) for parts in IMAGES]
+    model = DeterministicModel(loaded.model, (16,))
+    alone = [logits_of(model, [prompt], loaded.token_ids())[0] for prompt in prompts]
+    for seed in range(2):
+        for ours, theirs in zip(logits_of(model, prompts, loaded.token_ids(), seed), alone, strict=True):
+            assert torch.equal(ours, theirs)

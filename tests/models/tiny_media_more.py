@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
+from transformers.models.smolvlm import processing_smolvlm
 
 from tests.models.tiny_media import (
     GRID,
@@ -63,8 +64,22 @@ def _pixel_grid(cls: str, images: str, patch: int = 14) -> Callable[[Any], Any]:
     return make
 
 
+def _smolvlm(tokenizer: Any) -> Any:
+    # The class wants a package that spells out numbers in descriptions of videos.
+    if processing_smolvlm.num2words is None:
+        processing_smolvlm.num2words = str
+    images = transformers.SmolVLMImageProcessorPil(size={"longest_edge": 84}, max_image_size={"longest_edge": 28})
+    return without_videos("SmolVLMProcessor", image_processor=images, tokenizer=tokenizer, image_seq_len=1)
+
+
 AYA = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"]
 MORE: dict[str, Family] = {
+    "smolvlm": Family(
+        _smolvlm,
+        ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"],
+        {"image_token_id": "<image>"},
+        change=all_of(vision(28, 14), fields(scale_factor=2)),
+    ),
     "vipllava": Family(
         llava, ["<image>"], IMAGE, change=all_of(vision(28, 14), fields(vision_feature_layers=[-2, -1]))
     ),
