@@ -269,7 +269,7 @@ class HookedModel:
             mask[0, embeds.rows] = True
             order = embeds.rows.argsort()  # the decoder takes them in the order of their tokens
             found["visual_pos_masks"] = mask
-            found["deepstack_visual_embeds"] = list(values[order, size:].split(size, dim=1))
+            found["deepstack_visual_embeds"] = list(torch.split(values[order, size:], size, dim=1))
         return found
 
     @property

@@ -12,15 +12,15 @@ from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import decoder_config, library_class, rope_settings, whole_config
 from batchgen.models.text_part import is_packed
 
-_BLOCK_MASKS: Final = {
-    "gemma3": lambda text: True,
-    "gemma4": lambda text: text.use_bidirectional_attention == "vision",
-    "gemma4_unified": lambda text: text.use_bidirectional_attention == "vision",
-}
-"""Types whose image features may see one another -> whether they do, by the configuration of the text decoder."""
+_SEE_ONE_ANOTHER: Final = {"gemma3": None, "gemma4": "vision", "gemma4_unified": "vision"}
+"""Types whose image features see one another -> the value of the decoder's setting with which they do, None: always."""
 _REFUSED: Final[dict[str, str]] = {
     "paligemma": "its whole prompt attends in both directions, text after an image too",
     "mllama": "its decoder attends to images in layers of their own, which text does not have",
+    "molmo2": "its tokens of images see one another by a mask of its own",
+    "granite4_vision": "its decoder adds features to the results of blocks that it chooses itself",
+    "gemma3n": "its towers also embed the tokens that end an image or a sound",
+    "ernie4_5_vl_moe": "features of images have experts of their own",
     **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
 }
 """Type -> why its images or audio are not computed, though its text is."""
@@ -58,11 +58,12 @@ def media_traits(folder: ModelFolder) -> MediaTraits:
     text = decoder_config(config)
     sections = [len(found) for found in _sections(text)]
     levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
-    inner = _inner_class(config)
+    inner, kind = _inner_class(config), str(config.model_type)
+    needed = _SEE_ONE_ANOTHER.get(kind)
     return MediaTraits(
         rope_axes=max(sections, default=3) if hasattr(inner, "get_rope_index") else 0,
         deepstack=len(levels or ()),
-        bidirectional=_BLOCK_MASKS.get(str(config.model_type), lambda text: False)(text),
+        bidirectional=kind in _SEE_ONE_ANOTHER and needed in (None, text.use_bidirectional_attention),
     )
 
 

@@ -70,15 +70,19 @@ class MediaEncoder:
         count = first.features
         ids = torch.full((len(items), count), first.token_id, device=device)
         at = torch.arange(count, device=device).expand(len(items), count)
+        given = self._given(first, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, **tensors)
+        return list(self._features(given, len(items), count).unbind())
+
+    def _given(self, item: PreparedItem, **inputs: Tensor) -> Mapping[str, Any]:
+        """What the library's class gives its text decoder."""
         try:
-            self._joined(
-                input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, use_cache=False, **tensors
-            )
+            self._joined(use_cache=False, **inputs)
         except _Reached as reached:
-            return list(self._features(reached.given, len(items), count).unbind())
+            return reached.given
         except (RuntimeError, ValueError) as error:
             raise ModelError(
-                f"The towers of this {self._spec.name} model cannot encode: {first_line(error)}."
+                f"The towers of this {self._spec.name} model cannot encode an item of {item.kind} that becomes "
+                f"{item.features} tokens: {first_line(error)}."
             ) from None
         raise ModelError(f"The class of this {self._spec.name} model does not give features to its decoder.")
 
@@ -91,8 +95,8 @@ class MediaEncoder:
         more = [name for name, value in given.items() if value is not None and name not in _KNOWN]
         if more:
             raise ModelError(
-                f"The class of this {self._spec.name} model gives its decoder {more[0]} beside the features of an item, "
-                "which is not supported. Leave out images and audio."
+                f"The class of this {self._spec.name} model gives its decoder {more[0]} beside features, which is not "
+                "supported. Leave out images and audio."
             )
         parts = [given["inputs_embeds"]]
         levels = given.get("deepstack_visual_embeds")
@@ -184,6 +188,19 @@ class _DecoderStandIn(nn.Module):
         raise _Reached(given)
 
 
+class _BlockStandIn(nn.Module):
+    """Stand-in for the first block of a decoder that reads items itself."""
+
+    def forward(self, states: Tensor, *_: Any, **__: Any) -> None:
+        """Raises `_Reached`."""
+        raise _Reached({"inputs_embeds": states})
+
+
+def _joins(decoder: Any) -> bool:
+    """Whether a text decoder reads items itself."""
+    return any(name.startswith(("pixel_", "image_pixel", "audio_input")) for name in _parameters(decoder.forward))
+
+
 def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
     """Build the library's class without its text decoder, and read the weights of the rest.
 
@@ -227,9 +244,12 @@ def _without_text(cls: Any, dtype: torch.dtype) -> Any:
         cls.__init__(self, *args, **options)
         part = causal_part(self)
         decoder, head = text_decoder(part), part.get_output_embeddings()
+        if _joins(decoder):  # it has the towers, so that only its blocks are left out
+            decoder.layers = nn.ModuleList([_BlockStandIn()])
+            decoder.set_input_embeddings(_ZeroEmbedding(decoder.get_input_embeddings(), dtype))
         for name, module in list(self.named_modules()):
             owner, _, attribute = name.rpartition(".")
-            if module is decoder:
+            if module is decoder and not _joins(decoder):
                 self.get_submodule(owner)._modules[attribute] = _DecoderStandIn(decoder, dtype)
             elif module is head:
                 self.get_submodule(owner)._modules[attribute] = None

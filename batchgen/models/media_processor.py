@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -100,12 +100,15 @@ class MediaProcessor:
 
     def __init__(self, processor: Any, config: Any) -> None:
         self._processor = processor
-        self._tokenizer = processor.tokenizer
+        self._tokenizer = processor.tokenizer = _Recorder(processor.tokenizer)
         self._config = config
-        self._lock = Lock()
-        self._expansions: dict[tuple[object, ...], tuple[Expansion, ...]] = {}
+        self._expansions: dict[tuple[object, ...], Expansion] = {}
         self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
-        self._groups = "image" in self._placeholders and self._treats_by_neighbours()
+        self._nested = True
+        """Whether the images of a prompt are given as a list of one list."""
+        self._groups = self._probe_images() if "image" in self._placeholders else False
+        for kind in self._placeholders:
+            self._expand(kind, _PROBES[0] if kind == "image" else (self.audio_rate,), False)
 
     @property
     def kinds(self) -> frozenset[MediaKind]:
@@ -161,8 +164,8 @@ class MediaProcessor:
             masks = [value for name, value in tensors.items() if name.endswith("feature_attention_mask")]
             if masks:
                 layout["audio_seqlens"] = masks[0].sum(-1).to(torch.int64).numpy()
-            found = self._expansions[key] = (Expansion(text, token_id, ids.count(token_id), layout, grouped),)
-        return found[0]
+            found = self._expansions[key] = Expansion(text, token_id, ids.count(token_id), layout, grouped)
+        return found
 
     def _feature_id(self, kind: MediaKind, ids: Sequence[int]) -> int:
         """The id among those of an expansion that stands for a feature."""
@@ -184,45 +187,68 @@ class MediaProcessor:
         return texts[0], {name: value[:1] if grouped else value for name, value in tensors.items()}
 
     def _call(self, kind: MediaKind, items: list[Any]) -> tuple[list[str], dict[str, Tensor]]:
-        """(text of each item, tensors of all) of a prompt that has these items alone."""
-        text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
-        recorder = _Recorder(self._tokenizer)
-        options: dict[str, Any] = {"images": [items]} if kind == "image" else {"audio": items}
-        if kind == "audio":
-            options["sampling_rate"] = self.audio_rate
-        with self._lock, silence_library():
-            self._processor.tokenizer = recorder
-            try:
-                made = self._processor(text=[text], return_tensors="pt", **options)
-            except Exception as error:  # processors raise errors of many types
-                raise RowError(
-                    ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
-                ) from None
-            finally:
-                self._processor.tokenizer = self._tokenizer
-        tensors = {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
-        return recorder.text.split(_SEPARATOR), tensors
+        """(text of each item, tensors of all) of a prompt that has these items alone.
 
-    def _treats_by_neighbours(self) -> bool:
-        """Whether two images together become something else than each alone."""
+        Raises:
+            RowError: `media_error`: the processor cannot take them.
+        """
+        text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
+        try:
+            found, tensors = self._expanded(kind, text, items)
+        except Exception as error:  # processors raise errors of many types
+            raise RowError(
+                ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
+            ) from None
+        return found.split(_SEPARATOR), tensors
+
+    def _expanded(self, kind: MediaKind, text: str, items: list[Any]) -> tuple[str, dict[str, Tensor]]:
+        """The text that the processor tokenises in place of `text`, and the tensors of its items."""
+        if kind == "image":
+            options: dict[str, Any] = {"images": [items] if self._nested else items}
+        else:
+            options = {"audio": items, "sampling_rate": self.audio_rate}
+        made = self._processor(text=[text], return_tensors="pt", **options)
+        return self._tokenizer.text, {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
+
+    def _probe_images(self) -> bool:
+        """Whether images together become something else than each alone; also finds how images are given.
+
+        Raises:
+            ModelError: the processor changes the text around images.
+        """
+        token = self._placeholders["image"]
         blanks = [_blank("image", size) for size in _PROBES]
-        together = self._call("image", blanks)[0]
-        return together != [self._call("image", [blank])[0][0] for blank in blanks]
+        try:
+            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
+        except Exception:  # as in _call
+            self._nested = False
+            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
+        around = self._expanded("image", f"a{token}b{token}{token}c", [*blanks, blanks[0]])[0]
+        if around != f"a{together[0]}b{together[1]}{together[0]}c":
+            raise ModelError("it changes the text around images")
+        return together != [self._expanded("image", token, [blank])[0] for blank in blanks]
 
 
 class _Recorder:
-    """Stand-in for a processor's tokenizer that keeps the text that it is given."""
+    """A processor's tokenizer, which keeps the last text of each thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.text = ""
+        self._lock = Lock()
+        self._given = local()
+
+    @property
+    def text(self) -> str:
+        """The last text that this thread tokenised."""
+        return str(self._given.text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
-        self.text = text if isinstance(text, str) else text[0]
-        return self._tokenizer(text, *args, **options)
+        self._given.text = text if isinstance(text, str) else text[0]
+        with self._lock:  # settings of padding are changed in place
+            return self._tokenizer(text, *args, **options)
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -247,7 +273,7 @@ def _part_of(processor: Any, kind: MediaKind) -> Any:
 
 
 def _placeholder(processor: Any, kind: MediaKind) -> str | None:
-    token = getattr(processor, f"{kind}_token", None)
+    token = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
     return token if isinstance(token, str) and _part_of(processor, kind) is not None else None
 
 
@@ -261,9 +287,9 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
     try:
         with silence_library():
             processor, missing = _read_processor(folder, config)
-        found = MediaProcessor(processor, config)
+            found = MediaProcessor(processor, config)
     except Exception as error:  # constructors of many authors raise errors of many types
-        return f"transformers cannot read the processor of {folder.path}: {first_line(error)}"
+        return f"the model's processor cannot be used: {first_line(error)}"
     if found.kinds:
         return found
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
@@ -276,7 +302,7 @@ def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, st
     A part may need a package that is missing, as processors of videos need torchvision; the others do without it.
     """
     options: Any = {"local_files_only": True, "trust_remote_code": False}
-    cls = _processor_class(_processor_name(folder, config))
+    cls = processor_class(_processor_name(folder, config))
     values, _ = cls.get_processor_dict(folder.path, **options)
     parts: list[Any] = []
     missing: dict[str, str] = {}
@@ -303,7 +329,7 @@ def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, st
     return reduced.from_pretrained(folder.path, **options), missing
 
 
-def _processor_class(name: str) -> Any:
+def processor_class(name: str) -> Any:
     """The library's class of that name.
 
     Without torchvision the library has no class whose module takes a function from a module that needs it. The module

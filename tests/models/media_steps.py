@@ -64,14 +64,15 @@ class Loaded:
     model: Model
     processor: MediaProcessor
     encoder: MediaEncoder
+    library: Any
+    """The library's processor."""
 
     def prompt(self, parts: Parts, after: Sequence[int] = ()) -> Prompt:
         """A prompt of texts and items, followed by the ids `after`."""
         items = [part for part in parts if isinstance(part, Item)]
         expansions = iter(made := self.processor.expand(items))
         text = "".join(part if isinstance(part, str) else next(expansions).text for part in parts)
-        tokenizer: Any = self.processor._tokenizer
-        ids = torch.tensor([*tokenizer(text, add_special_tokens=False)["input_ids"], *after])
+        ids = torch.tensor([*self.library.tokenizer(text, add_special_tokens=False)["input_ids"], *after])
         prepared = [
             self.processor.prepare(item, item.decoded, grouped=found.grouped)
             for item, found in zip(items, made, strict=True)
@@ -117,13 +118,13 @@ def runs(places: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-def load(folder: Path, context: int = 512) -> Loaded:
+def load(folder: Path, library: Any, context: int = 512) -> Loaded:
     """Load all of a checkpoint that media need."""
     model = load_model(folder, dtype="float32", device="cpu", max_model_len=context)
     checked = check_model_folder(folder)
     processor = find_media_processor(checked)
     assert isinstance(processor, MediaProcessor), processor
-    return Loaded(model, processor, load_media_encoder(checked, model.spec))
+    return Loaded(model, processor, load_media_encoder(checked, model.spec), library)
 
 
 def _ends(prompt: Prompt, whole: bool) -> set[int]:
@@ -133,9 +134,16 @@ def _ends(prompt: Prompt, whole: bool) -> set[int]:
 
 
 def step_logits(loaded: Loaded, prompts: list[Prompt], seed: int = 0) -> list[Tensor]:
-    """Logits [n, V] of every token, in packed steps: prompts in random chunks, their last tokens one by one."""
-    model, rng = loaded.model, random.Random(seed)
-    whole, of_media = model.spec.bidirectional, loaded.token_ids()
+    """`logits_of` prompts of a checkpoint with a processor."""
+    return logits_of(loaded.model, prompts, loaded.token_ids(), seed)
+
+
+def logits_of(model: Model, prompts: list[Prompt], of_media: Tensor, seed: int = 0) -> list[Tensor]:
+    """Logits [n, V] of every token, in packed steps: prompts in random chunks, their last tokens one by one.
+
+    `of_media`: ids of placeholders.
+    """
+    rng, whole = random.Random(seed), model.spec.bidirectional
     cache = PagedCache(model.spec, len(prompts), pages_each=-(-max(len(p.ids) for p in prompts) // 4))
     done, got = [0] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]
     while any(at < len(prompt.ids) for at, prompt in zip(done, prompts, strict=True)):
@@ -151,7 +159,7 @@ def step_logits(loaded: Loaded, prompts: list[Prompt], seed: int = 0) -> list[Te
         if not step:
             continue
         step.sort(key=lambda part: part[2] - part[1] == 1)
-        hidden = model.hidden(_inputs(loaded, cache, prompts, step, of_media))
+        hidden = model.hidden(_inputs(model, cache, prompts, step, of_media))
         rows = model.logits(hidden).split([end - start for _, start, end in step])
         for (number, _, end), logits in zip(step, rows, strict=True):
             got[number].append(logits)
@@ -160,7 +168,7 @@ def step_logits(loaded: Loaded, prompts: list[Prompt], seed: int = 0) -> list[Te
 
 
 def _inputs(
-    loaded: Loaded, cache: PagedCache, prompts: list[Prompt], step: list[tuple[int, int, int]], of_media: Tensor
+    model: Model, cache: PagedCache, prompts: list[Prompt], step: list[tuple[int, int, int]], of_media: Tensor
 ) -> ModelInput:
     rows, values, ropes, spans, at = [], [], [], [], 0
     for number, start, end in step:
@@ -175,7 +183,7 @@ def _inputs(
         spans += [(a - start + at, b - start + at) for a, b in prompt.spans if start <= a < end]
         at += end - start
     attention = cache.spanned_step(
-        [(number, end - start) for number, start, end in step], spans if loaded.model.spec.bidirectional else []
+        [(number, end - start) for number, start, end in step], spans if model.spec.bidirectional else []
     )
     embeds = TokenEmbeds(torch.cat(rows), torch.cat(values))
     return ModelInput(
@@ -187,22 +195,20 @@ def _inputs(
     )
 
 
-def library_inputs(folder: Path, parts: Parts) -> dict[str, Tensor]:
+def library_inputs(loaded: Loaded, parts: Parts) -> dict[str, Tensor]:
     """What the library's own processor makes of a whole prompt."""
-    processor: Any = find_media_processor(check_model_folder(folder))
-    own = processor._processor
-    text = "".join(part if isinstance(part, str) else processor.placeholder(part.kind) for part in parts)
+    text = "".join(part if isinstance(part, str) else loaded.processor.placeholder(part.kind) for part in parts)
     options: dict[str, Any] = {}
     images = [part.decoded for part in parts if isinstance(part, Item) and part.kind == "image"]
     sounds = [part.decoded for part in parts if isinstance(part, Item) and part.kind == "audio"]
     if images:
         options["images"] = [images]
     if sounds:
-        options |= {"audio": sounds, "sampling_rate": processor.audio_rate}
+        options |= {"audio": sounds, "sampling_rate": loaded.processor.audio_rate}
     try:
-        found = own(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **options)
+        found = loaded.library(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **options)
     except TypeError:
-        found = own(text=[text], return_tensors="pt", **options)
+        found = loaded.library(text=[text], return_tensors="pt", **options)
     return dict(found)
 
 

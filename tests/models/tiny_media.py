@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from batchgen.models.media_processor import _processor_class
+from batchgen.models.media_processor import processor_class
 from tests.models.tiny_packed import packed_config
 
 SIZE = 320
@@ -54,6 +54,8 @@ class Family:
     change: Callable[[Any], None] = lambda config: None
     """Further changes of the configuration."""
     kinds: tuple[str, ...] = ("image",)
+    several: bool = True
+    """Whether the library's processor takes several items in a prompt."""
     model_type: str | None = None
     """Type of the checkpoint, if it is not the family's name."""
 
@@ -66,25 +68,25 @@ def without_videos(cls: str, **parts: Any) -> Any:
     return reduced(video_processor=None, **parts)
 
 
-def _qwen_images(patch: int = 14, least: int = 28 * 28, most: int = 28 * 28 * 12) -> Any:
+def qwen_images(patch: int = 14, least: int = 28 * 28, most: int = 28 * 28 * 12) -> Any:
     return transformers.Qwen2VLImageProcessorPil(
         size={"shortest_edge": least, "longest_edge": most}, patch_size=patch, merge_size=2, temporal_patch_size=2
     )
 
 
-def _qwen_vl(cls: str, patch: int = 14) -> Callable[[Any], Any]:
-    return lambda tokenizer: without_videos(cls, image_processor=_qwen_images(patch), tokenizer=tokenizer)
+def qwen_vl(cls: str, patch: int = 14) -> Callable[[Any], Any]:
+    return lambda tokenizer: without_videos(cls, image_processor=qwen_images(patch), tokenizer=tokenizer)
 
 
-def _whisper(**options: Any) -> Any:
+def whisper(**options: Any) -> Any:
     return transformers.WhisperFeatureExtractor(**{"feature_size": 16, "chunk_length": 1, **options})
 
 
 def _omni(tokenizer: Any) -> Any:
     return without_videos(
         "Qwen2_5OmniProcessor",
-        image_processor=_qwen_images(),
-        feature_extractor=_whisper(),
+        image_processor=qwen_images(),
+        feature_extractor=whisper(),
         tokenizer=tokenizer,
     )
 
@@ -100,7 +102,7 @@ def _gemma4(tokenizer: Any) -> Any:
     return without_videos("Gemma4Processor", image_processor=images, feature_extractor=sounds, tokenizer=tokenizer)
 
 
-def _llava(tokenizer: Any) -> Any:
+def llava(tokenizer: Any) -> Any:
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     return transformers.LlavaProcessor(
         image_processor=images,
@@ -112,13 +114,13 @@ def _llava(tokenizer: Any) -> Any:
     )
 
 
-_GRID = [[28, 56], [56, 28], [56, 56]]
+GRID = [[28, 56], [56, 28], [56, 56]]
 """Resolutions that images are cut into tiles for."""
 
 
 def _llava_next(tokenizer: Any) -> Any:
     images = transformers.LlavaNextImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=GRID
     )
     return transformers.LlavaNextProcessor(
         image_processor=images,
@@ -130,7 +132,7 @@ def _llava_next(tokenizer: Any) -> Any:
 
 
 def _llava_onevision(tokenizer: Any) -> Any:
-    images = transformers.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=_GRID)
+    images = transformers.LlavaOnevisionImageProcessorPil(size={"height": 28, "width": 28}, image_grid_pinpoints=GRID)
     return without_videos(
         "LlavaOnevisionProcessor",
         image_processor=images,
@@ -147,7 +149,7 @@ def _internvl(tokenizer: Any) -> Any:
 
 def _pixtral(tokenizer: Any) -> Any:
     images = transformers.PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size={"height": 28, "width": 28})
-    return _processor_class("PixtralProcessor")(
+    return processor_class("PixtralProcessor")(
         image_processor=images, tokenizer=tokenizer, patch_size=14, spatial_merge_size=2
     )
 
@@ -157,18 +159,22 @@ def _idefics3(tokenizer: Any) -> Any:
     return transformers.Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=1)
 
 
-def _glm4v(tokenizer: Any) -> Any:
-    images = transformers.Glm4vImageProcessorPil(
-        size={"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}, patch_size=14, merge_size=2
-    )
-    return without_videos("Glm4vProcessor", image_processor=images, tokenizer=tokenizer)
+def glm4v(cls: str, images: str) -> Callable[[Any], Any]:
+    """Processors of GLM-4V and its like."""
+
+    def make(tokenizer: Any) -> Any:
+        size = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}
+        made = getattr(transformers, images)(size=size, patch_size=14, merge_size=2)
+        return without_videos(cls, image_processor=made, tokenizer=tokenizer)
+
+    return make
 
 
 def _qwen2_audio(tokenizer: Any) -> Any:
-    return transformers.Qwen2AudioProcessor(feature_extractor=_whisper(), tokenizer=tokenizer)
+    return transformers.Qwen2AudioProcessor(feature_extractor=whisper(), tokenizer=tokenizer)
 
 
-def _vision(size: int | None = None, patch: int | None = None, **others: Any) -> Callable[[Any], None]:
+def vision(size: int | None = None, patch: int | None = None, **others: Any) -> Callable[[Any], None]:
     """Change fields of the vision tower."""
     given = {"image_size": size, "patch_size": patch, **others}
 
@@ -180,17 +186,17 @@ def _vision(size: int | None = None, patch: int | None = None, **others: Any) ->
     return change
 
 
-def _audio(**fields: Any) -> Callable[[Any], None]:
+def audio(**given: Any) -> Callable[[Any], None]:
     """Change fields of the audio tower."""
 
     def change(config: Any) -> None:
-        for name, value in fields.items():
+        for name, value in given.items():
             setattr(config.audio_config, name, value)
 
     return change
 
 
-def _all(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
+def all_of(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
     def change(config: Any) -> None:
         for one in changes:
             one(config)
@@ -198,11 +204,11 @@ def _all(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
     return change
 
 
-def _set(**fields: Any) -> Callable[[Any], None]:
+def fields(**given: Any) -> Callable[[Any], None]:
     """Change fields of the whole configuration."""
 
     def change(config: Any) -> None:
-        for name, value in fields.items():
+        for name, value in given.items():
             setattr(config, name, value)
 
     return change
@@ -270,22 +276,22 @@ INTERN_NAMES = {
 }
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 FAMILIES: dict[str, Family] = {
-    "qwen2_vl": Family(_qwen_vl("Qwen2VLProcessor"), QWEN_TOKENS, QWEN_IDS),
-    "qwen2_5_vl": Family(_qwen_vl("Qwen2_5_VLProcessor"), QWEN_TOKENS, QWEN_IDS),
+    "qwen2_vl": Family(qwen_vl("Qwen2VLProcessor"), QWEN_TOKENS, QWEN_IDS),
+    "qwen2_5_vl": Family(qwen_vl("Qwen2_5_VLProcessor"), QWEN_TOKENS, QWEN_IDS),
     "qwen3_vl": Family(
-        _qwen_vl("Qwen3VLProcessor", 16),
+        qwen_vl("Qwen3VLProcessor", 16),
         QWEN_TOKENS,
         QWEN_IDS,
-        change=_vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+        change=vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
     ),
     "qwen2_5_omni_thinker": Family(
         _omni,
         OMNI_TOKENS,
         OMNI_IDS,
         OMNI_NAMES,
-        change=_all(
-            _audio(num_mel_bins=16, max_source_positions=50, n_window=5),
-            _set(vision_start_token_id=257, vision_end_token_id=258, audio_start_token_id=261),
+        change=all_of(
+            audio(num_mel_bins=16, max_source_positions=50, n_window=5),
+            fields(vision_start_token_id=257, vision_end_token_id=258, audio_start_token_id=261),
         ),
         kinds=("image", "audio"),
     ),
@@ -293,7 +299,7 @@ FAMILIES: dict[str, Family] = {
         _qwen2_audio,
         ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"],
         {"audio_token_id": "<|AUDIO|>", "audio_token_index": "<|AUDIO|>"},
-        change=_audio(num_mel_bins=16, max_source_positions=50),
+        change=audio(num_mel_bins=16, max_source_positions=50),
         kinds=("audio",),
     ),
     "gemma3": Family(
@@ -301,7 +307,7 @@ FAMILIES: dict[str, Family] = {
         list(GEMMA_NAMES.values()),
         GEMMA_IDS,
         GEMMA_NAMES,
-        change=_all(_vision(32, 8), _set(mm_tokens_per_image=16)),
+        change=all_of(vision(32, 8), fields(mm_tokens_per_image=16)),
     ),
     "gemma4": Family(
         _gemma4,
@@ -309,7 +315,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA_IDS,
         GEMMA_NAMES,
         parts={"vision_config": "gemma4_vision", "audio_config": "gemma4_audio"},
-        change=_vision(None, 4),
+        change=vision(None, 4),
         kinds=("image", "audio"),
     ),
     "gemma4_runs": Family(
@@ -318,40 +324,40 @@ FAMILIES: dict[str, Family] = {
         GEMMA_IDS,
         GEMMA_NAMES,
         parts={"vision_config": "gemma4_vision", "audio_config": "gemma4_audio"},
-        change=_all(
-            _vision(None, 4), lambda config: setattr(config.text_config, "use_bidirectional_attention", "vision")
+        change=all_of(
+            vision(None, 4), lambda config: setattr(config.text_config, "use_bidirectional_attention", "vision")
         ),
         kinds=("image", "audio"),
         model_type="gemma4",
     ),
-    "llava": Family(_llava, ["<image>"], IMAGE, change=_vision(28, 14)),
+    "llava": Family(llava, ["<image>"], IMAGE, change=vision(28, 14)),
     "llava_next": Family(
-        _llava_next, ["<image>"], IMAGE, change=_all(_vision(28, 14), _set(image_grid_pinpoints=_GRID))
+        _llava_next, ["<image>"], IMAGE, change=all_of(vision(28, 14), fields(image_grid_pinpoints=GRID))
     ),
     "llava_onevision": Family(
         _llava_onevision,
         ["<image>", "<video>"],
         {**IMAGE, "video_token_id": "<video>", "video_token_index": "<video>"},
-        change=_all(_vision(28, 14), _set(image_grid_pinpoints=_GRID)),
+        change=all_of(vision(28, 14), fields(image_grid_pinpoints=GRID)),
     ),
     "internvl": Family(
         _internvl,
         list(INTERN_NAMES.values()),
         {"image_token_id": "<IMG_CONTEXT>"},
         INTERN_NAMES,
-        change=_all(_vision([28, 28], [14, 14]), _set(image_seq_length=1)),
+        change=all_of(vision([28, 28], [14, 14]), fields(image_seq_length=1)),
     ),
     "mistral3": Family(
         _pixtral,
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {"image_token_id": "[IMG]", "image_token_index": "[IMG]"},
-        change=_all(_vision(112, 14), _set(spatial_merge_size=2)),
+        change=all_of(vision(112, 14), fields(spatial_merge_size=2)),
     ),
     "idefics3": Family(
-        _idefics3, IDEFICS, {"image_token_id": "<image>"}, change=_all(_vision(28, 14), _set(scale_factor=2))
+        _idefics3, IDEFICS, {"image_token_id": "<image>"}, change=all_of(vision(28, 14), fields(scale_factor=2))
     ),
     "glm4v": Family(
-        _glm4v,
+        glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"),
         ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"],
         {
             "image_start_token_id": "<|begin_of_image|>",
@@ -361,15 +367,22 @@ FAMILIES: dict[str, Family] = {
             "video_end_token_id": "<|end_of_video|>",
             "video_token_id": "<|video|>",
         },
-        change=_vision(112, 14),
+        change=vision(112, 14),
     ),
 }
 """Family -> how its small checkpoint is made."""
 
 
+def family_of(name: str) -> Family:
+    """A family of `FAMILIES`, `MORE` or `REFUSED`."""
+    from tests.models.tiny_media_more import MORE, REFUSED
+
+    return {**FAMILIES, **MORE, **REFUSED}[name]
+
+
 def media_config(name: str) -> PreTrainedConfig:
     """Small configuration of a family, with the ids of its tokens."""
-    family = FAMILIES[name]
+    family = family_of(name)
     config = packed_config(CONFIG_MAPPING[family.model_type or name])
     for part_name, model_type in family.parts.items():
         setattr(config, part_name, packed_config(CONFIG_MAPPING[model_type]))
@@ -389,9 +402,9 @@ def media_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def save_media(name: str, folder: Path) -> PreTrainedModel:
-    """Write a family's checkpoint with tokenizer and processor; returns the model, float32 with eager attention."""
-    family = FAMILIES[name]
+def save_media(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
+    """Write a family's checkpoint; returns the model, float32 with eager attention, and the library's processor."""
+    family = family_of(name)
     logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -404,5 +417,5 @@ def save_media(name: str, folder: Path) -> PreTrainedModel:
     processor = family.processor(tokenizer)
     if getattr(processor, "video_processor", 0) is None:
         processor.get_attributes = lambda: [n for n in type(processor).get_attributes() if n != "video_processor"]
-    processor.save_pretrained(folder)
-    return model
+    transformers.ProcessorMixin.save_pretrained(processor, folder)
+    return model, processor

@@ -97,7 +97,7 @@ class SpanAttention(PooledAttention):
         if args.window is not None:
             hidden |= places <= at - args.window
         kv_heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
-        rows = query.float().unflatten(1, (kv_heads, group))  # [n, K, G, D]
+        rows = query.float().view(len(query), kv_heads, group, -1)  # [n, K, G, D]
         scores = torch.einsum("nkgd,skd->nkgs", rows, keys) * args.scale
         if args.softcap is not None:
             scores = torch.tanh(scores / args.softcap) * args.softcap

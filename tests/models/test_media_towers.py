@@ -1,0 +1,127 @@
+"""Towers whose processors need packages that may be missing, or tokenizers of their own: tensors made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.utils import logging
+
+from batchgen.models.folder import check_model_folder
+from batchgen.models.load import load_model
+from batchgen.models.media_encoder import load_media_encoder
+from batchgen.models.media_processor import PreparedItem
+from tests.models.media_steps import Prompt, logits_of, runs
+from tests.models.tiny_packed import packed_config
+
+torch.set_num_threads(1)
+
+Tensors = dict[str, Tensor]
+
+
+def randn(*size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def _llama4(config: Any) -> tuple[int, int, Tensors]:
+    config.image_token_id = config.image_token_index = 200
+    sizes = {"image_size": 28, "patch_size": 14, "pixel_shuffle_ratio": 0.5, "intermediate_size": 256}
+    config.vision_config.update(
+        {**sizes, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64}
+    )
+    return 200, 3, {"pixel_values": randn(3, 3, 28, 28)}
+
+
+def _voxtral(config: Any) -> tuple[int, int, Tensors]:
+    config.audio_token_id = 200
+    config.audio_config.update({"num_mel_bins": 16, "max_source_positions": 48, "intermediate_size": 256})
+    return 200, 12, {"input_features": randn(1, 16, 96)}
+
+
+def _granite_speech(config: Any) -> tuple[int, int, Tensors]:
+    config.audio_token_index = config.audio_token_id = 200
+    config.has_lora_adapter = False
+    config.encoder_config.update({"hidden_dim": 64, "input_dim": 32, "num_heads": 4, "dim_head": 16, "output_dim": 12})
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    return 200, 6, {"input_features": randn(1, 20, 32), "input_features_mask": mask}
+
+
+def _kimi(config: Any) -> tuple[int, int, Tensors]:
+    config.image_token_id = config.media_placeholder_token_id = 200
+    config.projection_hidden_size = 64
+    config.vision_config.update(
+        {"patch_size": 14, "pos_emb_height": 8, "pos_emb_width": 8, "merge_kernel_size": [2, 2]}
+    )
+    return 200, 4, {"pixel_values": randn(16, 3, 14, 14), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+
+
+def _phi4_image(config: Any) -> tuple[int, int, Tensors]:
+    config.vision_config.update({"image_size": 28, "patch_size": 14, "crop_size": 28, "image_token_id": 200})
+    config.vision_config.update({"feature_layer": -2})
+    tensors = {"image_pixel_values": randn(1, 3, 3, 28, 28), "image_attention_mask": torch.ones(1, 3, 2, 2)}
+    return 200, 6, {**tensors, "image_sizes": torch.tensor([[28, 56]])}
+
+
+def _phi4_audio(config: Any) -> tuple[int, int, Tensors]:
+    config.audio_config.update(
+        {
+            "audio_token_id": 200,
+            "input_size": 16,
+            "nemo_conv_channels": 64,
+            "nemo_final_size": 2,
+            "ext_pw_out_channel": 64,
+            "depthwise_separable_out_channel": 64,
+            "feature_layer": -2,
+        }
+    )
+    return 200, 5, {"audio_input_features": randn(1, 40, 16), "audio_embed_sizes": torch.tensor([5])}
+
+
+CASES: dict[str, Callable[[Any], tuple[int, int, Tensors]]] = {
+    "llama4": _llama4,
+    "voxtral": _voxtral,
+    "granite_speech": _granite_speech,
+    "kimi_k25": _kimi,
+    "phi4_multimodal image": _phi4_image,
+    "phi4_multimodal audio": _phi4_audio,
+}
+"""Type, and kind of the item -> changes its configuration; gives placeholder id, number of features, tensors."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "llama4" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_features_equal_the_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The library's forward of Llama 4 reads an attribute that its decoder's output lacks.
+    monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
+    config = packed_config(CONFIG_MAPPING[name.split()[0]])
+    token, count, tensors = CASES[name](config)
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    reference: Any = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager").eval()
+    reference.save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="float32", device="cpu", max_model_len=64)
+    encoder = load_media_encoder(check_model_folder(tmp_path), model.spec)
+    ids = torch.tensor([5, 6, 7, *[token] * count, 8, 9, 10, 11, 12])
+    with torch.no_grad():
+        expected = reference(
+            input_ids=ids[None],
+            attention_mask=torch.ones_like(ids)[None],
+            use_cache=False,
+            return_dict=False,
+            **tensors,
+        )[0]
+    kind: Any = "image" if any("pixel_values" in key for key in tensors) else "audio"
+    features = encoder.encode([PreparedItem(kind, token, count, tensors)])[0]
+    prompt = Prompt(ids, runs(list(range(3, 3 + count))), features, None)
+    got = logits_of(model, [prompt], torch.tensor([token]))[0]
+    scale = 1.0
+    if name == "granite_speech":  # the library's class leaves out the factor of its decoder's logits
+        scale = float((got * expected[0]).sum() / (got * got).sum())
+    torch.testing.assert_close(got * scale, expected[0], atol=1e-4, rtol=0)
