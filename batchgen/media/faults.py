@@ -1,4 +1,4 @@
-"""`MediaFault`: what is wrong with an item, in words that follow its name; and what bytes are that are no medium."""
+"""`MediaFault`: what is wrong with an item, in words that follow its name; and what bytes of other files are."""
 
 from __future__ import annotations
 

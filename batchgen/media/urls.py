@@ -99,17 +99,17 @@ def _prefix(url: str) -> tuple[tuple[str, str, int], str]:
 
 
 def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
-    told = answer.headers.get("Content-Length", "")
-    if told.isdecimal():
-        check_bytes(int(told) or 1)
+    promised = answer.headers.get("Content-Length", "")
+    if promised.isdecimal():
+        check_bytes(int(promised) or 1)
     found = bytearray()
     while block := answer.read1(_BLOCK):
         found += block
         check_bytes(len(found))
         if time.monotonic() > end:
             raise MediaFault(f"takes more than {TIMEOUT_SECONDS:g} s to fetch; download it")
-    if told.isdecimal() and len(found) < int(told):
-        raise MediaFault(f"ended after {len(found):,} of {told} bytes while it was fetched; run the job again")
+    if promised.isdecimal() and len(found) < int(promised):
+        raise MediaFault(f"ended after {len(found):,} of {promised} bytes while it was fetched; run the job again")
     return bytes(found)
 
 

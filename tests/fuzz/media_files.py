@@ -92,7 +92,11 @@ def _check(data: bytes) -> Hashable:
         if kind == "image":
             require((found.mode, found.size) == ("RGB", header.size), "an image has the size of its header:", header)
         else:
-            require(found.shape == header.size and np.isfinite(found).all(), "a sound has the length told:", header)
+            require(
+                found.shape == header.size and np.isfinite(found).all(),
+                "a sound has the length of its header, in finite numbers:",
+                header,
+            )
         outcomes.append(header.size)
     return tuple(outcomes)
 

@@ -105,7 +105,7 @@ def test_prefixes(prefix: str, url: str, allowed: bool) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "a.example", "ftp://a.example/", "https://", "https://a/?x", "https://u@a/"])
-def test_what_is_no_prefix_is_a_usage_error(prefix: str) -> None:
+def test_other_prefixes_are_a_usage_error(prefix: str) -> None:
     with pytest.raises(UsageError, match="--allow-media-url"):
         MediaUrls([prefix])
 
