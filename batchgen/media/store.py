@@ -135,6 +135,8 @@ class MediaStore:
         """
         try:
             source = item.source
+            if item.form != "raw":
+                raise MediaFault(f"is of format {item.form}, which cannot be decoded; give the {item.kind} itself")
             if isinstance(source, bytes):
                 return self._add_bytes(item, source)
             if isinstance(source, str):

@@ -129,6 +129,7 @@ def test_a_kind_is_part_of_an_item(store: MediaStore) -> None:
         ("note.txt", "unknown format"),
         ("deep", "no such file"),
         (b"hello", "unknown format"),
+        ({"format": "processor_output", "pixel_values": [[0.5]]}, "give the image itself"),
         ("data:image/svg+xml;base64," + encoded(b"<svg/>"), "an SVG drawing"),
     ],
 )
