@@ -19,7 +19,7 @@ from batchgen.request.printable import unescaped
 _GROUPS: Final = {
     "First steps": ("install", "input", "output", "errors", "resume", "check"),
     "What a row can ask for": (
-        "fields", "sampling", "stops", "chat", "reasoning", "tools", "constraints", "logprobs", "scoring",
+        "fields", "sampling", "stops", "chat", "media", "reasoning", "tools", "constraints", "logprobs", "scoring",
         "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (

@@ -138,7 +138,7 @@ class EngineConfig:
         URL_PREFIX,
     )
     max_image_pixels: int = INPUT.option(
-        1 << 25, "Most pixels of an image. Example: --max-image-pixels 100000000", int_range(1, 178_956_970)
+        50_000_000, "Most pixels of an image. Example: --max-image-pixels 100000000", int_range(1, 178_956_970)
     )
     max_audio_seconds: float = INPUT.option(
         3600.0, "Longest sound. Example: --max-audio-seconds 10m", POSITIVE_DURATION

@@ -38,6 +38,7 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import BAD, TEXTS, TOKENS, Ingested, RowTexts
 from batchgen.job.setup import Setup
+from batchgen.media.store import MEDIA_OPTIONS
 from batchgen.request.columns import Columns
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
@@ -48,8 +49,6 @@ _ABOUT: Final = "about.json"
 _MAX_PARAMS: Final = 1 << 16
 """Most parameter sets of a job that is cached: they are all in memory as JSON at once."""
 _DEFAULTS: Final = asdict(SamplingParams())
-_MEDIA_OPTIONS: Final = "media_root", "allow_media_url", "max_image_pixels", "max_audio_seconds", "max_media_items"
-"""Options that decide which items of rows can be read."""
 
 
 def tokenized_key(identity: JobIdentity, setup: Setup, set_aside: Iterable[int]) -> str:
@@ -63,7 +62,7 @@ def tokenized_key(identity: JobIdentity, setup: Setup, set_aside: Iterable[int])
         # Rows may name the model.
         "model": [setup.front_end.name, *sorted(setup.config.engine.served_model_name), setup.config.engine.any_model],
         "events": setup.config.events is not None,
-        "media": [getattr(setup.config.engine, name) for name in _MEDIA_OPTIONS],
+        "media": [getattr(setup.config.engine, name) for name in MEDIA_OPTIONS],
         "clock": setup.front_end.tokenizer.clock_text,
         "set_aside": sorted(set_aside),
     }

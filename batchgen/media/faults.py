@@ -1,4 +1,4 @@
-"""`MediaFault`: what is wrong with an item, in words that follow its name; and what bytes are that are no medium."""
+"""`MediaFault`: what is wrong with an item, in words that follow its name; and what bytes of other files are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MediaFault(ValueError):
     """An item that cannot be used. The message follows the item's name: "is cut off; replace the file"."""
 
 
-def describe(error: Exception) -> str:
+def describe(error: object) -> str:
     """One line of what a library says of a file."""
     text = " ".join(str(error).split()).partition("<_io")[0]
     text = text.encode("ascii", "backslashreplace").decode().rstrip(" '\":")

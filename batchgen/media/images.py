@@ -51,7 +51,7 @@ def image_size(data: bytes, max_pixels: int) -> tuple[int, int]:
     """(width, height) of the upright image, from the header of an encoded one.
 
     Raises:
-        MediaFault: it is no image, damaged, or has more than `max_pixels`.
+        MediaFault: it is not an image, is damaged, or has more than `max_pixels`.
     """
     with _opened(data) as image:
         width, height = image.size

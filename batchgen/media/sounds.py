@@ -6,9 +6,16 @@ decoded in pieces, so that it takes little more memory than its samples at the m
 
 from __future__ import annotations
 
+import ctypes
 import io
 import math
+import os
+import platform
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,8 +23,6 @@ import numpy.typing as npt
 
 from batchgen.errors import UsageError
 from batchgen.media.faults import MediaFault, describe, what_else
-from batchgen.media.quiet import quiet_libraries
-from batchgen.media.sound_files import sound_format, with_true_size
 
 MIN_RATE, MAX_RATE = 1_000, 768_000
 """Sampling rates in Hz that are read."""
@@ -26,6 +31,16 @@ _NAMES: Final = "WAV, FLAC, MP3 or OGG"
 _BLOCK: Final = 1 << 18
 """Most samples decoded at once, of all channels together."""
 _FULL_SCALE: Final = {"int16": 1 << 15, "int32": 1 << 31}
+
+_CUT: Final = "is cut off: its {0} promises {1:,} bytes, but {2:,} follow; replace the file"
+_UNKNOWN: Final = 0xFFFFFFFF
+"""Size that a program writes which does not know the size yet."""
+_SLACK: Final = 4096
+"""Bytes that may be missing at the end of an MP3 file by its own count, which counts tags in different ways."""
+
+_lock = Lock()
+_depth = 0
+_original: int | None = None
 
 Samples = npt.NDArray[np.float32]
 
@@ -46,9 +61,9 @@ def sound_header(data: bytes, max_seconds: float) -> SoundHeader:
     """The length of an encoded sound, from its header.
 
     Raises:
-        MediaFault: it is no sound, damaged, or longer than `max_seconds`.
+        MediaFault: it is not a sound, is damaged, or longer than `max_seconds`.
     """
-    with quiet_libraries(), _opened(data) as file:
+    with _quiet(), _opened(data) as file:
         header = SoundHeader(int(file.frames), int(file.samplerate))
     check_sound(header, max_seconds)
     return header
@@ -78,7 +93,7 @@ def decode_sound(data: bytes, rate: int) -> Samples:
     Raises:
         MediaFault: the sound is damaged or cut off.
     """
-    with quiet_libraries(), _opened(data) as file:
+    with _quiet(), _opened(data) as file:
         header = SoundHeader(int(file.frames), int(file.samplerate))
         try:
             return resampled(_blocks(file), header, rate)
@@ -134,6 +149,7 @@ def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samp
         made = made[: len(out) - at]
         out[at : at + len(made)] = made
         at += len(made)
+    _check_finite(out)  # huge samples overflow
     return out
 
 
@@ -172,7 +188,7 @@ def _opened(data: bytes) -> Any:
     found = sound_format(data)
     if found is None:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
-    data = with_true_size(data, found)
+    data = _with_true_size(data, found)
     try:
         file = soundfile.SoundFile(_SafeBytes(data))
     except Exception as error:
@@ -183,3 +199,117 @@ def _opened(data: bytes) -> Any:
         file.close()
         raise MediaFault(f"is a {kind} sound, not {_NAMES}; convert it")
     return file
+
+
+def sound_format(data: bytes) -> str | None:
+    """The format of an encoded sound by its first bytes; None if it is none that is read."""
+    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+        return "WAV"
+    if data[:4] == b"fLaC":
+        return "FLAC"
+    if data[:4] == b"OggS":
+        return "OGG"
+    if data[:3] == b"ID3" or _is_layer_three(data[:2]):
+        return "MP3"
+    return None
+
+
+def _is_layer_three(head: bytes) -> bool:
+    return len(head) == 2 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2 and head[1] & 0x18 != 0x08
+
+
+def _with_true_size(data: bytes, kind: str) -> bytes:
+    """The bytes of a whole sound file, with its true size where the file tells it and the library complains.
+
+    Raises:
+        MediaFault: the file is cut off.
+    """
+    if kind == "WAV" and data[:4] == b"RIFF":
+        _check_wav(data)
+    elif kind == "OGG":
+        _check_ogg(data)
+    elif kind == "MP3":
+        return _whole_mp3(data)
+    return data
+
+
+def _check_wav(data: bytes) -> None:
+    at = 12
+    while at + 8 <= len(data):
+        name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8
+        if name == b"data":
+            if size != _UNKNOWN and size > len(data) - at:
+                raise MediaFault(_CUT.format("header", size, len(data) - at))
+            return
+        at += size + size % 2
+
+
+def _check_ogg(data: bytes) -> None:
+    """Compare the size of the last page with the bytes after its beginning."""
+    at = data.rfind(b"OggS")
+    table = data[at + 27 : at + 27 + data[at + 26]] if at + 26 < len(data) else b""
+    size = 27 + len(table) + sum(table)
+    if at + 26 >= len(data) or len(table) < data[at + 26] or size > len(data) - at:
+        raise MediaFault(_CUT.format("last page", max(size, 28), len(data) - at))
+
+
+def _whole_mp3(data: bytes) -> bytes:
+    """The file with its own size in the header of its first frame (Xing, Info), if it has one."""
+    start = 0
+    if data[:3] == b"ID3" and len(data) > 10:
+        start = 10 + sum((byte & 127) << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True))
+    head = data[start : start + 4]
+    if len(head) < 4 or not _is_layer_three(head[:2]):
+        return data
+    is_first, is_mono = head[1] & 0x18 == 0x18, head[3] >> 6 == 3
+    at = start + 4 + ((17 if is_mono else 32) if is_first else (9 if is_mono else 17))
+    if data[at : at + 4] not in (b"Xing", b"Info"):
+        return data
+    flags = int.from_bytes(data[at + 4 : at + 8], "big")
+    if not flags & 2:
+        return data
+    at += 8 + 4 * (flags & 1)
+    promised, size = int.from_bytes(data[at : at + 4], "big"), len(data) - start
+    if promised > size + max(_SLACK, size // 100):
+        raise MediaFault(_CUT.format("first frame", promised, size))
+    return data[:at] + size.to_bytes(4, "big") + data[at + 4 :]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """While any thread is inside, what C code prints to `stderr` goes nowhere, where the system lets it be replaced.
+
+    The MP3 decoder inside libsndfile prints its warnings there, and libsndfile offers no switch for them. `sys.stderr`
+    and the file descriptor stay as they are.
+    """
+    global _depth, _original
+    found = _streams()
+    if found is None:
+        yield
+        return
+    variable, nowhere = found
+    with _lock:
+        if not _depth:
+            _original, variable.value = variable.value, nowhere
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if not _depth:
+                variable.value = _original
+
+
+@cache
+def _streams() -> tuple[ctypes.c_void_p, int] | None:
+    """The variable `stderr` of the C library and a stream to nowhere; None where the variable is a constant."""
+    is_glibc = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+    if not is_glibc and sys.platform != "darwin":
+        return None
+    library = ctypes.CDLL(None)
+    library.fopen.restype = ctypes.c_void_p
+    nowhere = library.fopen(os.devnull.encode(), b"w")
+    name = "stderr" if is_glibc else "__stderrp"
+    return None if nowhere is None else (ctypes.c_void_p.in_dll(library, name), nowhere)

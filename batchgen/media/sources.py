@@ -8,7 +8,7 @@ from typing import Final
 
 from batchgen.media.faults import MediaFault
 from batchgen.media.images import image_format
-from batchgen.media.sound_files import sound_format
+from batchgen.media.sounds import sound_format
 
 MAX_ITEM_BYTES: Final = 1 << 28
 """Most bytes of one encoded item."""

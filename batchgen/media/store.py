@@ -32,6 +32,8 @@ from batchgen.request.media import MediaItem, MediaKind
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MEDIA_OPTIONS: Final = "media_root", "allow_media_url", "max_image_pixels", "max_audio_seconds", "max_media_items"
+"""Options of a run that decide which items are accepted."""
 Decoded = Any
 """`PIL.Image.Image` in RGB, or [samples] float32."""
 _MAX_CACHED_FILES: Final = 1 << 16
@@ -133,6 +135,8 @@ class MediaStore:
         """
         try:
             source = item.source
+            if item.form != "raw":
+                raise MediaFault(f"is of format {item.form}, which cannot be decoded; give the {item.kind} itself")
             if isinstance(source, bytes):
                 return self._add_bytes(item, source)
             if isinstance(source, str):

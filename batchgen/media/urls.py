@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import http.client
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from http.client import HTTPMessage
-from typing import IO, Final
-from urllib.parse import SplitResult, unquote, urlsplit
+from typing import TYPE_CHECKING, Final
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from batchgen.errors import UsageError
-from batchgen.media.faults import MediaFault
+from batchgen.media.faults import MediaFault, describe
 from batchgen.media.sources import check_bytes
 from batchgen.request.checks import show
+
+if TYPE_CHECKING:
+    import http.client
 
 TIMEOUT_SECONDS: Final = 30.0
 """Most time of one item."""
 _PORTS: Final = {"http": 80, "https": 443}
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_MAX_REDIRECTS: Final = 5
 _BLOCK: Final = 1 << 16
 
 
@@ -47,20 +48,15 @@ class MediaUrls:
         if not self.allows(url):
             remedy = "download the file, or allow it with --allow-media-url PREFIX"
             raise MediaFault(f"is {show(url)}, which may not be fetched; {remedy}")
-        opener = urllib.request.build_opener(_Redirects(self))
-        end = time.monotonic() + TIMEOUT_SECONDS
-        try:
-            request = urllib.request.Request(url, headers={"User-Agent": "batchgen", "Accept-Encoding": "identity"})
-            with opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
-                return _read(answer, end)
-        except urllib.error.HTTPError as error:
-            error.close()
-            raise MediaFault(f"cannot be fetched from {show(url)} (HTTP {error.code}); check the URL") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            if isinstance(error, MediaFault):
-                raise
-            reason = getattr(error, "reason", None) or error or type(error).__name__
-            raise MediaFault(f"cannot be fetched from {show(url)} ({reason}); check the URL, or download it") from None
+        end, target = time.monotonic() + TIMEOUT_SECONDS, url
+        for _ in range(_MAX_REDIRECTS + 1):
+            found = _get(target, end)
+            if isinstance(found, bytes):
+                return found
+            target = urljoin(target, found)
+            if not self.allows(target):
+                raise MediaFault(f"is redirected to {show(target)}, which may not be fetched; download the file")
+        raise MediaFault(f"is redirected more than {_MAX_REDIRECTS} times; download the file")
 
     def allows(self, url: str) -> bool:
         """Whether a URL is below a prefix."""
@@ -98,36 +94,42 @@ def _prefix(url: str) -> tuple[tuple[str, str, int], str]:
     raise UsageError(f"`--allow-media-url` {url} is not the beginning of a URL; write https://HOST/FOLDER/")
 
 
+def _get(url: str, end: float) -> bytes | str:
+    """The bytes at a URL, or the place to which it is redirected."""
+    import http.client  # slow to import, and no job needs it but for URLs
+    import urllib.error
+    import urllib.request
+
+    opener = urllib.request.OpenerDirector()  # without what follows redirects
+    for handler in ("ProxyHandler", "HTTPHandler", "HTTPSHandler", "HTTPDefaultErrorHandler", "HTTPErrorProcessor"):
+        opener.add_handler(getattr(urllib.request, handler)())
+    request = urllib.request.Request(url, headers={"User-Agent": "batchgen", "Accept-Encoding": "identity"})
+    try:
+        with opener.open(request, timeout=max(end - time.monotonic(), 0.001)) as answer:
+            return _read(answer, end)
+    except urllib.error.HTTPError as error:
+        error.close()
+        place = error.headers.get("Location")
+        if error.code in _REDIRECTS and place:
+            return place
+        raise MediaFault(f"cannot be fetched from {show(url)} (HTTP {error.code}); check the URL") from None
+    except MediaFault:
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = describe(getattr(error, "reason", None) or error)
+        raise MediaFault(f"cannot be fetched from {show(url)} ({reason}); check the URL, or download it") from None
+
+
 def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
-    told = answer.headers.get("Content-Length", "")
-    if told.isdecimal():
-        check_bytes(int(told) or 1)
+    promised = answer.headers.get("Content-Length", "")
+    if promised.isdecimal():
+        check_bytes(int(promised) or 1)
     found = bytearray()
     while block := answer.read1(_BLOCK):
         found += block
         check_bytes(len(found))
         if time.monotonic() > end:
             raise MediaFault(f"takes more than {TIMEOUT_SECONDS:g} s to fetch; download it")
-    if told.isdecimal() and len(found) < int(told):
-        raise MediaFault(f"ended after {len(found):,} of {told} bytes while it was fetched; run the job again")
+    if promised.isdecimal() and len(found) < int(promised):
+        raise MediaFault(f"ended after {len(found):,} of {promised} bytes while it was fetched; run the job again")
     return bytes(found)
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to what the prefixes allow."""
-
-    def __init__(self, urls: MediaUrls) -> None:
-        self._urls = urls
-
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: HTTPMessage,
-        newurl: str,
-    ) -> urllib.request.Request | None:
-        if not self._urls.allows(newurl):
-            raise MediaFault(f"is redirected to {show(newurl)}, which may not be fetched; download the file")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)

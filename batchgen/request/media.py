@@ -42,7 +42,7 @@ _NOTES: Final = frozenset({"type", "cache_control", "uuid", "id", "index"})
 _HOLDERS: Final = ("array", "bytes", "data", "base64", "url", "path")
 """Keys of an object that may hold an item; of `array` or `bytes` and a `path`, the first counts."""
 _SOUND_FORMATS: Final = ("flac", "mp3", "ogg", "opus", "wav")
-"""Values of `format` beside the `data` of a sound; the file itself says what it is."""
+"""Values of `format` next to the `data` of a sound; the file itself says what it is."""
 _WANTED: Final = "must be a file below --media-root, a data: URL, base64, or in Python bytes"
 
 
@@ -107,7 +107,7 @@ def _group(entry: MediaItem | tuple[MediaItem, ...] | None) -> tuple[MediaItem, 
 
 @dataclass(frozen=True, slots=True)
 class MediaField:
-    """Check of a field of items: one, a list, or a list of lists; nulls and empty strings stand for none."""
+    """Check of a field of items: one, a list, or a list of lists; nulls and empty strings mean none."""
 
     kind: MediaKind
 
@@ -142,7 +142,7 @@ class MediaMessages(tuple[Mapping[str, Any], ...]):
 
 
 def media_part(place: str, part: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The form of a media part in `MediaMessages`; None for a part of a type that is no medium's.
+    """The form of a media part in `MediaMessages`; None for a part of a type without media.
 
     Raises:
         RowError: `invalid_field`; `unsupported_field` for video and files.
@@ -158,7 +158,7 @@ def media_part(place: str, part: Mapping[str, Any]) -> dict[str, Any] | None:
     held = [key for key in holders if key in given]
     odd = next((key for key in given if key not in holders), held[1] if len(held) > 1 else None)
     if odd is not None:
-        raise _invalid(place, f"is a part of type {part['type']}, which has no key {show(odd)} beside its item")
+        raise _invalid(place, f"is a part of type {part['type']}, which has no key {show(odd)} next to its item")
     if not held:
         if part["type"] not in _BARE:
             raise _invalid(place, f"is a part of type {part['type']} and needs `{holders[0]}`")

@@ -172,21 +172,21 @@ def _with_items(prompt: Prompt, items: tuple[MediaItem, ...]) -> Prompt:
     if not items:
         return prompt
     if isinstance(prompt, EmbedsPrompt | StoredPrompt):
-        raise invalid(items[0].field, "needs a prompt of text, ids or messages; `input_embeds` has media already")
+        raise invalid(items[0].field, "needs a prompt of text, ids or messages, which `input_embeds` is not")
     return TextPrompt(prompt.text, items) if isinstance(prompt, TextPrompt) else TokenPrompt(prompt.ids, items)
 
 
 def _chat_with_items(prompt: ChatPrompt, items: tuple[MediaItem, ...]) -> ChatPrompt:
     """The conversation with its items: those of parts without one are of `items`, in order.
 
-    Without such parts `items` stand in front of the first user message.
+    Without such parts `items` are put in front of the first user message.
     """
     parts = [part for message in prompt.messages for part in _media_parts(message)]
     for kind, name in MEDIA_FIELDS.items():
         given, own = items_of(items, kind), [part for part in parts if part["type"] == kind]
         bare = [part for part in own if "item" not in part]
         if own and not bare and given:
-            raise invalid(name, f"is given beside parts of `messages` that have their own {kind}; keep one of them")
+            raise invalid(name, f"is given together with parts of `messages` that have their {kind}; keep one of them")
         if len(bare) != len(given) and (own or not given):
             raise _unmatched(name, kind, len(bare), len(given))
     loose = [item for item in items if not any(part["type"] == item.kind for part in parts)]
@@ -216,7 +216,7 @@ def _with_parts_in_front(messages: Sequence[Mapping[str, Any]], items: Sequence[
     """The messages with items at the beginning of the first user message."""
     at = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
     if at is None:
-        raise invalid(items[0].field, "needs a user message to stand in")
+        raise invalid(items[0].field, "needs a user message to be put in")
     content = messages[at].get("content") or []
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
     changed = {**messages[at], "content": [*({"type": item.kind, "item": item} for item in items), *texts]}

@@ -113,6 +113,7 @@ def wav(rate: int = 16000, channels: int = 1, data: bytes = bytes(64), kind: int
         (wav(channels=2000), "damaged|no samples"),
         (wav(kind=3, bits=32, data=struct.pack("<4f", 0, math.nan, 0, 0)), "not finite"),
         (wav(kind=3, bits=32, data=struct.pack("<4f", 0, math.inf, 0, 0)), "not finite"),
+        (wav(rate=8000, kind=3, bits=32, data=struct.pack("<8f", *[3e38, -3e38] * 4)), "not finite"),
         (b"FORM\0\0\0\0AIFF", "an AIFF sound, not WAV"),
         (b"\0\0\0\x20ftypM4A ", "an M4A sound"),
         (b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
@@ -125,7 +126,7 @@ def wav(rate: int = 16000, channels: int = 1, data: bytes = bytes(64), kind: int
         (b"hello", "unknown format"),
     ],
 )
-def test_what_is_no_sound_is_refused(data: bytes, word: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_refused(data: bytes, word: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MediaFault, match=word):
         read(data)
     assert capfd.readouterr() == ("", "")

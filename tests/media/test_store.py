@@ -98,7 +98,7 @@ def test_values_are_items_by_what_they_hold(store: MediaStore) -> None:
     assert store.add(item((samples, 8000), "audio")).size == (9600,)
 
 
-def test_a_kind_of_its_own_is_another_item(store: MediaStore) -> None:
+def test_a_kind_is_part_of_an_item(store: MediaStore) -> None:
     first, second = store.add(item(PNG)), store.add(item(saved(pixels(seed=1), "PNG")))
     assert first.digest != second.digest
     assert "is a PNG image" in refused(store, PNG, "audio")
@@ -129,10 +129,11 @@ def test_a_kind_of_its_own_is_another_item(store: MediaStore) -> None:
         ("note.txt", "unknown format"),
         ("deep", "no such file"),
         (b"hello", "unknown format"),
+        ({"format": "processor_output", "pixel_values": [[0.5]]}, "give the image itself"),
         ("data:image/svg+xml;base64," + encoded(b"<svg/>"), "an SVG drawing"),
     ],
 )
-def test_what_is_no_item_is_refused(store: MediaStore, source: Any, word: str) -> None:
+def test_other_sources_are_refused(store: MediaStore, source: Any, word: str) -> None:
     assert word in refused(store, source)
 
 

@@ -191,7 +191,7 @@ def test_parts_without_an_item_take_those_of_the_row_in_order() -> None:
 
 @pytest.mark.field("messages", "image_data")
 @pytest.mark.parametrize("content", ["What?", [{"type": "text", "text": "What?"}]])
-def test_items_beside_text_messages_stand_in_front_of_the_first_user_message(content: Any) -> None:
+def test_items_of_a_row_are_put_in_front_of_the_first_user_message(content: Any) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
     (prompt,) = parse({"messages": messages, "image_data": ["x", "y"]})
     assert isinstance(prompt, ChatPrompt)
