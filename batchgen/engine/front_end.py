@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.media.reader import MediaEncoder, MediaSupport, no_media
+from batchgen.engine.media.reader import MediaSupport, no_media
 from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
 from batchgen.media.store import MediaLimits, MediaStore
 from batchgen.media.urls import MediaUrls
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.folder import ModelFolder
-from batchgen.models.media_encoder import load_media_encoder
+from batchgen.models.media_encoder import MediaEncoder, load_media_encoder
 from batchgen.models.media_processor import find_media_processor
 from batchgen.request.model_names import ModelNames
 from batchgen.request.params import PARAMETERS, SamplingParams

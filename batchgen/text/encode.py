@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, row_error
-from batchgen.request.checks import invalid
+from batchgen.request.checks import invalid, out_of_range
 from batchgen.request.constraint import Constraint
 from batchgen.request.hidden_states import CaptureSupport
 from batchgen.request.params import SamplingParams
@@ -31,7 +31,7 @@ from batchgen.request.table import ParsedRow
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.fit import PromptFitter, Truncate
 from batchgen.text.grammar.grammars import Grammars
-from batchgen.text.param_checks import ParamChecks, out_of_range
+from batchgen.text.param_checks import ParamChecks
 from batchgen.text.placing import Ints, stored_ids
 from batchgen.text.prompt_texts import (
     Encoded,
@@ -291,16 +291,12 @@ class Encoder:
         """`EncodedPrompt.stored` of a prompt that has its items in front of `end`.
 
         Raises:
-            RowError: `media_error`, `token_out_of_range`, or `unsupported_field` for what they cannot go with.
+            RowError: as `stored_ids`.
         """
         items = placed_items(prompt)
         if not items:
             return None
-        found = np.concatenate((stored_ids(ids[:end], items, self._vocab_size), np.array(ids[end:], np.int32)))
-        plain = found[found == np.array(ids, np.int32)]
-        if len(plain) and plain.max() >= self._vocab_size:
-            raise out_of_range(items[0].place, int(plain.max()), self._vocab_size)
-        return found
+        return np.concatenate((stored_ids(ids[:end], items, self._vocab_size), np.array(ids[end:], np.int32)))
 
     def _known(self, given: TokenizerInput, found: Encoded) -> tuple[str | None, list[int]]:
         """The text and the ids of a prompt that is not too long, or may be truncated; no text if it was given as ids.

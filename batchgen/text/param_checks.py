@@ -7,7 +7,7 @@ from typing import Final
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request import checks
-from batchgen.request.checks import invalid
+from batchgen.request.checks import invalid, out_of_range
 from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
 from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.grammar.grammars import Grammars
@@ -18,12 +18,6 @@ from batchgen.text.tokenizer import Tokenizer
 _ID_FIELDS: Final = tuple(f.name for f in SAMPLING_FIELDS if f.check in (checks.ids, checks.nonempty_ids))
 _MAX_CHECKED: Final = 256
 """Lists of bad words that are remembered as checked."""
-
-
-def out_of_range(param: str, token: int, vocab_size: int) -> RowError:
-    """The `token_out_of_range` error of a field."""
-    message = f"`{param}` holds token {token}; the model's vocabulary ends at {vocab_size - 1}"
-    return RowError(ErrorCode.TOKEN_OUT_OF_RANGE, message, param)
 
 
 class ParamChecks:

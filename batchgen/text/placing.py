@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.checks import out_of_range
 from batchgen.request.media_items import PlacedItem
 from batchgen.text.tokenizer import Tokenizer
 
@@ -68,7 +69,8 @@ def stored_ids(ids: Sequence[int], items: Sequence[PlacedItem], vocab_size: int)
     """[P] ids of a prompt for the `RequestTable`: `vocab_size` plus the item's number for each feature.
 
     Raises:
-        RowError: `media_error`: the prompt has more or fewer tokens for features than its items have.
+        RowError: `media_error`: the prompt has more or fewer tokens for features than its items have;
+            `token_out_of_range` for another token that is not in the vocabulary.
     """
     given = np.array(ids, np.int32)
     found = given.copy()
@@ -85,6 +87,9 @@ def stored_ids(ids: Sequence[int], items: Sequence[PlacedItem], vocab_size: int)
             )
             raise own[0].error(problem)
         found[places] = np.repeat(np.array([vocab_size + item.number for item in own], np.int32), counts)
+    others = found[found == given]
+    if len(others) and others.max() >= vocab_size:
+        raise out_of_range(items[0].place, int(others.max()), vocab_size)
     return found
 
 

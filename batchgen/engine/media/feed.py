@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from batchgen.engine.media.features import FeatureStore, Floats
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.errors import ErrorInfo, row_error
+from batchgen.models.media_encoder import MediaEncoder
+from batchgen.models.media_processor import PreparedItem
 from batchgen.request.media_items import DistinctItem, MediaItems
 
 PREPARED_BYTES: Final = 256 << 20
@@ -32,23 +33,6 @@ BATCH_FEATURES: Final = 4096
 _GROWTH: Final = 8
 """Bytes of an item in memory for each number that it holds, while it is decoded and prepared."""
 _CHANNELS: Final = 3
-
-
-class Prepared(Protocol):
-    """An item as its tower reads it."""
-
-    @property
-    def shape(self) -> Any:
-        """Items of equal shape can be encoded together."""
-        ...
-
-
-class Encoder(Protocol):
-    """The towers of a model."""
-
-    def encode(self, items: Sequence[Any]) -> list[Tensor]:
-        """Features [F, W] of prepared items of equal shape."""
-        ...
 
 
 @dataclass(slots=True)
@@ -87,8 +71,8 @@ class MediaFeed:
         items: MediaItems,
         order: Sequence[int],
         uses: npt.NDArray[np.int64],
-        prepare: Callable[[DistinctItem], Any],
-        encoder: Encoder,
+        prepare: Callable[[DistinctItem], PreparedItem],
+        encoder: MediaEncoder,
         store: FeatureStore,
         *,
         width: int,
@@ -106,7 +90,7 @@ class MediaFeed:
         self._workers = workers
         self._together = together
         self._threads: ThreadPoolExecutor | None = None
-        self._ahead: dict[int, Future[Any]] = {}
+        self._ahead: dict[int, Future[PreparedItem]] = {}
         """Items that are being prepared or are ready, in the order of the plan."""
         self._ahead_bytes = 0
         self._errors: dict[int, ErrorInfo] = {}
@@ -190,14 +174,14 @@ class MediaFeed:
         self._ahead[number] = self._threads.submit(self._prepared, number)
         self._ahead_bytes += self._bytes(number)
 
-    def _prepared(self, number: int) -> Any:
+    def _prepared(self, number: int) -> PreparedItem:
         try:
             return self._prepare(self._items[number])
         except BaseException:
             self._broken.append(number)
             raise
 
-    def _take(self, number: int) -> Any:
+    def _take(self, number: int) -> PreparedItem | None:
         """A prepared item, once it is ready; None if it failed."""
         future = self._ahead[number]
         if not future.done():
@@ -218,7 +202,7 @@ class MediaFeed:
         self._new_errors.append(number)
         self.counts.failed += 1
 
-    def _batch(self, first: int) -> list[tuple[int, Any]]:
+    def _batch(self, first: int) -> list[tuple[int, PreparedItem]]:
         """An item, once it is ready, and those of its shape that are ready behind it."""
         prepared = self._take(first)
         if prepared is None:
@@ -230,10 +214,11 @@ class MediaFeed:
                 break
             if future.exception() is None and future.result().shape == prepared.shape:
                 features += more
-                found.append((number, self._take(number)))
+                found.append((number, future.result()))
+                self._take(number)
         return found
 
-    def _encode(self, batch: Sequence[tuple[int, Any]]) -> None:
+    def _encode(self, batch: Sequence[tuple[int, PreparedItem]]) -> None:
         """Encode prepared items; after an out-of-memory error in halves, and what does not fit alone fails."""
         if not batch:
             return

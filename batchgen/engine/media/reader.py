@@ -5,125 +5,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from torch import Tensor
-
-from batchgen.engine.media.feed import Encoder
 from batchgen.errors import ErrorCode, RowError
+from batchgen.media.store import ItemHeader, MediaStore
 from batchgen.models.base import Model
-from batchgen.request.media import MediaItem, MediaKind
+from batchgen.models.media_encoder import MediaEncoder
+from batchgen.models.media_processor import MediaProcessor, PreparedItem
+from batchgen.request.media import MediaItem
 from batchgen.request.media_items import DistinctItem, MediaItems, PlacedItem
 from batchgen.request.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from batchgen.request.table import ParsedRow, RequestTable
-
-
-class Header(Protocol):
-    """What is known of an item without decoding it."""
-
-    @property
-    def kind(self) -> MediaKind:
-        """Kind of the item."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Digest of its content and kind."""
-        ...
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Image: (width, height); audio: (samples,)."""
-        ...
-
-
-class Expansion(Protocol):
-    """What one item becomes in its prompt."""
-
-    @property
-    def text(self) -> str:
-        """Replaces the placeholder before the text is tokenised."""
-        ...
-
-    @property
-    def token_id(self) -> int:
-        """Id of a feature."""
-        ...
-
-    @property
-    def features(self) -> int:
-        """Number of features."""
-        ...
-
-    @property
-    def layout(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Arrays that positions need."""
-        ...
-
-    @property
-    def grouped(self) -> bool:
-        """Whether it is treated as one of several."""
-        ...
-
-
-class Processor(Protocol):
-    """A model's own processor of images and sounds, called by several threads."""
-
-    @property
-    def kinds(self) -> frozenset[MediaKind]:
-        """Kinds that prompts may have."""
-        ...
-
-    @property
-    def audio_rate(self) -> int:
-        """Samples per second."""
-        ...
-
-    def placeholder(self, kind: MediaKind) -> str:
-        """The token that stands for one item in a prompt."""
-        ...
-
-    def expand(self, headers: Sequence[Any]) -> Sequence[Expansion]:
-        """What the items of one prompt become."""
-        ...
-
-    def prepare(self, header: Any, decoded: Any, *, grouped: bool = False) -> Any:
-        """An item as its tower reads it."""
-        ...
-
-
-class MediaEncoder(Encoder, Protocol):
-    """The towers of a model, and its rotary positions."""
-
-    def positions(self, ids: Tensor, layouts: Sequence[Mapping[str, npt.NDArray[np.int64]]]) -> tuple[Tensor, int]:
-        """[A, P] rotary positions of a prompt, and that of the token after it; of models with several axes."""
-        ...
-
-
-class Store(Protocol):
-    """Encoded items by content."""
-
-    def add_all(self, items: Sequence[MediaItem]) -> Sequence[Header]:
-        """The headers of the items of one prompt; `media_error` if one cannot be used."""
-        ...
-
-    def decode(self, header: Any) -> Any:
-        """The upright RGB image, or mono samples; in any thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredItem:
     """`DistinctItem.source`: where an item is."""
 
-    store: Store
-    header: Header
+    store: MediaStore
+    header: ItemHeader
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -144,9 +48,9 @@ class MediaSupport:
     def __init__(
         self,
         vocab_size: int,
-        find: Callable[[], Processor | str],
+        find: Callable[[], MediaProcessor | str],
         load: Callable[[Model], MediaEncoder],
-        open_store: Callable[[int, Path | None], Store],
+        open_store: Callable[[int, Path | None], MediaStore],
     ) -> None:
         self.vocab_size = vocab_size
         self._find = find
@@ -156,7 +60,7 @@ class MediaSupport:
         self._encoder: MediaEncoder | None = None
 
     @cached_property
-    def found(self) -> Processor | str:
+    def found(self) -> MediaProcessor | str:
         """The processor, or why there is none."""
         return self._find()
 
@@ -175,7 +79,7 @@ class MediaSupport:
             self._encoder = self._load(model)
         return self._encoder
 
-    def prepare(self, item: DistinctItem) -> Any:
+    def prepare(self, item: DistinctItem) -> PreparedItem:
         """An item as its tower reads it."""
         assert not isinstance(self.found, str)
         stored: StoredItem = item.source
@@ -205,7 +109,7 @@ class MediaReader:
     def __init__(self, table: RequestTable, support: MediaSupport) -> None:
         self._table = table
         self._support = support
-        self._store: Store | None = None
+        self._store: MediaStore | None = None
 
     def read(self, row: ParsedRow) -> ParsedRow:
         """The row with its items read and numbered.
@@ -251,7 +155,7 @@ class MediaReader:
             found.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), made.text))
         return found
 
-    def _check(self, item: MediaItem, processor: Processor | str) -> None:
+    def _check(self, item: MediaItem, processor: MediaProcessor | str) -> None:
         if isinstance(processor, str):
             problem = f"cannot be given to this model: {processor}"
         elif item.kind not in processor.kinds:

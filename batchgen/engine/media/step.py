@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.engine.media.feed import MediaFeed
 from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import PrefillChunk
 from batchgen.request.media_items import MediaItems
@@ -27,14 +28,6 @@ _KEPT: Final = 256
 _UNKNOWN: Final = np.iinfo(np.int64).min
 
 
-class Features(Protocol):
-    """The features of a job's items."""
-
-    def rows(self, number: int, rows: Int64) -> Floats:
-        """[n, W] features of an item by their index."""
-        ...
-
-
 class StepMedia:
     """Lays out the images and sounds of a job's prompts, step by step.
 
@@ -49,7 +42,7 @@ class StepMedia:
     def __init__(
         self,
         table: RequestTable,
-        features: Features,
+        features: MediaFeed,
         spans: Spans | None,
         axes: int,
         find_positions: FindPositions,
@@ -85,9 +78,14 @@ class StepMedia:
                 rows = (before + np.arange(len(here))) % self._items[number].features
                 places.append(here + at)
                 values.append(self._features.rows(number, rows))
-                own[here] = self._items[number].token_id
+                own[here] = self._looked_up(number)
             at += len(part)
         return (np.concatenate(places), np.concatenate(values)) if places else None
+
+    def _looked_up(self, number: int) -> int:
+        """The placeholder id of an item; 0 where the model's table of embeddings does not hold it."""
+        token = self._items[number].token_id
+        return token if token < self._items.vocab_size else 0
 
     def spans(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
         """Flat tokens [start, end) of a step's chunks that see one another."""
