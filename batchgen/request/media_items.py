@@ -46,8 +46,12 @@ class DistinctItem:
     @property
     def key(self) -> Hashable:
         """Equal for items whose features are equal."""
-        layout = tuple((name, value.shape, value.tobytes()) for name, value in sorted(self.layout.items()))
-        return (self.digest, self.features, self.token_id, self.grouped, layout)
+        return (self.digest, self.features, self.token_id, self.grouped, self.layout_key)
+
+    @property
+    def layout_key(self) -> Hashable:
+        """Equal for equal layouts."""
+        return tuple((name, value.shape, value.tobytes()) for name, value in sorted(self.layout.items()))
 
 
 class PlacedItem(NamedTuple):

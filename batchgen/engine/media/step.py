@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -56,6 +56,8 @@ class StepMedia:
         self._found: OrderedDict[int, Int64] = OrderedDict()
         """Request -> [A, P] positions of its prompt"""
         self._axes = axes
+        self._blocks: dict[Hashable, tuple[Int64, int]] = {}
+        """Kind of item -> its positions"""
         self._shifts = np.full(len(table) if axes else 0, _UNKNOWN)
         """[N] what is added to a request's positions behind its prompt"""
         self._plain: set[int] = set()
@@ -139,7 +141,7 @@ class StepMedia:
                 self._shifts[request] = 0
                 self._plain.add(request)
                 return None
-            found, following = self._separated(request, numbers)
+            found, following = self._positions(request, numbers)
             self._shifts[request] = following - found.shape[1]
             self._found[request] = found
             if len(self._found) > _KEPT:
@@ -147,25 +149,40 @@ class StepMedia:
         self._found.move_to_end(request)
         return found
 
-    def _separated(self, request: int, numbers: Sequence[int]) -> tuple[Int64, int]:
+    def _positions(self, request: int, numbers: Sequence[int]) -> tuple[Int64, int]:
         """Rotary positions of a prompt with items, and that of the token behind it.
 
-        The library takes features next to each other for those of one item. A token of text between two items, whose
-        place is taken out again, tells them apart.
+        Text goes on by one on all axes, from wherever it begins, and so does what an item adds: the library is asked
+        once for each kind of item, not for each prompt. Items next to each other are told apart by that.
         """
-        ids = self._table.prompt_ids(request).astype(np.int64)
         places = np.flatnonzero(self._table.stored_ids(request) >= self._items.vocab_size)
-        firsts = places[np.cumsum([0, *(self._items[number].features for number in numbers[:-1])])]
-        firsts = firsts[np.isin(firsts - 1, places)]
-        tokens = {self._items[number].token_id for number in numbers}
-        text = next(token for token in range(len(tokens) + 1) if token not in tokens)
-        layouts = [self._items[number].layout for number in numbers]
-        found, following = self._find(np.insert(ids, firsts, text), layouts)
-        if not len(firsts):
-            return found, following
-        found = np.delete(found, firsts + np.arange(len(firsts)), axis=1)
-        found -= np.searchsorted(firsts, np.arange(len(ids)), side="right")
-        return found, following - len(firsts)
+        length, at, position, used = len(self._table.stored_ids(request)), 0, 0, 0
+        found = np.empty((self._axes, length), np.int64)
+        for number in numbers:
+            block, following = self._block(number)
+            own = places[used : used + block.shape[1]]
+            if own[-1] - own[0] >= len(own):  # text between the features of an item
+                ids = self._table.prompt_ids(request).astype(np.int64)
+                return self._find(ids, [self._items[each].layout for each in numbers])
+            first = int(own[0])
+            found[:, at:first] = np.arange(position, position + first - at)
+            position += first - at
+            found[:, own] = block + position
+            at, position, used = first + len(own), position + following, used + len(own)
+        found[:, at:] = np.arange(position, position + length - at)
+        return found, position + length - at
+
+    def _block(self, number: int) -> tuple[Int64, int]:
+        """Positions [A, F] of the features of an item that begins at 0, and that of the token behind it."""
+        item = self._items[number]
+        key = (item.token_id, item.features, item.layout_key)
+        if key not in self._blocks:
+            text = int(not item.token_id)  # any id but the item's
+            ids = np.full(item.features + 2, item.token_id, np.int64)
+            ids[[0, -1]] = text
+            found, following = self._find(ids, [item.layout])
+            self._blocks[key] = found[:, 1:-1] - 1, following - 2
+        return self._blocks[key]
 
 
 def joined_embeds(first: Embeds | None, second: Embeds | None) -> Embeds | None:
