@@ -17,7 +17,7 @@ from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
-from batchgen.engine.media.job import JobMedia, job_spans, open_media
+from batchgen.engine.media.job import JobMedia, open_media
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -57,7 +57,6 @@ from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
-from batchgen.plan.spans import Spans
 from batchgen.request.completion import Completion, StreamEvent
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.params import SamplingParams
@@ -265,30 +264,29 @@ class Engine:
             self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
         # Compile grammars now, so that no step waits for one.
         self.grammars.prepare(table.constraints(done))
-        workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
+        adapters = list(spec.adapters)
+        workload = plan_workload(table, done, dedup=config.dedup, adapters=adapters, bidirectional=spec.bidirectional)
         trim_heap()
         if table.embeds_id is not None and not self.model.accepts_embeds():
             workload.refuse_embeds(spec.name)
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
-        spans = None
         if table.media is not None:
             self._front_end.media.encoder(self.model)  # before the pool is sized, because towers take memory
-            spans = job_spans(table) if spec.bidirectional else None
-            tokens = max(tokens, 0 if spans is None else spans.longest)
-        pool, cache, tokens = self._pool_for(workload, seqs, tokens)
+        pool, cache, tokens = self._pool_for(workload, seqs, max(tokens, workload.longest_span))
+        tokens = max(tokens, workload.longest_span)
         workload.skip_too_large(cache.pages.full - 1, config.page_size)
         if record is not None:
             workload.set_aside(record.set_aside)
             workload.hold(record.alone)
-        scheduler = self._scheduler(workload, cache, seqs, tokens, spans)
+        scheduler = self._scheduler(workload, cache, seqs, tokens)
         workload = workload.reordered(scheduler.tree)  # so that there is one tree
         trim_heap()
         media = None
         if table.media is not None:
             support, together = self._front_end.media, not config.deterministic
-            media = open_media(workload, support, self.model, spans, together=together)
+            media = open_media(workload, support, self.model, together=together)
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record, media=media)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
@@ -309,7 +307,7 @@ class Engine:
         if kept is not None:
             memory = replace(memory, free=memory.free + kept.nbytes)
         limits, budget = (seqs, tokens), memory.budget(config.kv_memory)
-        planned = with_windows_in(with_job_windows(spec, workload), config.page_size, budget)
+        planned = with_windows_in(with_job_windows(spec, workload), workload, config.page_size, budget)
         full = pool_pages(workload, planned, config.page_size, config.kv_memory, memory, limits)
         pages = page_counts(workload, planned, config.page_size, full, limits, min(budget, memory.room))
         pool = None if kept is None else first_pages(kept, planned.windows, (pages.full, pages.window))
@@ -357,9 +355,7 @@ class Engine:
 
         return run
 
-    def _scheduler(
-        self, workload: JobWorkload, cache: CachePlan, seqs: int, tokens: int, spans: Spans | None = None
-    ) -> Scheduler:
+    def _scheduler(self, workload: JobWorkload, cache: CachePlan, seqs: int, tokens: int) -> Scheduler:
         saving = None if self.backend is None else self.backend.group_saving
         config = SchedulerConfig(
             num_pages=cache.pages.full,
@@ -374,7 +370,7 @@ class Engine:
             cache_groups=cache.groups,
         )
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
-        return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds, spans)
+        return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds, workload.spans)
 
     def _loop(
         self,

@@ -26,7 +26,6 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError, ErrorInfo, row_error
 from batchgen.kernels.grouped import GroupedPool, Pool
 from batchgen.plan.scheduler import Scheduler
-from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from batchgen.request.table import RequestTable
@@ -119,11 +118,6 @@ class Loop:
     def again(self, workload: JobWorkload, scheduler: Scheduler) -> Loop:
         """A loop for further requests of the job, when this one has run."""
         return Loop(workload, scheduler, self._context.pool, self._resources, self.settings, self._emit)
-
-    @property
-    def spans(self) -> Spans | None:
-        """Spans of positions that no chunk may cut."""
-        return None if self._media is None else self._media.spans
 
     @property
     def outputs(self) -> D2HQueue:

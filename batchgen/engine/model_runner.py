@@ -69,8 +69,7 @@ class ModelRunner:
         self._executors = executors_for(context)
         page_size = context.pool.page_size
         self._decode_tables = DecodeTables(context.pool)
-        spans = None if media is None else media.spans
-        self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, spans)
+        self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, workload.spans)
         """Runs a step in parts when it does not fit into memory"""
 
     @torch.inference_mode()

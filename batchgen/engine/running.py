@@ -33,6 +33,6 @@ class Running:
         if record is not None:
             record.run_alone(row)
         kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
-        spans, samples = self.loop.spans, workload.samples
-        scheduler = Scheduler(workload.tree, samples, workload.max_tokens, self.scheduler.config, kinds, spans)
+        samples, config = workload.samples, self.scheduler.config
+        scheduler = Scheduler(workload.tree, samples, workload.max_tokens, config, kinds, workload.spans)
         return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)

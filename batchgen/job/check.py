@@ -161,7 +161,8 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         table = rows.table
         setup.note_rows(table, _print_note)
         read = time.monotonic()
-        workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
+        adapters, bidirectional = list(setup.spec.adapters), setup.spec.bidirectional
+        workload = plan_workload(table, dedup=config.engine.dedup, adapters=adapters, bidirectional=bidirectional)
         counts, steps, peaks = _plan(config, setup, workload)
         output = estimate_output(rows, config, setup.spec)
         memory = estimate_memory(setup, workload, sum(peaks.values()))

@@ -18,7 +18,6 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo
 from batchgen.kernels.device import cpu_quota
 from batchgen.models.base import Model
-from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import blocks
 from batchgen.request.table import RequestTable
@@ -88,7 +87,6 @@ class JobMedia:
         samples: [N] samples of each request that runs.
         feed: their features.
         step: lays them out in steps.
-        spans: positions that see one another; None: features are causal like other tokens.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class JobMedia:
         samples: npt.NDArray[np.int32],
         feed: MediaFeed,
         step: StepMedia,
-        spans: Spans | None = None,
     ) -> None:
         self._table = table
         self._uses = uses
@@ -107,7 +104,6 @@ class JobMedia:
         """Request that has begun to end -> samples that have not ended"""
         self.feed = feed
         self.step = step
-        self.spans = spans
 
     def counts(self) -> dict[str, int]:
         """Counters for the report, by key."""
@@ -151,16 +147,13 @@ class JobMedia:
                 self.feed.release(number)
 
 
-def open_media(
-    workload: JobWorkload, support: MediaSupport, model: Model, spans: Spans | None, *, together: bool
-) -> JobMedia:
+def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, together: bool) -> JobMedia:
     """The images and sounds of a job that is about to run.
 
     Args:
         workload: the job, whose tree has its requests in the order in which they begin.
         support: what the model offers, and the items.
         model: the loaded model.
-        spans: positions that see one another; None: there are none.
         together: whether items are encoded in batches, which may change their last bits.
 
     Raises:
@@ -189,17 +182,8 @@ def open_media(
         found, following = encoder.positions(torch.from_numpy(ids), layouts)
         return found.numpy(), following
 
-    step = StepMedia(table, feed, spans, spec.rope_axes, find)
-    return JobMedia(table, uses, samples, feed, step, spans)
-
-
-def job_spans(table: RequestTable) -> Spans:
-    """The spans of all prompts of a table with items. Features of sounds are causal."""
-    items = table.media
-    assert items is not None
-    found = (items[number] for number in range(len(items)))
-    features = np.array([item.features if item.kind == "image" else 1 for item in found], np.int64)
-    return Spans(table.tokens, table.offsets, items.vocab_size, features)
+    step = StepMedia(table, feed, workload.spans, spec.rope_axes, find)
+    return JobMedia(table, uses, samples, feed, step)
 
 
 @dataclass(frozen=True, slots=True)
