@@ -177,6 +177,7 @@ ARRAYS: list[tuple[Any, Any]] = [
     (lambda rgb: rgb[None, :, :, 0], lambda rgb: rgb[:, :, [0, 0, 0]]),
     (lambda rgb: rgb / np.float32(255), lambda rgb: rgb),
     (lambda rgb: rgb.astype(np.float64) / 255, lambda rgb: rgb),
+    (lambda rgb: np.full((2, 2), 0.999), lambda rgb: np.full((2, 2, 3), 255, np.uint8)),
 ]
 
 

@@ -87,6 +87,14 @@ def test_notes_behind_an_mp3_file_are_accepted(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_flac_file_that_does_not_tell_its_length_is_refused() -> None:
+    data = bytearray(recorded("flac"))
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)
+    with pytest.raises(MediaFault, match="does not say how long it is"):
+        sound_header(bytes(data), 10)
+
+
 def test_limits_hold_before_the_samples_are_decoded() -> None:
     data = recorded("flac", 16000, frames=16000)
     assert sound_header(data, 1.0) == (16000, 16000)
