@@ -108,7 +108,13 @@ def _blocks(file: Any) -> Iterator[Samples]:
         if not len(block):
             raise MediaFault(f"is cut off: {left} of {file.frames} samples are missing; replace the file")
         left -= len(block)
-        yield block[:, 0] if block.shape[1] == 1 else block.T.mean(axis=0)
+        yield block[:, 0] if block.shape[1] == 1 else _mono(block.T)
+
+
+def _mono(channels: Samples) -> Samples:
+    """[samples] of [channels, samples]; what is not finite is refused later, without a warning here."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return channels.mean(axis=0, dtype=np.float32)
 
 
 def array_sound(array: npt.NDArray[Any]) -> Samples:
@@ -125,7 +131,7 @@ def array_sound(array: npt.NDArray[Any]) -> Samples:
     with np.errstate(over="ignore"):  # infinities are refused
         values = array.astype(np.float32) / np.float32(_FULL_SCALE.get(array.dtype.name, 1))
     if values.ndim == 2:
-        values = values.mean(axis=int(values.shape[0] > values.shape[1]), dtype=np.float32)
+        values = _mono(values.T if values.shape[0] > values.shape[1] else values)
     _check_finite(values)
     return np.ascontiguousarray(values)
 
@@ -137,8 +143,7 @@ def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samp
         MediaFault: a sample is not finite.
     """
     out = np.zeros(header.length(rate), np.float32)
-    at = left = 0
-    left = header.frames
+    at, left = 0, header.frames
     stream = None if rate == header.rate else _resampler(header.rate, rate)
     for block in blocks:
         left -= len(block)
@@ -151,11 +156,24 @@ def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samp
 
 
 def _resampler(source: int, target: int) -> Any:
+    return _libraries()[1].ResampleStream(source, target, 1, dtype="float32", quality="soxr_hq")
+
+
+def _libraries() -> tuple[Any, Any]:
+    """Soundfile and soxr.
+
+    Raises:
+        UsageError: one of them is not installed.
+    """
+    name = "soundfile"
     try:
+        import soundfile
+
+        name = "soxr"
         import soxr
-    except ImportError:
-        raise _missing("soxr") from None
-    return soxr.ResampleStream(source, target, 1, dtype="float32", quality="soxr_hq")
+    except (ImportError, OSError):  # or without the C library
+        raise UsageError(f"sounds need the library {name}; pip install 'batchgen[media]'") from None
+    return soundfile, soxr
 
 
 def _check_finite(samples: Samples) -> None:
@@ -163,15 +181,8 @@ def _check_finite(samples: Samples) -> None:
         raise MediaFault("has samples that are not finite numbers; replace the file")
 
 
-def _missing(library: str) -> UsageError:
-    return UsageError(f"sounds need the library {library}; pip install 'batchgen[media]'")
-
-
 def _opened(data: bytes) -> Any:
-    try:
-        import soundfile
-    except (ImportError, OSError):  # or without the C library
-        raise _missing("soundfile") from None
+    soundfile, _ = _libraries()
     found = sound_format(data)
     if found is None:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
@@ -179,8 +190,8 @@ def _opened(data: bytes) -> Any:
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:
-        reason = str(getattr(error, "error_string", "")) or describe(error)
-        raise MediaFault(f"is a damaged {found} sound ({describe(ValueError(reason))}); replace the file") from None
+        reason = describe(getattr(error, "error_string", "") or type(error).__name__)
+        raise MediaFault(f"is a damaged {found} sound ({reason}); replace the file") from None
     if file.format not in _FORMATS or not file.channels:
         kind = file.format
         file.close()

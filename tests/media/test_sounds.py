@@ -122,6 +122,8 @@ def wav(rate: int = 16000, channels: int = 1, data: bytes = bytes(64), kind: int
         (wav(kind=3, bits=32, data=struct.pack("<4f", 0, math.nan, 0, 0)), "not finite"),
         (wav(kind=3, bits=32, data=struct.pack("<4f", 0, math.inf, 0, 0)), "not finite"),
         (wav(rate=8000, kind=3, bits=32, data=struct.pack("<8f", *[3e38, -3e38] * 4)), "not finite"),
+        (wav(channels=2, kind=3, bits=32, data=struct.pack("<4f", *[3e38] * 4)), "not finite"),
+        (wav(channels=2, kind=3, bits=32, data=struct.pack("<2f", math.inf, -math.inf)), "not finite"),
         (b"FORM\0\0\0\0AIFF", "an AIFF sound, not WAV"),
         (b"\0\0\0\x20ftypM4A ", "an M4A sound"),
         (b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
