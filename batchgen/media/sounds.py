@@ -114,7 +114,8 @@ def _blocks(file: Any) -> Iterator[Samples]:
 def _mono(channels: Samples) -> Samples:
     """[samples] of [channels, samples]; what is not finite is refused later, without a warning here."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return channels.mean(axis=0, dtype=np.float32)
+        found: Samples = channels.mean(axis=0, dtype=np.float32)
+        return found
 
 
 def array_sound(array: npt.NDArray[Any]) -> Samples:
