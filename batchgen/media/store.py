@@ -71,11 +71,11 @@ class _FileState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where the bytes of an item are, and what they are."""
+    """An item, where its bytes are, and what they are."""
 
+    header: ItemHeader
     place: str
     """Of the first row that gave it, for errors."""
-    field: str
     where: _FileState | tuple[int, int]
     """A file, or (offset, size) in the temporary file."""
     values: SoundHeader | tuple[int, int] | None
@@ -108,11 +108,10 @@ class MediaStore:
         self._urls = urls or MediaUrls(())
         self._spill = _SpillFile(folder)
         self._entries: dict[str, _Entry] = {}
-        self._headers: dict[str, ItemHeader] = {}
         self._files: dict[tuple[MediaKind, _FileState], ItemHeader] = {}
 
     def __len__(self) -> int:
-        return len(self._headers)
+        return len(self._entries)
 
     def add_all(self, items: Sequence[MediaItem]) -> tuple[ItemHeader, ...]:
         """The headers of the items of one prompt.
@@ -202,8 +201,8 @@ class MediaStore:
 
     def _add_encoded(self, item: MediaItem, data: bytes, file: _FileState | None) -> ItemHeader:
         digest = _digest(item.kind, data)
-        if digest in self._headers:
-            return self._headers[digest]
+        if digest in self._entries:
+            return self._entries[digest].header
         if item.kind == "image":
             size: tuple[int, ...] = image_size(data, self._limits.image_pixels)
         else:
@@ -223,8 +222,8 @@ class MediaStore:
             check_sound(values, self._limits.audio_seconds)
             data, size = samples.tobytes(), (values.length(self._rate),)
         digest = _digest(item.kind, data, repr(tuple(values)))
-        if digest in self._headers:
-            return self._headers[digest]
+        if digest in self._entries:
+            return self._entries[digest].header
         return self._keep(item, ItemHeader(item.kind, digest, size), self._spill.write(data), values)
 
     def _pixels(self, source: Any) -> tuple[bytes, tuple[int, int]]:
@@ -244,8 +243,7 @@ class MediaStore:
         where: _FileState | tuple[int, int],
         values: SoundHeader | tuple[int, int] | None,
     ) -> ItemHeader:
-        self._entries[header.digest] = _Entry(item.place, item.field, where, values)
-        self._headers[header.digest] = header
+        self._entries[header.digest] = _Entry(header, item.place, where, values)
         return header
 
     def _bytes(self, header: ItemHeader, entry: _Entry) -> bytes:
