@@ -36,8 +36,8 @@ MEDIA_OPTIONS: Final = "media_root", "allow_media_url", "max_image_pixels", "max
 """Options of a run that decide which items are accepted."""
 Decoded = Any
 """`PIL.Image.Image` in RGB, or [samples] float32."""
-_MAX_CACHED_FILES: Final = 1 << 16
-"""Most files whose headers are known by their state, not read again for each row that names them."""
+_MAX_KNOWN: Final = 1 << 16
+"""Most files and URLs that are not read again for each row that names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class MediaStore:
         self._urls = urls or MediaUrls(())
         self._spill = _SpillFile(folder)
         self._entries: dict[str, _Entry] = {}
-        self._files: dict[tuple[MediaKind, _FileState], ItemHeader] = {}
+        self._known: dict[tuple[MediaKind, _FileState | str], ItemHeader] = {}
+        """Headers by the state of a file, or by URL."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -168,7 +169,8 @@ class MediaStore:
         if scheme == "data":
             return self._add_bytes(item, data_url_bytes(source))
         if scheme in ("http", "https"):
-            return self._add_bytes(item, self._urls.fetch(source))
+            known = self._known.get((item.kind, source))
+            return known or self._learn(item.kind, source, self._add_bytes(item, self._urls.fetch(source)))
         if scheme == "file":
             return self._add_file(item, self._root.resolve_url(source, item.place))
         if scheme is not None and source.startswith("//", len(scheme) + 1):
@@ -182,17 +184,19 @@ class MediaStore:
         try:
             state = path.stat()
             where = _FileState(path, state.st_size, state.st_mtime_ns)
-            known = self._files.get((item.kind, where))
+            known = self._known.get((item.kind, where))
             if known is not None:
                 return known
             check_bytes(where.size)
             data = path.read_bytes()
         except OSError as error:
             raise MediaFault(f"cannot be read ({error.strerror or error}); correct the file") from None
-        header = self._add_encoded(item, data, where)
-        if len(self._files) >= _MAX_CACHED_FILES:
-            self._files.clear()
-        self._files[item.kind, where] = header
+        return self._learn(item.kind, where, self._add_encoded(item, data, where))
+
+    def _learn(self, kind: MediaKind, where: _FileState | str, header: ItemHeader) -> ItemHeader:
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[kind, where] = header
         return header
 
     def _add_bytes(self, item: MediaItem, data: bytes) -> ItemHeader:
