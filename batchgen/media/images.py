@@ -32,6 +32,9 @@ _SIGNS: Final = (
     (b"BM", "BMP"),
 )
 """First bytes of the formats; WebP is a RIFF file."""
+_SCAN: Final = b"\xff\xda"
+MAX_SCANS: Final = 100
+"""Most scans of a JPEG image, each of which may go over all pixels; encoders write up to about twenty."""
 _ORIENTATION: Final = 0x0112
 """Number of the tag in EXIF."""
 _SWAPPED: Final = frozenset({5, 6, 7, 8})
@@ -156,6 +159,8 @@ def _opened(data: bytes) -> Image.Image:
     found = image_format(data)
     if found is None:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
+    if found == "JPEG" and (scans := data.count(_SCAN)) > MAX_SCANS:
+        raise MediaFault(f"is a JPEG image of {scans} scans; at most {MAX_SCANS} are allowed: convert it")
     _silence()
     try:
         image: Image.Image = _library().open(io.BytesIO(data), formats=_FORMATS)

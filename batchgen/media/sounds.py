@@ -35,8 +35,6 @@ _FULL_SCALE: Final = {"int16": 1 << 15, "int32": 1 << 31}
 _CUT: Final = "is cut off: its {0} promises {1:,} bytes, but {2:,} follow; replace the file"
 _UNKNOWN: Final = 0xFFFFFFFF
 """Size that a program writes which does not know the size yet."""
-_SLACK: Final = 4096
-"""Bytes that may be missing at the end of an MP3 file by its own count, which counts tags in different ways."""
 
 _lock = Lock()
 _depth = 0
@@ -110,7 +108,14 @@ def _blocks(file: Any) -> Iterator[Samples]:
         if not len(block):
             raise MediaFault(f"is cut off: {left} of {file.frames} samples are missing; replace the file")
         left -= len(block)
-        yield block[:, 0] if block.shape[1] == 1 else block.T.mean(axis=0)
+        yield block[:, 0] if block.shape[1] == 1 else _mono(block.T)
+
+
+def _mono(channels: Samples) -> Samples:
+    """[samples] of [channels, samples]; what is not finite is refused later, without a warning here."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found: Samples = channels.mean(axis=0, dtype=np.float32)
+        return found
 
 
 def array_sound(array: npt.NDArray[Any]) -> Samples:
@@ -127,7 +132,7 @@ def array_sound(array: npt.NDArray[Any]) -> Samples:
     with np.errstate(over="ignore"):  # infinities are refused
         values = array.astype(np.float32) / np.float32(_FULL_SCALE.get(array.dtype.name, 1))
     if values.ndim == 2:
-        values = values.mean(axis=int(values.shape[0] > values.shape[1]), dtype=np.float32)
+        values = _mono(values.T if values.shape[0] > values.shape[1] else values)
     _check_finite(values)
     return np.ascontiguousarray(values)
 
@@ -139,26 +144,37 @@ def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samp
         MediaFault: a sample is not finite.
     """
     out = np.zeros(header.length(rate), np.float32)
-    at = left = 0
-    left = header.frames
+    at, left = 0, header.frames
     stream = None if rate == header.rate else _resampler(header.rate, rate)
     for block in blocks:
-        _check_finite(block)
         left -= len(block)
         made = block if stream is None else stream.resample_chunk(np.ascontiguousarray(block), last=not left)
         made = made[: len(out) - at]
         out[at : at + len(made)] = made
         at += len(made)
-    _check_finite(out)  # huge samples overflow
+    _check_finite(out)
     return out
 
 
 def _resampler(source: int, target: int) -> Any:
+    return _libraries()[1].ResampleStream(source, target, 1, dtype="float32", quality="soxr_hq")
+
+
+def _libraries() -> tuple[Any, Any]:
+    """Soundfile and soxr.
+
+    Raises:
+        UsageError: one of them is not installed.
+    """
+    name = "soundfile"
     try:
+        import soundfile
+
+        name = "soxr"
         import soxr
-    except ImportError:
-        raise _missing("soxr") from None
-    return soxr.ResampleStream(source, target, 1, dtype="float32", quality="soxr_hq")
+    except (ImportError, OSError):  # or without the C library
+        raise UsageError(f"sounds need the library {name}; pip install 'batchgen[media]'") from None
+    return soundfile, soxr
 
 
 def _check_finite(samples: Samples) -> None:
@@ -166,34 +182,17 @@ def _check_finite(samples: Samples) -> None:
         raise MediaFault("has samples that are not finite numbers; replace the file")
 
 
-def _missing(library: str) -> UsageError:
-    return UsageError(f"sounds need the library {library}; pip install 'batchgen[media]'")
-
-
-class _SafeBytes(io.BytesIO):
-    """Bytes of a file in whose callbacks nothing raises: what they raised would be printed."""
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        try:
-            return super().seek(offset, whence)
-        except (ValueError, OverflowError):
-            return self.tell()
-
-
 def _opened(data: bytes) -> Any:
-    try:
-        import soundfile
-    except (ImportError, OSError):  # or without the C library
-        raise _missing("soundfile") from None
+    soundfile, _ = _libraries()
     found = sound_format(data)
     if found is None:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
-    data = _with_true_size(data, found)
+    _check_whole(data, found)
     try:
-        file = soundfile.SoundFile(_SafeBytes(data))
+        file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:
-        reason = str(getattr(error, "error_string", "")) or describe(error)
-        raise MediaFault(f"is a damaged {found} sound ({describe(ValueError(reason))}); replace the file") from None
+        reason = describe(getattr(error, "error_string", "") or type(error).__name__)
+        raise MediaFault(f"is a damaged {found} sound ({reason}); replace the file") from None
     if file.format not in _FORMATS or not file.channels:
         kind = file.format
         file.close()
@@ -218,8 +217,8 @@ def _is_layer_three(head: bytes) -> bool:
     return len(head) == 2 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2 and head[1] & 0x18 != 0x08
 
 
-def _with_true_size(data: bytes, kind: str) -> bytes:
-    """The bytes of a whole sound file, with its true size where the file tells it and the library complains.
+def _check_whole(data: bytes, kind: str) -> None:
+    """Refuse a file that is shorter than it says, where the library would take what is left of it.
 
     Raises:
         MediaFault: the file is cut off.
@@ -228,9 +227,6 @@ def _with_true_size(data: bytes, kind: str) -> bytes:
         _check_wav(data)
     elif kind == "OGG":
         _check_ogg(data)
-    elif kind == "MP3":
-        return _whole_mp3(data)
-    return data
 
 
 def _check_wav(data: bytes) -> None:
@@ -252,28 +248,6 @@ def _check_ogg(data: bytes) -> None:
     size = 27 + len(table) + sum(table)
     if at + 26 >= len(data) or len(table) < data[at + 26] or size > len(data) - at:
         raise MediaFault(_CUT.format("last page", max(size, 28), len(data) - at))
-
-
-def _whole_mp3(data: bytes) -> bytes:
-    """The file with its own size in the header of its first frame (Xing, Info), if it has one."""
-    start = 0
-    if data[:3] == b"ID3" and len(data) > 10:
-        start = 10 + sum((byte & 127) << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True))
-    head = data[start : start + 4]
-    if len(head) < 4 or not _is_layer_three(head[:2]):
-        return data
-    is_first, is_mono = head[1] & 0x18 == 0x18, head[3] >> 6 == 3
-    at = start + 4 + ((17 if is_mono else 32) if is_first else (9 if is_mono else 17))
-    if data[at : at + 4] not in (b"Xing", b"Info"):
-        return data
-    flags = int.from_bytes(data[at + 4 : at + 8], "big")
-    if not flags & 2:
-        return data
-    at += 8 + 4 * (flags & 1)
-    promised, size = int.from_bytes(data[at : at + 4], "big"), len(data) - start
-    if promised > size + max(_SLACK, size // 100):
-        raise MediaFault(_CUT.format("first frame", promised, size))
-    return data[:at] + size.to_bytes(4, "big") + data[at + 4 :]
 
 
 @contextmanager

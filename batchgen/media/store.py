@@ -36,8 +36,8 @@ MEDIA_OPTIONS: Final = "media_root", "allow_media_url", "max_image_pixels", "max
 """Options of a run that decide which items are accepted."""
 Decoded = Any
 """`PIL.Image.Image` in RGB, or [samples] float32."""
-_MAX_CACHED_FILES: Final = 1 << 16
-"""Most files whose headers are known by their state, not read again for each row that names them."""
+_MAX_KNOWN: Final = 1 << 16
+"""Most files and URLs that are not read again for each row that names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ class _FileState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where the bytes of an item are, and what they are."""
+    """An item, where its bytes are, and what they are."""
 
+    header: ItemHeader
     place: str
     """Of the first row that gave it, for errors."""
-    field: str
     where: _FileState | tuple[int, int]
     """A file, or (offset, size) in the temporary file."""
     values: SoundHeader | tuple[int, int] | None
@@ -108,11 +108,11 @@ class MediaStore:
         self._urls = urls or MediaUrls(())
         self._spill = _SpillFile(folder)
         self._entries: dict[str, _Entry] = {}
-        self._headers: dict[str, ItemHeader] = {}
-        self._files: dict[tuple[MediaKind, _FileState], ItemHeader] = {}
+        self._known: dict[tuple[MediaKind, _FileState | str], ItemHeader] = {}
+        """Headers by the state of a file, or by URL."""
 
     def __len__(self) -> int:
-        return len(self._headers)
+        return len(self._entries)
 
     def add_all(self, items: Sequence[MediaItem]) -> tuple[ItemHeader, ...]:
         """The headers of the items of one prompt.
@@ -169,7 +169,8 @@ class MediaStore:
         if scheme == "data":
             return self._add_bytes(item, data_url_bytes(source))
         if scheme in ("http", "https"):
-            return self._add_bytes(item, self._urls.fetch(source))
+            known = self._known.get((item.kind, source))
+            return known or self._learn(item.kind, source, self._add_bytes(item, self._urls.fetch(source)))
         if scheme == "file":
             return self._add_file(item, self._root.resolve_url(source, item.place))
         if scheme is not None and source.startswith("//", len(scheme) + 1):
@@ -183,17 +184,19 @@ class MediaStore:
         try:
             state = path.stat()
             where = _FileState(path, state.st_size, state.st_mtime_ns)
-            known = self._files.get((item.kind, where))
+            known = self._known.get((item.kind, where))
             if known is not None:
                 return known
             check_bytes(where.size)
             data = path.read_bytes()
         except OSError as error:
             raise MediaFault(f"cannot be read ({error.strerror or error}); correct the file") from None
-        header = self._add_encoded(item, data, where)
-        if len(self._files) >= _MAX_CACHED_FILES:
-            self._files.clear()
-        self._files[item.kind, where] = header
+        return self._learn(item.kind, where, self._add_encoded(item, data, where))
+
+    def _learn(self, kind: MediaKind, where: _FileState | str, header: ItemHeader) -> ItemHeader:
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[kind, where] = header
         return header
 
     def _add_bytes(self, item: MediaItem, data: bytes) -> ItemHeader:
@@ -202,8 +205,8 @@ class MediaStore:
 
     def _add_encoded(self, item: MediaItem, data: bytes, file: _FileState | None) -> ItemHeader:
         digest = _digest(item.kind, data)
-        if digest in self._headers:
-            return self._headers[digest]
+        if digest in self._entries:
+            return self._entries[digest].header
         if item.kind == "image":
             size: tuple[int, ...] = image_size(data, self._limits.image_pixels)
         else:
@@ -223,8 +226,8 @@ class MediaStore:
             check_sound(values, self._limits.audio_seconds)
             data, size = samples.tobytes(), (values.length(self._rate),)
         digest = _digest(item.kind, data, repr(tuple(values)))
-        if digest in self._headers:
-            return self._headers[digest]
+        if digest in self._entries:
+            return self._entries[digest].header
         return self._keep(item, ItemHeader(item.kind, digest, size), self._spill.write(data), values)
 
     def _pixels(self, source: Any) -> tuple[bytes, tuple[int, int]]:
@@ -244,8 +247,7 @@ class MediaStore:
         where: _FileState | tuple[int, int],
         values: SoundHeader | tuple[int, int] | None,
     ) -> ItemHeader:
-        self._entries[header.digest] = _Entry(item.place, item.field, where, values)
-        self._headers[header.digest] = header
+        self._entries[header.digest] = _Entry(header, item.place, where, values)
         return header
 
     def _bytes(self, header: ItemHeader, entry: _Entry) -> bytes:

@@ -140,6 +140,16 @@ def test_a_decompression_bomb_is_refused_by_its_header() -> None:
             image_size(bomb, ENOUGH)
 
 
+def test_a_jpeg_image_of_many_scans_is_refused() -> None:
+    data = saved(pixels(), "JPEG", progressive=True)
+    start = data.rindex(b"\xff\xda")
+    scan = data[start:-2]
+    few = data[:-2] + 3 * scan + data[-2:]
+    assert_decoded(few, as_the_library(few))
+    with pytest.raises(MediaFault, match=r"of 10\d scans; at most 100 are allowed"):
+        image_size(data[:-2] + 99 * scan + data[-2:], ENOUGH)
+
+
 OTHERS: list[tuple[bytes, str]] = [
     (b"", "unknown format"),
     (b"hello", "unknown format"),
@@ -177,6 +187,7 @@ ARRAYS: list[tuple[Any, Any]] = [
     (lambda rgb: rgb[None, :, :, 0], lambda rgb: rgb[:, :, [0, 0, 0]]),
     (lambda rgb: rgb / np.float32(255), lambda rgb: rgb),
     (lambda rgb: rgb.astype(np.float64) / 255, lambda rgb: rgb),
+    (lambda rgb: np.full((2, 2), 0.999), lambda rgb: np.full((2, 2, 3), 255, np.uint8)),
 ]
 
 

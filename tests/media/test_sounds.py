@@ -87,6 +87,14 @@ def test_notes_behind_an_mp3_file_are_accepted(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_flac_file_that_does_not_tell_its_length_is_refused() -> None:
+    data = bytearray(recorded("flac"))
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)
+    with pytest.raises(MediaFault, match="does not say how long it is"):
+        sound_header(bytes(data), 10)
+
+
 def test_limits_hold_before_the_samples_are_decoded() -> None:
     data = recorded("flac", 16000, frames=16000)
     assert sound_header(data, 1.0) == (16000, 16000)
@@ -114,6 +122,8 @@ def wav(rate: int = 16000, channels: int = 1, data: bytes = bytes(64), kind: int
         (wav(kind=3, bits=32, data=struct.pack("<4f", 0, math.nan, 0, 0)), "not finite"),
         (wav(kind=3, bits=32, data=struct.pack("<4f", 0, math.inf, 0, 0)), "not finite"),
         (wav(rate=8000, kind=3, bits=32, data=struct.pack("<8f", *[3e38, -3e38] * 4)), "not finite"),
+        (wav(channels=2, kind=3, bits=32, data=struct.pack("<4f", *[3e38] * 4)), "not finite"),
+        (wav(channels=2, kind=3, bits=32, data=struct.pack("<2f", math.inf, -math.inf)), "not finite"),
         (b"FORM\0\0\0\0AIFF", "an AIFF sound, not WAV"),
         (b"\0\0\0\x20ftypM4A ", "an M4A sound"),
         (b"\x1aE\xdf\xa3", "a Matroska or WebM video"),

@@ -137,6 +137,15 @@ def test_other_sources_are_refused(store: MediaStore, source: Any, word: str) ->
     assert word in refused(store, source)
 
 
+def test_an_error_names_the_item_and_its_field(store: MediaStore) -> None:
+    for source, word in (("missing.png", "no such file"), (b"hello", "unknown format")):
+        found = MediaField("image")("image_data", [PNG, source]).items[1]
+        assert isinstance(found, MediaItem)
+        with pytest.raises(RowError, match=rf"^`image_data\[1\]` .*{word}") as caught:
+            store.add(found)
+        assert caught.value.info.param == "image_data"
+
+
 def test_a_file_may_be_called_like_base64(store: MediaStore) -> None:
     assert store.add(item("AAAA")) == store.add(item(PNG))
 

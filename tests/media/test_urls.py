@@ -14,13 +14,18 @@ import pytest
 from batchgen.errors import UsageError
 from batchgen.media import sources, urls
 from batchgen.media.faults import MediaFault
+from batchgen.media.root import MediaRoot
+from batchgen.media.store import MediaLimits, MediaStore
 from batchgen.media.urls import MediaUrls
+from batchgen.request.media import MediaItem
+from tests.media.samples import pixels, saved
 
 
 class _Pages(BaseHTTPRequestHandler):
     """Answers by the last part of the path."""
 
     asked: ClassVar[list[str]] = []
+    content = b"bytes"
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
@@ -33,11 +38,11 @@ class _Pages(BaseHTTPRequestHandler):
             self.end_headers()
             return
         self.send_response(404 if name == "missing" else 200)
-        self.send_header("Content-Length", {"short": "100", "large": str(1 << 40)}.get(name, "5"))
+        self.send_header("Content-Length", {"short": "100", "large": str(1 << 40)}.get(name, str(len(self.content))))
         self.end_headers()
         with suppress(OSError):  # the client may have enough
-            for letter in b"bytes":
-                self.wfile.write(bytes([letter]))
+            for at in range(0, len(self.content), 1 if name == "slow" else 1 << 20):
+                self.wfile.write(self.content[at:][: 1 if name == "slow" else None])
                 time.sleep(0.1 if name == "slow" else 0)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -64,6 +69,15 @@ def fetcher(server: str, monkeypatch: pytest.MonkeyPatch) -> MediaUrls:
 @pytest.mark.parametrize("name", ["a.png", "deep/b%20c.png", "a.png?size=1", "inside"])
 def test_what_lies_below_a_prefix_is_fetched(fetcher: MediaUrls, server: str, name: str) -> None:
     assert fetcher.fetch(f"{server}/pictures/{name}") == b"bytes"
+
+
+def test_a_url_is_fetched_once_by_a_store(fetcher: MediaUrls, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    png = saved(pixels(), "PNG")
+    monkeypatch.setattr(_Pages, "content", png)
+    store = MediaStore(MediaRoot(None), MediaLimits(1000, 1, 1), 16000, fetcher)
+    headers = {store.add(MediaItem("image", f"{server}/pictures/{name}", "image_data")) for name in "abaaab"}
+    assert headers == {store.add(MediaItem("image", png, "image_data"))}
+    assert sorted(_Pages.asked) == ["/pictures/a", "/pictures/b"]
 
 
 @pytest.mark.parametrize(

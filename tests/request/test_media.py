@@ -12,6 +12,7 @@ from PIL import Image
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.media import MediaItem
+from batchgen.request.model_names import ModelNames
 from batchgen.request.parser import parse_row
 from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from batchgen.request.row_values import RowDefaults
@@ -177,6 +178,45 @@ def body(content: Any) -> dict[str, Any]:
 def test_a_chat_body_has_the_same_parts() -> None:
     part = {"type": "image_url", "image_url": {"url": PNG}}
     assert media_of(body([part, {"type": "text", "text": "a"}])) == [[(PNG, "messages[0].content[0]")]]
+
+
+def asked(*content: Any, system: str | None = None, **body: Any) -> dict[str, Any]:
+    """A line for a model that sees images."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    messages = [*first, {"role": "user", "content": [*content]}]
+    return {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"model": "gpt-4o-mini", "messages": messages, **body}}  # fmt: skip
+
+
+QUESTION = {"type": "text", "text": "What is in this image?"}
+DOCUMENTED = {
+    "images by URL": (
+        asked(QUESTION, {"type": "image_url", "image_url": {"url": "https://example.com/a.jpg"}}, system="Caption it.",
+              temperature=0.2, max_tokens=300),
+        [("https://example.com/a.jpg", None)],
+    ),
+    "data URLs with detail": (
+        asked(QUESTION, {"type": "image_url", "image_url": {"url": PNG, "detail": "high"}},
+              max_completion_tokens=50, response_format={"type": "json_object"}),
+        [(PNG, "high")],
+    ),
+    "several parts": (
+        asked({"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}, QUESTION,
+              {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9j/", "detail": "auto"}},
+              {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+              modalities=["text"], store=False),
+        [(PNG, "low"), ("data:image/jpeg;base64,/9j/", "auto"), ("UklGRg==", None)],
+    ),
+}  # fmt: skip
+"""Lines as the vision guides of providers show them."""
+
+
+@pytest.mark.field("messages", "body")
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_documented_lines_with_images_are_taken_as_they_are(name: str) -> None:
+    value, expected = DOCUMENTED[name]
+    (prompt,) = parse(value, names=ModelNames(accept_all=True))
+    assert [(item.source, item.detail) for item in prompt.media] == expected
 
 
 @pytest.mark.field("messages", "image_data", "audio_data")
