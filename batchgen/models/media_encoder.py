@@ -1,6 +1,6 @@
 """The towers of a checkpoint: images and audio in, features in the place of token embeddings out.
 
-The library's own class joins features and text. Here its text decoder is replaced by a stand-in without weights that
+The library's own class joins features and text. Here its text decoder is replaced by a double without weights that
 keeps what it is given: the features of a prompt that has one item alone, as the decoder would read them.
 """
 
@@ -87,7 +87,7 @@ class MediaEncoder:
         raise ModelError(f"The class of this {self._spec.name} model does not give features to its decoder.")
 
     def _features(self, given: Mapping[str, Any], items: int, count: int) -> Tensor:
-        """[items, count, W] of what the stand-in was given.
+        """[items, count, W] of what the double was given.
 
         Raises:
             ModelError: the decoder reads more than embeddings and what is added to its blocks.
@@ -95,7 +95,7 @@ class MediaEncoder:
         more = [name for name, value in given.items() if value is not None and name not in _KNOWN]
         if more:
             raise ModelError(
-                f"The class of this {self._spec.name} model gives its decoder {more[0]} beside features, which is not "
+                f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, which is not "
                 "supported. Leave out images and audio."
             )
         parts = [given["inputs_embeds"]]
@@ -167,8 +167,8 @@ class _ZeroEmbedding(nn.Module):
         return torch.zeros(*ids.shape, self._size[1], dtype=self._dtype, device=ids.device)
 
 
-class _DecoderStandIn(nn.Module):
-    """Stand-in for a text decoder, without weights, that ends the forward with what it is given."""
+class _DecoderDouble(nn.Module):
+    """Double of a text decoder, without weights, that ends the forward with what it is given."""
 
     def __init__(self, replaced: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -188,8 +188,8 @@ class _DecoderStandIn(nn.Module):
         raise _Reached(given)
 
 
-class _BlockStandIn(nn.Module):
-    """Stand-in for the first block of a decoder that reads items itself."""
+class _BlockDouble(nn.Module):
+    """Double of the first block of a decoder that reads items itself."""
 
     def forward(self, states: Tensor, *_: Any, **__: Any) -> None:
         """Raises `_Reached`."""
@@ -238,19 +238,19 @@ def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
 
 
 def _without_text(cls: Any, dtype: torch.dtype) -> Any:
-    """A class of the same name whose instances have a stand-in for the text decoder, and no language head."""
+    """A class of the same name whose instances have a double of the text decoder, and no language head."""
 
     def build(self: Any, *args: Any, **options: Any) -> None:
         cls.__init__(self, *args, **options)
         part = causal_part(self)
         decoder, head = text_decoder(part), part.get_output_embeddings()
         if _joins(decoder):  # it has the towers, so that only its blocks are left out
-            decoder.layers = nn.ModuleList([_BlockStandIn()])
+            decoder.layers = nn.ModuleList([_BlockDouble()])
             decoder.set_input_embeddings(_ZeroEmbedding(decoder.get_input_embeddings(), dtype))
         for name, module in list(self.named_modules()):
             owner, _, attribute = name.rpartition(".")
             if module is decoder and not _joins(decoder):
-                self.get_submodule(owner)._modules[attribute] = _DecoderStandIn(decoder, dtype)
+                self.get_submodule(owner)._modules[attribute] = _DecoderDouble(decoder, dtype)
             elif module is head:
                 self.get_submodule(owner)._modules[attribute] = None
         for table in ("all_tied_weights_keys", "_tied_weights_keys"):
@@ -262,8 +262,8 @@ def _without_text(cls: Any, dtype: torch.dtype) -> Any:
 def _joining_part(model: Any) -> Any:
     """The module inside the class with the head that joins features and text; the class itself if it does."""
     inner = getattr(model, model.base_model_prefix, None)
-    is_stand_in = inner is None or isinstance(inner, _DecoderStandIn)
-    return model if is_stand_in else inner
+    joins_itself = inner is None or isinstance(inner, _DecoderDouble)
+    return model if joins_itself else inner
 
 
 def _parameters(call: Any) -> Mapping[str, Any]:

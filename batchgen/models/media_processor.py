@@ -38,7 +38,7 @@ _OF_TEXT: Final = frozenset(("input_ids", "attention_mask", "token_type_ids", "m
 _LAYOUT: Final = 16
 """Most numbers of an array of a layout."""
 _PROBES: Final = ((300, 140), (90, 260))
-"""Sizes of two images that show whether a processor treats an image by what is beside it."""
+"""Sizes of two images that show whether a processor treats an image among several otherwise."""
 
 
 class Header(Protocol):
@@ -82,9 +82,10 @@ class PreparedItem:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Items of equal shape can be encoded together."""
+        """Items of equal shape can be encoded together: none is padded by the length of another."""
         parts = ((name, tuple(value.shape), value.dtype) for name, value in sorted(self.tensors.items()))
-        return (self.kind, self.token_id, self.features, *parts)
+        valid = (int(value.sum()) for name, value in sorted(self.tensors.items()) if name.endswith("mask"))
+        return (self.kind, self.token_id, self.features, *parts, *valid)
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +120,7 @@ class MediaProcessor:
         return 0 if "audio" not in self.kinds or part is None else int(part.sampling_rate)
 
     def placeholder(self, kind: MediaKind) -> str:
-        """The token that stands for one item of a kind in a prompt."""
+        """The token that represents one item of a kind in a prompt."""
         return self._placeholders[kind]
 
     def expand(self, headers: Sequence[Header]) -> tuple[Expansion, ...]:
@@ -165,7 +166,7 @@ class MediaProcessor:
         return found
 
     def _feature_id(self, kind: MediaKind, ids: Sequence[int]) -> int:
-        """The id among those of an expansion that stands for a feature."""
+        """The id among those of an expansion of a feature."""
         tower = getattr(self._config, "vision_config" if kind == "image" else "audio_config", None)
         for holder in (self._config, self._processor, tower, self._tokenizer):
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
@@ -290,7 +291,7 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
     if found.kinds:
         return found
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
-    return reasons[0] if reasons else f"the processor of {folder.path} names no token that stands for an item"
+    return reasons[0] if reasons else f"the processor of {folder.path} names no token for an item"
 
 
 def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str]]:

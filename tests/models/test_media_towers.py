@@ -1,10 +1,10 @@
-"""Towers whose processors need packages that may be missing, or tokenizers of their own: tensors made by hand."""
+"""Towers whose processors need packages that may be missing, and towers that decoders hold: tensors made by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from transformers.utils import logging
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import load_model
 from batchgen.models.media_encoder import load_media_encoder
-from batchgen.models.media_processor import PreparedItem
+from batchgen.models.media_processor import MediaKind, PreparedItem
 from tests.models.media_steps import Prompt, logits_of, runs
 from tests.models.tiny_packed import packed_config
 
@@ -36,12 +36,6 @@ def _llama4(config: Any) -> tuple[int, int, Tensors]:
         {**sizes, "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64}
     )
     return 200, 3, {"pixel_values": randn(3, 3, 28, 28)}
-
-
-def _voxtral(config: Any) -> tuple[int, int, Tensors]:
-    config.audio_token_id = 200
-    config.audio_config.update({"num_mel_bins": 16, "max_source_positions": 48, "intermediate_size": 256})
-    return 200, 12, {"input_features": randn(1, 16, 96)}
 
 
 def _granite_speech(config: Any) -> tuple[int, int, Tensors]:
@@ -83,25 +77,34 @@ def _phi4_audio(config: Any) -> tuple[int, int, Tensors]:
     return 200, 5, {"audio_input_features": randn(1, 40, 16), "audio_embed_sizes": torch.tensor([5])}
 
 
-CASES: dict[str, Callable[[Any], tuple[int, int, Tensors]]] = {
-    "llama4": _llama4,
-    "voxtral": _voxtral,
-    "granite_speech": _granite_speech,
-    "kimi_k25": _kimi,
-    "phi4_multimodal image": _phi4_image,
-    "phi4_multimodal audio": _phi4_audio,
-}
-"""Type, and kind of the item -> changes its configuration; gives placeholder id, number of features, tensors."""
+class Case(NamedTuple):
+    """An item of one kind for a type."""
+
+    name: str
+    kind: MediaKind
+    make: Callable[[Any], tuple[int, int, Tensors]]
+    """Changes the configuration; gives the placeholder's id, the number of features and the tensors of an item."""
+
+
+CASES = (
+    Case("llama4", "image", _llama4),
+    Case("granite_speech", "audio", _granite_speech),
+    Case("kimi_k25", "image", _kimi),
+    Case("phi4_multimodal", "image", _phi4_image),
+    Case("phi4_multimodal", "audio", _phi4_audio),
+)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "llama4" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "case",
+    [case if case.name == "llama4" else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda case: f"{case.name}-{case.kind}",
 )
-def test_features_equal_the_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_equal_the_library(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The library's forward of Llama 4 reads an attribute that its decoder's output lacks.
     monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
-    config = packed_config(CONFIG_MAPPING[name.split()[0]])
-    token, count, tensors = CASES[name](config)
+    config = packed_config(CONFIG_MAPPING[case.name])
+    token, count, tensors = case.make(config)
     logging.disable_progress_bar()
     torch.manual_seed(0)
     reference: Any = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager").eval()
@@ -117,11 +120,10 @@ def test_features_equal_the_library(name: str, tmp_path: Path, monkeypatch: pyte
             return_dict=False,
             **tensors,
         )[0]
-    kind: Any = "image" if any("pixel_values" in key for key in tensors) else "audio"
-    features = encoder.encode([PreparedItem(kind, token, count, tensors)])[0]
+    features = encoder.encode([PreparedItem(case.kind, token, count, tensors)])[0]
     prompt = Prompt(ids, runs(list(range(3, 3 + count))), features, None)
     got = logits_of(model, [prompt], torch.tensor([token]))[0]
     scale = 1.0
-    if name == "granite_speech":  # the library's class leaves out the factor of its decoder's logits
+    if case.name == "granite_speech":  # the library's class leaves out the factor of its decoder's logits
         scale = float((got * expected[0]).sum() / (got * got).sum())
     torch.testing.assert_close(got * scale, expected[0], atol=1e-4, rtol=0)

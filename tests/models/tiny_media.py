@@ -56,6 +56,10 @@ class Family:
     kinds: tuple[str, ...] = ("image",)
     several: bool = True
     """Whether the library's processor takes several items in a prompt."""
+    refused: str = ""
+    """Why its processor is refused."""
+    pads: bool = False
+    """Whether the library's features of a sound depend on a longer one next to it, whose length it is padded to."""
     model_type: str | None = None
     """Type of the checkpoint, if it is not the family's name."""
 
@@ -82,7 +86,7 @@ def whisper(**options: Any) -> Any:
     return transformers.WhisperFeatureExtractor(**{"feature_size": 16, "chunk_length": 1, **options})
 
 
-def _omni(tokenizer: Any) -> Any:
+def omni(tokenizer: Any) -> Any:
     return without_videos(
         "Qwen2_5OmniProcessor",
         image_processor=qwen_images(),
@@ -285,7 +289,7 @@ FAMILIES: dict[str, Family] = {
         change=vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
     ),
     "qwen2_5_omni_thinker": Family(
-        _omni,
+        omni,
         OMNI_TOKENS,
         OMNI_IDS,
         OMNI_NAMES,

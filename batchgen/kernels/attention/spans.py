@@ -1,7 +1,7 @@
 """Attention in which runs of tokens see one another: the features of an image in Gemma 3 and its like.
 
 A backend attends causally; the rows of the runs are computed again, in plain PyTorch and float32, over what each of
-them sees: the positions that a causal token sees, within its window, and the later tokens of its own run, which are in
+them sees: the positions that a causal token sees, within its window, and the later tokens of its run, which are in
 the pool by then. A run is computed alone, so that its results do not depend on what else is in the step.
 """
 
