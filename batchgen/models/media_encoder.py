@@ -95,8 +95,8 @@ class MediaEncoder:
         more = [name for name, value in given.items() if value is not None and name not in _KNOWN]
         if more:
             raise ModelError(
-                f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, which is not "
-                "supported. Leave out images and audio."
+                f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, "
+                "which is not supported. Leave out images and audio."
             )
         parts = [given["inputs_embeds"]]
         levels = given.get("deepstack_visual_embeds")
