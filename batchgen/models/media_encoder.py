@@ -205,11 +205,17 @@ def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
     """Build the library's class without its text decoder, and read the weights of the rest.
 
     Raises:
-        ModelError: the checkpoint reads no images or audio, or its towers cannot be built or read.
+        ModelError: the checkpoint reads no images or audio, an adapter changes its towers, or they cannot be built or
+            read.
     """
     config = media_config(folder)
     if isinstance(config, str):
         raise ModelError(f"{folder.path} takes no images or audio: {config}.")
+    if spec.tower_adapters:
+        raise ModelError(
+            f"The adapter {spec.tower_adapters[0]} (--lora) changes parts of the model that read images or audio, "
+            "which is not supported. Merge it into the model, or leave out images and audio."
+        )
     cls = _without_text(library_class(config), spec.dtype)
     with silence_library(), torch.no_grad(), WeightReader(folder.tensors) as reader:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors}

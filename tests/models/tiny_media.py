@@ -163,17 +163,6 @@ def _idefics3(tokenizer: Any) -> Any:
     return transformers.Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=1)
 
 
-def glm4v(cls: str, images: str) -> Callable[[Any], Any]:
-    """Processors of GLM-4V and its like."""
-
-    def make(tokenizer: Any) -> Any:
-        size = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}
-        made = getattr(transformers, images)(size=size, patch_size=14, merge_size=2)
-        return without_videos(cls, image_processor=made, tokenizer=tokenizer)
-
-    return make
-
-
 def _qwen2_audio(tokenizer: Any) -> Any:
     return transformers.Qwen2AudioProcessor(feature_extractor=whisper(), tokenizer=tokenizer)
 
@@ -359,19 +348,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "idefics3": Family(
         _idefics3, IDEFICS, {"image_token_id": "<image>"}, change=all_of(vision(28, 14), fields(scale_factor=2))
-    ),
-    "glm4v": Family(
-        glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"),
-        ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"],
-        {
-            "image_start_token_id": "<|begin_of_image|>",
-            "image_end_token_id": "<|end_of_image|>",
-            "image_token_id": "<|image|>",
-            "video_start_token_id": "<|begin_of_video|>",
-            "video_end_token_id": "<|end_of_video|>",
-            "video_token_id": "<|video|>",
-        },
-        change=vision(112, 14),
     ),
 }
 """Family -> how its small checkpoint is made."""

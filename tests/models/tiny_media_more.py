@@ -20,7 +20,6 @@ from tests.models.tiny_media import (
     all_of,
     audio,
     fields,
-    glm4v,
     llava,
     omni,
     qwen_images,
@@ -96,6 +95,19 @@ def _qwen3_omni(tokenizer: Any) -> Any:
 
 OMNI: dict[str, Any] = {"tokens": OMNI_TOKENS, "ids": OMNI_IDS, "named": OMNI_NAMES, "kinds": ("image", "audio")}
 DEEP = vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
+
+
+def _glm4v(cls: str, images: str) -> Callable[[Any], Any]:
+    """Processors of GLM-4V and its like."""
+
+    def make(tokenizer: Any) -> Any:
+        size = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}
+        made = getattr(transformers, images)(size=size, patch_size=14, merge_size=2)
+        return without_videos(cls, image_processor=made, tokenizer=tokenizer)
+
+    return make
+
+
 AYA = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"]
 MORE: dict[str, Family] = {
     "qwen2_5_omni": Family(omni, change=_thinker, **OMNI),
@@ -163,8 +175,9 @@ MORE: dict[str, Family] = {
         {"image_token_id": "<IMG_ATOM>"},
         change=vision(28, 14),
     ),
-    "glm46v": Family(glm4v("Glm46VProcessor", "Glm46VImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
-    "glm4v_moe": Family(glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
+    "glm46v": Family(_glm4v("Glm46VProcessor", "Glm46VImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
+    "glm4v": Family(_glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
+    "glm4v_moe": Family(_glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
     "qwen3_vl_moe": Family(
         qwen_vl("Qwen3VLProcessor", 16),
         QWEN_TOKENS,
