@@ -41,6 +41,10 @@ _PROBES: Final = ((300, 140), (90, 260))
 """Sizes of two images that show whether a processor treats an image among several otherwise."""
 
 
+_NO_PIXELS: Final[Mapping[str, Any]] = {"resample": 0, "do_rescale": False, "do_normalize": False}
+"""Settings of an image processor whose results have the sizes alone: the nearest pixel, as it is."""
+
+
 class Header(Protocol):
     """What is known of an item without decoding it."""
 
@@ -104,6 +108,8 @@ class MediaProcessor:
         self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
         self._nested = True
         """Whether the images of a prompt are given as a list of one list."""
+        self._quick: Mapping[str, Any] = {}
+        """Settings with which the image processor gives the same sizes with less work."""
         self._groups = self._probe_images() if "image" in self._placeholders else False
         for kind in self._placeholders:
             self._expand(kind, _PROBES[0] if kind == "image" else (self.audio_rate,), False)
@@ -151,8 +157,8 @@ class MediaProcessor:
         key = (kind, size, grouped)
         found = self._expansions.get(key)
         if found is None:
-            text, tensors = self._run(kind, _blank(kind, size), grouped)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            text, tensors = self._run(kind, _blank(kind, size), grouped, sizes_alone=True)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"] if grouped else self._tokenizer.ids
             token_id = self._feature_id(kind, ids)
             layout = {
                 name: value.to(torch.int64).numpy()
@@ -178,31 +184,35 @@ class MediaProcessor:
             f"token {kind}_token_id of config.json. Check that tokenizer and processor belong to the model."
         )
 
-    def _run(self, kind: MediaKind, item: Any, grouped: bool) -> tuple[str, dict[str, Tensor]]:
-        """The text that replaces an item's placeholder, and the item's tensors."""
-        items = [item, _blank(kind, (8, 8))] if grouped else [item]
-        texts, tensors = self._call(kind, items)
-        return texts[0], {name: value[:1] if grouped else value for name, value in tensors.items()}
-
-    def _call(self, kind: MediaKind, items: list[Any]) -> tuple[list[str], dict[str, Tensor]]:
-        """(text of each item, tensors of all) of a prompt that has these items alone.
+    def _run(
+        self, kind: MediaKind, item: Any, grouped: bool, *, sizes_alone: bool = False
+    ) -> tuple[str, dict[str, Tensor]]:
+        """The text that replaces an item's placeholder, and the item's tensors; those of pixels are not exact if
+        `sizes_alone` matter.
 
         Raises:
-            RowError: `media_error`: the processor cannot take them.
+            RowError: `media_error`: the processor cannot take the item.
         """
+        items = [item, _blank(kind, (8, 8))] if grouped else [item]
         text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
         try:
-            found, tensors = self._expanded(kind, text, items)
+            found, tensors = self._expanded(kind, text, items, self._quick if sizes_alone else {})
         except Exception as error:  # processors raise errors of many types
             raise RowError(
                 ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
             ) from None
-        return found.split(_SEPARATOR), tensors
+        return found.split(_SEPARATOR)[0], {n: value[:1] if grouped else value for n, value in tensors.items()}
 
-    def _expanded(self, kind: MediaKind, text: str, items: list[Any]) -> tuple[str, dict[str, Tensor]]:
-        """The text that the processor tokenises in place of `text`, and the tensors of its items."""
+    def _expanded(
+        self, kind: MediaKind, text: str, items: list[Any], settings: Mapping[str, Any] = {}
+    ) -> tuple[str, dict[str, Tensor]]:
+        """The text that the processor tokenises in place of `text`, and the tensors of its items.
+
+        `settings` are those of its image processor for this call.
+        """
         if kind == "image":
             options: dict[str, Any] = {"images": [items] if self._nested else items}
+            options |= {"images_kwargs": dict(settings)} if settings else {}
         else:
             options = {"audio": items, "sampling_rate": self.audio_rate}
         made = self._processor(text=[text], return_tensors="pt", **options)
@@ -224,11 +234,15 @@ class MediaProcessor:
         around = self._expanded("image", f"a{token}b{token}{token}c", [*blanks, blanks[0]])[0]
         if around != f"a{together[0]}b{together[1]}{together[0]}c":
             raise ModelError("it changes the text around images")
-        return together != [self._expanded("image", token, [blank])[0] for blank in blanks]
+        alone = [self._expanded("image", token, [blank])[0] for blank in blanks]
+        with suppress(Exception):  # a processor may not have these settings
+            if [self._expanded("image", token, [blank], _NO_PIXELS)[0] for blank in blanks] == alone:
+                self._quick = _NO_PIXELS
+        return together != alone
 
 
 class _Recorder:
-    """A processor's tokenizer, which keeps the last text of each thread."""
+    """A processor's tokenizer, which keeps the last text of each thread and its ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -240,13 +254,20 @@ class _Recorder:
         """The last text that this thread tokenised."""
         return str(self._given.text)
 
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the last text that this thread tokenised."""
+        return [int(token) for token in self._given.ids]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         self._given.text = text if isinstance(text, str) else text[0]
         with self._lock:  # settings of padding are changed in place
-            return self._tokenizer(text, *args, **options)
+            made = self._tokenizer(text, *args, **options)
+        self._given.ids = made["input_ids"] if isinstance(text, str) else made["input_ids"][0]
+        return made
 
 
 def _as_tensor(value: Any) -> Tensor:
