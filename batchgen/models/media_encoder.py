@@ -98,11 +98,15 @@ class MediaEncoder:
                 f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, "
                 "which is not supported. Leave out images and audio."
             )
-        parts = [given["inputs_embeds"]]
-        levels = given.get("deepstack_visual_embeds")
-        parts += [part.view(items, count, -1) for part in levels or ()]
-        if len(parts) != 1 + self._spec.deepstack:
-            parts += [torch.zeros_like(parts[0])] * (1 + self._spec.deepstack - len(parts))
+        levels = list(given.get("deepstack_visual_embeds") or ())
+        if len(levels) not in (0, self._spec.deepstack):
+            raise ModelError(
+                f"The class of this {self._spec.name} model adds features to {len(levels)} blocks, and its "
+                f"configuration names {self._spec.deepstack}. Leave out images and audio."
+            )
+        states = given["inputs_embeds"]
+        parts = [states, *(level.view(items, count, -1) for level in levels)]
+        parts += [torch.zeros_like(states)] * (1 + self._spec.deepstack - len(parts))  # of audio
         return torch.cat(parts, dim=-1).to(self._spec.dtype)
 
     @torch.no_grad()
