@@ -108,6 +108,8 @@ class MediaProcessor:
         self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
         self._nested = True
         """Whether the images of a prompt are given as a list of one list."""
+        self._ends = ("", "")
+        """What the processor wants before and after the placeholder of an image."""
         self._quick: Mapping[str, Any] = {}
         """Settings with which the image processor gives the same sizes with less work."""
         self._groups = self._probe_images() if "image" in self._placeholders else False
@@ -194,14 +196,16 @@ class MediaProcessor:
             RowError: `media_error`: the processor cannot take the item.
         """
         items = [item, _blank(kind, (8, 8))] if grouped else [item]
-        text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
+        before, after = self._ends if kind == "image" else ("", "")
+        text = _SEPARATOR.join([f"{before}{self._placeholders[kind]}{after}"] * len(items))
         try:
             found, tensors = self._expanded(kind, text, items, self._quick if sizes_alone else {})
         except Exception as error:  # processors raise errors of many types
             raise RowError(
                 ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
             ) from None
-        return found.split(_SEPARATOR)[0], {n: value[:1] if grouped else value for n, value in tensors.items()}
+        own = found.split(_SEPARATOR)[0].removeprefix(before).removesuffix(after)
+        return own, {name: value[:1] if grouped else value for name, value in tensors.items()}
 
     def _expanded(
         self, kind: MediaKind, text: str, items: list[Any], settings: Mapping[str, Any] = {}
@@ -224,21 +228,32 @@ class MediaProcessor:
         Raises:
             ModelError: the processor changes the text around images.
         """
-        token = self._placeholders["image"]
         blanks = [_blank("image", size) for size in _PROBES]
-        try:
-            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
-        except Exception:  # as in _call
-            self._nested = False
-            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
+        token = self._find_form(blanks)
+        alone = [self._expanded("image", token, [blank])[0] for blank in blanks]
+        together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
         around = self._expanded("image", f"a{token}b{token}{token}c", [*blanks, blanks[0]])[0]
         if around != f"a{together[0]}b{together[1]}{together[0]}c":
             raise ModelError("it changes the text around images")
-        alone = [self._expanded("image", token, [blank])[0] for blank in blanks]
         with suppress(Exception):  # a processor may not have these settings
             if [self._expanded("image", token, [blank], _NO_PIXELS)[0] for blank in blanks] == alone:
                 self._quick = _NO_PIXELS
         return together != alone
+
+    def _find_form(self, blanks: list[Any]) -> str:
+        """Find how the processor takes the images of a prompt; returns an image's placeholder with its ends."""
+        ends = tuple(getattr(self._processor, f"image_{end}_token", None) or "" for end in ("start", "end"))
+        forms = [(nested, given) for given in (("", ""), ends) for nested in (True, False)]
+        for form in forms:
+            self._nested, self._ends = form
+            token = self._placeholders["image"].join(self._ends)
+            try:
+                self._expanded("image", token * len(blanks), blanks)
+                return token
+            except Exception:  # as in _run
+                if form == forms[-1]:
+                    raise
+        raise AssertionError("the last form returns or raises")
 
 
 class _Recorder:

@@ -40,6 +40,10 @@ SOUNDS: list[Parts] = [
 ]
 
 
+def _with_ends(case: Parts, ends: tuple[str, str]) -> Parts:
+    return [piece for part in case for piece in ([ends[0], part, ends[1]] if isinstance(part, Item) else [part])]
+
+
 def _shortened(part: str | Item) -> str | Item:
     """All sounds of one length."""
     return replace(part, size=(4000,)) if isinstance(part, Item) and part.kind == "audio" else part
@@ -56,6 +60,7 @@ def check(name: str, folder: Path) -> None:
         ]
     if not family_of(name).several:
         cases = [case for case in cases if sum(isinstance(part, Item) for part in case) < 2]
+    cases = [_with_ends(case, family_of(name).ends) for case in cases]
     if len(family_of(name).kinds) > 1:
         cases.append(["see ", Item("image", (60, 40), 1), " hear ", Item("audio", (4000,), 1), "."])
     expected, prompts = [], []

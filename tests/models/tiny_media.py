@@ -54,6 +54,8 @@ class Family:
     change: Callable[[Any], None] = lambda config: None
     """Further changes of the configuration."""
     kinds: tuple[str, ...] = ("image",)
+    ends: tuple[str, str] = ("", "")
+    """What precedes and follows an image in a prompt."""
     several: bool = True
     """Whether the library's processor takes several items in a prompt."""
     refused: str = ""

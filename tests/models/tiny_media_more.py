@@ -209,6 +209,19 @@ MORE: dict[str, Family] = {
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
         change=vision(None, 14),
     ),
+    "hunyuan_vl": Family(
+        lambda tokenizer: transformers.HunYuanVLProcessor(
+            image_processor=transformers.HunYuanVLImageProcessorPil(
+                size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 12}, patch_size=14, merge_size=2
+            ),
+            tokenizer=tokenizer,
+        ),
+        ["<image>", "<img>", "</img>"],
+        {"image_token_id": "<image>", "image_start_token_id": "<img>", "image_end_token_id": "</img>"},
+        {"image_token": "<image>", "image_start_token": "<img>", "image_end_token": "</img>"},
+        ends=("<img>", "</img>"),
+        change=vision(None, 14),
+    ),
     "cohere_compass": Family(
         _pixel_grid("CohereCompassProcessor", "CohereCompassImageProcessorPil", 16),
         ["<|IMAGE_PAD|>"],
