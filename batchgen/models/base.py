@@ -47,6 +47,8 @@ class ModelSpec:
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters, in the order of their indexes."""
+    tower_adapters: tuple[str, ...] = ()
+    """Those that also change parts that read images or audio, which batchgen leaves as they are."""
     windows: tuple[int | None, ...] = ()
     """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
     unscaled_context: int | None = None

@@ -145,7 +145,7 @@ def _logits(model: Model, hidden: Tensor, tile_sizes: Sequence[int], adapters: T
 def _tiles_around(
     spans: Sequence[tuple[int, int]], count: int, tile_sizes: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """`_tiles` of the tokens between runs that see one another, and a tile of its own size for each run."""
+    """`_tiles` of the tokens between runs that see one another, and one tile for each run."""
     at = 0
     for begin, end in [*sorted(spans), (count, count)]:
         yield from ((at + low, at + high, size) for low, high, size in _tiles(begin - at, tile_sizes))

@@ -249,7 +249,7 @@ class HookedModel:
     def _tokens(self, inputs: ModelInput) -> dict[str, Any]:
         """The step's tokens as ids [1, T], or as embeddings [1, T, E] if some are given as embeddings.
 
-        With them goes what some decoders read beside embeddings: vectors of each block that they look up by ids, and
+        With them goes what some decoders read in addition: vectors of each block that they look up by ids, and
         the parts of features that they add to the results of their first blocks.
         """
         embeds, ids = inputs.embeds, inputs.input_ids[None]
@@ -274,7 +274,7 @@ class HookedModel:
 
     @property
     def reads_ids_by_block(self) -> bool:
-        """Whether blocks look up vectors of their own by the ids, which an embedding does not replace."""
+        """Whether blocks look up further vectors by the ids, which an embedding does not replace."""
         config = self._decoder.config
         return hasattr(self._decoder, "get_per_layer_inputs") and bool(config.hidden_size_per_layer_input)
 

@@ -12,18 +12,19 @@ from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import decoder_config, library_class, rope_settings, whole_config
 from batchgen.models.text_part import is_packed
 
-_SEE_ONE_ANOTHER: Final = {"gemma3": None, "gemma4": "vision", "gemma4_unified": "vision"}
+_SEE_ONE_ANOTHER: Final = {"gemma3": None, "shieldgemma2": None, "gemma4": "vision", "gemma4_unified": "vision"}
 """Types whose image features see one another -> the value of the decoder's setting with which they do, None: always."""
-_REFUSED: Final[dict[str, str]] = {
+UNSUPPORTED: Final[dict[str, str]] = {
     "paligemma": "its whole prompt attends in both directions, text after an image too",
-    "mllama": "its decoder attends to images in layers of their own, which text does not have",
-    "molmo2": "its tokens of images see one another by a mask of its own",
+    "mllama": "its decoder attends to images in separate layers, which text does not have",
+    "voxtral": "its processor takes sounds through the tokenizer of mistral-common alone",
+    "molmo2": "its tokens of images see one another by another mask than Gemma's",
     "granite4_vision": "its decoder adds features to the results of blocks that it chooses itself",
     "gemma3n": "its towers also embed the tokens that end an image or a sound",
-    "ernie4_5_vl_moe": "features of images have experts of their own",
+    "ernie4_5_vl_moe": "features of images have separate experts",
     **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
 }
-"""Type -> why its images or audio are not computed, though its text is."""
+"""Type -> why its images and audio are not computed, though its text is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ def media_config(folder: ModelFolder) -> Any | str:
         return "a GGUF file holds the text decoder alone: use the checkpoint in safetensors"
     if folder.model_type not in packed_types():
         return f"the installed transformers has no class for {folder.model_type} that reads images or audio"
-    if folder.model_type in _REFUSED:
-        return f"{folder.model_type}: {_REFUSED[folder.model_type]}"
+    if folder.model_type in UNSUPPORTED:
+        return f"{folder.model_type}: {UNSUPPORTED[folder.model_type]}"
     config = whole_config(folder)
     thinker = getattr(config, "thinker_config", None)
     return config if thinker is None else thinker

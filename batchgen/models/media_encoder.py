@@ -1,6 +1,6 @@
 """The towers of a checkpoint: images and audio in, features in the place of token embeddings out.
 
-The library's own class joins features and text. Here its text decoder is replaced by a stand-in without weights that
+The library's own class joins features and text. Here its text decoder is replaced by a double without weights that
 keeps what it is given: the features of a prompt that has one item alone, as the decoder would read them.
 """
 
@@ -87,7 +87,7 @@ class MediaEncoder:
         raise ModelError(f"The class of this {self._spec.name} model does not give features to its decoder.")
 
     def _features(self, given: Mapping[str, Any], items: int, count: int) -> Tensor:
-        """[items, count, W] of what the stand-in was given.
+        """[items, count, W] of what the double was given.
 
         Raises:
             ModelError: the decoder reads more than embeddings and what is added to its blocks.
@@ -95,14 +95,18 @@ class MediaEncoder:
         more = [name for name, value in given.items() if value is not None and name not in _KNOWN]
         if more:
             raise ModelError(
-                f"The class of this {self._spec.name} model gives its decoder {more[0]} beside features, which is not "
-                "supported. Leave out images and audio."
+                f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, "
+                "which is not supported. Leave out images and audio."
             )
-        parts = [given["inputs_embeds"]]
-        levels = given.get("deepstack_visual_embeds")
-        parts += [part.view(items, count, -1) for part in levels or ()]
-        if len(parts) != 1 + self._spec.deepstack:
-            parts += [torch.zeros_like(parts[0])] * (1 + self._spec.deepstack - len(parts))
+        levels = list(given.get("deepstack_visual_embeds") or ())
+        if len(levels) not in (0, self._spec.deepstack):
+            raise ModelError(
+                f"The class of this {self._spec.name} model adds features to {len(levels)} blocks, and its "
+                f"configuration names {self._spec.deepstack}. Leave out images and audio."
+            )
+        states = given["inputs_embeds"]
+        parts = [states, *(level.view(items, count, -1) for level in levels)]
+        parts += [torch.zeros_like(states)] * (1 + self._spec.deepstack - len(parts))  # of audio
         return torch.cat(parts, dim=-1).to(self._spec.dtype)
 
     @torch.no_grad()
@@ -167,8 +171,8 @@ class _ZeroEmbedding(nn.Module):
         return torch.zeros(*ids.shape, self._size[1], dtype=self._dtype, device=ids.device)
 
 
-class _DecoderStandIn(nn.Module):
-    """Stand-in for a text decoder, without weights, that ends the forward with what it is given."""
+class _DecoderDouble(nn.Module):
+    """Double of a text decoder, without weights, that ends the forward with what it is given."""
 
     def __init__(self, replaced: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -188,8 +192,8 @@ class _DecoderStandIn(nn.Module):
         raise _Reached(given)
 
 
-class _BlockStandIn(nn.Module):
-    """Stand-in for the first block of a decoder that reads items itself."""
+class _BlockDouble(nn.Module):
+    """Double of the first block of a decoder that reads items itself."""
 
     def forward(self, states: Tensor, *_: Any, **__: Any) -> None:
         """Raises `_Reached`."""
@@ -205,11 +209,17 @@ def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
     """Build the library's class without its text decoder, and read the weights of the rest.
 
     Raises:
-        ModelError: the checkpoint reads no images or audio, or its towers cannot be built or read.
+        ModelError: the checkpoint reads no images or audio, an adapter changes its towers, or they cannot be built or
+            read.
     """
     config = media_config(folder)
     if isinstance(config, str):
         raise ModelError(f"{folder.path} takes no images or audio: {config}.")
+    if spec.tower_adapters:
+        raise ModelError(
+            f"The adapter {spec.tower_adapters[0]} (--lora) changes parts of the model that read images or audio, "
+            "which is not supported. Merge it into the model, or leave out images and audio."
+        )
     cls = _without_text(library_class(config), spec.dtype)
     with silence_library(), torch.no_grad(), WeightReader(folder.tensors) as reader:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors}
@@ -238,19 +248,19 @@ def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
 
 
 def _without_text(cls: Any, dtype: torch.dtype) -> Any:
-    """A class of the same name whose instances have a stand-in for the text decoder, and no language head."""
+    """A class of the same name whose instances have a double of the text decoder, and no language head."""
 
     def build(self: Any, *args: Any, **options: Any) -> None:
         cls.__init__(self, *args, **options)
         part = causal_part(self)
         decoder, head = text_decoder(part), part.get_output_embeddings()
         if _joins(decoder):  # it has the towers, so that only its blocks are left out
-            decoder.layers = nn.ModuleList([_BlockStandIn()])
+            decoder.layers = nn.ModuleList([_BlockDouble()])
             decoder.set_input_embeddings(_ZeroEmbedding(decoder.get_input_embeddings(), dtype))
         for name, module in list(self.named_modules()):
             owner, _, attribute = name.rpartition(".")
             if module is decoder and not _joins(decoder):
-                self.get_submodule(owner)._modules[attribute] = _DecoderStandIn(decoder, dtype)
+                self.get_submodule(owner)._modules[attribute] = _DecoderDouble(decoder, dtype)
             elif module is head:
                 self.get_submodule(owner)._modules[attribute] = None
         for table in ("all_tied_weights_keys", "_tied_weights_keys"):
@@ -262,8 +272,8 @@ def _without_text(cls: Any, dtype: torch.dtype) -> Any:
 def _joining_part(model: Any) -> Any:
     """The module inside the class with the head that joins features and text; the class itself if it does."""
     inner = getattr(model, model.base_model_prefix, None)
-    is_stand_in = inner is None or isinstance(inner, _DecoderStandIn)
-    return model if is_stand_in else inner
+    joins_itself = inner is None or isinstance(inner, _DecoderDouble)
+    return model if joins_itself else inner
 
 
 def _parameters(call: Any) -> Mapping[str, Any]:

@@ -41,7 +41,11 @@ _OF_TEXT: Final = frozenset(("input_ids", "attention_mask", "token_type_ids", "m
 _LAYOUT: Final = 16
 """Most numbers of an array of a layout."""
 _PROBES: Final = ((300, 140), (90, 260))
-"""Sizes of two images that show whether a processor treats an image by what is beside it."""
+"""Sizes of two images that show whether a processor treats an image among several otherwise."""
+
+
+_NO_PIXELS: Final[Mapping[str, Any]] = {"resample": 0, "do_rescale": False, "do_normalize": False}
+"""Settings of an image processor whose results have the sizes alone: the nearest pixel, as it is."""
 
 
 class Header(Protocol):
@@ -85,9 +89,10 @@ class PreparedItem:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Items of equal shape can be encoded together."""
+        """Items of equal shape can be encoded together: none is padded by the length of another."""
         parts = ((name, tuple(value.shape), value.dtype) for name, value in sorted(self.tensors.items()))
-        return (self.kind, self.token_id, self.features, *parts)
+        valid = (int(value.sum()) for name, value in sorted(self.tensors.items()) if name.endswith("mask"))
+        return (self.kind, self.token_id, self.features, *parts, *valid)
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +111,10 @@ class MediaProcessor:
         self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
         self._nested = True
         """Whether the images of a prompt are given as a list of one list."""
+        self._ends = ("", "")
+        """What the processor wants before and after the placeholder of an image."""
+        self._quick: Mapping[str, Any] = {}
+        """Settings with which the image processor gives the same sizes with less work."""
         self._groups = self._probe_images() if "image" in self._placeholders else False
         for kind in self._placeholders:
             self._expand(kind, _PROBES[0] if kind == "image" else (self.audio_rate,), False)
@@ -122,7 +131,7 @@ class MediaProcessor:
         return 0 if "audio" not in self.kinds or part is None else int(part.sampling_rate)
 
     def placeholder(self, kind: MediaKind) -> str:
-        """The token that stands for one item of a kind in a prompt."""
+        """The token that represents one item of a kind in a prompt."""
         return self._placeholders[kind]
 
     def expand(self, headers: Sequence[Header]) -> tuple[Expansion, ...]:
@@ -153,8 +162,8 @@ class MediaProcessor:
         key = (kind, size, grouped)
         found = self._expansions.get(key)
         if found is None:
-            text, tensors = self._run(kind, _blank(kind, size), grouped)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            text, tensors = self._run(kind, _blank(kind, size), grouped, sizes_alone=True)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"] if grouped else self._tokenizer.ids
             token_id = self._feature_id(kind, ids)
             layout = {
                 name: value.to(torch.int64).numpy()
@@ -168,7 +177,7 @@ class MediaProcessor:
         return found
 
     def _feature_id(self, kind: MediaKind, ids: Sequence[int]) -> int:
-        """The id among those of an expansion that stands for a feature."""
+        """The id among those of an expansion of a feature."""
         tower = getattr(self._config, "vision_config" if kind == "image" else "audio_config", None)
         for holder in (self._config, self._processor, tower, self._tokenizer):
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
@@ -180,31 +189,37 @@ class MediaProcessor:
             f"token {kind}_token_id of config.json. Check that tokenizer and processor belong to the model."
         )
 
-    def _run(self, kind: MediaKind, item: Any, grouped: bool) -> tuple[str, dict[str, Tensor]]:
-        """The text that replaces an item's placeholder, and the item's tensors."""
-        items = [item, _blank(kind, (8, 8))] if grouped else [item]
-        texts, tensors = self._call(kind, items)
-        return texts[0], {name: value[:1] if grouped else value for name, value in tensors.items()}
-
-    def _call(self, kind: MediaKind, items: list[Any]) -> tuple[list[str], dict[str, Tensor]]:
-        """(text of each item, tensors of all) of a prompt that has these items alone.
+    def _run(
+        self, kind: MediaKind, item: Any, grouped: bool, *, sizes_alone: bool = False
+    ) -> tuple[str, dict[str, Tensor]]:
+        """The text that replaces an item's placeholder, and the item's tensors; those of pixels are not exact if
+        `sizes_alone` matter.
 
         Raises:
-            RowError: `media_error`: the processor cannot take them.
+            RowError: `media_error`: the processor cannot take the item.
         """
-        text = _SEPARATOR.join([self._placeholders[kind]] * len(items))
+        items = [item, _blank(kind, (8, 8))] if grouped else [item]
+        before, after = self._ends if kind == "image" else ("", "")
+        text = _SEPARATOR.join([f"{before}{self._placeholders[kind]}{after}"] * len(items))
         try:
-            found, tensors = self._expanded(kind, text, items)
+            found, tensors = self._expanded(kind, text, items, self._quick if sizes_alone else {})
         except Exception as error:  # processors raise errors of many types
             raise RowError(
                 ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
             ) from None
-        return found.split(_SEPARATOR), tensors
+        own = found.split(_SEPARATOR)[0].removeprefix(before).removesuffix(after)
+        return own, {name: value[:1] if grouped else value for name, value in tensors.items()}
 
-    def _expanded(self, kind: MediaKind, text: str, items: list[Any]) -> tuple[str, dict[str, Tensor]]:
-        """The text that the processor tokenises in place of `text`, and the tensors of its items."""
+    def _expanded(
+        self, kind: MediaKind, text: str, items: list[Any], settings: Mapping[str, Any] = {}
+    ) -> tuple[str, dict[str, Tensor]]:
+        """The text that the processor tokenises in place of `text`, and the tensors of its items.
+
+        `settings` are those of its image processor for this call.
+        """
         if kind == "image":
             options: dict[str, Any] = {"images": [items] if self._nested else items}
+            options |= {"images_kwargs": dict(settings)} if settings else {}
         else:
             options = {"audio": items, "sampling_rate": self.audio_rate}
         made = self._processor(text=[text], return_tensors="pt", **options)
@@ -216,21 +231,36 @@ class MediaProcessor:
         Raises:
             ModelError: the processor changes the text around images.
         """
-        token = self._placeholders["image"]
         blanks = [_blank("image", size) for size in _PROBES]
-        try:
-            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
-        except Exception:  # as in _call
-            self._nested = False
-            together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
+        token = self._find_form(blanks)
+        alone = [self._expanded("image", token, [blank])[0] for blank in blanks]
+        together = self._expanded("image", _SEPARATOR.join([token] * 2), blanks)[0].split(_SEPARATOR)
         around = self._expanded("image", f"a{token}b{token}{token}c", [*blanks, blanks[0]])[0]
         if around != f"a{together[0]}b{together[1]}{together[0]}c":
             raise ModelError("it changes the text around images")
-        return together != [self._expanded("image", token, [blank])[0] for blank in blanks]
+        with suppress(Exception):  # a processor may not have these settings
+            if [self._expanded("image", token, [blank], _NO_PIXELS)[0] for blank in blanks] == alone:
+                self._quick = _NO_PIXELS
+        return together != alone
+
+    def _find_form(self, blanks: list[Any]) -> str:
+        """Find how the processor takes the images of a prompt; returns an image's placeholder with its ends."""
+        ends = tuple(getattr(self._processor, f"image_{end}_token", None) or "" for end in ("start", "end"))
+        forms = [(nested, given) for given in (("", ""), ends) for nested in (True, False)]
+        for form in forms:
+            self._nested, self._ends = form
+            token = self._placeholders["image"].join(self._ends)
+            try:
+                self._expanded("image", token * len(blanks), blanks)
+                return token
+            except Exception:  # as in _run
+                if form == forms[-1]:
+                    raise
+        raise AssertionError("the last form returns or raises")
 
 
 class _Recorder:
-    """A processor's tokenizer, which keeps the last text of each thread."""
+    """A processor's tokenizer, which keeps the last text of each thread and its ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -242,13 +272,20 @@ class _Recorder:
         """The last text that this thread tokenised."""
         return str(self._given.text)
 
+    @property
+    def ids(self) -> list[int]:
+        """The ids of the last text that this thread tokenised."""
+        return [int(token) for token in self._given.ids]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
         self._given.text = text if isinstance(text, str) else text[0]
         with self._lock:  # settings of padding are changed in place
-            return self._tokenizer(text, *args, **options)
+            made = self._tokenizer(text, *args, **options)
+        self._given.ids = made["input_ids"] if isinstance(text, str) else made["input_ids"][0]
+        return made
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -293,7 +330,7 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
     if found.kinds:
         return found
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
-    return reasons[0] if reasons else f"the processor of {folder.path} names no token that stands for an item"
+    return reasons[0] if reasons else f"the processor of {folder.path} names no token for an item"
 
 
 def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str]]:

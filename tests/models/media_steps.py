@@ -214,6 +214,7 @@ def library_inputs(loaded: Loaded, parts: Parts) -> dict[str, Tensor]:
 
 def library_logits(model: Any, inputs: dict[str, Tensor], after: Sequence[int]) -> Tensor:
     """The library's logits [n, V] of a prompt and the ids `after` it."""
+    model = getattr(model, "thinker", model)  # of a class whose other parts speak
     names = inspect.signature(model.forward).parameters
     accepted = {name: value for name, value in inputs.items() if name in names}
     more = torch.tensor([list(after)])

@@ -89,7 +89,7 @@ def test_images_that_are_treated_as_several_have_other_features(tmp_path: Path) 
     assert [len(rows) for rows in features] == [alone.features, among.features]
 
 
-def test_threads_prepare_items_beside_each_other(tmp_path: Path) -> None:
+def test_threads_prepare_items_at_once(tmp_path: Path) -> None:
     processor = loaded_of("qwen2_vl", tmp_path).processor
     items = [Item("image", (20 + 9 * number % 70, 30 + 7 * number % 50), number) for number in range(24)]
     expected = [processor.prepare(item, item.decoded) for item in items]

@@ -54,8 +54,14 @@ class Family:
     change: Callable[[Any], None] = lambda config: None
     """Further changes of the configuration."""
     kinds: tuple[str, ...] = ("image",)
+    ends: tuple[str, str] = ("", "")
+    """What precedes and follows an image in a prompt."""
     several: bool = True
     """Whether the library's processor takes several items in a prompt."""
+    refused: str = ""
+    """Why its processor is refused."""
+    pads: bool = False
+    """Whether the library's features of a sound depend on a longer one next to it, whose length it is padded to."""
     model_type: str | None = None
     """Type of the checkpoint, if it is not the family's name."""
 
@@ -82,7 +88,7 @@ def whisper(**options: Any) -> Any:
     return transformers.WhisperFeatureExtractor(**{"feature_size": 16, "chunk_length": 1, **options})
 
 
-def _omni(tokenizer: Any) -> Any:
+def omni(tokenizer: Any) -> Any:
     return without_videos(
         "Qwen2_5OmniProcessor",
         image_processor=qwen_images(),
@@ -157,17 +163,6 @@ def _pixtral(tokenizer: Any) -> Any:
 def _idefics3(tokenizer: Any) -> Any:
     images = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 84}, max_image_size={"longest_edge": 28})
     return transformers.Idefics3Processor(image_processor=images, tokenizer=tokenizer, image_seq_len=1)
-
-
-def glm4v(cls: str, images: str) -> Callable[[Any], Any]:
-    """Processors of GLM-4V and its like."""
-
-    def make(tokenizer: Any) -> Any:
-        size = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}
-        made = getattr(transformers, images)(size=size, patch_size=14, merge_size=2)
-        return without_videos(cls, image_processor=made, tokenizer=tokenizer)
-
-    return make
 
 
 def _qwen2_audio(tokenizer: Any) -> Any:
@@ -285,7 +280,7 @@ FAMILIES: dict[str, Family] = {
         change=vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
     ),
     "qwen2_5_omni_thinker": Family(
-        _omni,
+        omni,
         OMNI_TOKENS,
         OMNI_IDS,
         OMNI_NAMES,
@@ -355,19 +350,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "idefics3": Family(
         _idefics3, IDEFICS, {"image_token_id": "<image>"}, change=all_of(vision(28, 14), fields(scale_factor=2))
-    ),
-    "glm4v": Family(
-        glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"),
-        ["<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"],
-        {
-            "image_start_token_id": "<|begin_of_image|>",
-            "image_end_token_id": "<|end_of_image|>",
-            "image_token_id": "<|image|>",
-            "video_start_token_id": "<|begin_of_video|>",
-            "video_end_token_id": "<|end_of_video|>",
-            "video_token_id": "<|video|>",
-        },
-        change=vision(112, 14),
     ),
 }
 """Family -> how its small checkpoint is made."""

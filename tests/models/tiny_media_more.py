@@ -11,14 +11,18 @@ from transformers.models.smolvlm import processing_smolvlm
 from tests.models.tiny_media import (
     GRID,
     IMAGE,
+    OMNI_IDS,
+    OMNI_NAMES,
+    OMNI_TOKENS,
     QWEN_IDS,
     QWEN_TOKENS,
     Family,
     all_of,
     audio,
     fields,
-    glm4v,
     llava,
+    omni,
+    qwen_images,
     qwen_vl,
     vision,
     whisper,
@@ -72,8 +76,45 @@ def _smolvlm(tokenizer: Any) -> Any:
     return without_videos("SmolVLMProcessor", image_processor=images, tokenizer=tokenizer, image_seq_len=1)
 
 
+def _thinker(config: Any) -> None:
+    """Sizes and ids of the part that reads and writes text, of a checkpoint that speaks too."""
+    thinker = getattr(config, "thinker_config", config)
+    audio(num_mel_bins=16, max_source_positions=50, n_window=50, n_window_infer=100, downsample_hidden_size=16)(thinker)
+    for holder in (config, thinker):
+        fields(vision_start_token_id=257, vision_end_token_id=258, audio_start_token_id=261)(holder)
+
+
+def _qwen3_omni(tokenizer: Any) -> Any:
+    return without_videos(
+        "Qwen3OmniMoeProcessor",
+        image_processor=qwen_images(16),
+        feature_extractor=whisper(),
+        tokenizer=tokenizer,
+    )
+
+
+OMNI: dict[str, Any] = {"tokens": OMNI_TOKENS, "ids": OMNI_IDS, "named": OMNI_NAMES, "kinds": ("image", "audio")}
+DEEP = vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
+
+
+def _glm4v(cls: str, images: str) -> Callable[[Any], Any]:
+    """Processors of GLM-4V and its like."""
+
+    def make(tokenizer: Any) -> Any:
+        size = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 24}
+        made = getattr(transformers, images)(size=size, patch_size=14, merge_size=2)
+        return without_videos(cls, image_processor=made, tokenizer=tokenizer)
+
+    return make
+
+
 AYA = ["<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"]
 MORE: dict[str, Family] = {
+    "qwen2_5_omni": Family(omni, change=_thinker, **OMNI),
+    "qwen3_omni_moe_thinker": Family(_qwen3_omni, pads=True, change=all_of(_thinker, DEEP), **OMNI),
+    "qwen3_omni_moe": Family(
+        _qwen3_omni, pads=True, change=all_of(_thinker, lambda config: DEEP(config.thinker_config)), **OMNI
+    ),
     "smolvlm": Family(
         _smolvlm,
         ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"],
@@ -134,8 +175,9 @@ MORE: dict[str, Family] = {
         {"image_token_id": "<IMG_ATOM>"},
         change=vision(28, 14),
     ),
-    "glm46v": Family(glm4v("Glm46VProcessor", "Glm46VImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
-    "glm4v_moe": Family(glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
+    "glm46v": Family(_glm4v("Glm46VProcessor", "Glm46VImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
+    "glm4v": Family(_glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
+    "glm4v_moe": Family(_glm4v("Glm4vProcessor", "Glm4vImageProcessorPil"), GLM, GLM_IDS, change=vision(112, 14)),
     "qwen3_vl_moe": Family(
         qwen_vl("Qwen3VLProcessor", 16),
         QWEN_TOKENS,
@@ -165,6 +207,19 @@ MORE: dict[str, Family] = {
             "vision_end_token_id": "<|IMAGE_END|>",
         },
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
+        change=vision(None, 14),
+    ),
+    "hunyuan_vl": Family(
+        lambda tokenizer: transformers.HunYuanVLProcessor(
+            image_processor=transformers.HunYuanVLImageProcessorPil(
+                size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 12}, patch_size=14, merge_size=2
+            ),
+            tokenizer=tokenizer,
+        ),
+        ["<image>", "<img>", "</img>"],
+        {"image_token_id": "<image>", "image_start_token_id": "<img>", "image_end_token_id": "</img>"},
+        {"image_token": "<image>", "image_start_token": "<img>", "image_end_token": "</img>"},
+        ends=("<img>", "</img>"),
         change=vision(None, 14),
     ),
     "cohere_compass": Family(
@@ -214,6 +269,7 @@ REFUSED: dict[str, Family] = {
         ["<image>", "<fake_token_around_image>", "<end_of_utterance>"],
         {"image_token_id": "<image>"},
         change=vision(56, 14),
+        refused="its processor changes the text around images",
     ),
 }
 """Families whose processor cannot be used."""

@@ -55,7 +55,7 @@ def test_a_layer_may_be_causal_in_runs() -> None:
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_run_has_the_same_bits_beside_other_tokens() -> None:
+def test_a_run_has_the_same_bits_next_to_other_tokens() -> None:
     """A run is computed alone: chunks and rows around it do not change its results."""
     step = step_of()
     args = AttentionArgs(0.3, None)
