@@ -57,8 +57,8 @@ def environment(setup: Setup) -> dict[str, Any]:
     facts, config = setup.identity, setup.config
     found = {f"model {name}": facts[name] for name in _MODEL_FACTS}
     found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in _OPTIONS}
-    if "reasoning" in facts:  # left out otherwise, for equal hashes with older versions
-        found["model reasoning"] = facts["reasoning"]
+    # Left out otherwise, for equal hashes with older versions.
+    found |= {f"model {name}": facts[name] for name in ("reasoning", "processor_digest") if name in facts}
     found["--quantization"] = config.engine.computed_weights  # "auto" is not another way to compute than "none"
     found["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):

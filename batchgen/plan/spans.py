@@ -1,7 +1,8 @@
 """Spans of positions that see one another, as the features of an image do in some models: a chunk never ends in one.
 
-A span is as many features of one item as stand next to each other in a prompt. Prompts branch in front of an item or
-behind it, since all of its features have one id, so only the budget of a step, or its pages, could end a chunk in one.
+A span is a run of features of one item in a prompt, with no other token between them. Prompts branch in front of an
+item or behind it, since all of its features have one id, so only the budget of a step, or its pages, could end a chunk
+in it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class PlacedItem(NamedTuple):
     """How messages name it."""
     item: DistinctItem
     placeholder: str
-    """What stands for it in the prompt's text."""
+    """What the prompt's text has in its place."""
     text: str
     """What replaces the placeholder before the text is tokenised."""
 

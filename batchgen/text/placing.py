@@ -1,4 +1,4 @@
-"""Images and sounds in prompts: what they become stands in place of their placeholders, in texts and in ids."""
+"""Images and sounds in prompts: what they become replaces their placeholders, in texts and in ids."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def stored_ids(ids: Sequence[int], items: Sequence[PlacedItem], vocab_size: int)
         if len(places) != sum(counts):
             problem = (
                 f"and the other items of its kind become {sum(counts)} tokens, and the prompt has {len(places)} for "
-                "them; do not write the model's own tokens for items into the prompt, beside its placeholders"
+                "them; do not write the model's own tokens for items into the prompt, in addition to its placeholders"
             )
             raise own[0].error(problem)
         found[places] = np.repeat(np.array([vocab_size + item.number for item in own], np.int32), counts)

@@ -24,7 +24,7 @@ LONGEST = max(FEATURES.values())
 
 
 def with_items(parts: list[int]) -> list[int]:
-    """A prompt: numbers below 0 stand for items."""
+    """A prompt: numbers below 0 name items."""
     found: list[int] = []
     for part in parts:
         found += [part] if part >= 0 else [FIRST_ITEM - 1 - part] * FEATURES[-1 - part]
@@ -118,7 +118,7 @@ def test_spans_are_those_found_position_by_position(first: list[int], second: li
             assert spans.whole(request, end) == (inside[0] if inside else end)
 
 
-def test_a_step_that_does_not_fit_is_cut_beside_a_span() -> None:
+def test_a_step_that_does_not_fit_is_cut_around_a_span() -> None:
     ids = [1, 2, *[FIRST_ITEM] * 5, 3]
     spans = Spans(np.array(ids, np.int32), np.array([0, len(ids)]), FIRST_ITEM, np.array([5]))
     sim = Simulator([ids], [[1]], [1], SchedulerConfig(9, 2, 4, 16), features={0: 5})

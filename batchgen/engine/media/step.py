@@ -153,7 +153,7 @@ class StepMedia:
         """Rotary positions of a prompt with items, and that of the token behind it.
 
         Text goes on by one on all axes, from wherever it begins, and so does what an item adds: the library is asked
-        once for each kind of item, not for each prompt. Items next to each other are told apart by that.
+        once for each kind of item, not for each prompt. So items next to each other are separate, too.
         """
         places = np.flatnonzero(self._table.stored_ids(request) >= self._items.vocab_size)
         length, at, position, used = len(self._table.stored_ids(request)), 0, 0, 0

@@ -19,7 +19,7 @@ from tests.models.tiny_media_more import MORE
 
 NEW_TOKENS = 5
 BYTES = 257
-"""Number of tokens that are no special ones of a family."""
+"""Number of tokens that all families share; special ones follow."""
 SMALL, WIDE, TALL = Item("image", (60, 40), 1), Item("image", (120, 30), 2), Item("image", (33, 90), 3)
 LOW, HIGH = Item("audio", (4000,), 1), Item("audio", (7000,), 2)
 CASES: dict[str, list[Parts]] = {
@@ -109,7 +109,7 @@ def check(family: str, folder: Path) -> None:
         assert engine.last_run.loop.counts()["media_encoded"] >= len(distinct)
 
 
-def test_images_next_to_each_other_have_places_of_their_own(tmp_path: Path) -> None:
+def test_images_next_to_each_other_are_separate(tmp_path: Path) -> None:
     """The library takes them for one image, so its positions are written out here."""
     model, library = save_media("qwen2_vl", tmp_path)
     loaded, parts = load(tmp_path, library), [SMALL, WIDE, "two"]

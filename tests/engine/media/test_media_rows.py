@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from batchgen.request.completion import Completion
-from tests.engine.media.stand_in import (
+from tests.engine.media.fake_media import (
     BEGIN,
     END,
     FEATURE,
-    StandIn,
+    FakeMedia,
     broken,
     expected,
     media_engine,
@@ -80,28 +80,28 @@ def prompt_of(done: Completion) -> list[int]:
     ids=str,
 )
 def test_rows_equal_the_eager_model(folder: Path, wanted: Any, options: dict[str, Any]) -> None:
-    stand_in = StandIn()
-    found = list(media_engine(folder, stand_in, **options).generate(rows(), ordered=True))
+    fake = FakeMedia()
+    found = list(media_engine(folder, fake, **options).generate(rows(), ordered=True))
     assert_equal(found, wanted)
-    assert set(stand_in.counted.decoded.values()) == set(stand_in.counted.encoded.values()) == {1}
-    assert len(stand_in.counted.encoded) == 3
+    assert set(fake.counted.decoded.values()) == set(fake.counted.encoded.values()) == {1}
+    assert len(fake.counted.encoded) == 3
 
 
 def test_preempted_rows_go_on_as_they_began(folder: Path) -> None:
     many = [row(f"{n} # {n} #", A, picture(n), max_new_tokens=70) for n in range(10, 40)]
-    wanted = list(media_engine(folder, StandIn()).generate(many, ordered=True))
-    stand_in = StandIn()
-    engine = media_engine(folder, stand_in, kv_memory="1MiB")
+    wanted = list(media_engine(folder, FakeMedia()).generate(many, ordered=True))
+    fake = FakeMedia()
+    engine = media_engine(folder, fake, kv_memory="1MiB")
     engine.admission = "free"
     found = list(engine.generate(many, ordered=True))
     assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
     assert_all_same(found, wanted)
-    assert set(stand_in.counted.encoded.values()) == {1}
+    assert set(fake.counted.encoded.values()) == {1}
 
 
 def test_rows_do_not_depend_on_their_order_and_neighbours(folder: Path, wanted: Any) -> None:
-    engine, order = media_engine(folder, StandIn()), np.random.default_rng(0).permutation(len(PROMPTS)).tolist()
+    engine, order = media_engine(folder, FakeMedia()), np.random.default_rng(0).permutation(len(PROMPTS)).tolist()
     shuffled = list(engine.generate([rows()[index] for index in order], ordered=True))
     assert_equal(shuffled, [wanted[index] for index in order])
     alone = [done for each in rows() for done in engine.generate([each])]
@@ -109,7 +109,7 @@ def test_rows_do_not_depend_on_their_order_and_neighbours(folder: Path, wanted: 
 
 
 def test_equal_images_share_tokens_and_others_do_not(folder: Path) -> None:
-    engine = media_engine(folder, StandIn(), dedup=False)
+    engine = media_engine(folder, FakeMedia(), dedup=False)
     first, second, third, *_ = engine.generate(rows(), ordered=True)
     begun = prompt_ids("5 6 # 7", A)
     assert sorted((first.cached_tokens, second.cached_tokens)) == [len(["5", "6", "B"]), len(begun)]
@@ -119,7 +119,7 @@ def test_equal_images_share_tokens_and_others_do_not(folder: Path) -> None:
 
 
 def test_what_people_see_has_the_models_own_ids(folder: Path) -> None:
-    done, text = media_engine(folder, StandIn()).generate(
+    done, text = media_engine(folder, FakeMedia()).generate(
         [row("5 # 7", A, echo=True, logprob_start_len=0, return_text_in_logprobs=True), row("5 7")], ordered=True
     )
     ids = prompt_ids("5 # 7", A)
@@ -136,7 +136,7 @@ def test_what_people_see_has_the_models_own_ids(folder: Path) -> None:
 def test_ids_may_hold_a_placeholder_or_all_tokens(folder: Path, ids: list[int]) -> None:
     given = row("", A)
     del given["text"]
-    (found,) = media_engine(folder, StandIn()).generate([{**given, "input_ids": ids}])
+    (found,) = media_engine(folder, FakeMedia()).generate([{**given, "input_ids": ids}])
     assert_equal([found], [expected(folder, "5 # 7", A)])
     assert prompt_of(found) == prompt_ids("5 # 7", A)
 
@@ -161,7 +161,7 @@ def test_ids_may_hold_a_placeholder_or_all_tokens(folder: Path, ids: list[int]) 
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )
 def test_a_bad_row_fails_alone(folder: Path, wanted: Any, given: dict[str, Any], code: str, words: str) -> None:
-    engine = media_engine(folder, StandIn())
+    engine = media_engine(folder, FakeMedia())
     bad, *good = engine.generate([given, *rows()], ordered=True)
     assert bad.error is not None
     assert (str(bad.error.code), words in bad.error.message) == (code, True), bad.error
@@ -170,23 +170,23 @@ def test_a_bad_row_fails_alone(folder: Path, wanted: Any, given: dict[str, Any],
 
 def test_a_prompt_with_images_is_not_truncated(folder: Path) -> None:
     given = [row("1 " * 480 + "# # 3", C, C), row("1 " * 600)]
-    refused, cut = media_engine(folder, StandIn(), truncate="left").generate(given, ordered=True)
+    refused, cut = media_engine(folder, FakeMedia(), truncate="left").generate(given, ordered=True)
     assert refused.error is not None
     assert "a prompt with media is not cut" in refused.error.message
     assert cut.error is None
 
 
 def test_all_rows_of_an_image_that_cannot_be_decoded_fail_and_no_others(folder: Path, wanted: Any) -> None:
-    stand_in, odd = StandIn(), broken(9)
+    fake, odd = FakeMedia(), broken(9)
     bad = [row("5 6 # 7 8", odd), row("5 # # 7", A, odd), row("3 4 #", odd, n=2, temperature=1.0)]
-    found = list(media_engine(folder, stand_in, max_num_seqs=2).generate([*rows(), *bad], ordered=True))
+    found = list(media_engine(folder, fake, max_num_seqs=2).generate([*rows(), *bad], ordered=True))
     assert_equal(found[: len(PROMPTS)], wanted)
     assert [done.error is not None and str(done.error.code) for done in found[len(PROMPTS) :]] == ["media_error"] * 3
-    assert set(stand_in.counted.decoded.values()) == {1}
+    assert set(fake.counted.decoded.values()) == {1}
 
 
 def test_several_prompts_samples_scores_and_states(folder: Path) -> None:
-    engine = media_engine(folder, StandIn())
+    engine = media_engine(folder, FakeMedia())
     several = row("", [A], [B])
     several["text"] = ["w5 w200", "w6 w200"]
     given = [
@@ -208,8 +208,8 @@ def test_several_prompts_samples_scores_and_states(folder: Path) -> None:
 
 
 def test_a_second_job_encodes_its_own_images(folder: Path, wanted: Any) -> None:
-    stand_in = StandIn()
-    engine = media_engine(folder, stand_in)
+    fake = FakeMedia()
+    engine = media_engine(folder, fake)
     for _ in range(2):
         assert_all_same(engine.generate(rows(), ordered=True), engine.generate(rows(), ordered=True))
-    assert set(stand_in.counted.encoded.values()) == {4}
+    assert set(fake.counted.encoded.values()) == {4}

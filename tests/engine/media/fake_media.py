@@ -34,12 +34,12 @@ from tests.models.tiny import VOCAB, save_tiny
 Pixels = npt.NDArray[np.uint8]
 
 FEATURE, BEGIN, END = 200, 201, 202
-"""Ids of a feature, and of what stands around an image; the placeholder is the word of a feature."""
+"""Ids of a feature, and of what surrounds an image; the placeholder is the word of a feature."""
 HIDDEN = 64
 
 
 @dataclass(frozen=True)
-class StandInHeader:
+class FakeHeader:
     kind: Any
     digest: str
     size: tuple[int, ...]
@@ -47,7 +47,7 @@ class StandInHeader:
 
 
 @dataclass(frozen=True)
-class StandInExpansion:
+class FakeExpansion:
     text: str
     token_id: int
     features: int
@@ -56,7 +56,7 @@ class StandInExpansion:
 
 
 @dataclass(frozen=True)
-class StandInItem:
+class FakeItem:
     patches: npt.NDArray[np.float32]
     """[features, 12]"""
 
@@ -74,7 +74,7 @@ class Counted:
     batches: list[int] = field(default_factory=list)
 
 
-class StandIn:
+class FakeMedia:
     """Store, processor and towers in one."""
 
     kinds = frozenset({"image"})
@@ -91,17 +91,17 @@ class StandIn:
     def placeholder(self, kind: str) -> str:
         return f"w{FEATURE}"
 
-    def add_all(self, items: Sequence[MediaItem]) -> list[StandInHeader]:
+    def add_all(self, items: Sequence[MediaItem]) -> list[FakeHeader]:
         return [self._header(item) for item in items]
 
-    def _header(self, item: MediaItem) -> StandInHeader:
+    def _header(self, item: MediaItem) -> FakeHeader:
         pixels = np.asarray(item.source)
         if pixels.shape[0] > 64:
             raise RowError(ErrorCode.MEDIA_ERROR, f"`{item.place}` is too large", item.field)
         digest = hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).hexdigest()
-        return StandInHeader(item.kind, digest, (pixels.shape[1], pixels.shape[0]), pixels)
+        return FakeHeader(item.kind, digest, (pixels.shape[1], pixels.shape[0]), pixels)
 
-    def decode(self, header: StandInHeader) -> Pixels:
+    def decode(self, header: FakeHeader) -> Pixels:
         self.hold.wait(30)
         with self._lock:
             self.counted.decoded[header.digest] += 1
@@ -109,22 +109,22 @@ class StandIn:
             raise RowError(ErrorCode.MEDIA_ERROR, "`image_data` cannot be decoded", "image_data")
         return header.pixels
 
-    def expand(self, headers: Sequence[StandInHeader]) -> tuple[StandInExpansion, ...]:
+    def expand(self, headers: Sequence[FakeHeader]) -> tuple[FakeExpansion, ...]:
         found = []
         for header in headers:
             count = header.size[0] * header.size[1] // 4
             words = [f"w{FEATURE}"] * count
             words = [f"w{BEGIN}", *words, f"w{END}"] if self._wrapped else words
-            found.append(StandInExpansion(" ".join(words), FEATURE, count))
+            found.append(FakeExpansion(" ".join(words), FEATURE, count))
         return tuple(found)
 
-    def prepare(self, header: StandInHeader, decoded: Pixels, *, grouped: bool = False) -> StandInItem:
-        item = StandInItem(patches_of(decoded))
+    def prepare(self, header: FakeHeader, decoded: Pixels, *, grouped: bool = False) -> FakeItem:
+        item = FakeItem(patches_of(decoded))
         with self._lock:
             self._digests[item.patches.tobytes()] = header.digest
         return item
 
-    def encode(self, items: Sequence[StandInItem]) -> list[Tensor]:
+    def encode(self, items: Sequence[FakeItem]) -> list[Tensor]:
         assert len({item.shape for item in items}) == 1
         self.counted.batches.append(len(items))
         for item in items:
@@ -171,16 +171,16 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def media_engine(folder: Path, stand_in: StandIn, truncate: Truncate = "none", **options: Any) -> Engine:
+def media_engine(folder: Path, fake: FakeMedia, truncate: Truncate = "none", **options: Any) -> Engine:
     """An engine whose model takes images."""
     config = EngineConfig(model=str(folder), dtype="float32", **{"page_size": 4, "attention": "torch", **options})
     model = load_model(str(folder), dtype="float32", device="cpu")
     front_end = FrontEnd.build(config, model.spec, Tokenizer.load(folder, model=folder), {}, truncate=truncate)
-    return Engine.from_front_end(model, replace(front_end, media=stand_in.support))
+    return Engine.from_front_end(model, replace(front_end, media=fake.support))
 
 
 def row(text: str, *pictures: Pixels, **fields: Any) -> dict[str, Any]:
-    """A greedy row: `#` stands for an image in a text of numbers."""
+    """A greedy row: `#` is an image in a text of numbers."""
     words = [f"w{FEATURE}" if word == "#" else f"w{word}" for word in text.split()]
     common = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, "return_logprob": True}
     media = {"image_data": list(pictures)} if pictures else {}
@@ -188,7 +188,7 @@ def row(text: str, *pictures: Pixels, **fields: Any) -> dict[str, Any]:
 
 
 def prompt_ids(text: str, *pictures: Pixels) -> list[int]:
-    """The ids of such a row's prompt."""
+    """The ids of the prompt of such a row."""
     rest, found = list(pictures), list[int]()
     for word in text.split():
         if word == "#":
