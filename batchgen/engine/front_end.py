@@ -97,7 +97,7 @@ class FrontEnd:
         def load(model: Model) -> MediaEncoder:
             return load_media_encoder(folder, model.spec)
 
-        found = MediaSupport(self.spec.vocab_size, partial(find_media_processor, folder), load, self.media_store)
+        found = MediaSupport(self.spec, partial(find_media_processor, folder), load, self.media_store)
         return replace(self, media=found)
 
     def defaults(

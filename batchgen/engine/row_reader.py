@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from batchgen.engine.embeds_reader import EmbedsReader
+from batchgen.engine.embeds_reader import EmbedsReader, TensorFiles
 from batchgen.engine.media.reader import MediaReader, MediaSupport, has_media, no_media
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, UsageError, row_error
 from batchgen.media.root import MediaRoot
@@ -156,8 +156,9 @@ class RowReader:
         self._seen = _HashSet()
         self._numbers: dict[int, int] = {}
         """Hash of a duplicate id -> least number that may be free as its suffix."""
-        self._media = MediaReader(table, media or no_media("it is not known which the model takes"))
-        self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
+        files = TensorFiles(media_root or MediaRoot(None))
+        self._media = MediaReader(table, media or no_media("it is not known which the model takes"), files)
+        self._embeds = EmbedsReader(table.embeds, files) if table.embeds is not None else None
 
     def read(
         self,

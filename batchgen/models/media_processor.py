@@ -134,6 +134,10 @@ class MediaProcessor:
         """The token that represents one item of a kind in a prompt."""
         return self._placeholders[kind]
 
+    def token_text(self, token_id: int) -> str:
+        """How a token is written in a text."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
+
     def expand(self, headers: Sequence[Header]) -> tuple[Expansion, ...]:
         """What the items of one prompt become, in their order.
 

@@ -41,7 +41,11 @@ class DistinctItem:
     grouped: bool
     """Whether the processor treats it as one of several of a prompt, which gives other features than alone."""
     source: Any
-    """Where it is, with its `size`: (width, height) of an image, (samples,) of a sound."""
+    """Where it is, with its `size`: (width, height) of an image, (samples,) of a sound; empty if it is not decoded."""
+
+    def error(self, problem: str) -> RowError:
+        """`media_error` whose message is "`place` problem"."""
+        return RowError(ErrorCode.MEDIA_ERROR, f"`{self.place}` {problem}", self.place.partition("[")[0])
 
     @property
     def key(self) -> Hashable:
@@ -67,7 +71,7 @@ class PlacedItem(NamedTuple):
     """What replaces the placeholder before the text is tokenised."""
 
     def error(self, problem: str) -> RowError:
-        """`media_error` whose message is "`place` problem"."""
+        """`media_error` of its row, whose message is "`place` problem"."""
         return RowError(ErrorCode.MEDIA_ERROR, f"`{self.place}` {problem}", self.place.partition("[")[0])
 
 

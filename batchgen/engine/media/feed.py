@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.media.features import FeatureStore, Floats
+from batchgen.engine.media.sources import Source
 from batchgen.engine.memory.oom import is_out_of_memory
-from batchgen.errors import ErrorInfo, row_error
+from batchgen.errors import ErrorInfo, ModelError, row_error
 from batchgen.models.media_encoder import MediaEncoder
 from batchgen.models.media_processor import PreparedItem
 from batchgen.request.media_items import DistinctItem, MediaItems
@@ -30,9 +31,6 @@ FEATURE_BYTES: Final = 512 << 20
 """Most bytes of features in memory; others are in a file."""
 BATCH_FEATURES: Final = 4096
 """Most features of a batch of the encoder, unless it is a single item."""
-_GROWTH: Final = 8
-"""Bytes of an item in memory for each number that it holds, while it is decoded and prepared."""
-_CHANNELS: Final = 3
 
 
 @dataclass(slots=True)
@@ -71,7 +69,7 @@ class MediaFeed:
         items: MediaItems,
         order: Sequence[int],
         uses: npt.NDArray[np.int64],
-        prepare: Callable[[DistinctItem], PreparedItem],
+        prepare: Callable[[DistinctItem], PreparedItem | Floats],
         encoder: MediaEncoder,
         store: FeatureStore,
         *,
@@ -90,7 +88,7 @@ class MediaFeed:
         self._workers = workers
         self._together = together
         self._threads: ThreadPoolExecutor | None = None
-        self._ahead: dict[int, Future[PreparedItem]] = {}
+        self._ahead: dict[int, Future[PreparedItem | Floats]] = {}
         """Items that are being prepared or are ready, in the order of the plan."""
         self._ahead_bytes = 0
         self._errors: dict[int, ErrorInfo] = {}
@@ -130,6 +128,11 @@ class MediaFeed:
             return np.zeros((len(rows), self._width), np.float32)
         return self.store.get(number)[rows]
 
+    def fail(self, number: int, problem: str) -> None:
+        """Make an item unusable: `problem` follows its name in the errors of its rows."""
+        if number not in self._errors:
+            self._fail(number, self._items[number].error(problem))
+
     def failed(self) -> list[tuple[int, ErrorInfo]]:
         """The items that have turned out to be unusable since the last call, with the error of their rows."""
         while self._broken:
@@ -165,8 +168,8 @@ class MediaFeed:
 
     def _bytes(self, number: int) -> int:
         """Bytes of an item in memory, about."""
-        item = self._items[number]
-        return int(np.prod(item.source.size)) * _GROWTH * (_CHANNELS if item.kind == "image" else 1)
+        source: Source = self._items[number].source
+        return source.nbytes
 
     def _submit(self, number: int) -> None:
         if self._threads is None:
@@ -174,14 +177,14 @@ class MediaFeed:
         self._ahead[number] = self._threads.submit(self._prepared, number)
         self._ahead_bytes += self._bytes(number)
 
-    def _prepared(self, number: int) -> PreparedItem:
+    def _prepared(self, number: int) -> PreparedItem | Floats:
         try:
             return self._prepare(self._items[number])
         except BaseException:
             self._broken.append(number)
             raise
 
-    def _take(self, number: int) -> PreparedItem | None:
+    def _take(self, number: int) -> PreparedItem | Floats | None:
         """A prepared item, once it is ready; None if it failed."""
         future = self._ahead[number]
         if not future.done():
@@ -207,29 +210,35 @@ class MediaFeed:
         prepared = self._take(first)
         if prepared is None:
             return []
+        if isinstance(prepared, np.ndarray):
+            self.store.put(first, prepared)  # features that a row gives
+            return []
         found, features = [(first, prepared)], self._items[first].features
         for number in list(self._ahead) if self._together else ():
             future, more = self._ahead[number], self._items[number].features
             if features + more > BATCH_FEATURES or not future.done():
                 break
-            if future.exception() is None and future.result().shape == prepared.shape:
+            ready = None if future.exception() is not None else future.result()
+            if isinstance(ready, PreparedItem) and ready.shape == prepared.shape:
                 features += more
-                found.append((number, future.result()))
+                found.append((number, ready))
                 self._take(number)
         return found
 
     def _encode(self, batch: Sequence[tuple[int, PreparedItem]]) -> None:
-        """Encode prepared items; after an out-of-memory error in halves, and what does not fit alone fails."""
+        """Encode prepared items; after an error in halves, and what cannot be encoded alone fails."""
         if not batch:
             return
         began = time.perf_counter()
         try:
             found = [each.float().cpu().numpy() for each in self._encoder.encode([prepared for _, prepared in batch])]
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except (RuntimeError, MemoryError, ModelError) as error:
+            too_large = is_out_of_memory(error)
+            if not too_large and not isinstance(error, ModelError):
                 raise
             if len(batch) == 1:
-                self._fail(batch[0][0], MemoryError())
+                item = self._items[batch[0][0]]
+                self._fail(batch[0][0], MemoryError() if too_large else item.error(f"cannot be encoded: {error}"))
                 return
             half = len(batch) // 2
             self._encode(batch[:half])

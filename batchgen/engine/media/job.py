@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +14,7 @@ import torch
 from batchgen.engine.media.features import FeatureStore
 from batchgen.engine.media.feed import FEATURE_BYTES, MediaFeed
 from batchgen.engine.media.reader import MediaSupport
+from batchgen.engine.media.sources import GivenFeatures
 from batchgen.engine.media.step import Layout, StepMedia
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo
@@ -195,9 +197,9 @@ class MediaPlan:
     images: int
     sounds: int
     megapixels: float
-    """Pixels of the distinct images, in millions."""
+    """Pixels of the images that are decoded, in millions."""
     audio_seconds: float
-    """Length of the distinct sounds."""
+    """Length of the sounds that are decoded."""
     encoded_tokens: int
     """Tokens of the distinct items: the work of the encoder."""
     prompt_tokens: int
@@ -211,7 +213,9 @@ def plan_media(table: RequestTable, audio_rate: int) -> MediaPlan | None:
         return None
     found = [items[number] for number in range(len(items))]
     images = [item for item in found if item.kind == "image"]
-    samples = sum(int(item.source.size[0]) for item in found if item.kind == "audio")
+    decoded = [item for item in found if item.source.size]
+    pixels = sum(math.prod(item.source.size) for item in decoded if item.kind == "image")
+    samples = sum(math.prod(item.source.size) for item in decoded if item.kind == "audio")
     prompt_tokens = 0
     for part in blocks(len(table.tokens)):
         prompt_tokens += int((table.tokens[part] >= items.vocab_size).sum())
@@ -219,8 +223,8 @@ def plan_media(table: RequestTable, audio_rate: int) -> MediaPlan | None:
         items=len(found),
         images=len(images),
         sounds=len(found) - len(images),
-        megapixels=round(sum(int(np.prod(item.source.size)) for item in images) / 1e6, 3),
+        megapixels=round(pixels / 1e6, 3),
         audio_seconds=round(samples / max(1, audio_rate), 1),
-        encoded_tokens=sum(item.features for item in found),
+        encoded_tokens=sum(item.features for item in found if not isinstance(item.source, GivenFeatures)),
         prompt_tokens=prompt_tokens,
     )

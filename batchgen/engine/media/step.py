@@ -159,11 +159,15 @@ class StepMedia:
         length, at, position, used = len(self._table.stored_ids(request)), 0, 0, 0
         found = np.empty((self._axes, length), np.int64)
         for number in numbers:
-            block, following = self._block(number)
-            own = places[used : used + block.shape[1]]
-            if own[-1] - own[0] >= len(own):  # text between the features of an item
-                ids = self._table.prompt_ids(request).astype(np.int64)
-                return self._find(ids, [self._items[each].layout for each in numbers])
+            own = places[used : used + self._items[number].features]
+            try:
+                if own[-1] - own[0] >= len(own):  # text between the features of an item
+                    ids = self._table.prompt_ids(request).astype(np.int64)
+                    return self._find(ids, [self._items[each].layout for each in numbers])
+                block, following = self._block(number)
+            except Exception:  # the library reads a layout that the row gives, and raises errors of many types
+                self._features.fail(number, "has values from which the model's positions cannot be computed")
+                break
             first = int(own[0])
             found[:, at:first] = np.arange(position, position + first - at)
             position += first - at

@@ -23,8 +23,10 @@ from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.media.reader import MediaSupport
-from batchgen.errors import ErrorCode, RowError
+from batchgen.errors import ErrorCode, ModelError, RowError
+from batchgen.models.base import ModelSpec
 from batchgen.models.load import load_model
+from batchgen.models.media_processor import PreparedItem
 from batchgen.request.media import MediaItem
 from batchgen.text.fit import Truncate
 from batchgen.text.tokenizer import Tokenizer
@@ -53,16 +55,6 @@ class FakeExpansion:
     features: int
     layout: Any = field(default_factory=dict)
     grouped: bool = False
-
-
-@dataclass(frozen=True)
-class FakeItem:
-    patches: npt.NDArray[np.float32]
-    """[features, 12]"""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.patches.shape
 
 
 @dataclass
@@ -118,25 +110,31 @@ class FakeMedia:
             found.append(FakeExpansion(" ".join(words), FEATURE, count))
         return tuple(found)
 
-    def prepare(self, header: FakeHeader, decoded: Pixels, *, grouped: bool = False) -> FakeItem:
-        item = FakeItem(patches_of(decoded))
+    def prepare(self, header: FakeHeader, decoded: Pixels, *, grouped: bool = False) -> PreparedItem:
+        patches = patches_of(decoded)
         with self._lock:
-            self._digests[item.patches.tobytes()] = header.digest
-        return item
+            self._digests[patches.tobytes()] = header.digest
+        return PreparedItem("image", FEATURE, len(patches), {"patches": torch.from_numpy(patches)})
 
-    def encode(self, items: Sequence[FakeItem]) -> list[Tensor]:
+    def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
         assert len({item.shape for item in items}) == 1
         self.counted.batches.append(len(items))
-        for item in items:
-            self.counted.encoded[self._digests[item.patches.tobytes()]] += 1
-        return [features_of(item.patches) for item in items]
+        found = [item.tensors["patches"].numpy() for item in items]
+        for patches in found:
+            if patches.shape[1:] != (12,):
+                raise ModelError("the towers cannot read this")
+            self.counted.encoded[self._digests.get(patches.tobytes(), "given")] += 1
+        return [features_of(patches) for patches in found]
 
     def positions(self, ids: Tensor, layouts: Sequence[Any]) -> tuple[Tensor, int]:
         raise AssertionError("positions are plain")
 
-    @property
-    def support(self) -> MediaSupport:
-        return MediaSupport(VOCAB, lambda: self, lambda model: self, lambda rate, folder: self)
+    def token_text(self, token_id: int) -> str:
+        return f"w{token_id}"
+
+    def support(self, spec: ModelSpec) -> MediaSupport:
+        own: Any = self
+        return MediaSupport(spec, lambda: own, lambda model: own, lambda rate, folder: own)
 
 
 def patches_of(pixels: Pixels) -> npt.NDArray[np.float32]:
@@ -176,7 +174,7 @@ def media_engine(folder: Path, fake: FakeMedia, truncate: Truncate = "none", **o
     config = EngineConfig(model=str(folder), dtype="float32", **{"page_size": 4, "attention": "torch", **options})
     model = load_model(str(folder), dtype="float32", device="cpu")
     front_end = FrontEnd.build(config, model.spec, Tokenizer.load(folder, model=folder), {}, truncate=truncate)
-    return Engine.from_front_end(model, replace(front_end, media=fake.support))
+    return Engine.from_front_end(model, replace(front_end, media=fake.support(model.spec)))
 
 
 def row(text: str, *pictures: Pixels, **fields: Any) -> dict[str, Any]:

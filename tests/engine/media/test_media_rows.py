@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from batchgen.request.completion import Completion
 from tests.engine.media.fake_media import (
@@ -16,6 +18,7 @@ from tests.engine.media.fake_media import (
     FakeMedia,
     broken,
     expected,
+    features_of,
     media_engine,
     patches_of,
     picture,
@@ -38,6 +41,13 @@ PROMPTS: list[tuple[str, list[Any]]] = [
     ("5 6 201 200 202 7", []),  # the model's own tokens in a text without images
     ("10 " * 20 + "# 4", [C]),
 ]
+
+
+def output(patches: Any, ids: list[int]) -> dict[str, Any]:
+    """A row whose image is the output of the processor."""
+    given = row("", {"format": "processor_output", "patches": patches, "input_ids": [ids]})
+    del given["text"]
+    return {**given, "input_ids": ids}
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +161,12 @@ def test_ids_may_hold_a_placeholder_or_all_tokens(folder: Path, ids: list[int]) 
         (row("# 6", picture(1, 66, 2)), "media_error", "too large"),
         (row("# 6", picture(1, 64, 64)), "context_length_exceeded", "become 1024 tokens"),
         (row("1 " * 480 + "# # 3", C, C), "context_length_exceeded", "has 517 tokens"),
-        (
-            {**row("# 6"), "image_data": {"format": "processor_output", "x": 1}},
-            "unsupported_field",
-            "not supported yet",
-        ),
+        (row("# 6", {"format": "processor_output", "x": 1}), "unsupported_field", "needs `input_ids`"),
+        (row("# 6", {"format": "precomputed_embedding", "feature": [[1.0]]}), "invalid_field", "the model needs 64"),
+        (row("# 6", {"format": "precomputed_embedding", "feature": "a:b"}), "invalid_field", "name a tensor as FILE"),
+        (output([[1.0]], [200, 6]), "media_error", "cannot be encoded"),
+        (output([["a"]], [200, 6]), "invalid_field", "not an array of numbers"),
+        (output([[1.0]], [6]), "media_error", "has no token in `input_ids`"),
         ({**row("# 6"), "audio_data": [b"RIFF"]}, "unsupported_field", "is a sound, and this model takes image alone"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
@@ -166,6 +177,28 @@ def test_a_bad_row_fails_alone(folder: Path, wanted: Any, given: dict[str, Any],
     assert bad.error is not None
     assert (str(bad.error.code), words in bad.error.message) == (code, True), bad.error
     assert_equal(good, wanted)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_features_and_processor_outputs_equal_the_image(folder: Path, tmp_path: Path, inline: bool) -> None:
+    features, patches = features_of(patches_of(A)), torch.from_numpy(patches_of(A))
+    save_file({"features": features, "patches": patches}, tmp_path / "given.safetensors")
+    feature: Any = features.tolist() if inline else "given.safetensors:features"
+    given: Any = patches.numpy() if inline else "given.safetensors:patches"
+    fake = FakeMedia()
+    rows = [
+        row("5 6 # 7 8", A),
+        row("5 6 # 7 8", {"format": "precomputed_embedding", "feature": feature}),
+        row("5 6 # 7 9", {"format": "precomputed_embedding", "feature": feature}),
+        output(given, prompt_ids("5 6 # 7 8", A)),
+    ]
+    engine = media_engine(folder, fake, media_root=str(tmp_path))
+    found = list(engine.generate(rows, ordered=True))
+    wanted = [expected(folder, text, A) for text in ("5 6 # 7 8", "5 6 # 7 8", "5 6 # 7 9", "5 6 # 7 8")]
+    assert_equal(found, wanted)
+    assert [done.media_tokens for done in found] == [4] * 4
+    assert found[1].cached_tokens or found[2].cached_tokens
+    assert fake.counted.encoded.total() == 2
 
 
 def test_a_prompt_with_images_is_not_truncated(folder: Path) -> None:
