@@ -159,21 +159,13 @@ def lay_out_step(
         positions[at:] = plan.decodes.positions
         if unread is not None and source is not None:
             source[at:] = _source_rows(plan.decodes.sequence_ids, rows, unread)
-    *full, last = decodes.tables
-    attention, slots = _lay_out_pages(plan, last, positions, rows, plan.window_pages)
-    window_slots = None
-    if full:
-        window, window_slots = attention, slots
-        attention, slots = _lay_out_pages(plan, full[0], positions, rows, None)
-        attention.window = window
+    attention, slots, window_slots = _lay_out_kinds(plan, decodes, positions, rows)
     embeds = None if table.embeds_id is None else _chunk_embeds(plan, table)
     rope_positions = None
     if media is not None:
+        media.add_spans(plan.prefills, attention)
         embeds = joined_embeds(embeds, media.embed(plan.prefills, ids))
         rope_positions = media.rope_positions(plan.prefills, positions, running.request[rows])
-        attention.spans = media.spans(plan.prefills)
-        if attention.window is not None:
-            attention.window.spans = attention.spans
     logit_rows, sample_rows = _unique_tokens(plan.samples.tokens)
     return StepArrays(
         ids=ids,
@@ -189,6 +181,23 @@ def lay_out_step(
         embeds=embeds,
         rope_positions=rope_positions,
     )
+
+
+def _lay_out_kinds(
+    plan: StepPlan, decodes: DecodeTables, positions: Int64, rows: Int64
+) -> tuple[AttentionBatch, Int64, Int64 | None]:
+    """Page tables of all layers, and the slot mappings [T] of those without and, if there are any, with a window.
+
+    The arguments are those of `_lay_out_pages`.
+    """
+    *full, last = decodes.tables
+    attention, slots = _lay_out_pages(plan, last, positions, rows, plan.window_pages)
+    if not full:
+        return attention, slots, None
+    window, window_slots = attention, slots
+    attention, slots = _lay_out_pages(plan, full[0], positions, rows, None)
+    attention.window = window
+    return attention, slots, window_slots
 
 
 def _lay_out_pages(

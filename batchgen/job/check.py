@@ -161,8 +161,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         table = rows.table
         setup.note_rows(table, _print_note)
         read = time.monotonic()
-        adapters, bidirectional = list(setup.spec.adapters), setup.spec.bidirectional
-        workload = plan_workload(table, dedup=config.engine.dedup, adapters=adapters, bidirectional=bidirectional)
+        workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         counts, steps, peaks = _plan(config, setup, workload)
         output = estimate_output(rows, config, setup.spec)
         memory = estimate_memory(setup, workload, sum(peaks.values()))
@@ -176,7 +175,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         row_errors=errors.shown,
         commonest_error=errors.reasons.commonest(),
         carried_options=carried_notes(rows.carried_options, config.carry),
-        media=None if (media := setup.plan_media(table)) is None else asdict(media),
+        media=setup.media_facts(table).get("media"),
         prompt_tokens=workload.tree.prompt_tokens,
         distinct_prompt_tokens=workload.tree.distinct_tokens,
         computed_prompt_tokens=counts.distinct_prompt_tokens,

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from batchgen.engine.media.job import MediaPlan
+from typing import Any, Final
 
 MEDIA_COUNTS: Final = "media_"
 """Beginning of the names of the engine's counts of items, which go on through all runs of a job."""
 
 
-def media_figures(plan: MediaPlan, engine: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
-    """The report's figures of images and sounds.
+def media_figures(plan: Mapping[str, Any] | None, engine: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+    """The report's figures of images and sounds; None for a job without any.
 
     Args:
-        plan: what the job has.
+        plan: the fields of the job's `MediaPlan`.
         engine: what its run counted.
-        on_cpu: whether the model ran on the CPU, whose time is known; `device_busy` is None else.
+        device: type of the model's device; `device_busy` is None unless it is "cpu", whose time is known.
     """
+    if plan is None:
+        return None
     busy = engine["compute_ms"] + engine["overlapped_compute_ms"]
     total = engine["compute_ms"] + engine["host_ms"]
     counts = {name.removeprefix(MEDIA_COUNTS): count for name, count in engine.items() if name.startswith(MEDIA_COUNTS)}
-    share = round(min(1.0, busy / total), 4) if on_cpu and total else None
-    return {**asdict(plan), **counts, "device_busy": share}
+    share = round(min(1.0, busy / total), 4) if device == "cpu" and total else None
+    return {**plan, **counts, "device_busy": share}
 
 
 def media_size(media: Mapping[str, Any]) -> str:

@@ -185,28 +185,23 @@ class _Job:
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
-        advice, facts = input_advice(rows, running.workload, setup), engine.facts
-        plan = setup.plan_media(rows.table)
-        if plan is not None:
-            facts["media"] = asdict(plan)
+        advice, facts = input_advice(rows, running.workload, setup), {**engine.facts, **setup.media_facts(rows.table)}
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory
         self.collector.collect()
         with self._phase("writing"):
             totals = write_output(work, rows, {**identity.record, **facts}, setup)
-        media = None if plan is None else media_figures(plan, counts.engine, on_cpu=setup.spec.device.type == "cpu")
         summary = run_summary(self.result, identity.record, rows, totals, counts, self.seconds)
-        written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
             summary,
             rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=facts["kernels"],
-            media=media,
+            media=media_figures(facts.get("media"), counts.engine, setup.spec.device.type),
             advice=[*advice, *output_advice(totals, rows.table)],
-            engine={**summary.engine, **written},
+            engine={**summary.engine, "output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)},
         )
 
     def _find_reuse(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_an
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
-from batchgen.engine.media.job import MediaPlan, plan_media
+from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.signals import StopRequest
@@ -140,9 +140,10 @@ class Setup:
         unscaled = self.spec.unscaled_context
         return unscaled is not None and (self.config.shard is not None or table.longest > unscaled)
 
-    def plan_media(self, table: RequestTable) -> MediaPlan | None:
-        """Figures of the images and sounds of a table; None if no row has any."""
-        return None if table.media is None else plan_media(table, self.front_end.media.audio_rate)
+    def media_facts(self, table: RequestTable) -> dict[str, Any]:
+        """Fields of the `MediaPlan` of a table, by "media"; nothing if no row has images or sounds."""
+        plan = None if table.media is None else plan_media(table, self.front_end.media.audio_rate)
+        return {} if plan is None else {"media": asdict(plan)}
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""

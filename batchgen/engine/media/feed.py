@@ -49,6 +49,18 @@ class MediaCounts:
     """Time of the encoder."""
 
 
+@dataclass(frozen=True, slots=True)
+class FeedSettings:
+    """How the items of a job are prepared and encoded."""
+
+    width: int
+    """W, numbers in a feature."""
+    workers: int
+    """Threads that prepare items."""
+    together: bool
+    """Whether items are encoded in batches, which may change their last bits."""
+
+
 class MediaFeed:
     """The features of a job's items, each from its first use to its last.
 
@@ -59,9 +71,7 @@ class MediaFeed:
         prepare: decodes and prepares an item, in any thread.
         encoder: the towers.
         store: where features are kept.
-        width: W, numbers in a feature.
-        workers: threads that prepare items.
-        together: whether items are encoded in batches, which may change their last bits.
+        settings: how items are prepared and encoded.
     """
 
     def __init__(
@@ -72,10 +82,7 @@ class MediaFeed:
         prepare: Callable[[DistinctItem], PreparedItem | Floats],
         encoder: MediaEncoder,
         store: FeatureStore,
-        *,
-        width: int,
-        workers: int,
-        together: bool = True,
+        settings: FeedSettings,
     ) -> None:
         self._items = items
         self._order = deque(order)
@@ -84,9 +91,7 @@ class MediaFeed:
         self._encoder = encoder
         self.store = store
         """Where features are kept."""
-        self._width = width
-        self._workers = workers
-        self._together = together
+        self._settings = settings
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: dict[int, Future[PreparedItem | Floats]] = {}
         """Items that are being prepared or are ready, in the order of the plan."""
@@ -125,7 +130,7 @@ class MediaFeed:
     def rows(self, number: int, rows: npt.NDArray[np.int64]) -> Floats:
         """[n, W] features of an item by their index."""
         if number in self._errors:
-            return np.zeros((len(rows), self._width), np.float32)
+            return np.zeros((len(rows), self._settings.width), np.float32)
         return self.store.get(number)[rows]
 
     def fail(self, number: int, problem: str) -> None:
@@ -173,7 +178,7 @@ class MediaFeed:
 
     def _submit(self, number: int) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="media")
+            self._threads = ThreadPoolExecutor(self._settings.workers, thread_name_prefix="media")
         self._ahead[number] = self._threads.submit(self._prepared, number)
         self._ahead_bytes += self._bytes(number)
 
@@ -214,7 +219,7 @@ class MediaFeed:
             self.store.put(first, prepared)  # features that a row gives
             return []
         found, features = [(first, prepared)], self._items[first].features
-        for number in list(self._ahead) if self._together else ():
+        for number in list(self._ahead) if self._settings.together else ():
             future, more = self._ahead[number], self._items[number].features
             if features + more > BATCH_FEATURES or not future.done():
                 break

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from batchgen.engine.media.features import FeatureStore
-from batchgen.engine.media.feed import FEATURE_BYTES, MediaFeed
+from batchgen.engine.media.feed import FEATURE_BYTES, FeedSettings, MediaFeed
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.engine.media.sources import GivenFeatures
 from batchgen.engine.media.step import Layout, StepMedia
@@ -175,9 +175,7 @@ def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, to
         support.prepare,
         encoder,
         FeatureStore(FEATURE_BYTES, None if table.embeds is None else table.embeds.folder),
-        width=spec.features_size,
-        workers=max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)),
-        together=together,
+        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), together),
     )
 
     def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:

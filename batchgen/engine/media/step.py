@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.engine.media.feed import MediaFeed
+from batchgen.kernels.types import AttentionBatch
 from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import PrefillChunk
 from batchgen.request.media_items import MediaItems
@@ -89,18 +90,18 @@ class StepMedia:
         token = self._items[number].token_id
         return token if token < self._items.vocab_size else 0
 
-    def spans(self, chunks: Sequence[PrefillChunk]) -> list[tuple[int, int]]:
-        """Flat tokens [start, end) of a step's chunks that see one another."""
-        found: list[tuple[int, int]] = []
+    def add_spans(self, chunks: Sequence[PrefillChunk], attention: AttentionBatch) -> None:
+        """Give a step's attention the flat tokens of its chunks that see one another."""
         if self._spans is None:
-            return found
+            return
         at = 0
         for chunk in chunks:
             shift = at - chunk.start
             within = self._spans.within(chunk.request, chunk.start, chunk.end)
-            found += [(start + shift, end + shift) for start, end in within]
+            attention.spans += [(start + shift, end + shift) for start, end in within]
             at += chunk.end - chunk.start
-        return found
+        if attention.window is not None:
+            attention.window.spans = attention.spans
 
     def rope_positions(self, chunks: Sequence[PrefillChunk], positions: Int64, decoding: Int64) -> Int64 | None:
         """[A, T] rotary positions of a step's tokens; None: they are plain numbers.
