@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from batchgen.models.architectures import packed_types
 from batchgen.models.folder import ModelFolder
-from batchgen.models.hf_text import decoder_config, library_class, rope_settings, whole_config
+from batchgen.models.hf_text import decoder_config, library_class, rope_settings, unset_quantisation, whole_config
 from batchgen.models.text_part import is_packed
 
 _SEE_ONE_ANOTHER: Final = {"gemma3": None, "shieldgemma2": None, "gemma4": "vision", "gemma4_unified": "vision"}
@@ -47,6 +47,7 @@ def media_config(folder: ModelFolder) -> Any | str:
     if folder.model_type in UNSUPPORTED:
         return f"{folder.model_type}: {UNSUPPORTED[folder.model_type]}"
     config = whole_config(folder)
+    unset_quantisation(config)
     thinker = getattr(config, "thinker_config", None)
     return config if thinker is None else thinker
 

@@ -62,10 +62,12 @@ class MediaEncoder:
         """
         first, device = items[0], self._spec.device
         assert all(item.shape == first.shape for item in items), "items of one shape"
+        joined = {
+            name: torch.cat([item.tensors[name] for item in items]) for name in first.tensors if name in self._names
+        }
         tensors = {
-            name: torch.cat([item.tensors[name] for item in items]).to(device)
-            for name in first.tensors
-            if name in self._names
+            name: value.to(device, self._spec.dtype if value.is_floating_point() else None)
+            for name, value in joined.items()
         }
         count = first.features
         ids = torch.full((len(items), count), first.token_id, device=device)

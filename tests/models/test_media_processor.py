@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from batchgen.models.folder import check_model_folder
 from batchgen.models.media_encoder import load_media_encoder
 from batchgen.models.media_processor import MediaProcessor, find_media_processor
 from tests.models.media_steps import Item, Loaded, library_inputs, load
+from tests.models.quantised import CASES, quantise_folder
 from tests.models.tiny import save_tiny
 from tests.models.tiny_media import save_media
 from tests.models.tiny_packed import save_packed
@@ -111,6 +113,17 @@ def test_items_of_one_shape_are_encoded_together(tmp_path: Path) -> None:
     assert not torch.equal(*together)
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_towers_run_in_the_number_format_of_the_run(name: str, tmp_path: Path) -> None:
+    loaded = loaded_of(name, tmp_path)
+    item = loaded.processor.prepare(PICTURES[0], PICTURES[0].decoded)
+    (exact,) = loaded.encoder.encode([item])
+    spec = replace(loaded.model.spec, dtype=torch.bfloat16)
+    (rounded,) = load_media_encoder(check_model_folder(tmp_path), spec).encode([item])
+    assert rounded.dtype == torch.bfloat16
+    assert 0 < (rounded.float() - exact).norm() < 0.05 * exact.norm()
+
+
 def test_a_size_that_the_processor_refuses_is_an_error_of_the_row(tmp_path: Path) -> None:
     processor = loaded_of("qwen2_vl", tmp_path).processor
     with pytest.raises(RowError, match=r"cannot take this image: .*aspect ratio"):
@@ -162,3 +175,15 @@ def test_only_the_towers_are_read(tmp_path: Path) -> None:
         if "language" not in name and "head" not in name
     )
     assert loaded.encoder.nbytes == towers
+
+
+def test_quantised_towers_are_dequantised(tmp_path: Path) -> None:
+    _, library = save_media("llava", tmp_path / "plain")
+    folder = quantise_folder(CASES["fp8 blocks"], tmp_path / "quantised", tmp_path / "plain")
+    loaded = load(tmp_path / "plain", library)  # with what the quantised values mean
+    item = loaded.processor.prepare(PICTURES[0], PICTURES[0].decoded)
+    (expected,) = loaded.encoder.encode([item])
+    checked = check_model_folder(folder)
+    assert checked.quantisation is not None
+    (got,) = load_media_encoder(checked, loaded.model.spec).encode([item])
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)

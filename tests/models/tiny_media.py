@@ -392,7 +392,7 @@ def save_media(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
         torch.manual_seed(0)
         model = AutoModelForMultimodalLM.from_config(media_config(name), attn_implementation="eager").eval()
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # initialisers make these constant, which would hide one that is not read
+            if parameter.dim() == 1 or not parameter.any():  # constant ones would hide one that is not read
                 parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     tokenizer = byte_tokenizer(["<pad>", *family.tokens], family.named)
