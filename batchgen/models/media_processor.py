@@ -41,6 +41,8 @@ _PROBES: Final = ((300, 140), (90, 260))
 """Sizes of two images that show whether a processor treats an image among several otherwise."""
 
 
+_ONE_KIND: Final = frozenset(("phi4_multimodal",))
+"""Types whose features of one kind depend on whether a prompt has items of the other."""
 _NO_PIXELS: Final[Mapping[str, Any]] = {"resample": 0, "do_rescale": False, "do_normalize": False}
 """Settings of an image processor whose results have the sizes alone: the nearest pixel, as it is."""
 
@@ -135,8 +137,15 @@ class MediaProcessor:
         """What the items of one prompt become, in their order.
 
         Raises:
-            RowError: `media_error`: the processor cannot take an item of this size.
+            RowError: `media_error`: the processor cannot take an item of this size, or these kinds together.
         """
+        if self._config.model_type in _ONE_KIND and len({header.kind for header in headers}) > 1:
+            raise RowError(
+                ErrorCode.MEDIA_ERROR,
+                f"a {self._config.model_type} model encodes audio otherwise where a prompt has images too, which is "
+                "not supported; give images or audio",
+                None,
+            )
         grouped = self._groups and sum(header.kind == "image" for header in headers) > 1
         return tuple(self._expand(header.kind, header.size, grouped and header.kind == "image") for header in headers)
 
@@ -327,7 +336,7 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
     if found.kinds:
         return found
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
-    return reasons[0] if reasons else f"the processor of {folder.path} names no token for an item"
+    return f"the model's processor cannot be used: {reasons[0] if reasons else 'it names no token for an item'}"
 
 
 def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str]]:
