@@ -251,8 +251,8 @@ class MediaProcessor:
 
     def _find_form(self, blanks: list[Any]) -> str:
         """Find how the processor takes the images of a prompt; returns an image's placeholder with its ends."""
-        ends = tuple(getattr(self._processor, f"image_{end}_token", None) or "" for end in ("start", "end"))
-        forms = [(nested, given) for given in (("", ""), ends) for nested in (True, False)]
+        start, end = (getattr(self._processor, f"image_{name}_token", None) or "" for name in ("start", "end"))
+        forms = [(nested, ends) for ends in (("", ""), (start, end)) for nested in (True, False)]
         for form in forms:
             self._nested, self._ends = form
             token = self._placeholders["image"].join(self._ends)
