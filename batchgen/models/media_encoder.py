@@ -71,6 +71,8 @@ class MediaEncoder:
         }
         count = first.features
         ids = torch.full((len(items), count), first.token_id, device=device)
+        if first.last_id is not None:
+            ids[:, -1] = first.last_id
         at = torch.arange(count, device=device).expand(len(items), count)
         given = self._given(first, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, **tensors)
         return list(self._features(given, len(items), count).unbind())

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from batchgen.models.media_processor import processor_class
+from batchgen.models.media_config import processor_class
 from tests.models.tiny_packed import packed_config
 
 SIZE = 320
@@ -56,6 +56,8 @@ class Family:
     kinds: tuple[str, ...] = ("image",)
     ends: tuple[str, str] = ("", "")
     """What precedes and follows an image in a prompt."""
+    ends_differ: bool = False
+    """Whether the token that ends an item has the id of a feature here, and its own in the library."""
     several: bool = True
     """Whether the library's processor takes several items in a prompt."""
     refused: str = ""
