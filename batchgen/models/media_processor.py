@@ -4,10 +4,12 @@ sizes alone, and the tensors that towers read. Reads no weights.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock, local
 from typing import Any, Final, Literal, Protocol
 
@@ -29,6 +31,7 @@ _PART: Final[dict[MediaKind, tuple[str, ...]]] = {
     "audio": ("feature_extractor", "audio_processor"),
 }
 """Attributes of a processor that read an item of a kind."""
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _SEPARATOR: Final = "\x1f"
 """Between the items of a text: no processor changes it, and no tokenizer of a vocabulary sees it."""
 _OF_TEXT: Final = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"))
@@ -351,3 +354,9 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
         return found
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
     return f"the model's processor cannot be used: {reasons[0] if reasons else 'it names no token for an item'}"
+
+
+def processor_digest(folder: ModelFolder) -> str | None:
+    """Digest of the files that say how images and audio are prepared; None if the folder has none."""
+    files = [file for name in _PROCESSOR_FILES if (file := folder.path / name).is_file()]
+    return hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest() if files else None
