@@ -36,7 +36,7 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     except Exception as error:  # configuration classes validate with errors of many types
         source = folder.path if folder.is_gguf else folder.path / "config.json"
         raise ModelError(f"transformers cannot read {source}: {first_line(error)}.") from None
-    _unset_quantisation(config)
+    unset_quantisation(config)
     text = decoder_config(config)
     contexts = library_contexts(text, context_length)
     if contexts is None:
@@ -46,7 +46,7 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     return config, context
 
 
-def _unset_quantisation(config: Any) -> None:
+def unset_quantisation(config: Any) -> None:
     """Make it the configuration of the plain model: quantised weights are dequantised before the library has them."""
     for holder in (config, config.get_text_config()):
         if getattr(holder, "quantization_config", None) is not None:

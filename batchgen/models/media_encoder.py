@@ -62,13 +62,17 @@ class MediaEncoder:
         """
         first, device = items[0], self._spec.device
         assert all(item.shape == first.shape for item in items), "items of one shape"
+        joined = {
+            name: torch.cat([item.tensors[name] for item in items]) for name in first.tensors if name in self._names
+        }
         tensors = {
-            name: torch.cat([item.tensors[name] for item in items]).to(device)
-            for name in first.tensors
-            if name in self._names
+            name: value.to(device, self._spec.dtype if value.is_floating_point() else None)
+            for name, value in joined.items()
         }
         count = first.features
         ids = torch.full((len(items), count), first.token_id, device=device)
+        if first.last_id is not None:
+            ids[:, -1] = first.last_id
         at = torch.arange(count, device=device).expand(len(items), count)
         given = self._given(first, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, **tensors)
         return list(self._features(given, len(items), count).unbind())

@@ -5,10 +5,7 @@ sizes alone, and the tensors that towers read. Reads no weights.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ from batchgen.errors import ErrorCode, ModelError, RowError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
 from batchgen.models.hf_text import first_line
-from batchgen.models.media_config import media_config
+from batchgen.models.media_config import media_config, read_processor
 
 MediaKind = Literal["image", "audio"]
 _KINDS: Final[tuple[MediaKind, ...]] = ("image", "audio")
@@ -44,6 +41,10 @@ _PROBES: Final = ((300, 140), (90, 260))
 """Sizes of two images that show whether a processor treats an image among several otherwise."""
 
 
+_ONE_KIND: Final = frozenset(("phi4_multimodal",))
+"""Types whose features of one kind depend on whether a prompt has items of the other."""
+_EMBED_LAST: Final = frozenset(("gemma3n",))
+"""Types whose towers have an embedding of the token that ends an item. In a prompt it has the id of a feature."""
 _NO_PIXELS: Final[Mapping[str, Any]] = {"resample": 0, "do_rescale": False, "do_normalize": False}
 """Settings of an image processor whose results have the sizes alone: the nearest pixel, as it is."""
 
@@ -86,13 +87,15 @@ class PreparedItem:
     features: int
     tensors: Mapping[str, Tensor]
     """By the names of the library's forward."""
+    last_id: int | None = None
+    """Id of a token after the features that the towers embed too, as one more feature; None: there is none."""
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Items of equal shape can be encoded together: none is padded by the length of another."""
         parts = ((name, tuple(value.shape), value.dtype) for name, value in sorted(self.tensors.items()))
         valid = (int(value.sum()) for name, value in sorted(self.tensors.items()) if name.endswith("mask"))
-        return (self.kind, self.token_id, self.features, *parts, *valid)
+        return (self.kind, self.token_id, self.last_id, self.features, *parts, *valid)
 
     @property
     def nbytes(self) -> int:
@@ -142,8 +145,15 @@ class MediaProcessor:
         """What the items of one prompt become, in their order.
 
         Raises:
-            RowError: `media_error`: the processor cannot take an item of this size.
+            RowError: `media_error`: the processor cannot take an item of this size, or these kinds together.
         """
+        if self._config.model_type in _ONE_KIND and len({header.kind for header in headers}) > 1:
+            raise RowError(
+                ErrorCode.MEDIA_ERROR,
+                f"a {self._config.model_type} model encodes audio otherwise where a prompt has images too, which is "
+                "not supported; give images or audio",
+                None,
+            )
         grouped = self._groups and sum(header.kind == "image" for header in headers) > 1
         return tuple(self._expand(header.kind, header.size, grouped and header.kind == "image") for header in headers)
 
@@ -160,7 +170,9 @@ class MediaProcessor:
         """
         expansion = self._expand(header.kind, header.size, grouped)
         tensors = self._run(header.kind, decoded, grouped)[1]
-        return PreparedItem(header.kind, expansion.token_id, expansion.features, tensors)
+        last = self._last_token(header.kind)
+        last_id = None if last is None else last[1]
+        return PreparedItem(header.kind, expansion.token_id, expansion.features, tensors, last_id)
 
     def _expand(self, kind: MediaKind, size: tuple[int, ...], grouped: bool) -> Expansion:
         key = (kind, size, grouped)
@@ -169,6 +181,10 @@ class MediaProcessor:
             text, tensors = self._run(kind, _blank(kind, size), grouped, sizes_alone=True)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"] if grouped else self._tokenizer.ids
             token_id = self._feature_id(kind, ids)
+            last = self._last_token(kind)
+            if last is not None:
+                text = text.replace(last[0], str(self._tokenizer.convert_ids_to_tokens(token_id)))
+                ids = [token_id if token == last[1] else token for token in ids]
             layout = {
                 name: value.to(torch.int64).numpy()
                 for name, value in tensors.items()
@@ -179,6 +195,13 @@ class MediaProcessor:
                 layout["audio_seqlens"] = masks[0].sum(-1).to(torch.int64).numpy()
             found = self._expansions[key] = Expansion(text, token_id, ids.count(token_id), layout, grouped)
         return found
+
+    def _last_token(self, kind: MediaKind) -> tuple[str, int] | None:
+        """The token after an item's features that towers embed instead of the text decoder, and its id."""
+        if self._config.model_type not in _EMBED_LAST:
+            return None
+        token = str(getattr(self._tokenizer, "eoi_token" if kind == "image" else "eoa_token"))
+        return token, int(self._tokenizer.convert_tokens_to_ids(token))
 
     def _feature_id(self, kind: MediaKind, ids: Sequence[int]) -> int:
         """The id among those of an expansion of a feature."""
@@ -249,8 +272,8 @@ class MediaProcessor:
 
     def _find_form(self, blanks: list[Any]) -> str:
         """Find how the processor takes the images of a prompt; returns an image's placeholder with its ends."""
-        ends = tuple(getattr(self._processor, f"image_{end}_token", None) or "" for end in ("start", "end"))
-        forms = [(nested, given) for given in (("", ""), ends) for nested in (True, False)]
+        start, end = (getattr(self._processor, f"image_{name}_token", None) or "" for name in ("start", "end"))
+        forms = [(nested, ends) for ends in (("", ""), (start, end)) for nested in (True, False)]
         for form in forms:
             self._nested, self._ends = form
             token = self._placeholders["image"].join(self._ends)
@@ -327,89 +350,14 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
         return "the package Pillow is missing: pip install 'batchgen[media]'"
     try:
         with silence_library():
-            processor, missing = _read_processor(folder, config)
+            processor, missing = read_processor(folder, config)
             found = MediaProcessor(processor, config)
     except Exception as error:  # constructors of many authors raise errors of many types
         return f"the model's processor cannot be used: {first_line(error)}"
     if found.kinds:
         return found
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
-    return reasons[0] if reasons else f"the processor of {folder.path} names no token for an item"
-
-
-def _read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str]]:
-    """The library's processor without the parts that cannot be read, and why they cannot.
-
-    A part may need a package that is missing, as processors of videos need torchvision; the others do without it.
-    """
-    options: Any = {"local_files_only": True, "trust_remote_code": False}
-    cls = processor_class(_processor_name(folder, config))
-    values, _ = cls.get_processor_dict(folder.path, **options)
-    parts: list[Any] = []
-    missing: dict[str, str] = {}
-    for name in cls.get_attributes():
-        only = {"get_attributes": classmethod(lambda _, name=name: [name]), "__module__": cls.__module__}
-        loader: Any = type(cls.__name__, (cls,), only)
-        try:
-            parts += loader._get_arguments_from_pretrained(folder.path, values, **options)
-        except Exception as error:  # as in find_media_processor
-            if "tokenizer" in name:
-                raise
-            missing[name] = first_line(error)
-            parts.append(None)
-
-    def check(self: Any, name: str, given: Any) -> Any:
-        return None if name in missing else cls.check_argument_for_proper_class(self, name, given)
-
-    body = {
-        "_get_arguments_from_pretrained": classmethod(lambda *_, **__: parts),
-        "check_argument_for_proper_class": check,
-        "__module__": cls.__module__,
-    }
-    reduced: Any = type(cls.__name__, (cls,), body)
-    return reduced.from_pretrained(folder.path, **options), missing
-
-
-def processor_class(name: str) -> Any:
-    """The library's class of that name.
-
-    Without torchvision the library has no class whose module takes a function from a module that needs it. The module
-    of the image processor without torchvision has the same function.
-    """
-    import transformers  # the library takes seconds to import
-
-    found = getattr(transformers, name)
-    if issubclass(found, transformers.ProcessorMixin):
-        return found
-    module = str(found.__module__)
-    images = module.replace(".processing_", ".image_processing_")
-    with suppress(ImportError):
-        pil = importlib.import_module(module.replace(".processing_", ".image_processing_pil_"))
-        sys.modules[images] = pil
-        try:
-            found = getattr(importlib.import_module(module), name)
-        finally:
-            del sys.modules[images]
-    return found
-
-
-def _processor_name(folder: ModelFolder, config: Any) -> str:
-    """The class that a folder's files name, else that of its type.
-
-    Raises:
-        ModelError: the folder has no processor.
-    """
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # as in _read_processor
-
-    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        path = folder.path / file
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if isinstance(values.get("processor_class"), str):
-            return str(values["processor_class"])
-    for kind in (folder.model_type, str(config.model_type)):
-        if PROCESSOR_MAPPING_NAMES.get(kind):
-            return str(PROCESSOR_MAPPING_NAMES[kind])
-    raise ModelError(f"neither its files nor the type {folder.model_type} name one")
+    return f"the model's processor cannot be used: {reasons[0] if reasons else 'it names no token for an item'}"
 
 
 def processor_digest(folder: ModelFolder) -> str | None:

@@ -79,6 +79,7 @@ class Loaded:
         ]
         features = [self.encoder.encode([item])[0] for item in prepared]
         assert [len(rows) for rows in features] == [found.features for found in made]
+        assert all(rows.abs().sum(1).min() > 0 for rows in features)
         places = (
             torch.isin(ids, torch.tensor([found.token_id for found in made], dtype=torch.int64)).nonzero().flatten()
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ from batchgen.models.folder import check_model_folder
 from batchgen.models.media_encoder import load_media_encoder
 from batchgen.models.media_processor import MediaProcessor, find_media_processor
 from tests.models.media_steps import Item, Loaded, library_inputs, load
+from tests.models.quantised import CASES, quantise_folder
 from tests.models.tiny import save_tiny
-from tests.models.tiny_media import save_media
+from tests.models.tiny_media import byte_tokenizer, save_media
 from tests.models.tiny_packed import save_packed
 
 torch.set_num_threads(1)
@@ -111,6 +115,17 @@ def test_items_of_one_shape_are_encoded_together(tmp_path: Path) -> None:
     assert not torch.equal(*together)
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_towers_run_in_the_number_format_of_the_run(name: str, tmp_path: Path) -> None:
+    loaded = loaded_of(name, tmp_path)
+    item = loaded.processor.prepare(PICTURES[0], PICTURES[0].decoded)
+    (exact,) = loaded.encoder.encode([item])
+    spec = replace(loaded.model.spec, dtype=torch.bfloat16)
+    (rounded,) = load_media_encoder(check_model_folder(tmp_path), spec).encode([item])
+    assert rounded.dtype == torch.bfloat16
+    assert 0 < (rounded.float() - exact).norm() < 0.05 * exact.norm()
+
+
 def test_a_size_that_the_processor_refuses_is_an_error_of_the_row(tmp_path: Path) -> None:
     processor = loaded_of("qwen2_vl", tmp_path).processor
     with pytest.raises(RowError, match=r"cannot take this image: .*aspect ratio"):
@@ -162,3 +177,59 @@ def test_only_the_towers_are_read(tmp_path: Path) -> None:
         if "language" not in name and "head" not in name
     )
     assert loaded.encoder.nbytes == towers
+
+
+def test_quantised_towers_are_dequantised(tmp_path: Path) -> None:
+    _, library = save_media("llava", tmp_path / "plain")
+    folder = quantise_folder(CASES["fp8 blocks"], tmp_path / "quantised", tmp_path / "plain")
+    loaded = load(tmp_path / "plain", library)  # with what the quantised values mean
+    item = loaded.processor.prepare(PICTURES[0], PICTURES[0].decoded)
+    (expected,) = loaded.encoder.encode([item])
+    checked = check_model_folder(folder)
+    assert checked.quantisation is not None
+    (got,) = load_media_encoder(checked, loaded.model.spec).encode([item])
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+
+
+def save_phi4(folder: Path) -> None:
+    """A checkpoint whose processor of images needs torchvision, and that of sounds does not."""
+    save_packed("phi4_multimodal", folder)
+    names = {"image_token": "<|image|>", "audio_token": "<|audio|>"}
+    byte_tokenizer(["<pad>", *names.values()], names).save_pretrained(folder)
+    parts = {"image_processor_type": "Phi4MultimodalImageProcessor"}
+    parts |= {"feature_extractor_type": "Phi4MultimodalFeatureExtractor", "processor_class": "Phi4MultimodalProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(parts))
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="the processor of images can be read")
+def test_a_kind_whose_processor_lacks_a_package_is_left_out(tmp_path: Path) -> None:
+    save_phi4(tmp_path)
+    processor = find_media_processor(check_model_folder(tmp_path))
+    assert isinstance(processor, MediaProcessor)
+    assert (processor.kinds, processor.audio_rate) == ({"audio"}, 16000)
+    with pytest.raises(RowError, match="encodes audio otherwise where a prompt has images too"):
+        processor.expand([PICTURES[0], SOUNDS[0]])
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "a class of another kind": ({"processor_class": "AutoModel"}, "cannot be used"),
+    "an unknown class": ({"processor_class": "os"}, "has no attribute os"),
+    "code in the folder": (
+        {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}},
+        "custom code",
+    ),
+    "a wrong value": ({"image_processor_type": "CLIPImageProcessor", "size": "big"}, "big"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_wrong_files_of_a_processor_are_a_reason_and_run_nothing(name: str, tmp_path: Path) -> None:
+    save_packed("llava", tmp_path)
+    byte_tokenizer(["<pad>", "<image>"], {}).save_pretrained(tmp_path)
+    values, reason = HOSTILE[name]
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"} | values))
+    found = find_media_processor(check_model_folder(tmp_path))
+    assert isinstance(found, str)
+    assert reason in found
+    assert not (tmp_path / "ran").exists()

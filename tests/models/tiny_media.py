@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from batchgen.models.media_processor import processor_class
+from batchgen.models.media_config import processor_class
 from tests.models.tiny_packed import packed_config
 
 SIZE = 320
@@ -56,6 +56,8 @@ class Family:
     kinds: tuple[str, ...] = ("image",)
     ends: tuple[str, str] = ("", "")
     """What precedes and follows an image in a prompt."""
+    ends_differ: bool = False
+    """Whether the token that ends an item has the id of a feature here, and its own in the library."""
     several: bool = True
     """Whether the library's processor takes several items in a prompt."""
     refused: str = ""
@@ -392,7 +394,7 @@ def save_media(name: str, folder: Path) -> tuple[PreTrainedModel, Any]:
         torch.manual_seed(0)
         model = AutoModelForMultimodalLM.from_config(media_config(name), attn_implementation="eager").eval()
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # initialisers make these constant, which would hide one that is not read
+            if parameter.dim() == 1 or not parameter.any():  # constant ones would hide one that is not read
                 parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     tokenizer = byte_tokenizer(["<pad>", *family.tokens], family.named)

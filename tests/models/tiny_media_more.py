@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.smolvlm import processing_smolvlm
 
 from tests.models.tiny_media import (
@@ -16,6 +20,7 @@ from tests.models.tiny_media import (
     OMNI_TOKENS,
     QWEN_IDS,
     QWEN_TOKENS,
+    SIZE,
     Family,
     all_of,
     audio,
@@ -93,6 +98,43 @@ def _qwen3_omni(tokenizer: Any) -> Any:
     )
 
 
+class PooledPixels(PreTrainedModel):
+    """A vision tower in place of Gemma 3n's, which needs the package timm: means of squares of pixels."""
+
+    config_class = transformers.Gemma3nVisionConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.proj = nn.Conv2d(3, config.hidden_size, 8, 8)
+        self.post_init()
+
+    def forward(self, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """[B, 3, 32, 32] -> [B, H, 4, 4]."""
+        return BaseModelOutputWithPooling(last_hidden_state=self.proj(pixel_values))
+
+
+def _gemma3n(tokenizer: Any) -> Any:
+    return transformers.Gemma3nProcessor(
+        feature_extractor=transformers.Gemma3nAudioFeatureExtractor(feature_size=32),
+        image_processor=transformers.SiglipImageProcessorPil(size={"height": 32, "width": 32}),
+        tokenizer=tokenizer,
+        audio_seq_length=12,
+        image_seq_length=16,
+    )
+
+
+def _gemma3n_sizes(config: Any) -> None:
+    transformers.AutoModel.register(transformers.Gemma3nVisionConfig, PooledPixels, exist_ok=True)
+    fields(vision_soft_tokens_per_image=16, audio_soft_tokens_per_image=12)(config)
+    vision(hidden_size=64, vocab_offset=259, vocab_size=2)(config)
+    audio(hidden_size=64, vocab_offset=261, vocab_size=SIZE - 261, input_feat_size=32)(config)
+    audio(conf_num_hidden_layers=2, conf_num_attention_heads=4, sscp_conv_channel_size=(16, 8))(config)
+    config.text_config.vocab_size_per_layer_input = 259
+
+
+GEMMA3N = ["boi", "boa", "eoi", "image", "eoa", "audio"]
+"""Special tokens from id 257 on: from the third on, towers embed them."""
 OMNI: dict[str, Any] = {"tokens": OMNI_TOKENS, "ids": OMNI_IDS, "named": OMNI_NAMES, "kinds": ("image", "audio")}
 DEEP = vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
 
@@ -114,6 +156,15 @@ MORE: dict[str, Family] = {
     "qwen3_omni_moe_thinker": Family(_qwen3_omni, pads=True, change=all_of(_thinker, DEEP), **OMNI),
     "qwen3_omni_moe": Family(
         _qwen3_omni, pads=True, change=all_of(_thinker, lambda config: DEEP(config.thinker_config)), **OMNI
+    ),
+    "gemma3n": Family(
+        _gemma3n,
+        [f"<{name}>" for name in GEMMA3N],
+        {f"{name}_token_id": f"<{name}>" for name in GEMMA3N},
+        {f"{name}_token": f"<{name}>" for name in GEMMA3N},
+        change=_gemma3n_sizes,
+        kinds=("image", "audio"),
+        ends_differ=True,
     ),
     "smolvlm": Family(
         _smolvlm,
