@@ -131,10 +131,10 @@ def array_sound(array: npt.NDArray[Any]) -> Samples:
         raise MediaFault(f"is an array of {array.dtype}; give floating point, int16 or int32")
     with np.errstate(over="ignore"):  # infinities are refused
         values = array.astype(np.float32) / np.float32(_FULL_SCALE.get(array.dtype.name, 1))
-    if values.ndim == 2:
+    if values.ndim == 2 and values.size:
         values = _mono(values.T if values.shape[0] > values.shape[1] else values)
     _check_finite(values)
-    return np.ascontiguousarray(values)
+    return np.ascontiguousarray(values.reshape(-1))
 
 
 def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samples:

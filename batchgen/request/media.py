@@ -182,12 +182,12 @@ def media_item(kind: MediaKind, place: str, value: Any, detail: Any = None) -> M
         RowError: `invalid_field`.
     """
     if isinstance(value, Mapping):
-        if value.get("format") in _FORMS:
+        if _is_one_of(value.get("format"), _FORMS):
             return _prepared(kind, place, value)
         if detail is None:
             detail = value.get("detail")
         value = _held(kind, place, value)
-    if detail is not None and (kind != "image" or detail not in get_args(Detail)):
+    if detail is not None and (kind != "image" or not _is_one_of(detail, get_args(Detail))):
         raise _invalid(place, f"has a `detail` of {show(detail)}; it is one of {', '.join(get_args(Detail))}")
     return MediaItem(kind, _source(kind, place, value), place, detail)
 
@@ -216,7 +216,7 @@ def _held(kind: MediaKind, place: str, value: Mapping[str, Any]) -> Any:
         known = ", ".join(_HOLDERS)
         what = f"has the key {show(odd)}" if odd is not None else "is an object without an item"
         raise _invalid(place, f"{what}; an object has one of {known}")
-    if file_format is not None and (kind != "audio" or file_format not in _SOUND_FORMATS):
+    if file_format is not None and (kind != "audio" or not _is_one_of(file_format, _SOUND_FORMATS)):
         raise _invalid(place, f"has a `format` of {show(file_format)}; it is one of {', '.join(_SOUND_FORMATS)}")
     if held == ["array"] and kind == "audio":
         return _sound(place, (given["array"], rate))
@@ -250,15 +250,14 @@ def _is_sound(kind: MediaKind, value: Any) -> bool:
     """Whether a value is (samples, rate)."""
     if kind != "audio" or not isinstance(value, list | tuple) or len(value) != 2:
         return False
-    is_array = isinstance(value[0], np.ndarray) or hasattr(value[0], "detach")
-    return (is_array or type(value[0]) in (list, tuple)) and (
-        type(value[1]) in (int, float) or hasattr(value[1], "item")
-    )
+    samples, rate = value
+    is_array = isinstance(samples, np.ndarray | list | tuple) or hasattr(samples, "detach")
+    return is_array and (type(rate) in (int, float) or isinstance(rate, np.number))
 
 
 def _sound(place: str, value: Any) -> tuple[Any, int]:
     samples, rate = value
-    number = whole(rate.item() if hasattr(rate, "item") else rate)
+    number = whole(rate.item() if isinstance(rate, np.number) else rate)
     if number is None or number <= 0:
         raise _invalid(place, f"needs a sampling rate in Hz, a whole number, got {show(rate)}")
     array = _array(samples)
@@ -268,6 +267,10 @@ def _sound(place: str, value: Any) -> tuple[Any, int]:
         except (TypeError, ValueError, OverflowError):
             raise _invalid(place, "has samples that are not numbers") from None
     return array, number
+
+
+def _is_one_of(value: Any, words: Sequence[str]) -> bool:
+    return type(value) is str and value in words  # an array has no truth value
 
 
 def _array(value: Any) -> Any:

@@ -152,6 +152,7 @@ def test_other_files_are_refused(data: bytes, word: str, capfd: pytest.CaptureFi
         (np.array([[0.5, 0.5, 0.5], [0, 0.25, -0.5]]), [0.25, 0.375, 0]),
         (np.array([[0.5, 0.5, 0.5], [0, 0.25, -0.5]]).T, [0.25, 0.375, 0]),
         (np.array([[0.5, 0.25, 0]]), [0.5, 0.25, 0]),
+        (np.zeros((0, 5)), []),
     ],
 )
 def test_arrays(array: Any, expected: list[float]) -> None:

@@ -263,6 +263,10 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"audio_data": {"data": "a", "sampling_rate": 8000}}, "invalid_field", "audio_data", "`sampling_rate`"),
     ({"audio_data": {"data": "a", "format": "pcm16"}}, "invalid_field", "audio_data", "wav"),
     ({"audio_data": {"data": "a", "detail": "low"}}, "invalid_field", "audio_data", "detail"),
+    ({"audio_data": (SOUND, SOUND)}, "invalid_field", "audio_data", "sampling rate"),
+    ({"audio_data": {"array": SOUND, "sampling_rate": SOUND}}, "invalid_field", "audio_data", "sampling rate in Hz"),
+    ({"audio_data": {"data": "a", "format": ARRAY}}, "invalid_field", "audio_data", "`format`"),
+    ({"image_data": {"url": "a", "detail": ARRAY}}, "invalid_field", "image_data", "low, high"),
 ]
 BAD_PARTS: list[tuple[Any, str, str]] = [
     ({"type": "image_url"}, "invalid_field", "needs `image_url`"),
