@@ -282,7 +282,7 @@ class _GraphStep:
         if step.window_slots is not None:
             columns.append(step.window_slots)
         if step.rope_positions is not None:
-            columns += step.rope_positions
+            columns.extend(step.rope_positions)
         for row, values in zip(int_columns, columns, strict=True):
             if values is not None:
                 row[:rows] = values

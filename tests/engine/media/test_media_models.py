@@ -20,7 +20,7 @@ from tests.models.tiny_media_more import MORE
 NEW_TOKENS = 5
 BYTES = 257
 """Number of tokens that all families share; special ones follow."""
-SMALL, WIDE, TALL = Item("image", (60, 40), 1), Item("image", (120, 30), 2), Item("image", (33, 90), 3)
+SMALL, WIDE, TALL = Item("image", (60, 40), 1), Item("image", (120, 60), 2), Item("image", (33, 90), 3)
 LOW, HIGH = Item("audio", (4000,), 1), Item("audio", (7000,), 2)
 CASES: dict[str, list[Parts]] = {
     "image": [
