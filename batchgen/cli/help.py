@@ -19,7 +19,7 @@ from batchgen.request.printable import unescaped
 _GROUPS: Final = {
     "First steps": ("install", "input", "output", "errors", "resume", "check"),
     "What a row can ask for": (
-        "fields", "sampling", "stops", "chat", "reasoning", "tools", "constraints", "logprobs", "scoring",
+        "fields", "sampling", "stops", "chat", "media", "reasoning", "tools", "constraints", "logprobs", "scoring",
         "hidden-states", "streaming", "processors", "lora", "other-systems",
     ),
     "Jobs and results": (
@@ -98,9 +98,9 @@ def show_models(
     wanted = [row for row in types if (name or "").lower().replace("-", "_") in row[0].replace("-", "_")]
     if not wanted:
         raise UsageError(f"no model type of transformers has `{name}` in its name; `batchgen models` lists them all.")
-    widths = [max(len(row[column]) for row in (head, *wanted)) for column in (0, 1)]
+    widths = [max(map(len, column)) for column in zip(head, *wanted, strict=True)]
     for row in (head, *wanted):
-        typer.echo(f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip())
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _contents() -> str:

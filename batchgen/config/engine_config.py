@@ -14,6 +14,8 @@ from batchgen.config.option_types import (
     NAME_PATH,
     NUMBER,
     PATH,
+    POSITIVE_DURATION,
+    URL_PREFIX,
     Group,
     coerce,
     declared_options,
@@ -140,7 +142,22 @@ class EngineConfig:
     )
     any_model: bool = MODEL.option(False, "Accept every name in the `model` of rows. Example: --any-model")
     media_root: str | None = INPUT.option(
-        None, "Only folder whose files rows may name in `input_embeds`. Example: --media-root ./embeddings", PATH
+        None, "Only folder whose files rows may name, such as images. Example: --media-root ./pictures", PATH
+    )
+    allow_media_url: tuple[str, ...] = INPUT.option(
+        (),
+        "Beginning of URLs from which rows may fetch images and sounds; repeatable. "
+        "Example: --allow-media-url https://example.com/pictures/",
+        URL_PREFIX,
+    )
+    max_image_pixels: int = INPUT.option(
+        50_000_000, "Most pixels of an image. Example: --max-image-pixels 100000000", int_range(1, 178_956_970)
+    )
+    max_audio_seconds: float = INPUT.option(
+        3600.0, "Longest sound. Example: --max-audio-seconds 10m", POSITIVE_DURATION
+    )
+    max_media_items: int = INPUT.option(
+        256, "Most images and sounds of a prompt. Example: --max-media-items 16", int_range(1)
     )
     clock: str | None = INPUT.option(
         None,

@@ -37,8 +37,9 @@ _KEY = "option"
 Target = Literal["engine", "run", "sampling", "meta"]
 """Part of the configuration that an option sets; `meta` options are read while it is resolved."""
 
-Reach = Literal["code", "files"]
-"""What a value reaches beyond the rows: code that it runs, or files that it lets the job read, write or replace."""
+Reach = Literal["code", "files", "network"]
+"""What a value reaches beyond the rows: code that it runs, files that it lets the job read, write or replace, or places
+on the network that it lets rows fetch from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,7 @@ TEXT = ValueType("TEXT", str)
 NAME = ValueType("NAME", _nonempty)
 FILE = ValueType("PATH", _file_to_write, (str, os.PathLike), reach="files")
 PATH = ValueType("PATH", _path, (str, os.PathLike), reach="files")
+URL_PREFIX = ValueType("URL", _nonempty, reach="network")
 BOOL = ValueType("", parse_bool, (str, bool))
 NUMBER = ValueType("X", parse_float, (str, int, float))
 SIZE = ValueType("SIZE", parse_size, (str, int))

@@ -29,7 +29,11 @@ _DEFAULT_FILE: Final = "batchgen.toml"
 """File in the current folder that is read by default. The command does not name it, so its options reach nothing."""
 _DEFAULT_FILE_BYTES: Final = 1 << 20
 """Largest size of that file."""
-_WOULD: Final[Mapping[Reach, str]] = {"code": "run code", "files": "read or write files"}
+_WOULD: Final[Mapping[Reach, str]] = {
+    "code": "run code",
+    "files": "read or write files",
+    "network": "reach the network",
+}
 _PREFIX = "BATCHGEN_"
 _OTHER_VARIABLES = frozenset({"BATCHGEN_TRACEBACK"})
 """Variables with the prefix that are not options."""

@@ -146,11 +146,15 @@ def _usage(rows: Sequence[Row]) -> dict[str, Any]:
     completion_tokens = sum(row["completion_tokens"] for row in rows) + dropped
     counts = {"reasoning_tokens": _reasoning_tokens(rows), "copied_tokens": copied, "dropped_tokens": dropped}
     details = {name: count for name, count in counts.items() if count}
+    media = sum(row.get("media_tokens") or 0 for row in prompts)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(row["cached_tokens"] or 0 for row in prompts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(row["cached_tokens"] or 0 for row in prompts),
+            **({"media_tokens": media} if media else {}),
+        },
         **({"completion_tokens_details": details} if details else {}),
     }
 

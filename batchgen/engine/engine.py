@@ -17,6 +17,7 @@ from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
+from batchgen.engine.media.job import JobMedia, open_media
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -37,6 +38,7 @@ from batchgen.engine.memory.kv_budget import (
 )
 from batchgen.engine.quantization import describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
+from batchgen.engine.running import Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
 from batchgen.engine.streaming import Emit
@@ -51,7 +53,7 @@ from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
-from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts, bytes_by_kind
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import Completion, StreamEvent
@@ -63,32 +65,6 @@ from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import carried_notes, note_line
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A running job: iterate `loop.run()` for its completions; `scheduler.stats` has its counters."""
-
-    workload: JobWorkload
-    scheduler: Scheduler
-    loop: Loop
-    pool: Pool
-
-    @property
-    def kv_peak_bytes(self) -> dict[str, int]:
-        """Most bytes of pages in use at once, by kind of layers."""
-        stats = self.scheduler.stats
-        peak = PageCounts(stats.peak_pages, stats.peak_window_pages)
-        return bytes_by_kind(self.scheduler.config.cache_groups, peak)
-
-    def alone(self, row: int) -> Running:
-        """The run of one row that this job has held, in the same pool, when this job has run."""
-        workload, record = self.workload.alone(row), self.loop.settings.record
-        if record is not None:
-            record.run_alone(row)
-        kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
-        scheduler = Scheduler(workload.tree, workload.samples, workload.max_tokens, self.scheduler.config, kinds)
-        return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +104,8 @@ class Engine:
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
-        self._init(loaded, FrontEnd.build(config, loaded.spec, tokenizer, processors))
+        front_end = FrontEnd.build(config, loaded.spec, tokenizer, processors)
+        self._init(loaded, front_end.with_media_of(checked.folder))
 
     @classmethod
     def from_parts(
@@ -287,14 +264,18 @@ class Engine:
             self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
         # Compile grammars now, so that no step waits for one.
         self.grammars.prepare(table.constraints(done))
-        workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
+        adapters = list(spec.adapters)
+        workload = plan_workload(table, done, dedup=config.dedup, adapters=adapters, bidirectional=spec.bidirectional)
         trim_heap()
         if table.embeds_id is not None and not self.model.accepts_embeds():
             workload.refuse_embeds(spec.name)
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
-        pool, cache, tokens = self._pool_for(workload, seqs, tokens)
+        if table.media is not None:
+            self._front_end.media.encoder(self.model)  # before the pool is sized, because towers take memory
+        pool, cache, tokens = self._pool_for(workload, seqs, max(tokens, workload.longest_span))
+        tokens = max(tokens, workload.longest_span)
         workload.skip_too_large(cache.pages.full - 1, config.page_size)
         if record is not None:
             workload.set_aside(record.set_aside)
@@ -302,7 +283,11 @@ class Engine:
         scheduler = self._scheduler(workload, cache, seqs, tokens)
         workload = workload.reordered(scheduler.tree)  # so that there is one tree
         trim_heap()
-        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record)
+        media = None
+        if table.media is not None:
+            support, together = self._front_end.media, not config.deterministic
+            media = open_media(workload, support, self.model, together=together)
+        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record, media=media)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 
@@ -322,7 +307,7 @@ class Engine:
         if kept is not None:
             memory = replace(memory, free=memory.free + kept.nbytes)
         limits, budget = (seqs, tokens), memory.budget(config.kv_memory)
-        planned = with_windows_in(with_job_windows(spec, workload), config.page_size, budget)
+        planned = with_windows_in(with_job_windows(spec, workload), workload, config.page_size, budget)
         full = pool_pages(workload, planned, config.page_size, config.kv_memory, memory, limits)
         pages = page_counts(workload, planned, config.page_size, full, limits, min(budget, memory.room))
         pool = None if kept is None else first_pages(kept, planned.windows, (pages.full, pages.window))
@@ -385,7 +370,7 @@ class Engine:
             cache_groups=cache.groups,
         )
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
-        return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds)
+        return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds, workload.spans)
 
     def _loop(
         self,
@@ -396,6 +381,7 @@ class Engine:
         prompt_ids: bool = True,
         emit: Emit | None = None,
         record: WorkRecord | None = None,
+        media: JobMedia | None = None,
     ) -> Loop:
         config = self.config
         assert self.backend is not None
@@ -407,6 +393,7 @@ class Engine:
             self.grammars,
             self._front_end.processors,
             self._front_end.encoder.reasoning,
+            media,
         )
         settings = LoopSettings(
             prompt_ids=prompt_ids,

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.engine_config import EngineConfig
+from batchgen.engine.media.reader import MediaSupport, no_media
 from batchgen.engine.row_reader import OnDuplicate, RowReader
 from batchgen.media.root import MediaRoot
-from batchgen.models.base import ModelSpec
+from batchgen.media.store import MediaLimits, MediaStore
+from batchgen.media.urls import MediaUrls
+from batchgen.models.base import Model, ModelSpec
+from batchgen.models.folder import ModelFolder
+from batchgen.models.media_encoder import MediaEncoder, load_media_encoder
+from batchgen.models.media_processor import find_media_processor
 from batchgen.request.model_names import ModelNames
 from batchgen.request.params import PARAMETERS, SamplingParams
 from batchgen.request.processors import LoadedProcessor
@@ -26,7 +34,7 @@ from batchgen.text.tools.rows import tool_parser_of
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Tokenizer, prompt encoder, grammars, processors and media folder of one model."""
+    """Tokenizer, prompt encoder, grammars, processors and media of one model."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -34,11 +42,15 @@ class FrontEnd:
     processors: Mapping[str, LoadedProcessor]
     """Custom logit processors by name."""
     media_root: MediaRoot
+    media_urls: MediaUrls
+    """What rows may fetch."""
     grammars: Grammars
     """Compiled constraints of rows."""
     encoder: Encoder
     name: str
     """Name of the model, by which rows may name it."""
+    media: MediaSupport
+    """What the model offers for images and sounds."""
 
     @classmethod
     def build(
@@ -64,9 +76,10 @@ class FrontEnd:
             grammars: grammars compiled for the same model and options.
 
         Raises:
-            UsageError: `media_root` is not a folder, or `reasoning` or `tool_parser` is not a name.
+            UsageError: `media_root` is not a folder, `allow_media_url` is not the beginning of a URL, or `reasoning` or
+                `tool_parser` is not a name.
         """
-        media_root = MediaRoot(config.media_root)
+        media = MediaRoot(config.media_root), MediaUrls(config.allow_media_url)
         if config.clock is not None:
             tokenizer.clock = datetime.fromisoformat(config.clock)
         grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
@@ -75,7 +88,17 @@ class FrontEnd:
         encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
         encoder.reasoning = reasoning
         encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
-        return cls(config, spec, tokenizer, processors, media_root, grammars, encoder, config.model or name or "")
+        called, support = config.model or name or "", no_media("its folder is not known")
+        return cls(config, spec, tokenizer, processors, *media, grammars, encoder, called, support)
+
+    def with_media_of(self, folder: ModelFolder) -> FrontEnd:
+        """The front end with the processor and the towers of a model's folder, which are looked for when needed."""
+
+        def load(model: Model) -> MediaEncoder:
+            return load_media_encoder(folder, model.spec)
+
+        found = MediaSupport(self.spec, partial(find_media_processor, folder), load, self.media_store)
+        return replace(self, media=found)
 
     def defaults(
         self,
@@ -111,9 +134,20 @@ class FrontEnd:
             template_reads=self.tokenizer.template_reads,
         )
 
+    def media_store(self, audio_rate: int, folder: Path | None = None) -> MediaStore:
+        """An empty store of the images and sounds of one job.
+
+        Args:
+            audio_rate: rate of decoded sounds, in Hz.
+            folder: where its temporary file is created; None uses the system's folder.
+        """
+        config = self.config
+        limits = MediaLimits(config.max_image_pixels, config.max_audio_seconds, config.max_media_items)
+        return MediaStore(self.media_root, limits, audio_rate, self.media_urls, folder)
+
     def row_reader(self, table: RequestTable, defaults: RowDefaults, on_duplicate: OnDuplicate = "error") -> RowReader:
         """A reader of rows into `table`."""
-        return RowReader(table, self.encoder, defaults, on_duplicate, self.media_root)
+        return RowReader(table, self.encoder, defaults, on_duplicate, self.media_root, self.media)
 
 
 def default_fields(params: SamplingParams | None) -> dict[str, Any]:

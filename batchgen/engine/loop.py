@@ -105,7 +105,8 @@ class Loop:
             self.states,
         )
         sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode)
-        self._runner = ModelRunner(workload, self._context, sampler, scheduler.config.max_tokens_per_step)
+        self._media = media = resources.media
+        self._runner = ModelRunner(workload, self._context, sampler, scheduler.config.max_tokens_per_step, media)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that only compute their prompt; their one sampled token is discarded."""
@@ -139,6 +140,7 @@ class Loop:
             "discarded_tokens": self.state.discarded,
             "group_min_saving": self._scheduler.config.group_min_saving,
             **self._runner.counts(),
+            **({} if self._media is None else self._media.counts()),
         }
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
@@ -149,6 +151,8 @@ class Loop:
                 yield from self._steps(stop, deferred_gc)
         finally:
             self._runner.close()
+            if self._media is not None:
+                self._media.feed.close()
             self.over = True
             if self._record is not None:
                 self._record.end_all()
@@ -156,10 +160,18 @@ class Loop:
     def _steps(self, stop: Callable[[], bool], deferred_gc: DeferredGC) -> Iterator[list[Completion]]:
         last: InFlightStep | None = None
         self.times.start()
+        if self._media is not None:
+            self._media.feed.report_again()
         while not stop():
+            if self._media is not None:
+                self._media.feed.prefetch()
+                for request, error in self._media.failed():
+                    yield from self._fail_request(request, error)
             plan = self._scheduler.step()
             if plan is None:
                 break
+            if self._media is not None:
+                self.times.add_compute(self._media.load(plan))
             if self._record is not None:
                 self._record.step()
             self._add_sequences(plan)
@@ -211,6 +223,8 @@ class Loop:
         started = {number: self._remove(number) for number in self._scheduler.cancel(index)}
         unstarted = waiting - self._scheduler.unended > len(started)
         yield from self._open.fail(self._workload.table[index], error, started, unstarted=unstarted)
+        if self._media is not None:
+            self._media.end(index, waiting - self._scheduler.unended)
         if self._record is not None:
             for number in started:
                 self._record.end(number)
@@ -263,7 +277,10 @@ class Loop:
         used = self._scheduler.window_pages_in_use if self._only_windows else self._scheduler.pages_in_use
         self.state.kv_pages_used = used
         for sequence in ended.sequences:
-            yield from self._open.end(sequence, self._remove(sequence))
+            removed = self._remove(sequence)
+            yield from self._open.end(sequence, removed)
+            if self._media is not None:
+                self._media.end(removed.request.index)
             if self._record is not None:
                 self._record.end(sequence)
 

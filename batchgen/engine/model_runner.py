@@ -15,6 +15,7 @@ from batchgen.engine.executors.cuda_graph import CudaGraphExecutor, GraphCounts
 from batchgen.engine.executors.eager import EagerExecutor
 from batchgen.engine.executors.overlapped_cpu import OverlappedCpuExecutor
 from batchgen.engine.input_batch import BatchView, InputBatch
+from batchgen.engine.media.job import JobMedia
 from batchgen.engine.memory.oom import OOMSplitter, Part, out_of_memory
 from batchgen.engine.sampling.sampler import Sampler, StepSamples
 from batchgen.engine.step_batch import lay_out_step
@@ -52,15 +53,23 @@ class InFlightStep:
 class ModelRunner:
     """Runs the steps of one job: each by the first of its executors that can."""
 
-    def __init__(self, workload: JobWorkload, context: ExecutorContext, sampler: Sampler, max_tokens: int) -> None:
-        """`max_tokens`: most tokens in a step."""
+    def __init__(
+        self,
+        workload: JobWorkload,
+        context: ExecutorContext,
+        sampler: Sampler,
+        max_tokens: int,
+        media: JobMedia | None = None,
+    ) -> None:
+        """`max_tokens`: most tokens in a step; `media`: the job's images and sounds."""
+        self._media = None if media is None else media.step
         self._workload = workload
         self._context = context
         self._sampler = sampler
         self._executors = executors_for(context)
         page_size = context.pool.page_size
         self._decode_tables = DecodeTables(context.pool)
-        self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache)
+        self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, workload.spans)
         """Runs a step in parts when it does not fit into memory"""
 
     @torch.inference_mode()
@@ -116,6 +125,7 @@ class ModelRunner:
                 self._decode_tables,
                 workload.adapter,
                 None if unread is None else unread.rows,
+                self._media,
             ),
             sampling=self._sampler.metadata(rows) if len(rows) else None,
             last=None if unread is None else unread.tokens,

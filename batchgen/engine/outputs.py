@@ -208,6 +208,7 @@ class Scores:
             # Numpy arrays are used like sequences of numbers.
             prompt_ids=np.concatenate(ids) if shown else None,  # type: ignore[arg-type]
             prompt_tokens=sum(map(len, ids)),
+            media_tokens=sum(self._table.media_tokens(index) or 0 for index in indexes) or None,
             completion_tokens=0,
             cached_tokens=sum(self._tree.cached_tokens(index) for index in indexes),
             scores=[text.score for text in texts],

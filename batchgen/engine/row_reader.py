@@ -1,48 +1,35 @@
 """`RowReader`: parses and tokenises rows into a `RequestTable`, in batches and in order.
 
-`python_rows` gives the rows of what a Python caller has. `EmbedsReader` stores prompts given as embeddings, in the row
-or in a file that the row names.
+`python_rows` gives the rows of what a Python caller has.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError, row_error
+from batchgen.engine.embeds_reader import EmbedsReader, TensorFiles
+from batchgen.engine.media.reader import MediaReader, MediaSupport, has_media, no_media
+from batchgen.errors import ErrorCode, ErrorInfo, RowError, UsageError, row_error
 from batchgen.media.root import MediaRoot
-from batchgen.models.safetensors_header import TensorInfo, read_header
-from batchgen.request.checks import invalid, show
-from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.parser import is_openai_line, parse_row, row_extra
-from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
+from batchgen.request.prompts import EmbedsPrompt
 from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.request.row_ids import row_id
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt, Encoder
 
-_FIELD = "input_embeds"
-_FILE_SUFFIX = ".safetensors"
-_MAX_CACHED_HEADERS = 8
-"""Most file headers in the cache."""
-_FLOAT_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-
 _GROW_BLOCK = 1 << 16
 """Number of slots moved at once when a set of hashes grows."""
 
 _TABLE_ATTRIBUTES = ("keys", "columns", "column_names")
 """What tables have, and lists of prompts have not."""
-
-Floats = npt.NDArray[np.float32]
 
 
 class ReadRecord(Protocol):
@@ -126,82 +113,6 @@ def _raw_rows(items: Iterable[Any], kind: str, *, is_table: bool) -> Iterator[Ra
             yield RawRow(index, value={"text": str(item)})
 
 
-class EmbedsReader:
-    """Writes the embeddings of rows to the table's store."""
-
-    def __init__(self, store: EmbedsStore, media_root: MediaRoot) -> None:
-        self._store = store
-        self._media_root = media_root
-        self._headers: OrderedDict[tuple[Path, int, int], Mapping[str, TensorInfo]] = OrderedDict()
-
-    def store(self, row: ParsedRow) -> ParsedRow:
-        """Store the embeddings of a row; returns the row with references to them.
-
-        Raises:
-            RowError: `media_error` if a file cannot be read, `invalid_field` if the embeddings do not have the model's
-                size, `empty_prompt`.
-        """
-        prompts = (self._stored(p) if isinstance(p, EmbedsPrompt) else p for p in row.prompts)
-        return row._replace(prompts=tuple(prompts))
-
-    def _stored(self, prompt: EmbedsPrompt) -> StoredPrompt:
-        source = prompt.source
-        values = self._read(source) if isinstance(source, str) else source
-        if not len(values):
-            raise RowError(ErrorCode.EMPTY_PROMPT, f"`{_FIELD}` is empty; give at least one token", _FIELD)
-        if values.shape[1] != self._store.size:
-            raise invalid(_FIELD, f"has {values.shape[1]} values per token; the model needs {self._store.size}")
-        if not np.isfinite(values).all():
-            raise invalid(_FIELD, "contains an infinite or NaN value, or one too large for float32")
-        return StoredPrompt(self._store.add(values), len(values))
-
-    def _read(self, name: str) -> Floats:
-        """Read the tensor `name`: FILE.safetensors:TENSOR, or FILE.safetensors if the file has only one tensor."""
-        file, suffix, tensor = name.partition(_FILE_SUFFIX)
-        if not suffix or (tensor and not (tensor.startswith(":") and len(tensor) > 1)):
-            raise invalid(_FIELD, f"is {show(name)}; name a tensor as FILE{_FILE_SUFFIX}:TENSOR, or give a nested list")
-        path = self._media_root.resolve(file + suffix, _FIELD)
-        try:
-            tensors = self._header(path)
-            info = tensors.get(tensor[1:]) if tensor else next(iter(tensors.values())) if len(tensors) == 1 else None
-            if info is None:
-                found = f"no tensor {show(tensor[1:])}" if tensor else f"{len(tensors)} tensors; name one of them"
-                raise _media_error(f"{show(name)}: the file has {found}")
-            return self._values(info)
-        except (ModelError, OSError):
-            raise _media_error(f"{show(name)} cannot be read: it is not a complete safetensors file") from None
-
-    def _header(self, path: Path) -> Mapping[str, TensorInfo]:
-        state = path.stat()
-        key = (path, state.st_mtime_ns, state.st_size)
-        if key not in self._headers:
-            self._headers[key] = read_header(path)[0]
-            if len(self._headers) > _MAX_CACHED_HEADERS:
-                self._headers.popitem(last=False)
-        self._headers.move_to_end(key)
-        return self._headers[key]
-
-    def _values(self, info: TensorInfo) -> Floats:
-        kind = _FLOAT_DTYPES.get(info.dtype)
-        if kind is None or len(info.shape) != 2:
-            shape = f"{info.dtype} {list(info.shape)}"
-            raise invalid(_FIELD, f"names a tensor of {shape}; it must be floating point, [tokens, values]")
-        if info.shape[1] != self._store.size:  # checked before the values are read
-            raise invalid(_FIELD, f"has {info.shape[1]} values per token; the model needs {self._store.size}")
-        count = info.shape[0] * info.shape[1]
-        values = np.fromfile(info.file, np.dtype(kind).newbyteorder("<"), count, offset=info.start)
-        if len(values) != count:
-            raise _media_error("names a file that was truncated while it was read")
-        if info.dtype == "BF16":
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is an error
-            return values.astype(np.float32).reshape(info.shape)
-
-
-def _media_error(problem: str) -> RowError:
-    return RowError(ErrorCode.MEDIA_ERROR, f"`{_FIELD}` {problem}", _FIELD)
-
-
 OnDuplicate = Literal["error", "suffix", "allow"]
 
 
@@ -235,8 +146,9 @@ class RowReader:
         defaults: RowDefaults,
         on_duplicate: OnDuplicate = "error",
         media_root: MediaRoot | None = None,
+        media: MediaSupport | None = None,
     ) -> None:
-        """`table` must have an embeddings store if rows have embeddings."""
+        """`table` must have an embeddings store if rows have embeddings; `media`: what the model takes of it."""
         self._table = table
         self._encoder = encoder
         self._defaults = defaults
@@ -244,7 +156,9 @@ class RowReader:
         self._seen = _HashSet()
         self._numbers: dict[int, int] = {}
         """Hash of a duplicate id -> least number that may be free as its suffix."""
-        self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
+        files = TensorFiles(media_root or MediaRoot(None))
+        self._media = MediaReader(table, media or no_media("it is not known which the model takes"), files)
+        self._embeds = EmbedsReader(table.embeds, files) if table.embeds is not None else None
 
     def read(
         self,
@@ -311,6 +225,8 @@ class RowReader:
             if isinstance(row.prompts[0], EmbedsPrompt):
                 assert self._embeds is not None
                 raw, row = raw._replace(value=None), self._embeds.store(row)
+            elif has_media(row):
+                raw, row = raw._replace(value=None), self._media.read(row)
             return ProcessedRow(raw, row.id, row.extra, row, is_line=row.dialect != "native")
         except Exception as error:
             info = row_error(error, "checking the fields of the row")
@@ -341,7 +257,7 @@ class RowReader:
             self._table.append(
                 item.raw.index,
                 prompt.prompt_index,
-                prompt.ids,
+                prompt.ids if prompt.stored is None else prompt.stored,
                 prompt.params,
                 prompt.seed,
                 prompt.max_new_tokens,

@@ -197,6 +197,7 @@ class Sequence:
             # A numpy array is used like a sequence of ints.
             prompt_ids=request.prompt_ids if prompt_ids and request.embeds is None else None,  # type: ignore[arg-type]
             prompt_tokens=len(request.prompt_ids),
+            media_tokens=request.media_tokens,
             completion_tokens=count,
             cached_tokens=cached_tokens,
             output_logprobs=self.logprobs if returns_logprobs else None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchgen.engine.d2h_queue import QUEUE_BYTES
+from batchgen.engine.media.job import JobMedia
 from batchgen.engine.sampling.logits_processor import RepetitionScope
 from batchgen.engine.sampling.logprobs import LogprobsMode
 from batchgen.errors import ErrorInfo
@@ -67,6 +68,8 @@ class EngineResources:
     """Custom logit processors by name"""
     reasoning: ReasoningParser | None = None
     """The model's format of thoughts; None if it has none that is known"""
+    media: JobMedia | None = None
+    """The job's images and sounds; None: no row has any"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.decode_table import DecodeTable, DecodeTables
 from batchgen.engine.input_batch import BatchView, InputBatch
+from batchgen.engine.media.step import StepMedia, joined_embeds
 from batchgen.kernels.device import Device
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import AttentionBatch, ChunkPages
@@ -47,6 +48,8 @@ class StepBatch:
     """Tokens by adapter; None: no token has one"""
     embeds: TokenEmbeds | None = None
     """Tokens given as embeddings; None: none"""
+    rope_positions: Tensor | None = None
+    """[A, T] int64 as in `ModelInput`"""
 
     def feed(self, last: Tensor | None) -> Tensor:
         """[T] the step's input ids; `last` [R'] int64: tokens of the last step on the device."""
@@ -82,7 +85,9 @@ class StepArrays:
     adapters: npt.NDArray[np.int32] | None
     """[T] adapter index, -1 for none; None: the job has no adapters"""
     embeds: tuple[Int64, npt.NDArray[np.float32]] | None
-    """Flat tokens [E] given as embeddings, and their values [E, H]; None: none"""
+    """Flat tokens [E] given as embeddings, and their values [E, W]; None: none"""
+    rope_positions: Int64 | None = None
+    """[A, T] as in `ModelInput`"""
 
     @property
     def decode_only(self) -> bool:
@@ -116,6 +121,7 @@ class StepArrays:
             source=others[-1] if self.source is not None else None,
             lora=None if self.adapters is None else lora_step(self.adapters, device),
             embeds=None if self.embeds is None else TokenEmbeds(*device.upload(*self.embeds)),
+            rope_positions=None if self.rope_positions is None else device.upload(self.rope_positions)[0],
         )
 
 
@@ -126,6 +132,7 @@ def lay_out_step(
     decodes: DecodeTables,
     adapter: npt.NDArray[np.int32] | None = None,
     unread: BatchView | None = None,
+    media: StepMedia | None = None,
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
@@ -136,6 +143,7 @@ def lay_out_step(
         decodes: the decode tables; they must see every step of the job, in order.
         adapter: [N] adapter of each request, -1 for none.
         unread: [R'] rows of the last step if its tokens are still only on the device.
+        media: features and positions of images and sounds; None: no prompt has any.
     """
     total = plan.tokens
     ids = np.empty(total, np.int64)
@@ -151,13 +159,13 @@ def lay_out_step(
         positions[at:] = plan.decodes.positions
         if unread is not None and source is not None:
             source[at:] = _source_rows(plan.decodes.sequence_ids, rows, unread)
-    *full, last = decodes.tables
-    attention, slots = _lay_out_pages(plan, last, positions, rows, plan.window_pages)
-    window_slots = None
-    if full:
-        window, window_slots = attention, slots
-        attention, slots = _lay_out_pages(plan, full[0], positions, rows, None)
-        attention.window = window
+    attention, slots, window_slots = _lay_out_kinds(plan, decodes, positions, rows)
+    embeds = None if table.embeds_id is None else _chunk_embeds(plan, table)
+    rope_positions = None
+    if media is not None:
+        media.add_spans(plan.prefills, attention)
+        embeds = joined_embeds(embeds, media.embed(plan.prefills, ids))
+        rope_positions = media.rope_positions(plan.prefills, positions, running.request[rows])
     logit_rows, sample_rows = _unique_tokens(plan.samples.tokens)
     return StepArrays(
         ids=ids,
@@ -170,8 +178,26 @@ def lay_out_step(
         num_sampled=running.num_sampled[running.slots(plan.samples.sequence_ids)],
         attention=attention,
         adapters=None if adapter is None else _token_adapters(plan, running.request[rows], adapter),
-        embeds=None if table.embeds_id is None else _chunk_embeds(plan, table),
+        embeds=embeds,
+        rope_positions=rope_positions,
     )
+
+
+def _lay_out_kinds(
+    plan: StepPlan, decodes: DecodeTables, positions: Int64, rows: Int64
+) -> tuple[AttentionBatch, Int64, Int64 | None]:
+    """Page tables of all layers, and the slot mappings [T] of those without and, if there are any, with a window.
+
+    The arguments are those of `_lay_out_pages`.
+    """
+    *full, last = decodes.tables
+    attention, slots = _lay_out_pages(plan, last, positions, rows, plan.window_pages)
+    if not full:
+        return attention, slots, None
+    window, window_slots = attention, slots
+    attention, slots = _lay_out_pages(plan, full[0], positions, rows, None)
+    attention.window = window
+    return attention, slots, window_slots
 
 
 def _lay_out_pages(

@@ -41,6 +41,11 @@ class StepTimes:
         self.compute += now - self._since
         self._since, self._share = now, share
 
+    def add_compute(self, seconds: float) -> None:
+        """Count the last `seconds` as compute time, of work that is not a step's: that of an encoder."""
+        self.compute += seconds
+        self._since += seconds
+
     def milliseconds(self) -> dict[str, int]:
         """All times in whole milliseconds, by report key."""
         found = {"compute_ms": self.compute, "host_ms": self.host, "overlapped_compute_ms": self.overlapped}

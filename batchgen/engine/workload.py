@@ -12,6 +12,7 @@ import numpy.typing as npt
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.plan.estimate import find_dedup
 from batchgen.plan.length_predictor import EXACT
+from batchgen.plan.spans import Spans
 from batchgen.plan.tree import PrefixTree, build_tree
 from batchgen.request.table import RequestTable
 
@@ -44,6 +45,13 @@ class JobWorkload:
     """Row -> its requests and their samples, for rows that run by themselves"""
     adapter: npt.NDArray[np.int32] | None = None
     """[N] adapter index of each request, -1 for none; None: no request has one"""
+    spans: Spans | None = None
+    """Spans of positions that see one another; None: there are none"""
+
+    @property
+    def longest_span(self) -> int:
+        """No span has more positions."""
+        return 0 if self.spans is None else self.spans.longest
 
     @property
     def max_tokens(self) -> npt.NDArray[np.int32]:
@@ -149,6 +157,7 @@ def plan_workload(
     *,
     dedup: bool = True,
     adapters: Sequence[str] = (),
+    bidirectional: bool = False,
 ) -> JobWorkload:
     """Build the prefix tree, find identical greedy requests, and skip what needs no computation.
 
@@ -157,6 +166,7 @@ def plan_workload(
         done: [N] requests finished in an earlier run.
         dedup: copy identical greedy requests instead of generating each.
         adapters: adapter names, in the order of their indexes.
+        bidirectional: whether the features of an image see one another.
     """
     count = len(table)
     done = np.zeros(count, np.bool_) if done is None else done
@@ -177,9 +187,18 @@ def plan_workload(
     samples[copies] = 0
     followers = np.flatnonzero(copies)
     followers = followers[np.argsort(leader[followers], kind="stable")]
-    return JobWorkload(
-        table, tree, samples, leader, done, followers, leader[followers], np.flatnonzero(idle), adapter=adapter
-    )
+    spans = _image_spans(table) if bidirectional and table.media is not None else None
+    followed, empty = leader[followers], np.flatnonzero(idle)
+    return JobWorkload(table, tree, samples, leader, done, followers, followed, empty, adapter=adapter, spans=spans)
+
+
+def _image_spans(table: RequestTable) -> Spans:
+    """The spans of all prompts of a table with items. Features of sounds are causal."""
+    items = table.media
+    assert items is not None
+    found = (items[number] for number in range(len(items)))
+    features = np.array([item.features if item.kind == "image" else 1 for item in found], np.int64)
+    return Spans(table.tokens, table.offsets, items.vocab_size, features)
 
 
 def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from batchgen.data.view import Totals
 from batchgen.engine.workload import JobWorkload
@@ -106,9 +105,7 @@ def _open_thought(rows: Ingested, setup: Setup) -> str | None:
 
 
 def _tail(rows: Ingested, request: int) -> tuple[int, ...]:
-    end = rows.table.offsets[request + 1]
-    ids: npt.NDArray[np.int32] = rows.table.tokens[max(rows.table.offsets[request], end - _TAIL) : end]
-    return tuple(ids.tolist())
+    return tuple(rows.table.prompt_ids(request)[-_TAIL:].tolist())
 
 
 def _is_open(text: str) -> bool:

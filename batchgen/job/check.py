@@ -25,6 +25,7 @@ from batchgen.job.advice import input_advice
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
+from batchgen.job.media_figures import media_size
 from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.reasons import Reasons
@@ -61,6 +62,8 @@ class CheckReport:
     """The most frequent reason of row errors, with its first row."""
     carried_options: list[dict[str, Any]]
     """`key`, `rows` and `hint` of each carried key that looks like an option."""
+    media: dict[str, Any] | None
+    """Images and sounds of the rows: how many, and what decoding and encoding them takes; None without any."""
     prompt_tokens: int
     distinct_prompt_tokens: int
     computed_prompt_tokens: int
@@ -172,6 +175,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         row_errors=errors.shown,
         commonest_error=errors.reasons.commonest(),
         carried_options=carried_notes(rows.carried_options, config.carry),
+        media=setup.media_facts(table).get("media"),
         prompt_tokens=workload.tree.prompt_tokens,
         distinct_prompt_tokens=workload.tree.distinct_tokens,
         computed_prompt_tokens=counts.distinct_prompt_tokens,
@@ -264,6 +268,11 @@ def _lines(report: CheckReport) -> list[str]:
     if report.commonest_error is not None and sum(report.errors.values()) > 1:
         lines.append(f"  {report.commonest_error}")
     lines += [f"carried         {note_line(note)}" for note in report.carried_options[:MAX_NOTES]]
+    if report.media is not None:
+        lines.append(
+            f"media           {media_size(report.media)}: {report.media['encoded_tokens']:,} tokens to encode, "
+            f"{report.media['prompt_tokens']:,} of the prompts' tokens"
+        )
     lines += [
         f"prompt tokens   {report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
         f"sharing ratio {report.sharing_ratio:.2f})",

@@ -10,7 +10,7 @@ from typing import Final, Self
 import numpy as np
 import torch
 
-from batchgen.engine.engine import Running
+from batchgen.engine.running import Running
 from batchgen.job.progress import TimeLeft
 from batchgen.models.base import ModelSpec
 from batchgen.plan.scheduler import Scheduler

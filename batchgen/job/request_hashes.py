@@ -1,6 +1,7 @@
 """Hashes of requests: by them a run finds finished rows of an earlier job that it need not compute again.
 
-A hash covers everything that a prompt's results depend on: its token ids or embeddings, its sampling parameters, seed
+A hash covers everything that a prompt's results depend on: its token ids or embeddings, the content of its images and
+sounds, its sampling parameters, seed
 and limits, the adapter and the logit processor that it names, and the facts of the model and the run that change every
 row (`environment`). A row's id counts through the seed that is derived from it. What the input or the order of the
 rows adds (indexes, carried fields) is not covered: it is written again when a row is reused.
@@ -56,10 +57,10 @@ def environment(setup: Setup) -> dict[str, Any]:
     facts, config = setup.identity, setup.config
     found = {f"model {name}": facts[name] for name in _MODEL_FACTS}
     found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in _OPTIONS}
-    if "reasoning" in facts:  # left out otherwise, for equal hashes with older versions
-        found["model reasoning"] = facts["reasoning"]
+    # Left out otherwise, for equal hashes with older versions.
+    found |= {f"model {name}": facts[name] for name in ("reasoning", "processor_digest") if name in facts}
     found["--quantization"] = setup.rounding  # "auto" is one of the other ways to compute
-    if config.engine.kv_dtype != "auto":  # left out otherwise, for equal hashes with older versions
+    if config.engine.kv_dtype != "auto":
         found["--kv-dtype"] = config.engine.kv_dtype
     found["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):
@@ -113,6 +114,10 @@ class RequestHashes:
         digest = self._begun[params_id].copy()
         digest.update(_NUMBERS.pack(*numbers))
         digest.update(table.prompt_ids(request))
+        for number in table.media_of(request):
+            assert table.media is not None
+            item = table.media[number]
+            digest.update(f"{item.digest} {item.features}".encode())
         found: bytes = digest.digest()
         return found if table.embeds_id is None else _with_embeds(table, request, found)
 

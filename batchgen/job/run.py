@@ -22,8 +22,8 @@ from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, output_paths
 from batchgen.data.write.work_parts import has_results
-from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
+from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output
@@ -32,6 +32,7 @@ from batchgen.job.events import open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.in_work import InWork
 from batchgen.job.ingest import Ingested, ingest, selection_of
+from batchgen.job.media_figures import media_figures
 from batchgen.job.opening import OpenedJob, refuse_named
 from batchgen.job.output import write_output
 from batchgen.job.preflight import CheckedJob
@@ -184,7 +185,7 @@ class _Job:
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
-        advice, facts = input_advice(rows, running.workload, setup), engine.facts
+        advice, facts = input_advice(rows, running.workload, setup), {**engine.facts, **setup.media_facts(rows.table)}
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory
@@ -192,15 +193,15 @@ class _Job:
         with self._phase("writing"):
             totals = write_output(work, rows, {**identity.record, **facts}, setup)
         summary = run_summary(self.result, identity.record, rows, totals, counts, self.seconds)
-        written = {"output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)}
         return replace(
             summary,
             rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=facts["kernels"],
+            media=media_figures(facts.get("media"), counts.engine, setup.spec.device.type),
             advice=[*advice, *output_advice(totals, rows.table)],
-            engine={**summary.engine, **written},
+            engine={**summary.engine, "output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)},
         )
 
     def _find_reuse(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_an
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
+from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.engine.quantization import computed_weights, stored_products
 from batchgen.job.preflight import CheckedJob
@@ -32,6 +33,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import DeviceName, checked_spec, load_checked
+from batchgen.models.media_processor import processor_digest
 from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
 from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.printable import format_size
@@ -127,6 +129,7 @@ class Setup:
             **({"adapters": adapters} if adapters else {}),
             **({} if reasoning is None else {"reasoning": reasoning.format.name}),
             **({} if tools is None else {"tool_parser": tools.name}),
+            **({} if (processor := processor_digest(folder)) is None else {"processor_digest": processor}),
         }
 
     @property
@@ -164,6 +167,11 @@ class Setup:
         """
         unscaled = self.spec.unscaled_context
         return unscaled is not None and (self.config.shard is not None or table.longest > unscaled)
+
+    def media_facts(self, table: RequestTable) -> dict[str, Any]:
+        """Fields of the `MediaPlan` of a table, by "media"; nothing if no row has images or sounds."""
+        plan = None if table.media is None else plan_media(table, self.front_end.media.audio_rate)
+        return {} if plan is None else {"media": asdict(plan)}
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
@@ -210,7 +218,7 @@ def prepare(
     tokenizer = Tokenizer.load(found, model=folder, config=job.model.folder.config)
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
-    )
+    ).with_media_of(job.model.folder)
     if engine.clock is not None and tokenizer.clock_text is None:
         note("--clock has no effect: the model's chat template does not read the time")
     defaults = front_end.defaults(

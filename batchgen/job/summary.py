@@ -24,11 +24,12 @@ from batchgen.data.write.lines import errors_path, is_lines, lines_of_job
 from batchgen.data.write.results_file import read_footer
 from batchgen.errors import BatchgenError, OutputError
 from batchgen.job.console import SafeConsole
+from batchgen.job.media_figures import MEDIA_COUNTS, media_line
 from batchgen.request.printable import format_kv_peak, json_printable, printable
 from batchgen.request.unknown_keys import carried_summary
 
 if TYPE_CHECKING:
-    from batchgen.engine.engine import Running
+    from batchgen.engine.running import Running
     from batchgen.job.ingest import Ingested
 
 
@@ -66,6 +67,8 @@ class RunSummary:
     """`met`, `failed` -> number of answers whose text was checked against their constraint."""
     empty_texts: int = 0
     """Number of answers without text and calls of tools."""
+    media: Mapping[str, Any] | None = None
+    """Images and sounds of the job, what was done with them, and how busy they left the device; None without any."""
     kv_peak_bytes: int = 0
     kv_peak_bytes_by_group: Mapping[str, int] = field(default_factory=dict)
     """`full`, `window` -> the peak of these layers."""
@@ -146,7 +149,7 @@ def _both(name: str, together: Any, alone: Any) -> Any:
     """A count of the engine over the rows that ran together and one that ran alone."""
     if name in _OF_PLAN:
         return together
-    return max(together, alone) if name in _LARGEST else together + alone
+    return max(together, alone) if name in _LARGEST or name.startswith(MEDIA_COUNTS) else together + alone
 
 
 def run_summary(
@@ -336,6 +339,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     output_text = f"output {summary.completion_tokens:,}" + (f" ({', '.join(more)})" if more else "")
     lines.append(("tokens", Text(f"{prompt_text}, {output_text}")))
     lines.append(("speed", Text(f"{summary.output_tokens_per_second:,.0f} generated tokens/s")))
+    if summary.media is not None:
+        lines.append(("media", Text(media_line(summary.media))))
     if summary.engine.get("steps"):
         lines.append(("steps", Text(_steps(summary.engine))))
     phases = ", ".join(f"{phase} {format_seconds(spent)}" for phase, spent in summary.seconds.items())

@@ -38,6 +38,7 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import BAD, TEXTS, TOKENS, Ingested, RowTexts
 from batchgen.job.setup import Setup
+from batchgen.media.store import MEDIA_OPTIONS
 from batchgen.request.columns import Columns
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
@@ -61,7 +62,7 @@ def tokenized_key(identity: JobIdentity, setup: Setup, set_aside: Iterable[int])
         # Rows may name the model.
         "model": [setup.front_end.name, *sorted(setup.config.engine.served_model_name), setup.config.engine.any_model],
         "events": setup.config.events is not None,
-        "media_root": setup.config.engine.media_root,
+        "media": [getattr(setup.config.engine, name) for name in MEDIA_OPTIONS],
         "clock": setup.front_end.tokenizer.clock_text,
         "set_aside": sorted(set_aside),
     }
@@ -76,12 +77,12 @@ def discard_tokenized(folder: Path) -> None:
 def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     """Complete the cache whose token ids and texts `ingest` wrote to `folder`.
 
-    Jobs with embeddings, or with very many parameter sets, are not cached.
+    Jobs with embeddings, images or sounds, or with very many parameter sets, are not cached.
 
     Raises:
         OutputError: the cache cannot be written.
     """
-    if rows.table.embeds_id is not None or len(rows.table.params) > _MAX_PARAMS:
+    if rows.table.embeds_id is not None or rows.table.media is not None or len(rows.table.params) > _MAX_PARAMS:
         return
     metadata = {
         "key": key,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from batchgen.kernels.attention.spans import SpanAttention
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.device import Device
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
@@ -129,10 +130,15 @@ def attention_of(
     factory: Callable[[KVPool, AttentionBatch], PagedAttention], pool: Pool, batch: AttentionBatch
 ) -> PagedAttention:
     """A step's attention, made by a backend's factory for each kind of layers."""
+
+    def make(part: KVPool, own: AttentionBatch) -> PagedAttention:
+        made = factory(part, own)
+        return SpanAttention(made, part, own, batch.spans) if batch.spans else made
+
     if not isinstance(pool, GroupedPool):
-        return factory(pool, batch)
+        return make(pool, batch)
     assert batch.window is not None
-    return GroupedAttention(factory(pool.full, batch), factory(pool.window, batch.window), pool)
+    return GroupedAttention(make(pool.full, batch), make(pool.window, batch.window), pool)
 
 
 class GroupedAttention(PooledAttention):
@@ -165,9 +171,14 @@ class GroupedAttention(PooledAttention):
 
     def tile(self, start: int, end: int, height: int) -> GroupedAttention:
         """See `TorchAttention.tile`, which both parts must be."""
-        assert isinstance(self.full, TorchAttention)
-        assert isinstance(self.window, TorchAttention)
+        assert isinstance(self.full, TorchAttention | SpanAttention)
+        assert isinstance(self.window, TorchAttention | SpanAttention)
         return GroupedAttention(self.full.tile(start, end, height), self.window.tile(start, end, height), self.pool)
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """See `PooledAttention.spans`."""
+        return self.full.spans if isinstance(self.full, PooledAttention) else ()
 
     @property
     def counts(self) -> AttentionCounts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,6 +51,11 @@ class PooledAttention(ABC):
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """The pool and slots of the step's keys and values. See `PagedAttention.cache`."""
         return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """Flat tokens [start, end) of runs that see one another."""
+        return ()
 
     @property
     def counts(self) -> AttentionCounts:

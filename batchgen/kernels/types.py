@@ -152,6 +152,9 @@ class AttentionBatch:
     sees may be any, and hold anything."""
     window: AttentionBatch | None = None
     """The same step over the pages of the layers with a window; None: all layers have the same pages."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Flat tokens [start, end) that see one another; each lies in one chunk. In a layer with a window, those that are
+    behind a token's window are hidden from it."""
     uploader: Device | None = None
     """The device that lists are uploaded through; None: one for the slots' device."""
 
@@ -175,6 +178,8 @@ class AttentionArgs:
     """[N] logits that join each softmax's denominator and carry no value."""
     latent: bool = False
     """Whether values are the first numbers of the keys, which alone are stored."""
+    runs: bool = True
+    """Whether the tokens of each of the step's `spans` see one another in this layer."""
 
 
 class Attention(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import show
@@ -21,25 +22,39 @@ class MediaRoot:
         if self._root is not None and not self._root.is_dir():
             raise UsageError(f"`--media-root` {folder} is not a folder")
 
-    def resolve(self, name: str, field: str) -> Path:
-        """Path of the file that a row names in `field`.
+    def resolve_url(self, url: str, place: str) -> Path:
+        """Path of the file of a `file:` URL, whose absolute path must be below the folder.
+
+        Raises:
+            RowError: as `resolve`.
+        """
+        parts = urlsplit(url)
+        name = unquote(parts.path)
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or "\0" in name:
+            raise _error(place, f"names {show(url)}; a file URL is file:///FOLDER/NAME")
+        if self._root is not None and Path(name).is_relative_to(self._root):
+            name = str(Path(name).relative_to(self._root))
+        return self.resolve(name, place)
+
+    def resolve(self, name: str, place: str) -> Path:
+        """Path of the file that a row names in `place`, which is a field or an element of one.
 
         Raises:
             RowError: `media_error`. The message does not reveal whether a file outside the folder exists.
         """
         if self._root is None:
-            raise _error(field, f"names a file ({show(name)}), but the run was given no --media-root")
+            raise _error(place, f"names a file ({show(name)}), but the run was given no --media-root")
         if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise _error(field, f"names {show(name)}; a file name must be relative to --media-root, without ..")
+            raise _error(place, f"names {show(name)}; a file name must be relative to --media-root, without ..")
         try:
             path = (self._root / name).resolve(strict=True)
             inside = path.is_relative_to(self._root) and path.is_file()
         except (OSError, RuntimeError):  # missing, unreadable, too long, or links in a circle
             inside = False
         if not inside:
-            raise _error(field, f"names {show(name)}, but there is no such file under --media-root")
+            raise _error(place, f"names {show(name)}, but there is no such file under --media-root")
         return path
 
 
-def _error(field: str, problem: str) -> RowError:
-    return RowError(ErrorCode.MEDIA_ERROR, f"`{field}` {problem}", field)
+def _error(place: str, problem: str) -> RowError:
+    return RowError(ErrorCode.MEDIA_ERROR, f"`{place}` {problem}", place.partition("[")[0])

@@ -47,6 +47,8 @@ class ModelSpec:
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters, in the order of their indexes."""
+    tower_adapters: tuple[str, ...] = ()
+    """Those that also change parts that read images or audio, which batchgen leaves as they are."""
     windows: tuple[int | None, ...] = ()
     """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
     unscaled_context: int | None = None
@@ -57,6 +59,12 @@ class ModelSpec:
     """Whether the embedding is also the head."""
     cache_dtype: torch.dtype | None = None
     """Dtype of stored keys and values; None: `dtype`."""
+    rope_axes: int = 0
+    """Rotary positions of a token, one for each axis of an image; 0: a token has its place in the sequence alone."""
+    deepstack: int = 0
+    """Blocks, from the first, to whose results a feature of an item is added again: each has its own values."""
+    bidirectional: bool = False
+    """Whether the features of one image see one another; features of audio never do."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -77,6 +85,11 @@ class ModelSpec:
     def embeds_size(self) -> int:
         """Width of the token embeddings."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
+
+    @property
+    def features_size(self) -> int:
+        """Width of a feature of an item, W: its embedding, and what deepstack adds to the results of blocks."""
+        return self.embeds_size * (1 + self.deepstack)
 
 
 def windows_within(windows: Sequence[int | None], context: int) -> tuple[int | None, ...]:
@@ -115,7 +128,8 @@ class TokenEmbeds:
     rows: Tensor
     """[E] int64: flat token of each embedding."""
     values: Tensor
-    """[E, H] float32 embeddings."""
+    """[E, W] float32 embeddings. W is `ModelSpec.embeds_size`, or for features of images
+    `ModelSpec.features_size`: what is added to the results of the first blocks follows the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +146,9 @@ class ModelInput:
     lora: LoraStep | None = None
     """Tokens that use an adapter; None for none."""
     embeds: TokenEmbeds | None = None
-    """Tokens given as embeddings, whose ids are ignored; None for none."""
+    """Tokens given as embeddings; None for none. Their ids are those of placeholders, which are not looked up."""
+    rope_positions: Tensor | None = None
+    """[A, T] int64 rotary positions of a model with `ModelSpec.rope_axes` A; None: `positions` on all axes."""
     ops: Ops = TORCH_OPS
     """Operations that compute the step."""
     wanted: Tensor | None = None

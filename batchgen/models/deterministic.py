@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.errors import UsageError
+from batchgen.kernels.attention.spans import SpanAttention
 from batchgen.kernels.attention.torch_attention import TorchAttention, product_heights
 from batchgen.kernels.backend import DETERMINISTIC, Backend
 from batchgen.kernels.grouped import GroupedAttention
@@ -115,9 +116,9 @@ def _tiles(count: int, tile_sizes: Sequence[int]) -> Iterator[tuple[int, int, in
 
 
 def _hidden(model: Model, inputs: ModelInput, tile_sizes: Sequence[int]) -> Tensor:
-    assert isinstance(inputs.attention, TorchAttention | GroupedAttention)
+    assert isinstance(inputs.attention, TorchAttention | GroupedAttention | SpanAttention)
     parts, capture = [], _TileCapture(inputs.capture)
-    for start, end, tile_size in _tiles(len(inputs.input_ids), tile_sizes):
+    for start, end, tile_size in _tiles_around(inputs.attention.spans, len(inputs.input_ids), tile_sizes):
         tile = ModelInput(
             _padded(inputs.input_ids[start:end], tile_size),
             _padded(inputs.positions[start:end], tile_size),
@@ -125,6 +126,7 @@ def _hidden(model: Model, inputs: ModelInput, tile_sizes: Sequence[int]) -> Tens
             capture.of_tile(start, end, tile_size),
             lora=_tile_lora(inputs.lora, start, end),
             embeds=_tile_embeds(inputs.embeds, start, end),
+            rope_positions=_tile_axes(inputs.rope_positions, start, end, tile_size),
             ops=inputs.ops,
         )
         parts.append(model.hidden(tile)[: end - start])
@@ -138,6 +140,23 @@ def _logits(model: Model, hidden: Tensor, tile_sizes: Sequence[int], adapters: T
         own = None if adapters is None else F.pad(adapters[start:end], (0, tile_size - (end - start)), value=-1)
         parts.append(model.logits(_padded(hidden[start:end], tile_size), own)[: end - start])
     return torch.cat(parts) if parts else model.logits(hidden)
+
+
+def _tiles_around(
+    spans: Sequence[tuple[int, int]], count: int, tile_sizes: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """`_tiles` of the tokens between runs that see one another, and one tile for each run."""
+    at = 0
+    for begin, end in [*sorted(spans), (count, count)]:
+        yield from ((at + low, at + high, size) for low, high, size in _tiles(begin - at, tile_sizes))
+        if begin < end:
+            yield begin, end, -(-(end - begin) // tile_sizes[0]) * tile_sizes[0]
+        at = end
+
+
+def _tile_axes(positions: Tensor | None, start: int, end: int, tile_size: int) -> Tensor | None:
+    """[A, T] -> [A, tile size]."""
+    return None if positions is None else F.pad(positions[:, start:end], (0, tile_size - (end - start)))
 
 
 def _padded(values: Tensor, tile_size: int) -> Tensor:

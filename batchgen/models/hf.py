@@ -41,6 +41,10 @@ _IGNORED_ARGUMENTS: Final = frozenset((
 """Attention arguments that have no effect on packed causal tokens in inference."""
 
 
+_CAUSAL_FULL_LAYERS: Final = frozenset(("gemma4_text", "gemma4_unified_text"))
+"""Types of text decoders whose features see one another in layers with a window alone."""
+
+
 class KeywordDropped(Exception):
     """The model's forwards do not pass keywords down to attention."""
 
@@ -108,11 +112,16 @@ def _attend(
             softcap=softcap or None,
             sinks=s_aux,
             latent=absorbed is not None,
+            runs=bool(sliding_window) or _type_of(module) not in _CAUSAL_FULL_LAYERS,
         ),
     )  # [T, N, Dv]
     if absorbed is not None:
         out = absorbed.expand_result(out)
     return out.contiguous()[None], None
+
+
+def _type_of(module: nn.Module) -> str | None:
+    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 class _Positions:
@@ -228,7 +237,7 @@ class HookedModel:
             ):
                 return self._decoder(
                     **self._tokens(inputs),
-                    position_ids=inputs.positions[None],  # [1, T]
+                    position_ids=_position_ids(inputs),
                     use_cache=False,
                     **options,
                     **keyword,
@@ -237,13 +246,37 @@ class HookedModel:
             if self._slot is not None:
                 self._slot.attention = None
 
-    def _tokens(self, inputs: ModelInput) -> dict[str, Tensor]:
-        """The step's tokens as ids [1, T], or as embeddings [1, T, E] if some are given as embeddings."""
-        if inputs.embeds is None:
-            return {"input_ids": inputs.input_ids[None]}
-        looked_up = self._decoder.get_input_embeddings()(inputs.input_ids[None])  # [1, T, E]
-        looked_up[0, inputs.embeds.rows] = inputs.embeds.values.to(looked_up.dtype)
-        return {"inputs_embeds": looked_up}
+    def _tokens(self, inputs: ModelInput) -> dict[str, Any]:
+        """The step's tokens as ids [1, T], or as embeddings [1, T, E] if some are given as embeddings.
+
+        With them goes what some decoders read in addition: vectors of each block that they look up by ids, and
+        the parts of features that they add to the results of their first blocks.
+        """
+        embeds, ids = inputs.embeds, inputs.input_ids[None]
+        if embeds is None:
+            return {"input_ids": ids}
+        embedding, ids = self._decoder.get_input_embeddings(), ids.clone()
+        ids[0, embeds.rows] = getattr(embedding, "padding_idx", None) or 0  # the vocabulary may lack theirs
+        looked_up = embedding(ids)  # [1, T, E]
+        values = embeds.values.to(looked_up.dtype)
+        size = looked_up.shape[2]
+        looked_up[0, embeds.rows] = values[:, :size]
+        found: dict[str, Any] = {"inputs_embeds": looked_up}
+        if self.reads_ids_by_block:
+            found["per_layer_inputs"] = self._decoder.get_per_layer_inputs(ids)
+        if values.shape[1] > size:
+            mask = torch.zeros_like(ids, dtype=torch.bool)
+            mask[0, embeds.rows] = True
+            order = embeds.rows.argsort()  # the decoder takes them in the order of their tokens
+            found["visual_pos_masks"] = mask
+            found["deepstack_visual_embeds"] = list(torch.split(values[order, size:], size, dim=1))
+        return found
+
+    @property
+    def reads_ids_by_block(self) -> bool:
+        """Whether blocks look up further vectors by the ids, which an embedding does not replace."""
+        config = self._decoder.config
+        return hasattr(self._decoder, "get_per_layer_inputs") and bool(config.hidden_size_per_layer_input)
 
     def renew_head(self, model: Any) -> None:
         """Take over a changed head of the model."""
@@ -293,6 +326,8 @@ class TransformersModel:
     def accepts_embeds(self) -> bool:
         """Whether tokens may be given as arbitrary embeddings; some architectures read the ids a second time."""
         spec = self._spec
+        if self._model.reads_ids_by_block:
+            return False
         at = torch.arange(2, device=spec.device)
         values = torch.full((2, spec.embeds_size), 0.01, device=spec.device)
         try:
@@ -300,6 +335,11 @@ class TransformersModel:
         except Exception:  # a forward that needs the ids may raise anything
             return False
         return True
+
+
+def _position_ids(inputs: ModelInput) -> Tensor:
+    """Positions as the library has them: [1, T], or [A, 1, T] on several axes."""
+    return inputs.positions[None] if inputs.rope_positions is None else inputs.rope_positions[:, None]
 
 
 def _head_only(model: Any, decoder: str) -> Any:

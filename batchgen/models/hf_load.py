@@ -52,6 +52,7 @@ from batchgen.models.library_rope import LibraryRope, freeze_rope
 from batchgen.models.load_test import Expected, library_logits
 from batchgen.models.lora_config import Adapter
 from batchgen.models.lora_fit import Sites, fit_adapters
+from batchgen.models.media_config import media_traits
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.stored_tensors import check_library_tensors, check_unread, is_tower
@@ -92,6 +93,7 @@ def transformers_spec(
         store_latents(model)
         uses, hooks = _probe_layers(model, context)
     text, contexts = decoder_config(config), library_contexts(decoder_config(config))
+    traits = media_traits(folder)
     return ModelSpec(
         name=str(config.model_type),
         implementation="transformers",
@@ -107,6 +109,7 @@ def transformers_spec(
         moe_layers=hooks.layers,
         experts_per_token=hooks.experts_per_token,
         adapters=tuple(adapter.name for adapter in adapters),
+        tower_adapters=tuple(adapter.name for adapter in fitted if adapter.left_out),
         num_heads=uses[0].num_heads if uses else 1,
         windows=windows_within([use.window for use in uses], context),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
@@ -114,6 +117,9 @@ def transformers_spec(
         adapts_head=any(map(sites.changes_head, fitted)),
         plain_adapters=all(map(sites.is_plain, fitted)),
         unscaled_context=None if contexts is None else contexts.unscaled_of(context),
+        rope_axes=traits.rope_axes,
+        deepstack=traits.deepstack,
+        bidirectional=traits.bidirectional,
     )
 
 

@@ -36,7 +36,7 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     except Exception as error:  # configuration classes validate with errors of many types
         source = folder.path if folder.is_gguf else folder.path / "config.json"
         raise ModelError(f"transformers cannot read {source}: {first_line(error)}.") from None
-    _unset_quantisation(config)
+    unset_quantisation(config)
     text = decoder_config(config)
     contexts = library_contexts(text, context_length)
     if contexts is None:
@@ -46,7 +46,7 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     return config, context
 
 
-def _unset_quantisation(config: Any) -> None:
+def unset_quantisation(config: Any) -> None:
     """Make it the configuration of the plain model: quantised weights are dequantised before the library has them."""
     for holder in (config, config.get_text_config()):
         if getattr(holder, "quantization_config", None) is not None:
@@ -94,7 +94,7 @@ def _library_config(folder: ModelFolder) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig  # the library takes seconds to import
 
     alone = text_runs_alone(folder)
-    config = _whole_config(folder) if folder.model_type in CONFIG_MAPPING or not alone else None
+    config = whole_config(folder) if folder.model_type in CONFIG_MAPPING or not alone else None
     if not alone:
         thinker = getattr(config, "thinker_config", None)  # of a class whose other parts speak
         return config if thinker is None else thinker
@@ -105,7 +105,7 @@ def _library_config(folder: ModelFolder) -> Any:
     return config
 
 
-def _whole_config(folder: ModelFolder) -> Any:
+def whole_config(folder: ModelFolder) -> Any:
     """The library's configuration of a folder, of the type that `folder` names: the folder may name it otherwise."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig  # as in _library_config
 

@@ -118,6 +118,8 @@ class Adapter:
     """Name of a layer's experts -> what is changed of them."""
     scope: str | None = None
     """What precedes the names of the decoder's modules where the adapter was trained; None: as in the model."""
+    left_out: tuple[str, ...] = ()
+    """Modules that `located` left out."""
 
     @property
     def modules(self) -> frozenset[str]:
@@ -165,6 +167,7 @@ class Adapter:
             tokens={kept[name]: rows for name, rows in self.tokens.items() if name in kept},
             experts={kept[name]: parts for name, parts in self.experts.items() if name in kept},
             scope=scope,
+            left_out=tuple(sorted({*self.left_out, *places} - {*kept})),
         )
 
     def scale_of(self, module: str, parameter: str, rank: int) -> float:

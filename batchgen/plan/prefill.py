@@ -22,6 +22,7 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import BeginOrder
 from batchgen.plan.page_forecast import Candidate
 from batchgen.plan.sequences import SequenceScheduler
+from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import SequenceStart
 from batchgen.plan.unbegun import UnbegunSamples
 
@@ -61,6 +62,8 @@ class PrefillScheduler:
         predictor: LengthPredictor,
         config: SchedulerConfig,
     ) -> None:
+        self.spans: Spans | None = None
+        """Spans that no chunk may cut; None: there are none."""
         self._unbegun = unbegun
         self._max_new = max_new.data
         self._block_manager = block_manager
@@ -262,6 +265,8 @@ class PrefillScheduler:
         while True:
             node = run.node
             end = min(block_manager.reach(node), begin + budget)
+            if self.spans is not None and end < node.end:
+                end = self.spans.whole(block_manager.request_of(node.id), end)
             if end <= position:
                 self._runs.append(run)
                 break

@@ -18,6 +18,7 @@ from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.prefill import PrefillScheduler
 from batchgen.plan.prefix_group_selection import PrefixGroups
 from batchgen.plan.sequences import Phase, SequenceScheduler
+from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
 from batchgen.plan.unbegun import UnbegunSamples
@@ -43,6 +44,7 @@ class Scheduler:
         max_new: [N] maximum tokens per sample, at least 1 for requests with samples.
         config: limits.
         kinds: [N] kind of each request for the `LengthPredictor`; None: all are of one kind.
+        spans: spans that no chunk may cut; `max_tokens_per_step` holds the longest.
 
     Raises:
         ValueError: a column has the wrong length or a value out of range.
@@ -55,6 +57,7 @@ class Scheduler:
         max_new: npt.NDArray[np.integer],
         config: SchedulerConfig,
         kinds: npt.NDArray[np.int32] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         _check_columns(len(tree.order), samples, max_new)
         self.config = config
@@ -77,6 +80,7 @@ class Scheduler:
         self._prefill = PrefillScheduler(
             order, self._unbegun_samples, self._max_new, self._block_manager, self._sequences, predictor, config
         )
+        self._spans = self._sequences.spans = self._prefill.spans = spans
         self._forecast = WorkForecast(order, self._samples, self._block_manager, self._sequences, predictor)
         self._rows: npt.NDArray[np.int32] | None = None
         self._unended = self._unbegun = int(self._samples.sum(dtype=np.int64))
@@ -125,8 +129,11 @@ class Scheduler:
         return self._forecast.of(samples, self.config)
 
     def limit_tokens(self, tokens: int) -> None:
-        """Lower the maximum tokens per step to `tokens`, but not below `max_num_seqs`: every running sample decodes."""
-        least = max(tokens, self.config.max_num_seqs)
+        """Lower the maximum tokens per step to `tokens`, but not below `max_num_seqs`: every running sample decodes.
+
+        Nor below the longest span.
+        """
+        least = max(tokens, self.config.max_num_seqs, 0 if self._spans is None else self._spans.longest)
         if least < self.config.max_tokens_per_step:
             self.config = replace(self.config, max_tokens_per_step=least)
             self.stats.tokens_per_step = least

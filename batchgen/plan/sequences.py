@@ -16,6 +16,7 @@ import numpy as np
 from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.running import Running
+from batchgen.plan.spans import Spans
 from batchgen.plan.window_pages import NOTHING_HELD, Hold
 
 
@@ -87,6 +88,8 @@ class SequenceScheduler:
         """Sequences that wait for pages, oldest first."""
         self.awaiting_commit = 0
         """Number of sequences that have all their tokens."""
+        self.spans: Spans | None = None
+        """Spans that no chunk may cut; None: there are none."""
         self._scheduled: list[ScheduledSequence] = []
         """FRESH and RESUMING sequences that sample in this step."""
         self._block_manager = block_manager
@@ -189,6 +192,8 @@ class SequenceScheduler:
             begin, end = sequence.next_position, min(sequence.position + 1, sequence.next_position + builder.budget)
             if self._window is not None:
                 end = min(end, self._window.room(sequence.hold))
+            if self.spans is not None and end < sequence.prompt_len:
+                end = self.spans.whole(sequence.request, end)
             if end <= begin:
                 break
             if self._window is not None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.plan.rows import DecodeRow, DecodeRows, SampleRow, SampleRows
+from batchgen.plan.spans import Spans
 
 __all__ = [
     "DecodeRow",
@@ -104,7 +105,9 @@ class StepPlan:
         return sum(c.end - c.start for c in self.prefills) + len(self.decodes)
 
 
-def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> tuple[StepPlan, StepPlan] | None:
+def split_plan(
+    plan: StepPlan, page_size: int, at_tokens: int | None = None, spans: Spans | None = None
+) -> tuple[StepPlan, StepPlan] | None:
     """Split a plan into two that, run one after the other, are equivalent to it.
 
     Flat tokens and samples keep their order. A chunk may be cut between two positions. A chunk of a single token is
@@ -115,15 +118,20 @@ def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> 
         plan: the step; unchanged lists are shared, not copied.
         page_size: S, positions per page.
         at_tokens: flat tokens of the first part, clamped to 1..T-1; None: half of them.
+        spans: spans that no part may cut: they move the place in front of one, or behind it.
 
     Returns:
         The two parts; None if nothing can be split: a single token with at most one sample, which need not be stored or
-        has no sample.
+        has no sample; or a single span.
     """
     total = plan.tokens
     if total < 2:
         return _split_samples(plan) if total else None
     at = min(max(total // 2 if at_tokens is None else at_tokens, 1), total - 1)
+    if spans is not None:
+        at = _outside_spans(plan.prefills, at, spans)
+        if at == total:
+            return None
     left, right = _cut_chunks(plan.prefills, at, page_size)
     begun = sum(chunk.end - chunk.start for chunk in left)
     decodes = at - begun
@@ -145,6 +153,22 @@ def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> 
         window_pages=plan.window_pages,
     )
     return first, second
+
+
+def _outside_spans(chunks: list[PrefillChunk], at: int, spans: Spans) -> int:
+    """`at`, or the start of the span that it would cut; its end if the step begins with that span."""
+    begin = 0
+    for chunk in chunks:
+        end = begin + chunk.end - chunk.start
+        if begin < at < end:
+            before = max(begin, begin + spans.whole(chunk.request, chunk.start + at - begin) - chunk.start)
+            if before:
+                return before
+            while at < end and spans.whole(chunk.request, chunk.start + at) <= chunk.start:
+                at += 1
+            return at
+        begin = end
+    return at
 
 
 def _split_samples(plan: StepPlan) -> tuple[StepPlan, StepPlan] | None:

@@ -284,3 +284,9 @@ def _check_text(text: str, name: str) -> None:
         code = f"U+{ord(text[error.start]):04X}"
         message = f"`{name}` contains a lone surrogate ({code}), which is not valid Unicode; write the whole character"
         raise RowError(ErrorCode.INVALID_UNICODE, message, name) from None
+
+
+def out_of_range(param: str, token: int, vocab_size: int) -> RowError:
+    """The `token_out_of_range` error of a field."""
+    message = f"`{param}` holds token {token}; the model's vocabulary ends at {vocab_size - 1}"
+    return RowError(ErrorCode.TOKEN_OUT_OF_RANGE, message, param)

@@ -98,6 +98,8 @@ class Completion:
     """[C], up to and including the token that completed the stop."""
     prompt_ids: Sequence[int] | None = None
     prompt_tokens: int | None = None
+    media_tokens: int | None = None
+    """Prompt tokens that images and sounds became; None if the prompt has none."""
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     """Prompt tokens shared with another sample, which this sample does not compute."""

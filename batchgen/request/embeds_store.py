@@ -30,7 +30,8 @@ class EmbedsStore:
             folder: where the file is created; None uses the system's temporary folder.
         """
         self.size = size
-        self._folder = folder
+        self.folder = folder
+        """Where files without a name are created; None: the system's temporary folder."""
         self._descriptor = -1
         self._rows = 0
         self._first: dict[bytes, int] = {}
@@ -74,7 +75,7 @@ class EmbedsStore:
 
     def _open(self) -> None:
         # A raw descriptor, because whole arrays are read and written at explicit offsets.
-        self._descriptor, name = tempfile.mkstemp(dir=self._folder)
+        self._descriptor, name = tempfile.mkstemp(dir=self.folder)
         weakref.finalize(self, os.close, self._descriptor)
         Path(name).unlink()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from batchgen.request.checks import (
     strings,
     whole,
 )
+from batchgen.request.media import MediaMessages, media_part
 from batchgen.request.padding import message_without_padding, schema_without_nulls, without_nulls
 
 MAX_ID_CHARACTERS = 65_536
@@ -47,9 +49,6 @@ DTYPE_PATTERNS = {
 """Values of `dtype` with the pattern of the whole text: literals of Python's types, as in SGLang."""
 _NO_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 """Keys that ask for nothing about the events: padding against eavesdroppers of a network."""
-_MEDIA_PARTS = frozenset(
-    {"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file"}
-)
 
 # Parameters of the renderer itself. A row must not set them: `chat_template` would replace the model's template.
 _RESERVED_KWARGS = {
@@ -216,41 +215,40 @@ def stream_options(name: str, value: Any) -> StreamOptions | None:
     return found if found != StreamOptions() else None
 
 
-def media(name: str, value: Any) -> Any:
-    """Check only the outer type of media: paths, URLs, base64 or processor output."""
-    if type(value) not in (str, list, tuple, dict):
-        raise invalid(name, f"must be a string, a list or an object, got {json_type(value)}")
+def functions(name: str, value: Any) -> Any:
+    """Check only the outer type of OpenAI's oldest form of tools."""
+    if type(value) not in (list, tuple, dict):
+        raise invalid(name, f"must be a list, got {json_type(value)}")
     return value
 
 
-def messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Check a list of messages with a `role` and text `content`, and remove their null and empty optional keys.
+def messages(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Check a list of messages with a `role` and `content`, and remove their null and empty optional keys.
 
-    An empty list passes; it becomes `empty_prompt` later.
+    An empty list passes; it becomes `empty_prompt` later. Messages with images or sounds become `MediaMessages`.
 
     Raises:
-        RowError: `invalid_field` for a malformed message, `unsupported_field` for image, audio or file parts.
+        RowError: `invalid_field` for a malformed message, `unsupported_field` for video and file parts.
     """
     if type(value) not in (list, tuple):
         remedy = "; write the message as a list of one" if type(value) is dict and "role" in value else ""
         raise invalid(name, f"must be a list of messages, got {json_type(value)}{remedy}")
-    media, found = [], list(value)
+    media, found = False, list(value)
     for index, message in enumerate(value):
         # A role with a string as content needs no further check.
         if type(message) is dict and len(message) == 2 and type(message.get("content")) is str:
             role = message.get("role")
             if type(role) is str and role:
                 continue
-        found[index] = message_without_padding(name, message)
-        media += _media_parts(name, index, found[index])
-    if media:
-        problem = f"`{name}` has a part of type {show(media[0])}, which is not supported; send text parts only"
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, problem, name)
-    return tuple(found)
+        checked = message_without_padding(name, message)
+        parts = _content_parts(name, index, checked)
+        found[index] = checked if parts is None else {**checked, "content": parts}
+        media = media or parts is not None
+    return MediaMessages(found) if media else tuple(found)
 
 
-def _media_parts(name: str, index: int, message: Any) -> list[str]:
-    """Check one message and return the types of its media parts."""
+def _content_parts(name: str, index: int, message: Any) -> list[Any] | None:
+    """Check one message and return the parts of its content; None if all are text."""
     where = f"{name}[{index}]"
     if type(message) is not dict:
         raise RowError(ErrorCode.INVALID_FIELD, f"`{where}` must be an object, got {json_type(message)}", name)
@@ -260,28 +258,28 @@ def _media_parts(name: str, index: int, message: Any) -> list[str]:
         problem = f"`{where}.role` must be a string such as user, got {show(role)}{remedy}"
         raise RowError(ErrorCode.INVALID_FIELD, problem, name)
     if type(content) is str or (content is None and message.get("tool_calls")):
-        return []
+        return None
     if not isinstance(content, list | tuple):
         problem = f"`{where}.content` must be a string or a list of parts, got {json_type(content)}"
         raise RowError(ErrorCode.INVALID_FIELD, problem, name)
-    return [
-        kind for number, part in enumerate(content) if (kind := _media_type(name, f"{where}.content[{number}]", part))
-    ]
+    parts = [_part(name, f"{where}.content[{number}]", part) for number, part in enumerate(content)]
+    return parts if any(part["type"] != "text" for part in parts) else None
 
 
-def _media_type(name: str, where: str, part: Any) -> str | None:
-    """Check one part of a message's content and return the type of a media part, None for text."""
+def _part(name: str, where: str, part: Any) -> Any:
+    """Check one part of a message's content; one of media is returned in the form of `MediaMessages`."""
     kind = part.get("type") if type(part) is dict else None
     if type(kind) is not str:
         problem = f'`{where}` must be an object such as {{"type": "text", "text": "..."}}'
         raise RowError(ErrorCode.INVALID_FIELD, problem, name)
-    if kind in _MEDIA_PARTS:
-        return kind
     if kind != "text":
-        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.type` must be text, got {show(kind)}", name)
+        if (found := media_part(where, part)) is not None:
+            return found
+        problem = f"`{where}.type` must be text, image_url, input_audio or another part of media, got {show(kind)}"
+        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
     if type(part.get("text")) is not str:
         raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.text` must be a string", name)
-    return None
+    return part
 
 
 def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:

@@ -22,6 +22,7 @@ from batchgen.request.checks import (
 )
 from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
+from batchgen.request.media import MEDIA_FIELDS, MediaField
 from batchgen.request.params import PARAMETERS, SAMPLING_FIELDS
 from batchgen.request.prompts import embeddings
 from batchgen.request.tool_choice import tool_choice
@@ -67,8 +68,7 @@ _PROMPTS = (
     Field("continue_final_message", boolean, _CHAT),
     Field("completion", field_checks.completion, _ROW),
     Field("completions", field_checks.completions, _ROW),
-    _unsupported("image_data", field_checks.media, _ROW, requests_nothing=_noop_if_empty),
-    _unsupported("audio_data", field_checks.media, _ROW, requests_nothing=_noop_if_empty),
+    *(Field(name, MediaField(kind), _ROW) for kind, name in MEDIA_FIELDS.items()),
     Field("model", string, ("row", "completions", "chat")),
 )
 
@@ -96,7 +96,7 @@ _OPENAI = (
     _unsupported(
         "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
     ),
-    _unsupported("functions", field_checks.media, _IN_CHAT, requests_nothing=_noop_if_empty, remedy="use `tools`"),
+    _unsupported("functions", field_checks.functions, _IN_CHAT, requests_nothing=_noop_if_empty, remedy="use `tools`"),
     _unsupported("function_call", string_or_mapping, _IN_CHAT, requests_nothing=_noop_if("none"), remedy="use `tools`"),
     _unsupported(
         "modalities",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from batchgen.request.endpoints import ENVELOPE
 from batchgen.request.fields import LOOKUP, SOURCES, Field, Place
+from batchgen.request.media import MEDIA_FIELDS
 from batchgen.request.params import SAMPLING_FIELDS
 from batchgen.request.unknown_keys import suspects
 
@@ -69,6 +70,7 @@ class Layout:
     carried: tuple[str, ...]
     """Names of fields that are carried to the output."""
     has_chat_fields: bool
+    has_media_fields: bool
     may_be_line: bool
     """Whether a row may be an OpenAI batch line."""
     suspects: tuple[str, ...]
@@ -94,6 +96,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         to_template=tuple(field for field in known if field.to_template),
         carried=tuple(field.name for field in known if field.carried),
         has_chat_fields=any(field.name in CHAT_FIELDS for field in known),
+        has_media_fields=any(field.name in MEDIA_FIELDS.values() for field in known),
         may_be_line=kind == "row" and any(name in ENVELOPE for name in names),
         suspects=suspects(names) if place == "row" else (),
     )

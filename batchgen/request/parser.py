@@ -21,9 +21,10 @@ from batchgen.request.endpoints import CHAT, COMPLETIONS, endpoint_of
 from batchgen.request.fields import SOURCES
 from batchgen.request.json_text import text_remedy
 from batchgen.request.layout import Layout, new_layout, params_key
+from batchgen.request.media import MediaMessages
 from batchgen.request.other_rows import missing_prompt
 from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
+from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt, with_media
 from batchgen.request.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.request.table import ParsedRow
 from batchgen.request.tool_choice import AUTO
@@ -95,6 +96,8 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
         _object(_NESTED, nested)
     new = row.params(defaults, {}) if params is None else None
     prompts = _prompts(row, layout, defaults, displaced)
+    if layout.has_media_fields or type(row.values.get("messages")) is MediaMessages:
+        prompts = with_media(prompts, row.values)
     if new is not None:
         row.check_model(defaults, new)
     texts = _completions_to_score(row) if layout.scoring else ()
@@ -227,6 +230,8 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
     params = defaults.cached_params(key)
     row.collect(layout, body, params is not None)
     prompts = _body_prompts(row, layout, body, defaults)
+    if type(row.values.get("messages")) is MediaMessages:
+        prompts = with_media(prompts, row.values)
     if params is None:
         if endpoint is COMPLETIONS and row.values.get("echo") and "logprobs" in row.values:
             row.imply("logprob_start_len", 0, "echo")  # the endpoint's echo includes the prompt's logprobs

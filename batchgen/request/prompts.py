@@ -1,8 +1,8 @@
-"""Forms of a prompt: text, token ids, a conversation, or embeddings; and the check of embeddings."""
+"""Forms of a prompt: text, token ids, a conversation, or embeddings; their media; and the check of embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -12,14 +12,21 @@ import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, nonempty_string
+from batchgen.request.media import MEDIA_FIELDS, MediaData, MediaItem, MediaKind, items_of
+from batchgen.request.media_items import PlacedItem
 from batchgen.request.params import SamplingParams
 from batchgen.request.tool_choice import AUTO, ToolChoice
+
+Items = tuple[MediaItem, ...] | tuple[PlacedItem, ...]
+"""Images and sounds of a prompt: as its row gives them, then read and numbered."""
 
 
 class TextPrompt(NamedTuple):
     """A prompt given as text; the tokenizer's BOS is added unless the text begins with it."""
 
     text: str
+    media: Items = ()
+    """Images in the order of their placeholders in the text, then sounds likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,8 @@ class TokenPrompt:
     """A prompt given as token ids, used unchanged."""
 
     ids: tuple[int, ...]
+    media: Items = ()
+    """As for `TextPrompt`."""
 
 
 class ChatPrompt(NamedTuple):
@@ -41,6 +50,8 @@ class ChatPrompt(NamedTuple):
     """Whether the answer calls the tools; the template does not see it."""
     parallel_tool_calls: bool = True
     """Whether an answer may have several calls."""
+    media: Items = ()
+    """The items of the parts `{"type": "image"}` and `{"type": "audio"}` of the messages, in their order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,3 +146,92 @@ def refuse_with_embeds(params: SamplingParams) -> None:
     for name in (name for name, value in asked.items() if value):
         message = f"`{name}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
+
+
+def with_media(prompts: Sequence[Prompt], values: Mapping[str, Any]) -> tuple[Prompt, ...]:
+    """The prompts with their items: those of the parts of their messages, and those of `image_data` and `audio_data`.
+
+    Args:
+        prompts: the prompts of a row.
+        values: the row's values by canonical name.
+
+    Raises:
+        RowError: `invalid_field` for items that belong to no prompt, `media_error` for parts without an item.
+    """
+    data: list[MediaData] = [found for name in MEDIA_FIELDS.values() if (found := values.get(name)) and found.items]
+    groups = [
+        tuple(item for one in found for item in one)
+        for found in zip(*(one.of_prompts(len(prompts)) for one in data), strict=True)
+    ] or [()] * len(prompts)
+    return tuple(map(_with_items, prompts, groups))
+
+
+def _with_items(prompt: Prompt, items: tuple[MediaItem, ...]) -> Prompt:
+    if isinstance(prompt, ChatPrompt):
+        return _chat_with_items(prompt, items)
+    if not items:
+        return prompt
+    if isinstance(prompt, EmbedsPrompt | StoredPrompt):
+        raise invalid(items[0].field, "needs a prompt of text, ids or messages, which `input_embeds` is not")
+    return TextPrompt(prompt.text, items) if isinstance(prompt, TextPrompt) else TokenPrompt(prompt.ids, items)
+
+
+def _chat_with_items(prompt: ChatPrompt, items: tuple[MediaItem, ...]) -> ChatPrompt:
+    """The conversation with its items: those of parts without one are of `items`, in order.
+
+    Without such parts `items` are put in front of the first user message.
+    """
+    parts = [part for message in prompt.messages for part in _media_parts(message)]
+    for kind, name in MEDIA_FIELDS.items():
+        given, own = items_of(items, kind), [part for part in parts if part["type"] == kind]
+        bare = [part for part in own if "item" not in part]
+        if own and not bare and given:
+            raise invalid(name, f"is given together with parts of `messages` that have their {kind}; keep one of them")
+        if len(bare) != len(given) and (own or not given):
+            raise _unmatched(name, kind, len(bare), len(given))
+    loose = [item for item in items if not any(part["type"] == item.kind for part in parts)]
+    messages = _with_parts_in_front(prompt.messages, loose) if loose else prompt.messages
+    rest = {kind: iter(items_of(items, kind)) for kind in MEDIA_FIELDS}
+    found: list[MediaItem] = []
+    plain = []
+    for message in messages:
+        own = _media_parts(message)
+        found += [part["item"] if "item" in part else next(rest[part["type"]]) for part in own]
+        plain.append(message if not own else {**message, "content": [*map(_without_item, message["content"])]})
+    return prompt._replace(messages=tuple(plain), media=tuple(found))
+
+
+def _media_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return []
+    return [part for part in content if part["type"] in MEDIA_FIELDS]
+
+
+def _without_item(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": part["type"]} if "item" in part else part
+
+
+def _with_parts_in_front(messages: Sequence[Mapping[str, Any]], items: Sequence[MediaItem]) -> list[Mapping[str, Any]]:
+    """The messages with items at the beginning of the first user message."""
+    at = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if at is None:
+        raise invalid(items[0].field, "needs a user message to be put in")
+    content = messages[at].get("content") or []
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
+    changed = {**messages[at], "content": [*({"type": item.kind, "item": item} for item in items), *texts]}
+    return [*messages[:at], changed, *messages[at + 1 :]]
+
+
+def _unmatched(name: str, kind: MediaKind, parts: int, items: int) -> RowError:
+    if not items:
+        problem = f"`messages` has a part of type {kind} without an item; give it `{kind}`, or the row `{name}`"
+        return RowError(ErrorCode.MEDIA_ERROR, problem, "messages")
+    problem = f"has {items} items for {parts} parts of type {kind} without an item in `messages`; give as many"
+    return RowError(ErrorCode.MEDIA_ERROR, f"`{name}` {problem}", name)
+
+
+def placed_items(prompt: Prompt) -> tuple[PlacedItem, ...]:
+    """The items of a prompt that were read and numbered."""
+    found = getattr(prompt, "media", ())
+    return tuple(item for item in found if isinstance(item, PlacedItem)) if found else ()

@@ -15,6 +15,7 @@ from batchgen.request.columns import Column, Columns
 from batchgen.request.completion import Dialect
 from batchgen.request.constraint import Constraint
 from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.media_items import MediaItems
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import Prompt, StoredPrompt
 
@@ -48,7 +49,7 @@ class Request:
     prompt_index: int
     """Index among the prompts of the row."""
     prompt_ids: npt.NDArray[np.int32]
-    """[P] token ids; zeros for tokens given as embeddings."""
+    """[P] token ids; zeros for tokens given as embeddings, the model's placeholder ids for those of items."""
     params: SamplingParams
     seed: int
     """The row's seed, or the one derived from the run seed and the row's id."""
@@ -58,6 +59,8 @@ class Request:
     """Leading tokens of the prompt that are given as embeddings."""
     score_start: int = -1
     """Position in `prompt_ids` at which the text to score begins; -1: nothing is scored."""
+    media_tokens: int | None = None
+    """Tokens of the prompt that images and sounds became; None without any."""
 
     @property
     def known_ids(self) -> npt.NDArray[np.int32]:
@@ -94,8 +97,8 @@ class RequestTable(Columns):
     """Column store of all requests of a job, about 15 bytes per prompt in addition to its tokens.
 
     Equal `SamplingParams` are stored once, with the seed in a separate column. Token ids are in a `TokenStore`. Prompts
-    given as embeddings have zeros for ids and rows in the store `embeds`. `columns` and `restore_columns` exclude
-    tokens, parameter sets and embeddings.
+    given as embeddings have zeros for ids and rows in the store `embeds`. Tokens of images and sounds have the ids of
+    their items in `media`. `columns` and `restore_columns` exclude tokens, parameter sets, embeddings and items.
     """
 
     _columns = ("_offsets", "_row_index", "_prompt_index", "_params_id", "_seed", "_max_new", "_score_start")
@@ -103,6 +106,8 @@ class RequestTable(Columns):
     def __init__(self, embeds: EmbedsStore | None = None, tokens: TokenStore | None = None) -> None:
         """Create an empty table; its token ids are stored in `tokens`, in memory if None."""
         self.embeds = embeds
+        self.media: MediaItems | None = None
+        """Images and sounds of the prompts; None until a row has one."""
         self._tokens = _TokenBuffer() if tokens is None else tokens
         self._stored_prompts: list[StoredPrompt] = []
         self._stored_prompt_numbers: dict[StoredPrompt, int] = {}
@@ -169,9 +174,23 @@ class RequestTable(Columns):
         self._params = list(params)
         self._end = self._offsets[len(self)]
 
-    def prompt_ids(self, index: int) -> npt.NDArray[np.int32]:
-        """[P] token ids of one prompt."""
+    def stored_ids(self, index: int) -> npt.NDArray[np.int32]:
+        """[P] ids of one prompt in `tokens`, with those of items."""
         return self.tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    def prompt_ids(self, index: int) -> npt.NDArray[np.int32]:
+        """[P] token ids of one prompt, with the model's placeholder ids in place of those of items."""
+        return self.stored_ids(index) if self.media is None else self.media.real_ids(self.stored_ids(index))
+
+    def media_of(self, index: int) -> list[int]:
+        """Numbers of the items of one prompt, in order."""
+        return [] if self.media is None else self.media.in_prompt(self.stored_ids(index))
+
+    def media_tokens(self, index: int) -> int | None:
+        """Number of tokens of one prompt that items became; None without any."""
+        if self.media is None:
+            return None
+        return int((self.stored_ids(index) >= self.media.vocab_size).sum()) or None
 
     def numbers(self, index: int) -> tuple[int, int, int, int]:
         """(index of its parameters in `params`, seed, limit, start of the scored text) of one prompt."""
@@ -216,11 +235,12 @@ class RequestTable(Columns):
             max_new_tokens=self._max_new[index],
             embeds=self.embeds_of(index) if self._embeds_id else None,
             score_start=self._score_start[index],
+            media_tokens=self.media_tokens(index),
         )
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """[total] token ids of all prompts, concatenated."""
+        """[total] token ids of all prompts, concatenated; ids from the vocabulary's end on are those of `media`."""
         return self._tokens.ids()
 
     @property

@@ -20,14 +20,20 @@ import pyarrow.types as pat
 from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
 from batchgen.request.fields import ID_NAMES, LOOKUP
 from batchgen.request.json_text import parse_json
+from batchgen.request.media import MEDIA_FIELDS
 from batchgen.request.raw_row import UnreadableRow
 from batchgen.tables.temporal import temporal_to_text
 from batchgen.tables.text_fields import TextFields
 
 _BATCH_ROWS = 1024
+_BATCH_BYTES = 1 << 25
+"""Bytes of the rows of a table that are read at once, if one is not larger."""
 _FLOAT_DIGITS = 15
 """Decimal digits that every double holds."""
 _TEXT_COLUMNS = frozenset({"text", "prompt", *ID_NAMES})
+_MEDIA = frozenset(MEDIA_FIELDS.values())
+_MEDIA_KEYS = frozenset({"image", "audio", "bytes"})
+"""Keys within known fields, such as of parts of messages, whose binary values are encoded items."""
 _KNOWN = frozenset({*LOOKUP["row"], "sampling_params", "body"})
 JSON_EXTENSION = "arrow.json"
 """Name of the extension type of text that is JSON."""
@@ -40,8 +46,10 @@ class _Place(NamedTuple):
     """The field's own name."""
     known: bool
     """Whether they are part of a field of batchgen, in which a decimal is a number."""
-    strict_text: bool
+    strict_text: bool = False
     """Whether binary values must be UTF-8."""
+    media: bool = False
+    """Whether binary values are encoded images or sounds, which stay bytes."""
 
 
 _Values = list[Any]
@@ -108,8 +116,9 @@ def table_items(table: Any) -> Iterator[Any]:
         raise UsageError(f"the {kind} cannot be read as an Arrow table ({problem}); {remedy}") from None
     fields = TextFields(columns_of_text(reader.schema))
     for batch in reader:
-        for start in range(0, batch.num_rows, _BATCH_ROWS):
-            yield from read_rows(batch.slice(start, _BATCH_ROWS), fields)
+        step = max(1, min(_BATCH_ROWS, batch.num_rows * _BATCH_BYTES // max(1, batch.nbytes)))
+        for start in range(0, batch.num_rows, step):
+            yield from read_rows(batch.slice(start, step), fields)
 
 
 def columns_of_text(schema: pa.Schema) -> list[str]:
@@ -125,7 +134,7 @@ def _dicts(batch: pa.RecordBatch, text_columns: frozenset[str]) -> list[dict[str
     strict = _TEXT_COLUMNS | text_columns
     names = batch.schema.names
     columns = [
-        _json_values(column, _Place(name, name in _KNOWN, name in strict))
+        _json_values(column, _Place(name, name in _KNOWN, name in strict, name in _MEDIA))
         for name, column in zip(names, batch.columns, strict=True)
     ]
     if not columns:
@@ -192,6 +201,8 @@ def _decimal_text(value: Decimal) -> str:
 
 
 def _binary(array: pa.Array, place: _Place) -> _Values:
+    if place.media:
+        return list(array.to_pylist())
     return _each(array.to_pylist(), _strict_text if place.strict_text else _text_or_base64)
 
 
@@ -212,7 +223,7 @@ def _text_or_base64(value: bytes) -> str:
 def _structs(array: pa.Array, place: _Place) -> _Values:
     names = [field.name for field in array.type]
     columns = [
-        _json_values(child, _Place(name, place.known, False))
+        _json_values(child, _Place(name, place.known, media=place.media or (place.known and name in _MEDIA_KEYS)))
         for name, child in zip(names, array.flatten(), strict=True)
     ]
     rows = zip(*columns, strict=True) if columns else repeat((), len(array))
@@ -249,8 +260,8 @@ def _lists(array: pa.Array, place: _Place) -> _Values:
 
 
 def _maps(array: pa.Array, place: _Place) -> _Values:
-    spans, keys = _child_values(array, array.keys, _Place("", False, False))
-    items = _child_values(array, array.items, _Place(place.name, place.known, False))[1]
+    spans, keys = _child_values(array, array.keys, _Place("", False))
+    items = _child_values(array, array.items, _Place(place.name, place.known, media=place.media))[1]
     return [None if span is None else _map(keys[slice(*span)], items[slice(*span)]) for span in spans]
 
 

@@ -13,6 +13,7 @@ from batchgen.errors import RowError
 from batchgen.request.checks import Integer, invalid
 from batchgen.request.field import Field
 from batchgen.request.fields import LOOKUP, SOURCES, Place
+from batchgen.request.media import MEDIA_FIELDS
 from batchgen.request.row_memory import parse_cell
 
 _BLANK = " \t\r\n"
@@ -93,6 +94,8 @@ def _structured(name: str, field: Field, text: str) -> Any:
             problem = f"`{name}` is text that is not JSON ({error.info.message})"
             raise RowError(error.info.code, problem, name) from None
     found = _parsed(text)
+    if field.name in MEDIA_FIELDS.values() and _accepts(field, name, found):  # no file is called like that
+        return found
     if found is text or field.name in _EQUAL or not _accepts(field, name, found):
         return text
     raise invalid(name, "is a string that is also JSON; give a list in a list column (Parquet), or in JSON lines")

@@ -10,20 +10,29 @@ from itertools import islice
 from threading import Event
 from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, row_error
-from batchgen.request import checks
-from batchgen.request.checks import invalid
+from batchgen.request.checks import invalid, out_of_range
 from batchgen.request.constraint import Constraint
 from batchgen.request.hidden_states import CaptureSupport
-from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
+from batchgen.request.params import SamplingParams
 from batchgen.request.parser import derive_seed
-from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt, refuse_with_embeds
+from batchgen.request.prompts import (
+    ChatPrompt,
+    Prompt,
+    StoredPrompt,
+    TextPrompt,
+    TokenPrompt,
+    placed_items,
+    refuse_with_embeds,
+)
 from batchgen.request.table import ParsedRow
-from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.fit import PromptFitter, Truncate
 from batchgen.text.grammar.grammars import Grammars
-from batchgen.text.hidden_stops import check_stops
+from batchgen.text.param_checks import ParamChecks
+from batchgen.text.placing import Ints, stored_ids
 from batchgen.text.prompt_texts import (
     Encoded,
     LongText,
@@ -40,7 +49,6 @@ from batchgen.text.tools.rows import ToolParser, params_with_tools
 SCORED_TOKENS = 1 << 24
 """Most tokens of all texts to score of a row, each counted with its prompt."""
 _LARGE_CHARACTERS = 1 << 23  # while a larger batch is in memory, no other one is
-_ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
 _MAX_CHECKED = 256  # values that are remembered as checked
 _NO_STATES = CaptureSupport()
 
@@ -62,6 +70,8 @@ class EncodedPrompt(NamedTuple):
     """Index in `ids` of the first token to score; -1 if none is scored."""
     text_index: int = 0
     """Index of the text to score among the row's `completions`."""
+    stored: Ints | None = None
+    """Ids for the `RequestTable`, which names items by them; None: `ids`, since the prompt has no images or sounds."""
 
 
 _Tag = TypeVar("_Tag")
@@ -118,15 +128,22 @@ class Encoder:
         self._fim = find_fim(tokenizer, vocab_size)
         self._texts = PromptTexts(tokenizer, context_length, truncate, fim=self._fim is not None)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
-        self._check_params_once = lru_cache(_MAX_CHECKED)(self._check_params)  # an error is not remembered
-        self._check_bad_words_once = lru_cache(_MAX_CHECKED)(self._check_bad_words)
+        self._checks = ParamChecks(tokenizer, vocab_size, self.grammars)
+        self._check_params_once = lru_cache(_MAX_CHECKED)(self._checks.check)  # an error is not remembered
         self._limits = limits
-        self.reasoning: ReasoningParser | None = None
-        """The model's format of thoughts, set by `FrontEnd`."""
         self.tools: ToolParser | None = None
         """The model's format of calls, set by `FrontEnd`."""
         self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
         self._fitter = PromptFitter(tokenizer, context_length, truncate)
+
+    @property
+    def reasoning(self) -> ReasoningParser | None:
+        """The model's format of thoughts, set by `FrontEnd`."""
+        return self._checks.reasoning
+
+    @reasoning.setter
+    def reasoning(self, found: ReasoningParser | None) -> None:
+        self._checks.reasoning = found
 
     @property
     def truncated(self) -> int:
@@ -204,7 +221,7 @@ class Encoder:
         """Each prompt followed by each of the row's texts to score."""
         given = [token for text in row.completions if not isinstance(text, str) for token in text]
         if given and max(given) >= self._vocab_size:
-            raise self._out_of_range(scored_field(row.completions), max(given))
+            raise out_of_range(scored_field(row.completions), max(given), self._vocab_size)
         name, bos, encoded = scored_field(row.completions), self._tokenizer.prefix_ids, list[EncodedPrompt]()
         total = 0
         for given_text in row.completions:
@@ -233,7 +250,8 @@ class Encoder:
                         f"and the row's prompts have more than {SCORED_TOKENS} tokens together, each text with its"
                     )
                     raise invalid(name, f"{problem} prompt; give fewer of them in a row")
-                encoded.append(EncodedPrompt(index, both, 0, 0, row.params, embeds, len(fitted), number))
+                stored = self._stored(prompt, both, len(fitted))
+                encoded.append(EncodedPrompt(index, both, 0, 0, row.params, embeds, len(fitted), number, stored))
         return encoded
 
     def _finish_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
@@ -248,6 +266,9 @@ class Encoder:
             if isinstance(prompt, StoredPrompt):
                 refuse_with_embeds(params)
             if params.suffix is not None and self._fim is not None and not isinstance(prompt, ChatPrompt):
+                if items := placed_items(prompt):
+                    problem = "cannot go with images and sounds on a model that fills in the middle; leave it out"
+                    raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`suffix` {problem}: {items[0].place}", "suffix")
                 fitted = self._fit_fim(self._fim, row, prompt, ids, params.suffix)
                 chosen = self._fim.params(params)
             else:
@@ -262,8 +283,20 @@ class Encoder:
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
             if params.returns_prompt_values:
                 self._limits.check(params, len(fitted), limit)
-            encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, self._embeds(prompt, len(fitted))))
+            embeds, stored = self._embeds(prompt, len(fitted)), self._stored(prompt, fitted, len(fitted))
+            encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, embeds, stored=stored))
         return encoded
+
+    def _stored(self, prompt: Prompt, ids: list[int], end: int) -> Ints | None:
+        """`EncodedPrompt.stored` of a prompt that has its items in front of `end`.
+
+        Raises:
+            RowError: as `stored_ids`.
+        """
+        items = placed_items(prompt)
+        if not items:
+            return None
+        return np.concatenate((stored_ids(ids[:end], items, self._vocab_size), np.array(ids[end:], np.int32)))
 
     def _known(self, given: TokenizerInput, found: Encoded) -> tuple[str | None, list[int]]:
         """The text and the ids of a prompt that is not too long, or may be truncated; no text if it was given as ids.
@@ -308,62 +341,6 @@ class Encoder:
         """The prompt's embeddings, cut to the `kept` tokens that truncation left; None for a prompt of ids."""
         return prompt.cut(kept, self._truncate) if isinstance(prompt, StoredPrompt) else None
 
-    def _check_params(self, params: SamplingParams) -> None:
-        """Check ids and counts against the model's vocabulary, and the constraint.
-
-        Raises:
-            RowError: `token_out_of_range`, `invalid_field`, or the constraint's error.
-        """
-        constraint = params.constraint
-        error = self.grammars.error(constraint) if constraint is not None else None
-        if error is not None:
-            raise RowError(error.code, error.message, error.param)
-        for name in _ID_FIELDS:
-            ids = getattr(params, name)
-            if ids and max(ids) >= self._vocab_size:
-                raise self._out_of_range(name, next(token for token in ids if token >= self._vocab_size))
-        if params.logit_bias and params.logit_bias[-1][0] >= self._vocab_size:
-            raise self._out_of_range("logit_bias", params.logit_bias[-1][0])
-        self._check_bad_words_once(params.bad_words)
-        self._check_reasoning(params)
-        check_stops(params, self._tokenizer)
-        if params.top_logprobs_num > self._vocab_size:
-            problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
-            raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
-
-    def _check_reasoning(self, params: SamplingParams) -> None:
-        """Check that fields about thoughts can be obeyed.
-
-        Raises:
-            RowError: `unsupported_field`: the model has no known format of thoughts; `invalid_field`.
-        """
-        asked = {
-            "separate_reasoning": bool(params.separate_reasoning),
-            "thinking_budget": params.thinking_budget is not None,
-        }
-        for name in (name for name, value in asked.items() if value and self.reasoning is None):
-            message = (
-                f"`{name}` needs a model whose format of thoughts is known, and neither the tokenizer nor the chat "
-                "template of this one names it; name its family with --reasoning, or leave it out"
-            )
-            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
-        if params.constrain_reasoning and params.constraint is None:
-            raise invalid("constrain_reasoning", "needs a constraint; leave it out")
-        if params.thinking_budget is not None and params.constraint is not None and params.constrains_all:
-            problem = "cannot end thoughts inside a constraint on the whole text; let it hold for the answer alone"
-            raise invalid("thinking_budget", f"{problem}, with `separate_reasoning` and without `constrain_reasoning`")
-
-    def _check_bad_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
-        """Check a list of `bad_words`.
-
-        Raises:
-            RowError: `token_out_of_range`, or `invalid_field` for a word without tokens.
-        """
-        largest = max((max(word) for word in words if not isinstance(word, str)), default=0)
-        if largest >= self._vocab_size:
-            raise self._out_of_range("bad_words", largest)
-        bad_word_sequences(words, self._tokenizer, self._vocab_size)
-
     def _add_bos(self, row: ParsedRow, prompt: Prompt, ids: list[int]) -> list[int]:
         """`ids` with the tokenizer's BOS in front of text, checked against the vocabulary.
 
@@ -377,13 +354,10 @@ class Encoder:
             param = _field_of(row, prompt)
             message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"
             raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
-        if (self._check_all_ids or isinstance(prompt, TokenPrompt)) and max(ids) >= self._vocab_size:
-            raise self._out_of_range(_field_of(row, prompt), max(ids))
+        checked = self._check_all_ids or isinstance(prompt, TokenPrompt)
+        if checked and max(ids) >= self._vocab_size and not placed_items(prompt):
+            raise out_of_range(_field_of(row, prompt), max(ids), self._vocab_size)
         return ids
-
-    def _out_of_range(self, param: str, token: int) -> RowError:
-        message = f"`{param}` holds token {token}; the model's vocabulary ends at {self._vocab_size - 1}"
-        return RowError(ErrorCode.TOKEN_OUT_OF_RANGE, message, param)
 
     def _fit_fim(self, fim: FillInTheMiddle, row: ParsedRow, prompt: Prompt, ids: list[int], suffix: str) -> list[int]:
         """Fill-in-the-middle prompt of `ids` and `suffix`, truncated as by `PromptFitter.fit`.

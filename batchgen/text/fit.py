@@ -62,7 +62,15 @@ class PromptFitter:
         return self._cut(prompt, ids[:start], keep)
 
     def _cut(self, prompt: Prompt, ids: list[int], keep: int) -> list[int]:
-        """`ids` cut to `keep` tokens on the side that `truncate` names."""
+        """`ids` cut to `keep` tokens on the side that `truncate` names.
+
+        Raises:
+            RowError: `context_length_exceeded`: the prompt has media, which cannot be cut.
+        """
+        if getattr(prompt, "media", ()):
+            raise self.too_long(
+                f"has {len(ids)} tokens with its images and sounds", "a prompt with media is not cut: shorten it"
+            )
         self.truncated += 1
         if self._truncate == "right":
             return ids[:keep]

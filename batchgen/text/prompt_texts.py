@@ -18,9 +18,11 @@ from threading import Event
 from typing import Final, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, apart, row_error
-from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
+from batchgen.request.media_items import PlacedItem
+from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt, placed_items
 from batchgen.request.table import ParsedRow
 from batchgen.text.fit import Truncate
+from batchgen.text.placing import expanded_ids, expanded_text, feature_count
 from batchgen.text.tokenizer import Tokenizer
 
 _BATCH_ROWS: Final = 256
@@ -212,6 +214,7 @@ class PromptTexts:
 
     def __init__(self, tokenizer: Tokenizer, context: int, truncate: Truncate, *, fim: bool) -> None:
         self._tokenizer = tokenizer
+        self._context = context
         self.long = LongTexts(tokenizer, context)
         """Encoder of long texts."""
         self._side: Side = "end" if truncate == "left" else "start"
@@ -225,20 +228,33 @@ class PromptTexts:
         found: list[TokenizerInput] = []
         for row in rows:
             first = row.prompts[0]
-            if len(row.prompts) == 1 and type(first) is TextPrompt and len(first.text) <= self.long.piece:
+            is_alone = len(row.prompts) == 1
+            if is_alone and type(first) is TextPrompt and not first.media and len(first.text) <= self.long.piece:
                 found.append(first.text)  # most rows
                 continue
             before = len(found)
             for prompt in row.prompts:
                 is_chat = isinstance(prompt, ChatPrompt)
                 given: TokenizerInput = next(rendered) if is_chat else _given(prompt)
-                if type(given) is str and len(given) > self.long.piece:
+                if items := placed_items(prompt):
+                    given = self._with_items(given, items)
+                elif type(given) is str and len(given) > self.long.piece:
                     has_suffix = row.params.suffix is not None and not is_chat
                     given = LongText(given, self._fim_side if has_suffix else self._side)
                 found.append(given)
             if len(row.prompts) > 1 and sum(map(self._bytes, found[before:])) > ROW_TEXT_BYTES:
                 found[before:] = [_TOO_MUCH_TEXT] * len(row.prompts)
         return found
+
+    def _with_items(self, given: TokenizerInput, items: Sequence[PlacedItem]) -> TokenizerInput:
+        """A prompt's text or ids with what its images and sounds become."""
+        try:
+            feature_count(items, self._context)
+            if isinstance(given, str):
+                return expanded_text(given, items)
+            return expanded_ids(given, items, self._tokenizer) if isinstance(given, list) else given
+        except RowError as error:
+            return error.info
 
     def _bytes(self, given: TokenizerInput) -> int:
         text = given.text[: self.long.piece] if isinstance(given, LongText) else given

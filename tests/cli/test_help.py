@@ -60,8 +60,8 @@ def test_a_terminal_gets_a_rendered_page(columns: int) -> None:
 @pytest.mark.parametrize(
     ("name", "row"),
     [
-        ("llava", ["llava", "native", "text, of `llama`"]),
-        ("Qwen3-VL", ["qwen3_vl", "transformers", "text, of `qwen3_vl_text`"]),
+        ("llava", ["llava", "native", "image", "text, of `llama`"]),
+        ("Qwen3-VL", ["qwen3_vl", "transformers", "image", "text, of `qwen3_vl_text`"]),
         ("mamba2", ["mamba2", "no", "it keeps a recurrent state in addition to keys and values"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""`./batchgen.toml` that is not named may be of any user: its options reach no file and no code, whatever they are."""
+"""`./batchgen.toml` that is not named may be of any user: its options reach no file, code or network."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ REACHING = {
     "allow_pickle_weights": "code",
     "revision": "files",  # anybody may propose a revision of a model on the hub
     "existing": "files",  # permission to replace an output
+    "allow_media_url": "network",
 }  # fmt: skip
-"""Options that reach files or code."""
+"""Options that reach files, code or the network."""
 HARMLESS = {
     *("prompt_column", "id_column", "system", "shard", "carry", "served_model_name"),  # names within the input, texts
     *("truncate", "input_format", "on_bad_row", "on_duplicate_id", "progress", "sampling_defaults"),  # choices
@@ -89,7 +90,7 @@ def test_every_option_in_a_file_that_is_not_named(option: Option, tmp_path: Path
         assert unnamed == named
         assert unnamed.origins[option.name] == "./batchgen.toml"
         return
-    would = "run code" if REACHING[option.name] == "code" else "read or write files"
+    would = {"code": "run code", "files": "read or write files", "network": "reach the network"}[REACHING[option.name]]
     message = refusal(tmp_path)
     assert message.startswith(f"`{option.name} in ./batchgen.toml` would {would} because of a file in the current ")
     assert message.endswith(", or the file with --config batchgen.toml")

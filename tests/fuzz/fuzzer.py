@@ -69,6 +69,7 @@ MODULES = {
     "grammars": "constraints",
     "models": "models",
     "gguf": "gguf_heads",
+    "media-files": "media_files",
     "work": "work",
     "commands": "commands",
 }

@@ -31,6 +31,7 @@ NEW_INPUTS = {
     "grammars": 10,
     "models": 150,
     "gguf": 150,
+    "media-files": 200,
     "work": 3,
     "commands": 8,
 }

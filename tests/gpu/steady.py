@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from batchgen.engine.engine import Engine, Running
+from batchgen.engine.engine import Engine
+from batchgen.engine.running import Running
 from batchgen.kernels.device import Device, Download, Lane
 from batchgen.request.completion import Completion
 

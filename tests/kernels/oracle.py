@@ -35,6 +35,15 @@ def _slots(pages: Ints, page_size: int) -> Tensor:
     return torch.from_numpy(pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
 
 
+def _with_span(batch: AttentionBatch, token: int, position: int, slots: Tensor, begin: int, page_size: int) -> Tensor:
+    """Slots of the positions from `begin` to the token's own, or to the end of the run of `batch.spans` with it."""
+    for start, end in batch.spans:
+        if start <= token < end:
+            (chunk,) = (c for c in batch.chunks if c.q_start <= token < c.q_start + c.q_len)
+            return _slots(chunk.pages, page_size)[begin : position - token + end]
+    return slots[begin:]
+
+
 def attend_by_token(
     batch: AttentionBatch,
     query: Tensor,
@@ -65,7 +74,9 @@ def attend_by_token(
     out = torch.empty(*query.shape[:2], values.shape[3], dtype=compute, device=query.device)
     for token, (position, slots) in enumerate(visible_slots(batch, page_size)):
         begin = 0 if args.window is None else max(0, position - args.window + 1)
-        chosen = slots[begin:].to(query.device)
+        chosen = (_with_span(batch, token, position, slots, begin, page_size) if args.runs else slots[begin:]).to(
+            query.device
+        )
         k, v = flat_keys[chosen].to(compute), flat_values[chosen].to(compute)  # [n, K, D], [n, K, Dv]
         q = query[token].view(kv_heads, -1, query.shape[-1]).to(compute)  # [K, G, D]
         scores = torch.einsum("kgd,nkd->kgn", q, k).to(wide) * args.scale

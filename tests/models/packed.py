@@ -12,8 +12,9 @@ from torch import Tensor
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.device import HOST
+from batchgen.kernels.grouped import attention_of
 from batchgen.kernels.lora import lora_step
-from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
+from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool, PagedAttention
 from batchgen.models.base import Model, ModelInput, ModelSpec
 
 LENGTHS = (3, 19, 11, 1, 26)
@@ -96,6 +97,12 @@ class PagedCache:
 
     def step(self, parts: list[tuple[int, int]]) -> TorchAttention:
         return TorchAttention(self.pool, self.batch(parts))
+
+    def spanned_step(self, parts: list[tuple[int, int]], spans: list[tuple[int, int]]) -> PagedAttention:
+        """A step some of whose tokens see one another."""
+        batch = self.batch(parts)
+        batch.spans = spans
+        return attention_of(TorchAttention, self.pool, batch)
 
     def compiled_step(self, parts: list[tuple[int, int]]) -> CompiledAttention:
         return CompiledAttention(self.pool, self.batch(parts))

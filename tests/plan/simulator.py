@@ -12,8 +12,12 @@ import numpy as np
 
 from batchgen.plan.cache_groups import window_of, window_pages
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.plan.tree import build_tree
+
+FIRST_ITEM = 100
+"""First id of a feature."""
 
 
 class Simulator:
@@ -28,13 +32,19 @@ class Simulator:
         keys: list[int] | None = None,
         lag: int = 0,
         kinds: list[int] | None = None,
+        features: dict[int, int] | None = None,
     ) -> None:
+        """`features`: item -> number of its features; ids from `FIRST_ITEM` on are features of items."""
         tokens = np.array([t for p in prompts for t in p], np.int32)
         offsets = np.cumsum([0] + [len(p) for p in prompts]).astype(np.int64)
         self.tree = build_tree(tokens, offsets, None if keys is None else np.array(keys, np.int64))
         samples = np.array([len(t) for t in targets], np.int32)
         ends = None if kinds is None else np.array(kinds, np.int32)
-        self.scheduler = Scheduler(self.tree, samples, np.array(max_new, np.int32), config, ends)
+        self.spans = None
+        if features is not None:
+            sizes = np.array([features[item] for item in sorted(features)], np.int64)
+            self.spans = Spans(tokens, offsets, FIRST_ITEM, sizes)
+        self.scheduler = Scheduler(self.tree, samples, np.array(max_new, np.int32), config, ends, self.spans)
         self.prompts, self.targets, self.config, self.lag = prompts, targets, config, lag
         self.keys = keys or [0] * len(prompts)
         self.size = config.page_size

@@ -40,9 +40,9 @@ class SplittingSimulator(Simulator):
         if self.random.random() < self.unsplit:
             return [plan]
         at = self.random.choice([None, self.random.randint(0, plan.tokens + 1)])
-        split = split_plan(plan, self.size, at)
+        split = split_plan(plan, self.size, at, self.spans)
         if split is None:
-            assert plan.tokens <= 1
+            assert plan.tokens <= 1 or self.spans is not None
             return [plan]
         assert_equivalent(plan, *split, self.size)
         return [part for part in split for part in self.parts(part)]

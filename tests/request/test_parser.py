@@ -456,8 +456,6 @@ def test_all_endpoint_parameters_are_known() -> None:
 
 REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     # name: (values that request nothing, values that request something)
-    "image_data": ([None, []], ["picture.png"]),
-    "audio_data": ([None, []], [["sound.wav"]]),
     "extra_body": ([{}], [{"top_k": 5}]),
     "functions": ([[]], [[{"name": "f"}]]),
     "function_call": (["none"], ["auto"]),
@@ -471,7 +469,7 @@ REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
 
 @pytest.mark.field(
     "extra_body", "functions", "function_call", "modalities", "audio",
-    "prediction", "web_search_options", "moderation", "image_data", "audio_data",
+    "prediction", "web_search_options", "moderation",
 )  # fmt: skip
 @pytest.mark.parametrize("field", [field for field in FIELDS if not field.supported], ids=lambda field: field.name)
 def test_unsupported_fields(field: Field) -> None:

@@ -61,6 +61,7 @@ SCHEMA = pa.schema(
         ("output_ids", _IDS),
         ("prompt_ids", _IDS),
         ("prompt_tokens", pa.int32()),
+        ("media_tokens", pa.int32()),
         ("completion_tokens", pa.int32()),
         ("cached_tokens", pa.int32()),
         ("cached_tokens_details", pa.struct([("prefix", pa.int32()), ("duplicate", pa.int32())])),

@@ -165,7 +165,8 @@ class CudaGraphExecutor(Executor):
         kind = (padded, results)
         static = self._steps.get((kind, work.launches))
         if static is None or not static.attention.refill(work):
-            static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture)
+            axes = 0 if step.rope_positions is None else len(step.rope_positions)
+            static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture, axes)
         static.load(step, last, plain)
         if not static.warmed_up:
             static.body()
@@ -251,6 +252,7 @@ class _GraphStep:
         padded: int,
         samples: bool,
         capture: CaptureSpec | None,
+        rope_axes: int,
     ) -> None:
         device = shared.device.torch_device
         self.warmed_up = False
@@ -259,9 +261,12 @@ class _GraphStep:
         self._shared = shared
         self._padded = padded
         # Rows of an even number of int64 start at multiples of 16 bytes, which kernels need for wide loads.
-        self._int_columns = torch.zeros(4 + shared.kinds, max(2, padded), dtype=torch.int64, device=device)
-        self._ids, self._source, self._positions, self._num_sampled, *slots = self._int_columns[:, :padded]
-        self.attention = planner.attention(self._int_columns[4:, :padded] if shared.kinds > 1 else slots[0], work)
+        columns = 4 + shared.kinds + rope_axes
+        self._int_columns = torch.zeros(columns, max(2, padded), dtype=torch.int64, device=device)
+        self._ids, self._source, self._positions, self._num_sampled = self._int_columns[:4, :padded]
+        slots = self._int_columns[4 : 4 + shared.kinds, :padded]
+        self._rope = self._int_columns[4 + shared.kinds :, :padded] if rope_axes else None
+        self.attention = planner.attention(slots if shared.kinds > 1 else slots[0], work)
         self._columns = _StaticColumns(padded, device) if samples else None
         self._all_rows = torch.arange(padded, device=device) if capture is not None else None
         self._captured = None if capture is None else (capture.layers, capture.experts)
@@ -276,6 +281,8 @@ class _GraphStep:
         columns = [step.ids, step.source, step.positions, step.num_sampled, step.slots]
         if step.window_slots is not None:
             columns.append(step.window_slots)
+        if step.rope_positions is not None:
+            columns.extend(step.rope_positions)
         for row, values in zip(int_columns, columns, strict=True):
             if values is not None:
                 row[:rows] = values
@@ -291,7 +298,8 @@ class _GraphStep:
         if self._captured is not None and self._all_rows is not None:
             capture = CaptureSpec(self._all_rows, self._padded, *self._captured)
         ids = select_input_ids(self._ids, self._source, shared.last)
-        hidden = shared.model.hidden(ModelInput(ids, self._positions, self.attention, capture, ops=shared.ops))
+        inputs = ModelInput(ids, self._positions, self.attention, capture, ops=shared.ops, rope_positions=self._rope)
+        hidden = shared.model.hidden(inputs)
         logits = shared.model.logits(hidden)  # [padded, V]
         if self._columns is not None:
             sampled = shared.ops.sample(logits, self._columns.at(self._num_sampled, shared.ops))

@@ -59,6 +59,7 @@ class EagerExecutor(Executor):
             embeds=batch.embeds,
             ops=context.backend.ops,
             wanted=None if scores else batch.logit_rows,
+            rope_positions=batch.rope_positions,
         )
         hidden = context.model.hidden(inputs)
         if isinstance(attention, PooledAttention):

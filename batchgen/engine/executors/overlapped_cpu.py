@@ -65,7 +65,14 @@ class OverlappedCpuExecutor(Executor):
         context.copy_pages(step.copies)
         if batch.source is not None and step.last is not None:
             fill_sampled_ids(batch.input_ids, batch.source, step.last)
-        inputs = ModelInput(batch.input_ids, batch.positions, attention, ops=ops, wanted=batch.logit_rows)
+        inputs = ModelInput(
+            batch.input_ids,
+            batch.positions,
+            attention,
+            ops=ops,
+            wanted=batch.logit_rows,
+            rope_positions=batch.rope_positions,
+        )
         hidden = context.model.hidden(inputs)
         if step.sampling is None or step.sampling.plain is None:
             return None

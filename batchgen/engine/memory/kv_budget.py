@@ -174,11 +174,14 @@ def with_job_windows(spec: ModelSpec, workload: JobWorkload) -> ModelSpec:
     return replace(spec, windows=windows_within(spec.windows, int(lengths.max(initial=0))))
 
 
-def with_windows_in(spec: ModelSpec, page_size: int, budget: int) -> ModelSpec:
+def with_windows_in(spec: ModelSpec, workload: JobWorkload, page_size: int, budget: int) -> ModelSpec:
     """The model without its windows if `budget` bytes do not hold what `least_window_pages` asks for."""
     groups = cache_groups(spec, page_size)
     window = window_of(groups)
-    if window is None or cache_bytes(groups, PageCounts(2, least_window_pages(window, page_size))) <= budget:
+    if window is None:
+        return spec
+    least = least_window_pages(window + workload.longest_span, page_size)
+    if cache_bytes(groups, PageCounts(2, least)) <= budget:
         return spec
     return replace(spec, windows=())
 
@@ -216,7 +219,7 @@ class _WindowNeeds:
         each, (rows, tokens) = window_pages(self._window, page_size) + 1, limits
         rows = min(rows, int(workload.samples.sum(dtype=np.int64)))
         self._chunks = -(-tokens // page_size) + rows
-        self._least = least_window_pages(self._window, page_size)
+        self._least = least_window_pages(self._window + workload.longest_span, page_size)
         # The windows of the samples, and of the nodes that they begin at.
         self._most = 2 * rows * each + self._chunks + self._least
         self._share = 0.0 if all(spec.windows) else _window_share(workload, page_size, each)

@@ -15,6 +15,7 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
+from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan, split_plan
 from batchgen.plan.tree import PrefixTree
 
@@ -58,14 +59,18 @@ class OOMSplitter:
         page_size: S, tokens per page.
         max_tokens: most flat tokens in a step.
         release: called after a failure and before the next try, to free cached memory.
+        spans: spans of positions that no part may cut.
     """
 
-    def __init__(self, page_size: int, max_tokens: int, release: Callable[[], None]) -> None:
+    def __init__(
+        self, page_size: int, max_tokens: int, release: Callable[[], None], spans: Spans | None = None
+    ) -> None:
         self.limit = max_tokens
         """Most flat tokens that are tried at once; halved after each step that only fit in parts."""
         self.retries = 0
         """Number of tries that ran out of memory."""
         self._page_size = page_size
+        self._spans = spans
         self._release = release
         self._failures = 0
         self._sampled_any = False
@@ -114,13 +119,13 @@ class OOMSplitter:
                 if part.prefills and part.prefills[0].store:
                     skipped = range(at, _chunk_end(plan, at))
         if self.retries > tries and not failed:
-            self.limit = max(1, self.limit // 2)
+            self.limit = max(1 if self._spans is None else self._spans.longest, self.limit // 2)
         self._check_failures(parts, failed)
         return parts
 
     def _cut(self, part: StepPlan, at: int, tokens: int | None = None) -> list[tuple[StepPlan, int]]:
         """Both halves with their first flat token, the first half last; empty if the part cannot be split."""
-        halves = split_plan(part, self._page_size, tokens)
+        halves = split_plan(part, self._page_size, tokens, self._spans)
         if halves is None:
             return []
         first, second = halves

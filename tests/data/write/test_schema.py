@@ -31,7 +31,7 @@ GOLDEN = {
     "reasoning": "string", "reasoning_tokens": "int32", "reasoning_cut": "bool",
     "tool_calls": "string", "tool_calls_error": "string",
     "output_ids": "list<item: int32>", "prompt_ids": "list<item: int32>",
-    "prompt_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
+    "prompt_tokens": "int32", "media_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
     "cached_tokens_details": "struct<prefix: int32, duplicate: int32>",
     "output_logprobs": "list<item: float>", "input_logprobs": "list<item: float>",
     "cumulative_logprob": "double", "mean_logprob": "double",

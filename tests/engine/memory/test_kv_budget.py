@@ -181,8 +181,8 @@ def test_windows_count_only_where_they_save_memory() -> None:
     assert with_job_windows(replace(MIXED, windows=(longest,) * 6), job).windows == ()
     assert with_job_windows(replace(MIXED, windows=(longest - 1,) * 6), job).windows == (longest - 1,) * 6
     least = cache_bytes(cache_groups(MIXED, 4), PageCounts(2, least_window_pages(8, 4)))
-    assert with_windows_in(MIXED, 4, least) is MIXED
-    assert with_windows_in(MIXED, 4, least - 1).windows == ()
+    assert with_windows_in(MIXED, job, 4, least) is MIXED
+    assert with_windows_in(MIXED, job, 4, least - 1).windows == ()
 
 
 def test_the_pool_is_zero_and_writable() -> None:

@@ -1,0 +1,228 @@
+"""`JobMedia`: the images and sounds of a running job: which requests have which, and how far they are needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.engine.media.features import FeatureStore
+from batchgen.engine.media.feed import FEATURE_BYTES, FeedSettings, MediaFeed
+from batchgen.engine.media.reader import MediaSupport
+from batchgen.engine.media.sources import GivenFeatures
+from batchgen.engine.media.step import Layout, StepMedia
+from batchgen.engine.workload import JobWorkload
+from batchgen.errors import ErrorInfo
+from batchgen.kernels.device import cpu_quota
+from batchgen.models.base import Model
+from batchgen.plan.step_plan import StepPlan
+from batchgen.plan.tree import blocks
+from batchgen.request.table import RequestTable
+
+Ints = npt.NDArray[np.int64]
+
+_MOST_WORKERS: Final = 16
+"""Most threads that decode items."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemUses:
+    """Which requests have which items, each pair once, by request."""
+
+    requests: Ints
+    """[E] ascending."""
+    numbers: Ints
+    """[E] items."""
+
+    @classmethod
+    def of(cls, table: RequestTable, wanted: npt.NDArray[np.bool_]) -> ItemUses:
+        """Those of the `wanted` [N] requests of a table."""
+        assert table.media is not None
+        first_id, offsets, found = table.media.vocab_size, table.offsets.astype(np.int64), [np.zeros(0, np.int64)]
+        for part in blocks(len(table)):
+            begin, end = int(offsets[part.start]), int(offsets[min(part.stop, len(table))])
+            tokens = table.tokens[begin:end]
+            places = np.flatnonzero(tokens >= first_id)
+            requests = np.searchsorted(offsets, places + begin, side="right") - 1
+            inside = wanted[requests]
+            pairs = requests[inside] << 32 | (tokens[places[inside]] - first_id)
+            found.append(np.unique(pairs))
+        pairs = np.concatenate(found)
+        return cls(pairs >> 32, pairs & 0xFFFFFFFF)
+
+    def of_request(self, request: int) -> list[int]:
+        """The items of a request."""
+        low, high = np.searchsorted(self.requests, (request, request + 1))
+        numbers: list[int] = self.numbers[low:high].tolist()
+        return numbers
+
+    def with_item(self, number: int) -> list[int]:
+        """The requests that have an item."""
+        requests: list[int] = self.requests[self.numbers == number].tolist()
+        return requests
+
+    def counts(self, items: int) -> Ints:
+        """[items] number of requests that have each."""
+        return np.bincount(self.numbers, minlength=items)
+
+    def in_order(self, order: npt.NDArray[np.int32]) -> list[int]:
+        """The items in the order in which the requests `order` [N] first have them."""
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        numbers = self.numbers[np.argsort(rank[self.requests], kind="stable")]
+        _, first = np.unique(numbers, return_index=True)
+        found: list[int] = numbers[np.sort(first)].tolist()
+        return found
+
+
+class JobMedia:
+    """The items of a job while it runs.
+
+    Args:
+        table: every prompt of the job.
+        uses: the items of the requests that run.
+        samples: [N] samples of each request that runs.
+        feed: their features.
+        step: lays them out in steps.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        uses: ItemUses,
+        samples: npt.NDArray[np.int32],
+        feed: MediaFeed,
+        step: StepMedia,
+    ) -> None:
+        self._table = table
+        self._uses = uses
+        self._samples = samples
+        self._left: dict[int, int] = {}
+        """Request that has begun to end -> samples that have not ended"""
+        self.feed = feed
+        self.step = step
+
+    def counts(self) -> dict[str, int]:
+        """Counters for the report, by key."""
+        counts = self.feed.counts
+        return {
+            "media_encoded": counts.encoded,
+            "media_batches": counts.batches,
+            "media_failed": counts.failed,
+            "media_wait_ms": round(1e3 * counts.wait_seconds),
+            "media_encode_ms": round(1e3 * counts.encode_seconds),
+            "media_feature_peak_bytes": self.feed.store.peak_bytes,
+            "media_spilled_bytes": self.feed.store.spilled_bytes,
+        }
+
+    def load(self, plan: StepPlan) -> float:
+        """Have the features that a step needs; returns the seconds that the encoder took."""
+        items, numbers = self._table.media, dict[int, None]()
+        assert items is not None
+        for chunk in plan.prefills:
+            ids = self._table.stored_ids(chunk.request)[chunk.start : chunk.end]
+            numbers |= dict.fromkeys((np.unique(ids[ids >= items.vocab_size]) - items.vocab_size).tolist())
+        before = self.feed.counts.encode_seconds
+        self.feed.load(numbers)
+        return self.feed.counts.encode_seconds - before
+
+    def failed(self) -> Iterator[tuple[int, ErrorInfo]]:
+        """Requests that have an item that turned out to be unusable since the last call, with their errors."""
+        for number, error in self.feed.failed():
+            for request in self._uses.with_item(number):
+                yield request, error
+
+    def end(self, request: int, samples: int = 1) -> None:
+        """Record that samples of a request have ended; after the last its items are released."""
+        if not self._samples[request]:
+            return
+        left = self._left.pop(request, int(self._samples[request])) - samples
+        if left > 0:
+            self._left[request] = left
+        elif left == 0:
+            for number in self._uses.of_request(request):
+                self.feed.release(number)
+
+
+def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, together: bool) -> JobMedia:
+    """The images and sounds of a job that is about to run.
+
+    Args:
+        workload: the job, whose tree has its requests in the order in which they begin.
+        support: what the model offers, and the items.
+        model: the loaded model.
+        together: whether items are encoded in batches, which may change their last bits.
+
+    Raises:
+        ModelError: the towers cannot be loaded.
+    """
+    table, spec = workload.table, model.spec
+    assert table.media is not None
+    samples = workload.samples.copy()
+    for requests, count in workload.held.values():
+        samples[requests] = count
+    uses = ItemUses.of(table, samples > 0)
+    encoder = support.encoder(model)
+    feed = MediaFeed(
+        table.media,
+        uses.in_order(workload.tree.order),
+        uses.counts(len(table.media)),
+        support.prepare,
+        encoder,
+        FeatureStore(FEATURE_BYTES, None if table.embeds is None else table.embeds.folder),
+        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), together),
+    )
+
+    def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:
+        found, following = encoder.positions(torch.from_numpy(ids), layouts)
+        return found.numpy(), following
+
+    step = StepMedia(table, feed, workload.spans, spec.rope_axes, find)
+    return JobMedia(table, uses, samples, feed, step)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """Figures of a job's images and sounds. Names are those of the report."""
+
+    items: int
+    """Distinct images and sounds, each of which is decoded and encoded once."""
+    images: int
+    sounds: int
+    megapixels: float
+    """Pixels of the images that are decoded, in millions."""
+    audio_seconds: float
+    """Length of the sounds that are decoded."""
+    encoded_tokens: int
+    """Tokens of the distinct items: the work of the encoder."""
+    prompt_tokens: int
+    """Tokens of all prompts that items became."""
+
+
+def plan_media(table: RequestTable, audio_rate: int) -> MediaPlan | None:
+    """Count the items of a table; None if no row has any. `audio_rate`: samples per second."""
+    items = table.media
+    if items is None:
+        return None
+    found = [items[number] for number in range(len(items))]
+    images = [item for item in found if item.kind == "image"]
+    decoded = [item for item in found if item.source.size]
+    pixels = sum(math.prod(item.source.size) for item in decoded if item.kind == "image")
+    samples = sum(math.prod(item.source.size) for item in decoded if item.kind == "audio")
+    prompt_tokens = 0
+    for part in blocks(len(table.tokens)):
+        prompt_tokens += int((table.tokens[part] >= items.vocab_size).sum())
+    return MediaPlan(
+        items=len(found),
+        images=len(images),
+        sounds=len(found) - len(images),
+        megapixels=round(pixels / 1e6, 3),
+        audio_seconds=round(samples / max(1, audio_rate), 1),
+        encoded_tokens=sum(item.features for item in found if not isinstance(item.source, GivenFeatures)),
+        prompt_tokens=prompt_tokens,
+    )

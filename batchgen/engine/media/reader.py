@@ -1,0 +1,173 @@
+"""Reading of rows with images and sounds: each item is looked at, numbered, and given what it becomes in its prompt.
+
+`MediaSupport` is what a model offers for them, found when the first row has one, since its libraries take long to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from batchgen.engine.embeds_reader import TensorFiles
+from batchgen.engine.media.sources import Floats, GivenItems, Source, StoredItem
+from batchgen.errors import ErrorCode, RowError
+from batchgen.media.store import MediaStore
+from batchgen.models.base import Model, ModelSpec
+from batchgen.models.media_encoder import MediaEncoder
+from batchgen.models.media_processor import MediaProcessor, PreparedItem
+from batchgen.request.media import MediaItem
+from batchgen.request.media_items import DistinctItem, MediaItems, PlacedItem
+from batchgen.request.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from batchgen.request.table import ParsedRow, RequestTable
+
+
+class MediaSupport:
+    """What a model offers for images and sounds.
+
+    Args:
+        spec: the model's spec; None for a model that takes none.
+        find: the model's processor, or why it takes none.
+        load: loads the towers of a loaded model.
+        open_store: a store of a job's items, whose sounds have this rate, with a temporary file in this folder.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec | None,
+        find: Callable[[], MediaProcessor | str],
+        load: Callable[[Model], MediaEncoder],
+        open_store: Callable[[int, Path | None], MediaStore],
+    ) -> None:
+        self.spec = spec
+        """The model's spec."""
+        self._find = find
+        self._load = load
+        self.open_store = open_store
+        """Opens the store of a job."""
+        self._encoder: MediaEncoder | None = None
+
+    @cached_property
+    def found(self) -> MediaProcessor | str:
+        """The processor, or why there is none."""
+        return self._find()
+
+    @property
+    def audio_rate(self) -> int:
+        """Samples per second of decoded sounds; 0 if the model takes none."""
+        return 0 if isinstance(self.found, str) else self.found.audio_rate
+
+    def encoder(self, model: Model) -> MediaEncoder:
+        """The towers, loaded once.
+
+        Raises:
+            ModelError: they cannot be loaded.
+        """
+        if self._encoder is None:
+            self._encoder = self._load(model)
+        return self._encoder
+
+    def prepare(self, item: DistinctItem) -> PreparedItem | Floats:
+        """An item as its tower reads it, or the features that its row gives."""
+        assert not isinstance(self.found, str)
+        source: Source = item.source
+        return source.prepare(self.found, item)
+
+
+def no_media(reason: str) -> MediaSupport:
+    """The support of a model that takes no images or sounds."""
+
+    def missing(*_: Any) -> Any:
+        raise AssertionError(reason)
+
+    return MediaSupport(None, lambda: reason, missing, missing)
+
+
+def has_media(row: ParsedRow) -> bool:
+    """Whether a prompt of a row has images or sounds."""
+    prompts = row.prompts
+    return bool(
+        getattr(prompts[0], "media", ()) or (len(prompts) > 1 and any(getattr(p, "media", ()) for p in prompts))
+    )
+
+
+class MediaReader:
+    """Numbers the items of rows in a table."""
+
+    def __init__(self, table: RequestTable, support: MediaSupport, files: TensorFiles) -> None:
+        self._table = table
+        self._support = support
+        self._files = files
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        return None if self._table.embeds is None else self._table.embeds.folder
+
+    @cached_property
+    def _store(self) -> MediaStore:
+        return self._support.open_store(self._support.audio_rate, self._folder)
+
+    @cached_property
+    def _given(self) -> GivenItems:
+        spec, processor = self._support.spec, self._support.found
+        assert spec is not None
+        assert not isinstance(processor, str)
+        return GivenItems(spec, processor, self._files, self._folder)
+
+    def read(self, row: ParsedRow) -> ParsedRow:
+        """The row with its items read and numbered.
+
+        Raises:
+            RowError: `unsupported_field` if the model takes no such items, `media_error` if one cannot be used.
+        """
+        return row._replace(prompts=tuple(map(self._with_items, row.prompts)))
+
+    def _with_items(self, prompt: Prompt) -> Prompt:
+        if not isinstance(prompt, TextPrompt | TokenPrompt | ChatPrompt) or not prompt.media:
+            return prompt
+        placed = tuple(self._placed(prompt, [item for item in prompt.media if isinstance(item, MediaItem)]))
+        if isinstance(prompt, TokenPrompt):
+            return TokenPrompt(prompt.ids, placed)
+        return prompt._replace(media=placed)
+
+    def _placed(self, prompt: Prompt, items: Sequence[MediaItem]) -> list[PlacedItem]:
+        processor, spec = self._support.found, self._support.spec
+        for item in items:
+            _check(item, processor)
+        assert not isinstance(processor, str)
+        assert spec is not None
+        if self._table.media is None:
+            self._table.media = MediaItems(spec.vocab_size)
+        raw = iter(self._raw([item for item in items if item.form == "raw"], processor))
+        found = []
+        for item in items:
+            distinct, text = next(raw) if item.form == "raw" else self._given.read(item, prompt, items)
+            number = self._table.media.add(distinct)
+            found.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), text))
+        return found
+
+    def _raw(self, items: Sequence[MediaItem], processor: MediaProcessor) -> list[tuple[DistinctItem, str]]:
+        """The images and sounds themselves of a prompt, and the text that each becomes."""
+        if not items:
+            return []
+        headers = self._store.add_all(items)
+        found = []
+        for item, header, made in zip(items, headers, processor.expand(headers), strict=True):
+            kind, digest, place, source = item.kind, header.digest, item.place, StoredItem(self._store, header)
+            shape = (made.features, made.token_id, made.layout, made.grouped)
+            found.append((DistinctItem(kind, digest, place, *shape, source), made.text))
+        return found
+
+
+def _check(item: MediaItem, processor: MediaProcessor | str) -> None:
+    if isinstance(processor, str):
+        problem = f"cannot be given to this model: {processor}"
+    elif item.kind not in processor.kinds:
+        problem = f"is {_NAMES[item.kind]}, and this model takes {' and '.join(sorted(processor.kinds))} alone"
+    else:
+        return
+    raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{item.place}` {problem}; leave it out", item.field)
+
+
+_NAMES = {"image": "an image", "audio": "a sound"}

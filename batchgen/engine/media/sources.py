@@ -1,0 +1,233 @@
+"""Where the items of a job are: in the media store, or given as what a processor or an encoder makes of them.
+
+`GivenItems` reads the latter two. Each source prepares its item in any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.engine.embeds_reader import TensorFiles, matrix_of
+from batchgen.errors import ErrorCode, RowError
+from batchgen.media.store import ItemHeader, MediaStore
+from batchgen.models.base import ModelSpec
+from batchgen.models.media_processor import Expansion, MediaProcessor, PreparedItem
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.media import MediaItem, MediaKind
+from batchgen.request.media_items import DistinctItem
+from batchgen.request.prompts import Prompt, TokenPrompt, embeddings
+
+Floats = npt.NDArray[np.float32]
+
+_GROWTH: Final = 8
+"""Bytes of an item in memory for each number that it holds, while it is decoded and prepared."""
+_CHANNELS: Final = 3
+_LAYOUT: Final = 16
+"""Most numbers of an array that positions are computed from."""
+_OF_TEXT: Final = frozenset({"format", "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
+"""Outputs of a processor that are not an item's."""
+
+
+class Source(Protocol):
+    """Where an item is."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Image: (width, height); audio: (samples,); empty for what is not decoded."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the item in memory while it is prepared, about."""
+        ...
+
+    def prepare(self, processor: MediaProcessor, item: DistinctItem) -> PreparedItem | Floats:
+        """The item as its tower reads it, or its features [F, W]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """An item of the media store."""
+
+    store: MediaStore
+    header: ItemHeader
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """See `Source.size`."""
+        return self.header.size
+
+    @property
+    def nbytes(self) -> int:
+        """See `Source.nbytes`."""
+        return math.prod(self.size) * _GROWTH * (_CHANNELS if self.header.kind == "image" else 1)
+
+    def prepare(self, processor: MediaProcessor, item: DistinctItem) -> PreparedItem | Floats:
+        """See `Source.prepare`."""
+        return processor.prepare(self.header, self.store.decode(self.header), grouped=item.grouped)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenFeatures:
+    """Features that a row gives."""
+
+    store: EmbedsStore
+    first: int
+    count: int
+    size: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """See `Source.nbytes`."""
+        return self.count * self.store.size * 4
+
+    def prepare(self, processor: MediaProcessor, item: DistinctItem) -> PreparedItem | Floats:
+        """See `Source.prepare`."""
+        return self.store.rows(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOutput:
+    """A processor's output that a row gives."""
+
+    store: EmbedsStore
+    arrays: Mapping[str, tuple[int, tuple[int, ...], bool]]
+    """Name -> first number in the store, shape, whether they are integers."""
+    size: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """See `Source.nbytes`."""
+        return sum(math.prod(shape) * 4 for _, shape, _ in self.arrays.values())
+
+    def prepare(self, processor: MediaProcessor, item: DistinctItem) -> PreparedItem | Floats:
+        """See `Source.prepare`."""
+        tensors = {}
+        for name, (first, shape, whole) in self.arrays.items():
+            values = self.store.rows(first, first + math.prod(shape)).reshape(shape)
+            tensors[name] = torch.from_numpy(values.astype(np.int64) if whole else values)
+        return PreparedItem(item.kind, item.token_id, item.features, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A header of an item that is not there, for what such items become."""
+
+    kind: MediaKind
+    size: tuple[int, ...]
+
+
+class GivenItems:
+    """Reads items that are given as features or as a processor's output.
+
+    Args:
+        spec: the model's spec.
+        processor: its processor.
+        files: tensors that rows name.
+        folder: where values are stored, in files without a name.
+    """
+
+    def __init__(self, spec: ModelSpec, processor: MediaProcessor, files: TensorFiles, folder: Path | None) -> None:
+        self._spec = spec
+        self._processor = processor
+        self._files = files
+        self._features = EmbedsStore(spec.features_size, folder)
+        self._numbers = EmbedsStore(1, folder)
+
+    def read(self, item: MediaItem, prompt: Prompt, items: Sequence[MediaItem]) -> tuple[DistinctItem, str]:
+        """An item of a prompt, and the text that it becomes.
+
+        Args:
+            item: the item.
+            prompt: the prompt that has it.
+            items: all items of the prompt.
+
+        Raises:
+            RowError: `media_error`, `invalid_field` or `unsupported_field`.
+        """
+        size = (64, 64) if item.kind == "image" else (self._processor.audio_rate,)
+        (usual,) = self._processor.expand([_Blank(item.kind, size)])
+        if item.form == "precomputed_embedding":
+            return self._with_features(item, usual)
+        return self._with_output(item, usual, prompt, items)
+
+    def _with_features(self, item: MediaItem, usual: Expansion) -> tuple[DistinctItem, str]:
+        odd = sorted(item.source.keys() - {"feature"})
+        if odd:
+            raise _invalid(item, f"has the key {odd[0]!r}; features have `feature` alone")
+        if self._spec.rope_axes:
+            problem = "of format precomputed_embedding has no size, which this model computes positions from"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{item.place}` {problem}; give the {item.kind}", item.field)
+        found = embeddings(item.place, item.source["feature"])
+        if len(found) != 1:
+            raise _invalid(item, f"has {len(found)} matrices; give one, [tokens, values]")
+        values = matrix_of(item.place, found[0], self._features.size, self._files)
+        if not len(values):
+            raise _invalid(item, "has no features")
+        digest = hashlib.sha256(f"features {item.kind}".encode() + values.tobytes()).hexdigest()
+        source = GivenFeatures(self._features, self._features.add(values), len(values))
+        made = DistinctItem(item.kind, digest, item.place, len(values), usual.token_id, {}, False, source)
+        return made, _text_of(usual, self._processor.token_text(usual.token_id), len(values))
+
+    def _with_output(
+        self, item: MediaItem, usual: Expansion, prompt: Prompt, items: Sequence[MediaItem]
+    ) -> tuple[DistinctItem, str]:
+        if not isinstance(prompt, TokenPrompt) or sum(other.kind == item.kind for other in items) > 1:
+            problem = f"of format processor_output needs `input_ids` with all its tokens, and no other {item.kind}"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{item.place}` {problem}", item.field)
+        features = prompt.ids.count(usual.token_id)
+        if not features:
+            raise item.error(f"has no token in `input_ids`: none is {usual.token_id}, the id of its features")
+        arrays, layout, digest = {}, {}, hashlib.sha256(f"output {item.kind} {features}".encode())
+        for name, given in sorted(item.source.items()):
+            if name in _OF_TEXT:
+                continue
+            values = self._array(f"{item.place}.{name}", item, given)
+            whole = values.dtype.kind in "iub"
+            digest.update(f" {name} {values.shape} {whole} ".encode() + values.tobytes())
+            first = self._numbers.add(values.astype(np.float32).reshape(-1, 1)) if values.size else 0
+            arrays[name] = (first, values.shape, whole)
+            if whole and values.size <= _LAYOUT:
+                layout[name] = values.astype(np.int64)
+        if not arrays:
+            raise _invalid(item, "has no values of a processor's output")
+        source = GivenOutput(self._numbers, arrays)
+        made = DistinctItem(item.kind, digest.hexdigest(), item.place, features, usual.token_id, layout, False, source)
+        return made, usual.text
+
+    def _array(self, place: str, item: MediaItem, given: Any) -> npt.NDArray[Any]:
+        if isinstance(given, str):
+            return self._files.read(place, given)
+        if hasattr(given, "detach"):  # a torch tensor; numpy has no bfloat16
+            given = given.detach().cpu()
+            given = given.float().numpy() if given.is_floating_point() else given.numpy()
+        try:
+            values = np.asarray(given)
+        except ValueError:  # lists of different lengths
+            values = np.asarray(None)
+        if values.dtype.kind not in "fiub":
+            raise _invalid(item, f"has values of {place.rpartition('.')[2]} that are not an array of numbers")
+        return values
+
+
+def _text_of(usual: Expansion, token: str, features: int) -> str:
+    """The text of an item with so many features: framed as `usual`, unless that is made of several parts."""
+    begin, *between, end = usual.text.split(token)
+    separators = set(between)
+    if len(separators) > 1:
+        return token * features
+    return begin + "".join(separators).join([token] * features) + end
+
+
+def _invalid(item: MediaItem, problem: str) -> RowError:
+    return RowError(ErrorCode.INVALID_FIELD, f"`{item.place}` {problem}", item.field)

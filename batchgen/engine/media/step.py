@@ -1,0 +1,197 @@
+"""`StepMedia`: what images and sounds add to the tensors of a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.engine.media.feed import MediaFeed
+from batchgen.kernels.types import AttentionBatch
+from batchgen.plan.spans import Spans
+from batchgen.plan.step_plan import PrefillChunk
+from batchgen.request.media_items import MediaItems
+from batchgen.request.table import RequestTable
+
+Int64 = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Embeds = tuple[Int64, Floats]
+"""Flat tokens [E] and their values [E, W]."""
+Layout = Mapping[str, npt.NDArray[np.int64]]
+FindPositions = Callable[[Int64, Sequence[Layout]], tuple[Int64, int]]
+"""Ids [P] of a prompt and the layouts of its items -> rotary positions [A, P], and that of the token behind it."""
+
+_KEPT: Final = 256
+"""Prompts whose positions are kept, those of the last chunks."""
+_UNKNOWN: Final = np.iinfo(np.int64).min
+
+
+class StepMedia:
+    """Lays out the images and sounds of a job's prompts, step by step.
+
+    Args:
+        table: every prompt of the job.
+        features: the features of its items.
+        spans: positions that see one another; None: features are causal like other tokens.
+        axes: A, axes of rotary positions; 0: positions are plain numbers.
+        find_positions: rotary positions of a prompt with items.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        features: MediaFeed,
+        spans: Spans | None,
+        axes: int,
+        find_positions: FindPositions,
+    ) -> None:
+        assert table.media is not None
+        self._table = table
+        self._items: MediaItems = table.media
+        self._features = features
+        self._spans = spans
+        self._find = find_positions
+        self._found: OrderedDict[int, Int64] = OrderedDict()
+        """Request -> [A, P] positions of its prompt"""
+        self._axes = axes
+        self._blocks: dict[Hashable, tuple[Int64, int]] = {}
+        """Kind of item -> its positions"""
+        self._shifts = np.full(len(table) if axes else 0, _UNKNOWN)
+        """[N] what is added to a request's positions behind its prompt"""
+        self._plain: set[int] = set()
+        """Requests without items that were seen"""
+
+    def embed(self, chunks: Sequence[PrefillChunk], ids: Int64) -> Embeds | None:
+        """The features of a step's chunks; None: they have none. Their ids [T] become the model's own placeholder ids.
+
+        The ids of all tokens of the step are given; those of the chunks come first.
+        """
+        first_id, places, values, at = self._items.vocab_size, list[Int64](), list[Floats](), 0
+        for chunk in chunks:
+            part = ids[at : at + chunk.end - chunk.start]
+            stored = self._table.stored_ids(chunk.request)
+            own = part[: max(0, len(stored) - chunk.start)]
+            for token in np.unique(own[own >= first_id]).tolist():
+                number = token - first_id
+                here = np.flatnonzero(own == token)
+                before = int((stored[: chunk.start] == token).sum())
+                rows = (before + np.arange(len(here))) % self._items[number].features
+                places.append(here + at)
+                values.append(self._features.rows(number, rows))
+                own[here] = self._looked_up(number)
+            at += len(part)
+        return (np.concatenate(places), np.concatenate(values)) if places else None
+
+    def _looked_up(self, number: int) -> int:
+        """The placeholder id of an item; 0 where the model's table of embeddings does not hold it."""
+        token = self._items[number].token_id
+        return token if token < self._items.vocab_size else 0
+
+    def add_spans(self, chunks: Sequence[PrefillChunk], attention: AttentionBatch) -> None:
+        """Give a step's attention the flat tokens of its chunks that see one another."""
+        if self._spans is None:
+            return
+        at = 0
+        for chunk in chunks:
+            shift = at - chunk.start
+            within = self._spans.within(chunk.request, chunk.start, chunk.end)
+            attention.spans += [(start + shift, end + shift) for start, end in within]
+            at += chunk.end - chunk.start
+        if attention.window is not None:
+            attention.window.spans = attention.spans
+
+    def rope_positions(self, chunks: Sequence[PrefillChunk], positions: Int64, decoding: Int64) -> Int64 | None:
+        """[A, T] rotary positions of a step's tokens; None: they are plain numbers.
+
+        Args:
+            chunks: the step's chunks.
+            positions: [T] positions of its tokens in their sequences.
+            decoding: [R] requests of its decode rows.
+        """
+        if not self._axes:
+            return None
+        found = np.tile(positions, (self._axes, 1))
+        at = 0
+        for chunk in chunks:
+            length = chunk.end - chunk.start
+            prompt = self._prompt(chunk.request)
+            if prompt is not None:
+                inside = prompt[:, chunk.start : chunk.end]
+                found[:, at : at + inside.shape[1]] = inside
+                found[:, at + inside.shape[1] : at + length] += self._shifts[chunk.request]
+            at += length
+        shifts = self._shifts[decoding]
+        if (shifts == _UNKNOWN).any():
+            for request in np.unique(decoding[shifts == _UNKNOWN]).tolist():
+                self._prompt(request)
+            shifts = self._shifts[decoding]
+        found[:, at:] += shifts
+        return found
+
+    def _prompt(self, request: int) -> Int64 | None:
+        """[A, P] positions of a prompt; None for one without items. Sets its shift."""
+        if request in self._plain:
+            return None
+        found = self._found.get(request)
+        if found is None:
+            numbers = self._table.media_of(request)
+            if not numbers:
+                self._shifts[request] = 0
+                self._plain.add(request)
+                return None
+            found, following = self._positions(request, numbers)
+            self._shifts[request] = following - found.shape[1]
+            self._found[request] = found
+            if len(self._found) > _KEPT:
+                self._found.popitem(last=False)
+        self._found.move_to_end(request)
+        return found
+
+    def _positions(self, request: int, numbers: Sequence[int]) -> tuple[Int64, int]:
+        """Rotary positions of a prompt with items, and that of the token behind it.
+
+        Text goes on by one on all axes, from wherever it begins, and so does what an item adds: the library is asked
+        once for each kind of item, not for each prompt. So items next to each other are separate, too.
+        """
+        places = np.flatnonzero(self._table.stored_ids(request) >= self._items.vocab_size)
+        length, at, position, used = len(self._table.stored_ids(request)), 0, 0, 0
+        found = np.empty((self._axes, length), np.int64)
+        for number in numbers:
+            own = places[used : used + self._items[number].features]
+            try:
+                if own[-1] - own[0] >= len(own):  # text between the features of an item
+                    ids = self._table.prompt_ids(request).astype(np.int64)
+                    return self._find(ids, [self._items[each].layout for each in numbers])
+                block, following = self._block(number)
+            except Exception:  # the library reads a layout that the row gives, and raises errors of many types
+                self._features.fail(number, "has values from which the model's positions cannot be computed")
+                break
+            first = int(own[0])
+            found[:, at:first] = np.arange(position, position + first - at)
+            position += first - at
+            found[:, own] = block + position
+            at, position, used = first + len(own), position + following, used + len(own)
+        found[:, at:] = np.arange(position, position + length - at)
+        return found, position + length - at
+
+    def _block(self, number: int) -> tuple[Int64, int]:
+        """Positions [A, F] of the features of an item that begins at 0, and that of the token behind it."""
+        item = self._items[number]
+        key = (item.token_id, item.features, item.layout_key)
+        if key not in self._blocks:
+            text = int(not item.token_id)  # any id but the item's
+            ids = np.full(item.features + 2, item.token_id, np.int64)
+            ids[[0, -1]] = text
+            found, following = self._find(ids, [item.layout])
+            self._blocks[key] = found[:, 1:-1] - 1, following - 2
+        return self._blocks[key]
+
+
+def joined_embeds(first: Embeds | None, second: Embeds | None) -> Embeds | None:
+    """The embeddings of both."""
+    if first is None or second is None:
+        return second if first is None else first
+    return np.concatenate((first[0], second[0])), np.concatenate((first[1], second[1]))

@@ -1,0 +1,170 @@
+"""What the configuration of a checkpoint says of its images and audio: the library's class, and what its text decoder
+does with their features.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from batchgen.errors import ModelError
+from batchgen.models.architectures import packed_types
+from batchgen.models.folder import ModelFolder
+from batchgen.models.hf_text import (
+    decoder_config,
+    first_line,
+    library_class,
+    rope_settings,
+    unset_quantisation,
+    whole_config,
+)
+from batchgen.models.text_part import is_packed
+
+_SEE_ONE_ANOTHER: Final = {"gemma3": None, "shieldgemma2": None, "gemma4": "vision", "gemma4_unified": "vision"}
+"""Types whose image features see one another -> the value of the decoder's setting with which they do, None: always."""
+UNSUPPORTED: Final[dict[str, str]] = {
+    "paligemma": "its whole prompt attends in both directions, text after an image too",
+    "mllama": "its decoder attends to images in separate layers, which text does not have",
+    "voxtral": "its processor takes sounds through the tokenizer of mistral-common alone",
+    "molmo2": "its tokens of images see one another by another mask than Gemma's",
+    "granite4_vision": "its decoder adds features to the results of blocks that it chooses itself",
+    "ernie4_5_vl_moe": "features of images have separate experts",
+    **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
+}
+"""Type -> why its images and audio are not computed, though its text is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaTraits:
+    """What a text decoder does with the features of images. See the fields of the same names of `ModelSpec`."""
+
+    rope_axes: int = 0
+    deepstack: int = 0
+    bidirectional: bool = False
+
+
+def media_config(folder: ModelFolder) -> Any | str:
+    """The library's configuration of the class that reads images or audio; else why the checkpoint reads none."""
+    if not is_packed(folder.config) and folder.model_type not in packed_types():
+        return f"{folder.model_type} models read text alone"
+    if folder.is_gguf:
+        return "a GGUF file holds the text decoder alone: use the checkpoint in safetensors"
+    if folder.model_type not in packed_types():
+        return f"the installed transformers has no class for {folder.model_type} that reads images or audio"
+    if folder.model_type in UNSUPPORTED:
+        return f"{folder.model_type}: {UNSUPPORTED[folder.model_type]}"
+    config = whole_config(folder)
+    unset_quantisation(config)
+    thinker = getattr(config, "thinker_config", None)
+    return config if thinker is None else thinker
+
+
+def media_traits(folder: ModelFolder) -> MediaTraits:
+    """What the text decoder of a checkpoint does with features; plain for those that read no images or audio."""
+    config = media_config(folder)
+    if isinstance(config, str):
+        return MediaTraits()
+    text = decoder_config(config)
+    sections = [len(found) for found in _sections(text)]
+    levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    inner, kind = _inner_class(config), str(config.model_type)
+    needed = _SEE_ONE_ANOTHER.get(kind)
+    return MediaTraits(
+        rope_axes=max(sections, default=3) if hasattr(inner, "get_rope_index") else 0,
+        deepstack=len(levels or ()),
+        bidirectional=kind in _SEE_ONE_ANOTHER and needed in (None, text.use_bidirectional_attention),
+    )
+
+
+def _sections(text: Any) -> list[Any]:
+    """Frequencies by axis of each set of rope settings that has several axes."""
+    return [settings["mrope_section"] for settings in rope_settings(text) if settings.get("mrope_section")]
+
+
+def _inner_class(config: Any) -> Any:
+    """The class inside that with the head, which joins features and text; the class itself if it has none inside."""
+    from transformers import MODEL_MAPPING  # the library takes seconds to import
+
+    outer = library_class(config)
+    if hasattr(outer, "get_rope_index") or type(config) not in MODEL_MAPPING:
+        return outer
+    return MODEL_MAPPING[type(config)]
+
+
+def read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str]]:
+    """The library's processor without the parts that cannot be read, and why they cannot.
+
+    A part may need a package that is missing, as processors of videos need torchvision; the others do without it.
+    """
+    options: Any = {"local_files_only": True, "trust_remote_code": False}
+    cls = processor_class(_processor_name(folder, config))
+    values, _ = cls.get_processor_dict(folder.path, **options)
+    parts: list[Any] = []
+    missing: dict[str, str] = {}
+    for name in cls.get_attributes():
+        only = {"get_attributes": classmethod(lambda _, name=name: [name]), "__module__": cls.__module__}
+        loader: Any = type(cls.__name__, (cls,), only)
+        try:
+            parts += loader._get_arguments_from_pretrained(folder.path, values, **options)
+        except Exception as error:  # constructors of many authors raise errors of many types
+            if "tokenizer" in name:
+                raise
+            missing[name] = first_line(error)
+            parts.append(None)
+
+    def check(self: Any, name: str, given: Any) -> Any:
+        return None if name in missing else cls.check_argument_for_proper_class(self, name, given)
+
+    body = {
+        "_get_arguments_from_pretrained": classmethod(lambda *_, **__: parts),
+        "check_argument_for_proper_class": check,
+        "__module__": cls.__module__,
+    }
+    reduced: Any = type(cls.__name__, (cls,), body)
+    return reduced.from_pretrained(folder.path, **options), missing
+
+
+def processor_class(name: str) -> Any:
+    """The library's class of that name.
+
+    Without torchvision the library has no class whose module takes a function from a module that needs it. The module
+    of the image processor without torchvision has the same function.
+    """
+    import transformers  # the library takes seconds to import
+
+    found = getattr(transformers, name)
+    if issubclass(found, transformers.ProcessorMixin):
+        return found
+    module = str(found.__module__)
+    images = module.replace(".processing_", ".image_processing_")
+    with suppress(ImportError):
+        pil = importlib.import_module(module.replace(".processing_", ".image_processing_pil_"))
+        sys.modules[images] = pil
+        try:
+            found = getattr(importlib.import_module(module), name)
+        finally:
+            del sys.modules[images]
+    return found
+
+
+def _processor_name(folder: ModelFolder, config: Any) -> str:
+    """The class that a folder's files name, else that of its type.
+
+    Raises:
+        ModelError: the folder has no processor.
+    """
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # as in _read_processor
+
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        path = folder.path / file
+        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if isinstance(values.get("processor_class"), str):
+            return str(values["processor_class"])
+    for kind in (folder.model_type, str(config.model_type)):
+        if PROCESSOR_MAPPING_NAMES.get(kind):
+            return str(PROCESSOR_MAPPING_NAMES[kind])
+    raise ModelError(f"neither its files nor the type {folder.model_type} name one")

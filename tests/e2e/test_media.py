@@ -1,0 +1,153 @@
+"""Jobs with images: shown, counted, checked, killed and resumed, reused and verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.e2e.rows import rows_of, write_lines
+from tests.e2e.runner import ProcessResult, parts_of, run, start
+from tests.models.tiny_media import save_media
+
+LLAVA = "<image>"
+PICTURES = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    save_media("llava", folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    rng = np.random.default_rng(3)
+    for number in range(PICTURES):
+        pixels = rng.integers(0, 255, (30 + 10 * number, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number}.png")
+    return tmp_path
+
+
+def rows(count: int = 24, tokens: int = 6) -> list[dict[str, Any]]:
+    common = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    with_images = [
+        {"id": f"r{i}", "text": f"see {LLAVA} and say {i}", "image_data": f"{i % PICTURES}.png", **common}
+        for i in range(count)
+    ]
+    return [*with_images, {"id": "words", "text": "only words", **common}]
+
+
+def command(model: Path, *options: object, verb: str = "run") -> list[object]:
+    where = ["-o", "out.parquet"] if verb == "run" else []
+    media = ["--media-root", "pictures", "--max-model-len", "256", "--max-num-seqs", "4"]
+    return [verb, "in.jsonl", *where, "--model", model, *media, *options]
+
+
+def counted(result: ProcessResult) -> dict[str, Any]:
+    media: dict[str, Any] = result.report["media"]
+    return media
+
+
+@pytest.mark.field("image_data")
+def test_a_run_counts_its_images_as_planned(folder: Path, model: Path) -> None:
+    write_lines(folder / "in.jsonl", rows())
+    checked = counted(run(command(model, "--json", verb="check"), folder))
+    done = run(command(model, "--report", "-", "--include-prompt-ids", "--include-prompt"), folder)
+    media = counted(done)
+    assert checked == {
+        "items": PICTURES, "images": PICTURES, "sounds": 0, "megapixels": 0.013, "audio_seconds": 0.0,
+        "encoded_tokens": 4 * PICTURES, "prompt_tokens": 4 * 24,
+    }  # fmt: skip
+    assert {name: media[name] for name in checked} == checked
+    assert (media["encoded"], media["failed"]) == (PICTURES, 0)
+    assert "6 distinct images (0.0 megapixels), 6 encoded to 24 tokens" in done.stderr
+    *found, words = rows_of(folder / "out.parquet")
+    assert {row["media_tokens"] for row in found} == {4}
+    assert words["media_tokens"] is None
+    assert found[0]["prompt"] == f"see {LLAVA * 4} and say 0"
+    assert found[0]["prompt_ids"].count(257) == 4
+    footer = json.loads(pq.read_metadata(folder / "out.parquet").metadata[b"batchgen.run"])
+    assert footer["media"] == checked
+    run(["export", "out.parquet", "--format", "openai-batch", "-o", "lines.jsonl"], folder)
+    usage = json.loads((folder / "lines.jsonl").read_text().splitlines()[0])["response"]["body"]["usage"]
+    assert usage["prompt_tokens_details"]["media_tokens"] == 4
+
+
+def test_a_killed_job_ends_as_one_that_was_not_disturbed(folder: Path, model: Path) -> None:
+    write_lines(folder / "in.jsonl", rows(24, 16))
+    run(command(model), folder)
+    undisturbed = rows_of(folder / "out.parquet")
+    (folder / "out.parquet").unlink()
+    job = start(command(model, "--commit-every", "3", "--commit-seconds", "0.01"), folder)
+    job.wait_for(lambda: len(parts_of(folder / "out.parquet")) > 1)
+    assert job.kill_after(0)
+    again = run(command(model, "--report", "-"), folder)
+    assert counted(again)["items"] == PICTURES
+    assert again.report["rows_resumed"] > 0
+    assert rows_of(folder / "out.parquet") == undisturbed
+
+
+def test_rows_are_reused_by_the_content_of_their_images(folder: Path, model: Path) -> None:
+    """Another order numbers the images otherwise; a picture that has changed is computed again."""
+    write_lines(folder / "in.jsonl", rows())
+    run(command(model), folder)
+    first = {row["id"]: row for row in rows_of(folder / "out.parquet")}
+    write_lines(folder / "in.jsonl", rows()[::-1])
+    Image.new("RGB", (40, 30), (200, 10, 60)).save(folder / "pictures" / "0.png")
+    again = run([*command(model, "--reuse", "out.parquet", "--report", "-"), "-o", "other.parquet"], folder)
+    assert counted(again)["encoded"] == 1
+    assert "21 of 25 rows are reused, 4 are new" in again.stderr
+    for row in rows_of(folder / "other.parquet"):
+        changed = row["id"] in ("r0", "r6", "r12", "r18")
+        assert (row["output_ids"] == first[row["id"]]["output_ids"]) != changed, row["id"]
+
+
+def test_damaged_images_fail_their_rows_alone(folder: Path, model: Path) -> None:
+    whole = (folder / "pictures" / "5.png").read_bytes()
+    (folder / "pictures" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    bad = [
+        {"id": "cut", "text": f"{LLAVA} a", "image_data": "cut.png"},
+        {"id": "cut again", "text": f"{LLAVA} b", "image_data": "cut.png", "n": 2},
+        {"id": "missing", "text": f"{LLAVA} a", "image_data": "none.png"},
+        {"id": "two", "text": f"{LLAVA} a", "image_data": ["1.png", "2.png"]},
+    ]
+    write_lines(folder / "in.jsonl", [*rows(), *bad])
+    result = run(command(model, "--report", "-"), folder)
+    assert counted(result)["failed"] == 1
+    assert result.report["errors"] == {"media_error": 4}
+    found = {row["id"]: row for row in rows_of(folder / "out.parquet")}
+    assert [found[row["id"]]["error"]["param"] for row in bad] == ["image_data"] * 4
+    write_lines(folder / "in.jsonl", rows())
+    run([*command(model), "-o", "good.parquet"], folder)
+    for row in rows_of(folder / "good.parquet"):
+        assert row["output_ids"] == found[row["id"]]["output_ids"]
+
+
+def test_verify_replays_rows_with_images(folder: Path, model: Path) -> None:
+    write_lines(folder / "in.jsonl", rows(8))
+    run(command(model, "--deterministic"), folder)
+    run(["verify", "out.parquet", "--rows", "5"], folder)
+
+
+def test_events_of_rows_with_images(folder: Path, model: Path) -> None:
+    write_lines(folder / "in.jsonl", [{**row, "stream": True} for row in rows(3)])
+    run(command(model, "--events", "events.jsonl"), folder)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert {event["id"] for event in events} == {"r0", "r1", "r2", "words"}
+
+
+def test_a_model_without_towers_says_so(folder: Path) -> None:
+    write_lines(folder / "in.jsonl", rows(1))
+    run(["run", "in.jsonl", "-o", "out.parquet", "--media-root", "pictures"], folder)
+    refused, words = rows_of(folder / "out.parquet")
+    assert refused["error"]["code"] == "unsupported_field"
+    assert "`image_data` cannot be given to this model" in refused["error"]["message"]
+    assert words["status"] == "ok"

@@ -1,0 +1,148 @@
+"""Rows with images and audio equal the library's greedy output, for small checkpoints of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen import Engine
+from batchgen.models.media_processor import MediaProcessor
+from tests.engine.reference import NEAR_TIE
+from tests.models.media_steps import Item, Parts, library_inputs, library_logits, load
+from tests.models.test_packed_types import SCALED
+from tests.models.tiny_media import FAMILIES, family_of, save_media
+from tests.models.tiny_media_more import MORE
+
+NEW_TOKENS = 5
+BYTES = 257
+"""Number of tokens that all families share; special ones follow."""
+SMALL, WIDE, TALL = Item("image", (60, 40), 1), Item("image", (120, 60), 2), Item("image", (33, 90), 3)
+LOW, HIGH = Item("audio", (4000,), 1), Item("audio", (7000,), 2)
+CASES: dict[str, list[Parts]] = {
+    "image": [
+        ["one ", SMALL, " tells"],
+        ["one ", SMALL, " shows"],
+        ["one ", WIDE, " tells"],
+        [TALL, "then ", SMALL, " or", WIDE, "?"],
+        [SMALL, "+", SMALL, "twice"],
+    ],
+    "audio": [["hear ", LOW, " now"], ["hear ", LOW, " then"], [HIGH, "then ", LOW, "?"]],
+}
+WORDS: Parts = ["only words"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_tokens_per_step": 24, "max_num_seqs": 3},
+    {"deterministic": True, "page_size": 16},
+]
+
+
+def cases_of(family: str) -> list[Parts]:
+    kinds = family_of(family).kinds
+    both: list[Parts] = [["see ", SMALL, " hear ", LOW, "."]] if len(kinds) > 1 else []
+    cases = [*(case for kind in kinds for case in CASES[kind]), *both, WORDS]
+    most = len(cases) if family_of(family).several else 1
+    return [case for case in cases if sum(isinstance(part, Item) for part in case) <= most]
+
+
+def greedy(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[int], list[float], int]:
+    """Ids and logprobs of the library, and the number of ids up to the first near tie or token of an item.
+
+    The library takes such a token in an output for a further item.
+    """
+    ids: list[int] = []
+    logprobs: list[float] = []
+    settled = NEW_TOKENS
+    for step in range(NEW_TOKENS):
+        scores = library_logits(model, inputs, ids)[-1].log_softmax(-1)
+        first, second = scores.topk(2).values.tolist()
+        settled = min(settled, step) if first - second < NEAR_TIE else settled
+        ids.append(int(scores.argmax()))
+        logprobs.append(first)
+        if ids[-1] >= BYTES:
+            settled = min(settled, step + 1)
+            break
+    return ids, logprobs, settled
+
+
+def as_row(processor: MediaProcessor, parts: Parts, **fields: Any) -> dict[str, Any]:
+    items = [part for part in parts if isinstance(part, Item)]
+    row: dict[str, Any] = {
+        "text": "".join(part if isinstance(part, str) else processor.placeholder(part.kind) for part in parts),
+        "temperature": 0,
+        "max_new_tokens": NEW_TOKENS,
+        "ignore_eos": True,
+        "return_logprob": True,
+        **fields,
+    }
+    for kind in ("image", "audio"):
+        own = [item.decoded for item in items if item.kind == kind]
+        if own:
+            row[f"{kind}_data"] = own if kind == "image" else [(sound, processor.audio_rate) for sound in own]
+    return row
+
+
+def check(family: str, folder: Path) -> None:
+    model, library = save_media(family, folder)
+    cases = cases_of(family)
+    loaded = load(folder, library)
+    inputs = [library_inputs(loaded, parts) for parts in cases]
+    expected = [greedy(model, each) for each in inputs]
+    rows = [as_row(loaded.processor, parts) for parts in cases]
+    for options in OPTIONS:
+        engine = Engine(str(folder), dtype="float32", max_model_len=512, **{"page_size": 4, **options})
+        for done, (ids, logprobs, settled), given in zip(
+            engine.generate(rows, ordered=True), expected, inputs, strict=True
+        ):
+            assert done.error is None, done.error
+            assert done.prompt_ids is not None
+            assert list(done.prompt_ids) == given["input_ids"][0].tolist()
+            assert list(done.output_ids or ())[:settled] == ids[:settled], options
+            if family not in SCALED:  # the library forgets a factor of their logits
+                got = (done.output_logprobs or [])[:settled]
+                np.testing.assert_allclose(got, logprobs[:settled], atol=1e-4, rtol=0)
+        assert engine.last_run is not None
+        distinct = {(part.kind, part.size, part.seed) for parts in cases for part in parts if isinstance(part, Item)}
+        assert engine.last_run.loop.counts()["media_encoded"] >= len(distinct)
+
+
+def test_images_next_to_each_other_are_separate(tmp_path: Path) -> None:
+    """The library takes them for one image, so its positions are written out here."""
+    model, library = save_media("qwen2_vl", tmp_path)
+    loaded, parts = load(tmp_path, library), [SMALL, WIDE, "two"]
+    inputs = library_inputs(loaded, parts)
+    position, axes = 0, list[torch.Tensor]()
+    for time, height, width in inputs["image_grid_thw"].tolist():
+        assert time == 1
+        at = torch.stack(torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij"))
+        axes.append(torch.cat((torch.zeros(1, at[0].numel()), at.flatten(1))) + position)
+        position += max(height, width) // 2
+    axes.append(torch.arange(3 + NEW_TOKENS).expand(3, -1) + position)
+    positions, ids, logprobs = torch.cat(axes, 1).long()[:, None], list[int](), list[float]()
+    for step in range(NEW_TOKENS):
+        seen = positions[..., : inputs["input_ids"].shape[1] + step]
+        scores = library_logits(model, {**inputs, "position_ids": seen}, ids)[-1].log_softmax(-1)
+        ids.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+    engine = Engine(str(tmp_path), dtype="float32", max_model_len=512)
+    (done,) = engine.generate([as_row(loaded.processor, parts)])
+    assert done.error is None, done.error
+    assert list(done.output_ids or ()) == ids
+    np.testing.assert_allclose(done.output_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+QUICK = ("llava", "qwen2_vl")
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_rows_equal_the_library(family: str, tmp_path: Path) -> None:
+    check(family, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *MORE) if family not in QUICK])
+def test_rows_of_every_family_equal_the_library(family: str, tmp_path: Path) -> None:
+    check(family, tmp_path)

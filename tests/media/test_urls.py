@@ -1,0 +1,155 @@
+"""URLs: nothing is fetched but what lies below an allowed prefix, within the limits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from batchgen.errors import UsageError
+from batchgen.media import sources, urls
+from batchgen.media.faults import MediaFault
+from batchgen.media.root import MediaRoot
+from batchgen.media.store import MediaLimits, MediaStore
+from batchgen.media.urls import MediaUrls
+from batchgen.request.media import MediaItem
+from tests.media.samples import pixels, saved
+
+
+class _Pages(BaseHTTPRequestHandler):
+    """Answers by the last part of the path."""
+
+    asked: ClassVar[list[str]] = []
+    content = b"bytes"
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        name = self.path.rpartition("/")[2]
+        targets = {"inside": "/pictures/a.png", "outside": "/secret", "elsewhere": "http://127.0.0.1:9/pictures/a.png",
+                   "file": "file:///etc/passwd", "circle": "/pictures/circle"}  # fmt: skip
+        if name in targets:
+            self.send_response(302)
+            self.send_header("Location", targets[name])
+            self.end_headers()
+            return
+        self.send_response(404 if name == "missing" else 200)
+        self.send_header("Content-Length", {"short": "100", "large": str(1 << 40)}.get(name, str(len(self.content))))
+        self.end_headers()
+        with suppress(OSError):  # the client may have enough
+            for at in range(0, len(self.content), 1 if name == "slow" else 1 << 20):
+                self.wfile.write(self.content[at:][: 1 if name == "slow" else None])
+                time.sleep(0.1 if name == "slow" else 0)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def fetcher(server: str, monkeypatch: pytest.MonkeyPatch) -> MediaUrls:
+    monkeypatch.setenv("no_proxy", "*")
+    _Pages.asked.clear()
+    return MediaUrls([f"{server}/pictures/"])
+
+
+@pytest.mark.parametrize("name", ["a.png", "deep/b%20c.png", "a.png?size=1", "inside"])
+def test_what_lies_below_a_prefix_is_fetched(fetcher: MediaUrls, server: str, name: str) -> None:
+    assert fetcher.fetch(f"{server}/pictures/{name}") == b"bytes"
+
+
+def test_a_url_is_fetched_once_by_a_store(fetcher: MediaUrls, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    png = saved(pixels(), "PNG")
+    monkeypatch.setattr(_Pages, "content", png)
+    store = MediaStore(MediaRoot(None), MediaLimits(1000, 1, 1), 16000, fetcher)
+    headers = {store.add(MediaItem("image", f"{server}/pictures/{name}", "image_data")) for name in "abaaab"}
+    assert headers == {store.add(MediaItem("image", png, "image_data"))}
+    assert sorted(_Pages.asked) == ["/pictures/a", "/pictures/b"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["/secret", "/pictures", "/picturesque/a.png", "/pictures/../secret", "/pictures/%2e%2e/secret",
+     "/pictures/%252e%252e/secret", "/pictures/..%2fsecret", "/pictures/..\\secret", "/pictures/a b", "/pictures/é"],
+)  # fmt: skip
+def test_what_does_not_is_never_asked_for(fetcher: MediaUrls, server: str, url: str) -> None:
+    with pytest.raises(MediaFault, match="may not be fetched; download the file, or allow it with --allow-media-url"):
+        fetcher.fetch(server + url)
+    assert _Pages.asked == []
+
+
+@pytest.mark.parametrize(
+    ("prefix", "url", "allowed"),
+    [
+        ("https://a.example/x/", "https://a.example/x/y", True),
+        ("https://a.example/x/", "HTTPS://A.EXAMPLE:443/x/y", True),
+        ("https://a.example", "https://a.example/x", True),
+        ("https://a.example/x", "https://a.example/x", True),
+        ("https://a.example/x", "https://a.example/x/y", True),
+        ("https://a.example/x", "https://a.example/xy", False),
+        ("https://a.example/x/", "http://a.example/x/y", False),
+        ("https://a.example/x/", "https://a.example:8443/x/y", False),
+        ("https://a.example/x/", "https://a.example.evil/x/y", False),
+        ("https://a.example/x/", "https://evil/https://a.example/x/y", False),
+        ("https://a.example/x/", "https://a.example@evil/x/y", False),
+        ("https://a.example/x/", "https://user:pw@a.example/x/y", False),
+        ("https://a.example/x/", "https://[::1/x/y", False),
+        ("https://a.example/x/", "https://a.example:99999/x/y", False),
+        ("https://a.example/x/", "https://a.example/X/y", False),
+        ("https://a.example/x/", "https:///x/y", False),
+        ("https://a.example/x/", "https://a.example/x/\n", False),
+    ],
+)
+def test_prefixes(prefix: str, url: str, allowed: bool) -> None:
+    assert MediaUrls([prefix]).allows(url) is allowed
+    assert not MediaUrls([]).allows(url)
+
+
+@pytest.mark.parametrize("prefix", ["", "a.example", "ftp://a.example/", "https://", "https://a/?x", "https://u@a/"])
+def test_other_prefixes_are_a_usage_error(prefix: str) -> None:
+    with pytest.raises(UsageError, match="--allow-media-url"):
+        MediaUrls([prefix])
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("missing", "HTTP 404"),
+        ("outside", "is redirected to 'http://127.0.0.1"),
+        ("elsewhere", "is redirected to 'http://127.0.0.1:9/pictures/a.png'"),
+        ("file", "is redirected to 'file:///etc/passwd'"),
+        ("circle", "is redirected more than 5 times"),
+        ("short", "ended after 5 of 100 bytes"),
+        ("large", "MiB are allowed"),
+    ],
+)
+def test_faults_of_a_server(fetcher: MediaUrls, server: str, name: str, word: str) -> None:
+    with pytest.raises(MediaFault, match=word):
+        fetcher.fetch(f"{server}/pictures/{name}")
+
+
+def test_a_server_that_is_not_there(fetcher: MediaUrls) -> None:
+    with pytest.raises(MediaFault, match=r"cannot be fetched from 'http://127.0.0.1:9/'.*refused"):
+        MediaUrls(["http://127.0.0.1:9/"]).fetch("http://127.0.0.1:9/")
+
+
+def test_limits_of_size_and_time(fetcher: MediaUrls, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "TIMEOUT_SECONDS", 0.15)
+    with pytest.raises(MediaFault, match=r"takes more than 0.15 s to fetch; download it"):
+        fetcher.fetch(f"{server}/pictures/slow")
+    monkeypatch.setattr(sources, "MAX_ITEM_BYTES", 4)
+    with pytest.raises(MediaFault, match="MiB are allowed"):
+        fetcher.fetch(f"{server}/pictures/a.png")
