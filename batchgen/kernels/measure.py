@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -169,6 +169,10 @@ def layer_milliseconds(
     return {name: wrong[name] if name in wrong else sum(times[name]) / len(kinds) for name in candidates}
 
 
+_MOST_WEIGHTS: Final = 128
+"""Most weights of one size that are measured: small ones would be too many launches."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSize:
     """Sizes of a weight [O, I] in groups, whose products are measured."""
@@ -217,7 +221,8 @@ def grouped_weights_pay(
     for size, count in weights.items():
         # Together more than a cache holds, as in a model.
         first = size.sample(step.device)
-        own = [first, *(size.sample(step.device) for _ in range(step.cache_bytes // max(1, first.numbers.nbytes)))]
+        others = min(_MOST_WEIGHTS, step.cache_bytes // max(1, first.numbers.nbytes))
+        own = [first, *(size.sample(step.device) for _ in range(others))]
         full = [dequantised(each, step.dtype) for each in own]
         for rows, share in steps:
             x = torch.randn(rows, size.inner, device=step.device).to(step.dtype)

@@ -80,7 +80,9 @@ class MediaEncoder:
     def _given(self, item: PreparedItem, **inputs: Tensor) -> Mapping[str, Any]:
         """What the library's class gives its text decoder."""
         try:
-            self._joined(use_cache=False, **inputs)
+            # Convolutions of float32 would be rounded on a GPU, and may differ from run to run.
+            with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+                self._joined(use_cache=False, **inputs)
         except _Reached as reached:
             return reached.given
         except (RuntimeError, ValueError) as error:

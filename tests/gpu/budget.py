@@ -45,11 +45,12 @@ def _check(name: str, share: float, *modules: str) -> Stage:
 
 
 def _jobs(name: str, share: float, least: float, *, required: bool = False) -> Stage:
-    return Stage(name, _SHOWS[name], share, (name,), least, required)
+    modules = (name, "media") if name == "engine" else (name,)
+    return Stage(name, _SHOWS[name], share, modules, least, required)
 
 
 STAGES = (
-    _check("parity", 110.0, "parity_attention", "parity_ops", "parity_sampling"),
+    _check("parity", 110.0, "parity_attention", "parity_ops", "parity_sampling", "parity_stored"),
     _check("flash", 20.0, "parity_attention"),
     _jobs("engine", 55.0, 15.0, required=True),
     _jobs("determinism", 25.0, 8.0, required=True),

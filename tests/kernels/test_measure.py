@@ -169,3 +169,9 @@ def test_grouped_weights_pay_if_their_steps_take_less_time(times: tuple[float, .
 
     step = ProductStep(torch.device("cpu"), torch.float32, timer, cache_bytes=0)
     assert grouped_weights_pay({WeightSize(24, 64, 32, INT4): 2}, [(3, 3.0), (200, 1.0)], step) is pays
+
+
+def test_few_small_weights_are_measured() -> None:
+    """As many as exceed a cache would take minutes."""
+    step = ProductStep(torch.device("cpu"), torch.float32, steady, cache_bytes=1 << 30)
+    assert grouped_weights_pay({WeightSize(8, 32, 32, INT4): 1}, [(1, 1.0)], step)
