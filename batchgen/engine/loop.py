@@ -278,6 +278,9 @@ class Loop:
         self.state.kv_pages_used = used
         for sequence in ended.sequences:
             removed = self._remove(sequence)
+            # The step that ended it may be the one that found an item unusable.
+            if self._media is not None and (error := self._media.error_of(removed.request.index)) is not None:
+                removed.fail(error)
             yield from self._open.end(sequence, removed)
             if self._media is not None:
                 self._media.end(removed.request.index)

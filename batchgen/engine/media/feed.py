@@ -96,7 +96,8 @@ class MediaFeed:
         self._ahead: dict[int, Future[PreparedItem | Floats]] = {}
         """Items that are being prepared or are ready, in the order of the plan."""
         self._ahead_bytes = 0
-        self._errors: dict[int, ErrorInfo] = {}
+        self.errors: dict[int, ErrorInfo] = {}
+        """Items that turned out to be unusable -> the error of their rows."""
         self._new_errors: list[int] = []
         self._broken: deque[int] = deque()
         """Items that threads could not prepare, not reported yet."""
@@ -120,7 +121,7 @@ class MediaFeed:
         Those that cannot be decoded have features of zeros; `failed` names them.
         """
         for number in numbers:
-            if number in self.store or number in self._errors:
+            if number in self.store or number in self.errors:
                 continue
             if number not in self._ahead:
                 self._submit(number)
@@ -129,13 +130,13 @@ class MediaFeed:
 
     def rows(self, number: int, rows: npt.NDArray[np.int64]) -> Floats:
         """[n, W] features of an item by their index."""
-        if number in self._errors:
+        if number in self.errors:
             return np.zeros((len(rows), self._settings.width), np.float32)
         return self.store.get(number)[rows]
 
     def fail(self, number: int, problem: str) -> None:
         """Make an item unusable: `problem` follows its name in the errors of its rows."""
-        if number not in self._errors:
+        if number not in self.errors:
             self._fail(number, self._items[number].error(problem))
 
     def failed(self) -> list[tuple[int, ErrorInfo]]:
@@ -144,11 +145,11 @@ class MediaFeed:
             if (number := self._broken.popleft()) in self._ahead:
                 self._take(number)
         found, self._new_errors = self._new_errors, []
-        return [(number, self._errors[number]) for number in found]
+        return [(number, self.errors[number]) for number in found]
 
     def report_again(self) -> None:
         """Have `failed` name all unusable items once more, for a further run over the same job."""
-        self._new_errors = list(self._errors)
+        self._new_errors = list(self.errors)
 
     def release(self, number: int) -> None:
         """Record one use less of an item; after the last its features are dropped."""
@@ -169,7 +170,7 @@ class MediaFeed:
             del self._ahead[number]
 
     def _is_known(self, number: int) -> bool:
-        return number in self._ahead or number in self.store or number in self._errors
+        return number in self._ahead or number in self.store or number in self.errors
 
     def _bytes(self, number: int) -> int:
         """Bytes of an item in memory, about."""
@@ -206,7 +207,7 @@ class MediaFeed:
 
     def _fail(self, number: int, error: Exception) -> None:
         item = self._items[number]
-        self._errors[number] = row_error(error, f"decoding `{item.place}`")
+        self.errors[number] = row_error(error, f"decoding `{item.place}`")
         self._new_errors.append(number)
         self.counts.failed += 1
 

@@ -137,6 +137,13 @@ class JobMedia:
             for request in self._uses.with_item(number):
                 yield request, error
 
+    def error_of(self, request: int) -> ErrorInfo | None:
+        """Why a request cannot be computed: the first of its items that is unusable; None if none is, as far as known."""
+        errors = self.feed.errors
+        if not errors:
+            return None
+        return next((errors[number] for number in self._uses.of_request(request) if number in errors), None)
+
     def end(self, request: int, samples: int = 1) -> None:
         """Record that samples of a request have ended; after the last its items are released."""
         if not self._samples[request]:
