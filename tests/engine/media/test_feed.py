@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from batchgen.engine.media import feed as feed_module
 from batchgen.engine.media.features import FeatureStore
-from batchgen.engine.media.job import ItemUses
+from batchgen.engine.media.job import ItemUses, MediaPlan, plan_media
 from batchgen.request.media_items import DistinctItem, MediaItems
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
@@ -55,6 +56,17 @@ def test_uses_are_found_in_the_ids_of_prompts() -> None:
     assert (uses.with_item(0), uses.with_item(1), uses.counts(3).tolist()) == ([0, 1], [], [2, 0, 1])
     assert uses.in_order(np.array([2, 1, 0, 3], np.int32)) == [0, 2]
     assert [table.media_of(request) for request in range(4)] == [[0], [2, 0, 0], [], [1]]
+
+
+def test_only_items_of_prompts_are_counted() -> None:
+    """A row that is refused may have numbered its items before."""
+    table, items = RequestTable(), MediaItems(V)
+    table.media = items
+    for number, (kind, size) in enumerate((("image", (200, 50)), ("image", (300, 300)), ("audio", (800,)))):
+        source = SimpleNamespace(size=size)
+        items.add(DistinctItem(kind, f"digest {number}", "image_data", 2, 7, {}, False, source))  # type: ignore[arg-type]
+    table.append(0, 0, [1, V, V, V + 2, V + 2, V, V], SamplingParams(), 0, 4)
+    assert plan_media(table, 400) == MediaPlan(2, 1, 1, 0.01, 2.0, 4, 6)
 
 
 @pytest.fixture(scope="module")
