@@ -103,6 +103,5 @@ def _by_placeholder(items: Sequence[PlacedItem]) -> dict[str, list[PlacedItem]]:
 def _check_count(items: Sequence[PlacedItem], placeholders: int, what: str) -> None:
     if placeholders != len(items):
         item = items[min(placeholders, len(items) - 1)]
-        kind = {"image": "images", "audio": "sounds"}[item.item.kind]
-        problem = f"is one of {len(items)} {kind} for {placeholders} placeholders {what}; give each item one"
-        raise item.error(problem)
+        have = f"there are {len(items)} of its kind, and {placeholders} placeholders {what}"
+        raise item.error(f"needs a placeholder: {have}; write one where each item belongs")

@@ -216,14 +216,17 @@ def plan_media(table: RequestTable, audio_rate: int) -> MediaPlan | None:
     items = table.media
     if items is None:
         return None
-    found = [items[number] for number in range(len(items))]
+    prompt_tokens, used = 0, np.zeros(len(items), np.bool_)  # a row that was refused may have numbered its items
+    for part in blocks(len(table.tokens)):
+        tokens = table.tokens[part]
+        numbers = tokens[tokens >= items.vocab_size] - items.vocab_size
+        prompt_tokens += len(numbers)
+        used[numbers] = True
+    found = [items[number] for number in np.flatnonzero(used).tolist()]
     images = [item for item in found if item.kind == "image"]
     decoded = [item for item in found if item.source.size]
     pixels = sum(math.prod(item.source.size) for item in decoded if item.kind == "image")
     samples = sum(math.prod(item.source.size) for item in decoded if item.kind == "audio")
-    prompt_tokens = 0
-    for part in blocks(len(table.tokens)):
-        prompt_tokens += int((table.tokens[part] >= items.vocab_size).sum())
     return MediaPlan(
         items=len(found),
         images=len(images),

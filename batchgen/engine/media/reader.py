@@ -137,9 +137,9 @@ class MediaReader:
             _check(item, processor)
         assert not isinstance(processor, str)
         assert spec is not None
+        raw = iter(self._raw([item for item in items if item.form == "raw"], processor))
         if self._table.media is None:
             self._table.media = MediaItems(spec.vocab_size)
-        raw = iter(self._raw([item for item in items if item.form == "raw"], processor))
         found = []
         for item in items:
             distinct, text = next(raw) if item.form == "raw" else self._given.read(item, prompt, items)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,16 @@ FindPositions = Callable[[Int64, Sequence[Layout]], tuple[Int64, int]]
 _KEPT: Final = 256
 """Prompts whose positions are kept, those of the last chunks."""
 _UNKNOWN: Final = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Positions of the features of an item that begins at 0."""
+
+    positions: Int64
+    """[A, F]"""
+    advance: int
+    """Position of the token behind it."""
 
 
 class StepMedia:
@@ -57,7 +68,7 @@ class StepMedia:
         self._found: OrderedDict[int, Int64] = OrderedDict()
         """Request -> [A, P] positions of its prompt"""
         self._axes = axes
-        self._blocks: dict[Hashable, tuple[Int64, int]] = {}
+        self._blocks: dict[Hashable, _Block | None] = {}
         """Kind of item -> its positions"""
         self._shifts = np.full(len(table) if axes else 0, _UNKNOWN)
         """[N] what is added to a request's positions behind its prompt"""
@@ -153,8 +164,9 @@ class StepMedia:
     def _positions(self, request: int, numbers: Sequence[int]) -> tuple[Int64, int]:
         """Rotary positions of a prompt with items, and that of the token behind it.
 
-        Text goes on by one on all axes, from wherever it begins, and so does what an item adds: the library is asked
-        once for each kind of item, not for each prompt. So items next to each other are separate, too.
+        Text goes on by one on all axes from wherever it begins, and an item has the same positions from where it
+        begins: the library is asked once for each kind of item. So items next to each other are separate, too. Of a
+        model where that does not hold, it is asked for each prompt.
         """
         places = np.flatnonzero(self._table.stored_ids(request) >= self._items.vocab_size)
         length, at, position, used = len(self._table.stored_ids(request)), 0, 0, 0
@@ -162,31 +174,35 @@ class StepMedia:
         for number in numbers:
             own = places[used : used + self._items[number].features]
             try:
-                if own[-1] - own[0] >= len(own):  # text between the features of an item
+                block = None if own[-1] - own[0] >= len(own) else self._block(number)
+                if block is None:
                     ids = self._table.prompt_ids(request).astype(np.int64)
                     return self._find(ids, [self._items[each].layout for each in numbers])
-                block, following = self._block(number)
             except Exception:  # the library reads a layout that the row gives, and raises errors of many types
                 self._features.fail(number, "has values from which the model's positions cannot be computed")
                 break
             first = int(own[0])
             found[:, at:first] = np.arange(position, position + first - at)
             position += first - at
-            found[:, own] = block + position
-            at, position, used = first + len(own), position + following, used + len(own)
+            found[:, own] = block.positions + position
+            at, position, used = first + len(own), position + block.advance, used + len(own)
         found[:, at:] = np.arange(position, position + length - at)
         return found, position + length - at
 
-    def _block(self, number: int) -> tuple[Int64, int]:
-        """Positions [A, F] of the features of an item that begins at 0, and that of the token behind it."""
+    def _block(self, number: int) -> _Block | None:
+        """Positions of an item that begins at 0; None if those of a second one in a prompt are others."""
         item = self._items[number]
         key = (item.token_id, item.features, item.layout_key)
         if key not in self._blocks:
-            text = int(not item.token_id)  # any id but the item's
-            ids = np.full(item.features + 2, item.token_id, np.int64)
-            ids[[0, -1]] = text
-            found, following = self._find(ids, [item.layout])
-            self._blocks[key] = found[:, 1:-1] - 1, following - 2
+            text = np.array([[int(not item.token_id)]])  # any id but the item's
+            one = np.full((1, item.features), item.token_id)
+            ids = np.concatenate((text, one, text, one, text), axis=1)[0]
+            found, after = self._find(ids, [item.layout, item.layout])
+            first, second = found[:, 1 : item.features + 1], found[:, item.features + 2 : -1]
+            advance, rest = divmod(after - 3, 2)
+            plain = not rest and (found[:, [0, item.features + 1, -1]] == [0, advance + 1, after - 1]).all()
+            same = plain and (second - first == advance + 1).all()
+            self._blocks[key] = _Block(first - 1, advance) if same else None
         return self._blocks[key]
 
 

@@ -154,9 +154,9 @@ def test_ids_may_hold_a_placeholder_or_all_tokens(folder: Path, ids: list[int]) 
 @pytest.mark.parametrize(
     ("given", "code", "words"),
     [
-        (row("5 6", A), "media_error", "1 images for 0 placeholders"),
-        (row("5 # # 6", A), "media_error", "1 images for 2 placeholders"),
-        (row("# 6", A, B), "media_error", "2 images for 1 placeholders"),
+        (row("5 6", A), "media_error", "there are 1 of its kind, and 0 placeholders"),
+        (row("5 # # 6", A), "media_error", "there are 1 of its kind, and 2 placeholders"),
+        (row("# 6", A, B), "media_error", "there are 2 of its kind, and 1 placeholders"),
         (row("# 6", broken(5)), "media_error", "cannot be decoded"),
         (row("# 6", picture(1, 66, 2)), "media_error", "too large"),
         (row("# 6", picture(1, 64, 64)), "context_length_exceeded", "become 1024 tokens"),

@@ -1,0 +1,112 @@
+"""Features: decoded ahead of their use in bounded memory, encoded once, kept until their last use, spilled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen.engine.media import feed as feed_module
+from batchgen.engine.media.features import FeatureStore
+from batchgen.engine.media.job import ItemUses, MediaPlan, plan_media
+from batchgen.request.media_items import DistinctItem, MediaItems
+from batchgen.request.params import SamplingParams
+from batchgen.request.table import RequestTable
+from tests.engine.media.fake_media import FakeMedia, media_engine, picture, row, save_model
+
+V = 100
+
+
+def features(number: int, rows: int = 4) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.full((rows, 8), number, np.float32) + np.arange(rows, dtype=np.float32)[:, None] / 8
+
+
+def test_features_that_do_not_fit_are_read_from_the_file(tmp_path: Path) -> None:
+    store = FeatureStore(3 * features(0).nbytes, tmp_path)
+    for number in range(10):
+        store.put(number, features(number))
+        assert store.held_bytes <= 3 * features(0).nbytes
+    assert store.spilled_bytes == 7 * features(0).nbytes
+    for number in (9, 0, 5, 0, 3):
+        np.testing.assert_array_equal(store.get(number), features(number))
+    written = store.spilled_bytes
+    for number in range(10):
+        store.drop(number)
+    assert (len(store), store.held_bytes) == (0, 0)
+    for number in range(10, 20):
+        store.put(number, features(number))
+    np.testing.assert_array_equal(store.get(10), features(10))
+    assert store.spilled_bytes > written
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+def test_uses_are_found_in_the_ids_of_prompts() -> None:
+    table, items = RequestTable(), MediaItems(V)
+    for number, count in enumerate((2, 3, 1)):
+        items.add(DistinctItem("image", f"digest {number}", "image_data", count, 7, {}, False, None))
+    table.media = items
+    for ids in ([1, V, V, 2], [V + 2, V, V, V, V], [1, 2], [V + 1] * 3):
+        table.append(len(table), 0, ids, SamplingParams(), 0, 4)
+    uses = ItemUses.of(table, np.array([True, True, True, False]))
+    assert [uses.of_request(request) for request in range(4)] == [[0], [0, 2], [], []]
+    assert (uses.with_item(0), uses.with_item(1), uses.counts(3).tolist()) == ([0, 1], [], [2, 0, 1])
+    assert uses.in_order(np.array([2, 1, 0, 3], np.int32)) == [0, 2]
+    assert [table.media_of(request) for request in range(4)] == [[0], [2, 0, 0], [], [1]]
+
+
+def test_only_items_of_prompts_are_counted() -> None:
+    """A row that is refused may have numbered its items before."""
+    table, items = RequestTable(), MediaItems(V)
+    table.media = items
+    for number, (kind, size) in enumerate((("image", (200, 50)), ("image", (300, 300)), ("audio", (800,)))):
+        source = SimpleNamespace(size=size)
+        items.add(DistinctItem(kind, f"digest {number}", "image_data", 2, 7, {}, False, source))  # type: ignore[arg-type]
+    table.append(0, 0, [1, V, V, V + 2, V + 2, V, V], SamplingParams(), 0, 4)
+    assert plan_media(table, 400) == MediaPlan(2, 1, 1, 0.01, 2.0, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("feed"))
+
+
+def test_few_images_are_decoded_ahead_and_features_end_with_their_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for two, not more are decoded before one is encoded; only running rows have features."""
+    monkeypatch.setattr(feed_module, "PREPARED_BYTES", 2 * 4 * 4 * 24)
+    fake, ahead = FakeMedia(), list[int]()
+    rows = [row(f"{n} #", picture(n)) for n in range(3, 23)]
+    engine = media_engine(folder, fake, max_num_seqs=2)
+    for _ in engine.generate(rows):
+        ahead.append(fake.counted.decoded.total() - fake.counted.encoded.total())
+    assert max(ahead) <= 3
+    assert engine.last_run is not None
+    counts = engine.last_run.loop.counts()
+    assert counts["media_encoded"] == 20
+    assert counts["media_feature_peak_bytes"] <= 6 * 4 * 64 * 4
+
+
+def test_steps_do_not_wait_for_images_of_later_rows(folder: Path) -> None:
+    """The first row ends while the image of the last one cannot be decoded yet."""
+    fake, last = FakeMedia(), picture(99)
+    opened = Event()
+    decode = fake.decode
+
+    def held(header: Any) -> Any:
+        if np.array_equal(header.pixels, last):
+            assert opened.wait(30)
+        return decode(header)
+
+    fake.decode = held  # type: ignore[method-assign]
+    rows = [row(f"{n} #", picture(n)) for n in range(3, 6)] + [row("9 #", last)]
+    found = []
+    for done in media_engine(folder, fake, max_num_seqs=1).generate(rows):
+        found.append(done.row_index)
+        if len(found) == 3:
+            opened.set()
+    assert sorted(found) == [0, 1, 2, 3]
