@@ -138,7 +138,7 @@ class JobMedia:
                 yield request, error
 
     def error_of(self, request: int) -> ErrorInfo | None:
-        """Why a request cannot be computed: the first of its items that is unusable; None if none is, as far as known."""
+        """Why a request cannot be computed: its first unusable item; None if there is none, as far as known."""
         errors = self.feed.errors
         if not errors:
             return None

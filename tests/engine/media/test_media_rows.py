@@ -218,6 +218,15 @@ def test_all_rows_of_an_image_that_cannot_be_decoded_fail_and_no_others(folder: 
     assert set(fake.counted.decoded.values()) == {1}
 
 
+@pytest.mark.parametrize("fields", [{}, {"n": 3, "temperature": 1.0}, {"max_new_tokens": 0, "logprob_start_len": 0}])
+def test_a_row_that_its_first_step_ends_fails_with_its_image(folder: Path, fields: dict[str, Any]) -> None:
+    given = [row("5 #", broken(9), **{"max_new_tokens": 1, **fields}), row("5 # 7", A)]
+    failed, other = media_engine(folder, FakeMedia()).generate(given, ordered=True)
+    assert failed.error is not None
+    assert failed.error.code == "media_error"
+    assert other.error is None
+
+
 def test_several_prompts_samples_scores_and_states(folder: Path) -> None:
     engine = media_engine(folder, FakeMedia())
     several = row("", [A], [B])
