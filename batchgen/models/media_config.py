@@ -5,7 +5,6 @@ does with their features.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from batchgen.models.hf_text import (
     whole_config,
 )
 from batchgen.models.text_part import is_packed
+from batchgen.request.foreign_text import read_json_file, typed
 
 _SEE_ONE_ANOTHER: Final = {"gemma3": None, "shieldgemma2": None, "gemma4": "vision", "gemma4_unified": "vision"}
 """Types whose image features see one another -> the value of the decoder's setting with which they do, None: always."""
@@ -125,7 +125,7 @@ def read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str
         "__module__": cls.__module__,
     }
     reduced: Any = type(cls.__name__, (cls,), body)
-    return reduced.from_pretrained(folder.path, **options), missing
+    return reduced.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False), missing
 
 
 def processor_class(name: str) -> Any:
@@ -160,8 +160,7 @@ def _processor_name(folder: ModelFolder, config: Any) -> str:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # as in _read_processor
 
     for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        path = folder.path / file
-        values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        values = typed(read_json_file(folder.path / file), {}) if (folder.path / file).is_file() else {}
         if isinstance(values.get("processor_class"), str):
             return str(values["processor_class"])
     for kind in (folder.model_type, str(config.model_type)):
