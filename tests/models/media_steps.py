@@ -45,6 +45,17 @@ class Item:
 Parts = list[str | Item]
 
 
+def media_row(processor: MediaProcessor, parts: Parts, **fields: Any) -> dict[str, Any]:
+    """A row whose text has a placeholder for each item."""
+    text = "".join(part if isinstance(part, str) else processor.placeholder(part.kind) for part in parts)
+    row: dict[str, Any] = {"text": text, **fields}
+    for kind in ("image", "audio"):
+        own = [part.decoded for part in parts if isinstance(part, Item) and part.kind == kind]
+        if own:
+            row[f"{kind}_data"] = own if kind == "image" else [(sound, processor.audio_rate) for sound in own]
+    return row
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """A prompt as batchgen's model reads it."""

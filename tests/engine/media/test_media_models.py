@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from batchgen import Engine
-from batchgen.models.media_processor import MediaProcessor
 from tests.engine.reference import NEAR_TIE
-from tests.models.media_steps import Item, Parts, library_inputs, library_logits, load
+from tests.models.media_steps import Item, Parts, library_inputs, library_logits, load, media_row
 from tests.models.test_packed_types import SCALED
 from tests.models.tiny_media import FAMILIES, Family, family_of, save_media
 from tests.models.tiny_media_more import MORE
 
 NEW_TOKENS = 5
+FIELDS = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "return_logprob": True}
 BYTES = 257
 """Number of tokens that all families share; special ones follow."""
 SMALL, WIDE, TALL = Item("image", (60, 40), 1), Item("image", (120, 60), 2), Item("image", (33, 90), 3)
@@ -76,30 +76,13 @@ def greedy(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[int], list
     return ids, logprobs, settled
 
 
-def as_row(processor: MediaProcessor, parts: Parts, **fields: Any) -> dict[str, Any]:
-    items = [part for part in parts if isinstance(part, Item)]
-    row: dict[str, Any] = {
-        "text": "".join(part if isinstance(part, str) else processor.placeholder(part.kind) for part in parts),
-        "temperature": 0,
-        "max_new_tokens": NEW_TOKENS,
-        "ignore_eos": True,
-        "return_logprob": True,
-        **fields,
-    }
-    for kind in ("image", "audio"):
-        own = [item.decoded for item in items if item.kind == kind]
-        if own:
-            row[f"{kind}_data"] = own if kind == "image" else [(sound, processor.audio_rate) for sound in own]
-    return row
-
-
 def check(family: str, folder: Path) -> None:
     model, library = save_media(family, folder)
     cases = cases_of(family)
     loaded = load(folder, library)
     inputs = [library_inputs(loaded, parts) for parts in cases]
     expected = [greedy(model, each) for each in inputs]
-    rows = [as_row(loaded.processor, parts) for parts in cases]
+    rows = [media_row(loaded.processor, parts, **FIELDS) for parts in cases]
     for options in OPTIONS:
         engine = Engine(str(folder), dtype="float32", max_model_len=512, **{"page_size": 4, **options})
         for done, (ids, logprobs, settled), given in zip(
@@ -137,7 +120,7 @@ def test_images_next_to_each_other_are_separate(tmp_path: Path) -> None:
         ids.append(int(scores.argmax()))
         logprobs.append(float(scores.max()))
     engine = Engine(str(tmp_path), dtype="float32", max_model_len=512)
-    (done,) = engine.generate([as_row(loaded.processor, parts)])
+    (done,) = engine.generate([media_row(loaded.processor, parts, **FIELDS)])
     assert done.error is None, done.error
     assert list(done.output_ids or ()) == ids
     np.testing.assert_allclose(done.output_logprobs, logprobs, atol=1e-4, rtol=0)

@@ -16,7 +16,7 @@ from tests.gpu.device import Gpu
 from tests.gpu.jobs import engine_on, finished
 from tests.gpu.mixed import compare
 from tests.gpu.registry import Labelled, case
-from tests.models.media_steps import Item, Parts
+from tests.models.media_steps import Item, Parts, media_row
 from tests.models.quantised import CASES, save_quantised
 from tests.models.tiny import VOCAB
 from tests.models.tiny_media import family_of, save_media
@@ -28,19 +28,15 @@ _PROMPTS: dict[str, list[Parts]] = {
 }
 
 
-_GREEDY = {"temperature": 0, "ignore_eos": True, "return_logprob": True, "top_logprobs_num": 2}
+_GREEDY: dict[str, Any] = {
+    "max_new_tokens": 24,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_logprob": True,
+    "top_logprobs_num": 2,
+}
 _FAR = 0.1
 """Largest difference of a first token's logprob with keys and values in E4M3."""
-
-
-def _row(processor: MediaProcessor, parts: Parts) -> dict[str, Any]:
-    text = "".join(part if isinstance(part, str) else processor.placeholder(part.kind) for part in parts)
-    row: dict[str, Any] = {"text": text, "max_new_tokens": 24, **_GREEDY}
-    for kind in ("image", "audio"):
-        own = [part.decoded for part in parts if isinstance(part, Item) and part.kind == kind]
-        if own:
-            row[f"{kind}_data"] = own if kind == "image" else [(sound, processor.audio_rate) for sound in own]
-    return row
 
 
 _FAMILIES = ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "qwen2_audio")
@@ -53,7 +49,7 @@ def rows_with_items(gpu: Gpu, *, family: str) -> Iterator[Labelled]:
         processor = find_media_processor(check_model_folder(Path(name)))
         assert isinstance(processor, MediaProcessor), processor
         own = [parts for kind in family_of(family).kinds for parts in _PROMPTS[kind]]
-        rows = [_row(processor, parts) for _ in range(6) for parts in own]
+        rows = [media_row(processor, parts, **_GREEDY) for _ in range(6) for parts in own]
         options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
         want = finished(Engine(name, device="cpu", attention="torch", **options), rows)
         yield from compare(rows, finished(engine_on(gpu, name, **options), rows), want)
@@ -67,7 +63,7 @@ def rows_of_stored_weights(gpu: Gpu, *, stored: str) -> Iterator[Labelled]:
     with tempfile.TemporaryDirectory() as name:
         folder, _ = save_quantised(CASES[stored], "llama", Path(name))
         save_word_tokenizer(folder, VOCAB)
-        rows = [{"input_ids": [1 + i, 5, 9 + i], "max_new_tokens": 24, **_GREEDY} for i in range(24)]
+        rows = [{"input_ids": [1 + i, 5, 9 + i], **_GREEDY} for i in range(24)]
         options = {"dtype": "float32"}
         want = finished(Engine(str(folder), device="cpu", attention="torch", **options), rows)  # type: ignore[arg-type]
         for weights in ("none", "auto"):
