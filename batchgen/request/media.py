@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
 
-import numpy as np
-
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import json_type, show, whole
 
@@ -250,12 +248,16 @@ def _is_sound(kind: MediaKind, value: Any) -> bool:
     """Whether a value is (samples, rate)."""
     if kind != "audio" or not isinstance(value, list | tuple) or len(value) != 2:
         return False
+    import numpy as np  # not needed where options are listed
+
     samples, rate = value
     is_array = isinstance(samples, np.ndarray | list | tuple) or hasattr(samples, "detach")
     return is_array and (type(rate) in (int, float) or isinstance(rate, np.number))
 
 
 def _sound(place: str, value: Any) -> tuple[Any, int]:
+    import numpy as np  # not needed where options are listed
+
     samples, rate = value
     number = whole(rate.item() if isinstance(rate, np.number) else rate)
     if number is None or number <= 0:
@@ -275,6 +277,8 @@ def _is_one_of(value: Any, words: Sequence[str]) -> bool:
 
 def _array(value: Any) -> Any:
     """A numpy array of an array or tensor; None for anything else."""
+    import numpy as np  # not needed where options are listed
+
     if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
         value = value.detach()
         return (value.float() if value.is_floating_point() else value).cpu().numpy()

@@ -41,7 +41,7 @@ KINDS = [
     Kind("empty_prompt", lambda i, t: {"id": i, "input_ids": []}, "input_ids", "give at least one"),
     Kind("invalid_field", lambda i, t: {"id": i, "text": t, "top_p": 1.5}, "top_p", "must be in (0, 1]"),
     Kind("unknown_field", lambda i, t: {"id": i, "text": t, "sampling_params": {"top_q": 1}}, "top_q", "did you mean"),
-    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "image_data": "a.png"}, "image_data", "remove it"),
+    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "image_data": "a.png"}, "image_data", "leave it out"),
     Kind("duplicate_id", lambda i, t: {"id": "the first", "text": t}, "id", "--on-duplicate-id suffix", keeps_id=False),
     Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, 10**6]}, "input_ids", "vocabulary ends at"),
     Kind("context_length_exceeded", lambda i, t: {"id": i, "input_ids": [7] * CONTEXT}, None, "--truncate left"),

@@ -37,7 +37,7 @@ STEPS = [
     Step("data.read.jsonl:parse_line"),
     Step("engine.row_reader:parse_row"),
     Step("engine.row_reader:EmbedsReader.store", {"input_embeds": [[0.5] * 64], "text": None}, lambda *_: True),
-    Step("text.encode:check_stops"),
+    Step("text.param_checks:check_stops"),
     Step("text.tokenizer:Tokenizer.render_chats", {"messages": CHAT, "text": None}),
     Step("text.tokenizer:Tokenizer.encode_plain"),
     Step("text.grammar.compiler:GrammarCompiler.compile", {"regex": "poison 6"}),
