@@ -26,7 +26,7 @@ PATCH: Final = 16
 FEATURES: Final = (SIZE // PATCH) ** 2
 """Features of a picture."""
 IMAGE: Final = "<|image|>"
-"""The token that stands for a picture."""
+"""The place of a picture in a prompt."""
 _UNUSED_BYTE: Final = "\u00ff"
 """How the tokenizer writes the byte 0xFF, which no text has: its token becomes `IMAGE`, and the vocabulary stays."""
 
