@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.quantization import computed_weights, refuse_quantization, stored_products
+from batchgen.engine.quantization import refuse_quantization
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import (
@@ -24,7 +24,8 @@ from batchgen.kernels.linear import Products
 from batchgen.kernels.measure import TypicalStep
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
-from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.load import load_checked
+from batchgen.models.own_integers import Stored
 from batchgen.plan.config import GROUP_MIN_SAVING
 
 
@@ -57,19 +58,18 @@ def products_of(config: EngineConfig) -> Products:
     return "fixed" if config.deterministic or config.quantization == "int8" else "measured"
 
 
-def load_configured(config: EngineConfig, checked: CheckedModel) -> Model:
-    """Load a checked model as the options say.
+def load_configured(config: EngineConfig, checked: CheckedModel, stored: Stored | None) -> Model:
+    """Load a checked model as the options say, with these products of stored numbers.
 
     Raises:
         ModelError: it cannot be loaded.
     """
-    spec = checked_spec(checked, dtype=config.dtype, device=config.device)
     return load_checked(
         checked,
         dtype=config.dtype,
         device=config.device,
         products=products_of(config),
-        stored=stored_products(computed_weights(config, checked, spec), spec),
+        stored=stored,
         kv_dtype=config.kv_dtype,
     )
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from batchgen.errors import ErrorCode, ModelError, RowError
 from batchgen.media.root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
-from batchgen.request.checks import show
+from batchgen.request.checks import error_at, show
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
 from batchgen.request.table import ParsedRow
@@ -148,8 +148,8 @@ def _incomplete(field: str, name: str) -> RowError:
 
 
 def _media_error(field: str, problem: str) -> RowError:
-    return RowError(ErrorCode.MEDIA_ERROR, f"`{field}` {problem}", field.partition("[")[0])
+    return error_at(ErrorCode.MEDIA_ERROR, field, problem)
 
 
 def _invalid(field: str, problem: str) -> RowError:
-    return RowError(ErrorCode.INVALID_FIELD, f"`{field}` {problem}", field.partition("[")[0])
+    return error_at(ErrorCode.INVALID_FIELD, field, problem)

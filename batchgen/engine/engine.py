@@ -36,7 +36,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
-from batchgen.engine.quantization import describe_weights, quantize
+from batchgen.engine.quantization import computed_weights, describe_weights, quantize, stored_products
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.running import Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
@@ -51,6 +51,7 @@ from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
+from batchgen.models.load import checked_spec
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
@@ -100,7 +101,8 @@ class Engine:
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
             pickles=config.allow_pickle_weights,
         )
-        loaded = load_configured(config, checked)
+        spec = checked_spec(checked, dtype=config.dtype, device=config.device)
+        loaded = load_configured(config, checked, stored_products(computed_weights(config, checked, spec), spec))
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)

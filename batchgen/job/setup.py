@@ -17,7 +17,7 @@ import torch
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.demo import model_path
-from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere, refuse_kv_dtype
+from batchgen.engine.backend_choice import fixed_kernels, load_configured, refuse_anywhere, refuse_kv_dtype
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
@@ -32,7 +32,7 @@ from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import DeviceName, checked_spec, load_checked
+from batchgen.models.load import DeviceName, checked_spec
 from batchgen.models.media_processor import processor_digest
 from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
 from batchgen.models.quantized.formats import PlainTensors
@@ -67,15 +67,7 @@ class Setup:
         Raises:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
         """
-        engine = self.config.engine
-        loaded = load_checked(
-            self.model,
-            dtype=engine.dtype,
-            device=engine.device,
-            products=products_of(engine),
-            stored=self.stored,
-            kv_dtype=engine.kv_dtype,
-        )
+        loaded = load_configured(self.config.engine, self.model, self.stored)
         self.hashes.check_unchanged()
         return loaded
 

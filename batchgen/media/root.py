@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from batchgen.errors import ErrorCode, RowError, UsageError
-from batchgen.request.checks import show
+from batchgen.request.checks import error_at, show
 
 
 class MediaRoot:
@@ -57,4 +57,4 @@ class MediaRoot:
 
 
 def _error(place: str, problem: str) -> RowError:
-    return RowError(ErrorCode.MEDIA_ERROR, f"`{place}` {problem}", place.partition("[")[0])
+    return error_at(ErrorCode.MEDIA_ERROR, place, problem)

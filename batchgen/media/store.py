@@ -7,19 +7,14 @@ checked again when they are read; others are written to an unnamed temporary fil
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.errors import OutputError
 from batchgen.media.faults import MediaFault
 from batchgen.media.images import array_pixels, check_pixels, decode_image, image_of, image_size, upright_pixels
 from batchgen.media.root import MediaRoot
@@ -28,6 +23,7 @@ from batchgen.media.sources import check_bytes, data_url_bytes, inline_bytes, sc
 from batchgen.media.urls import MediaUrls
 from batchgen.request.checks import show
 from batchgen.request.media import MediaItem, MediaKind
+from batchgen.request.unnamed_file import UnnamedFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -106,7 +102,7 @@ class MediaStore:
         self._limits = limits
         self._rate = audio_rate
         self._urls = urls or MediaUrls(())
-        self._spill = _SpillFile(folder)
+        self._spill = UnnamedFile("media", folder)
         self._entries: dict[str, _Entry] = {}
         self._known: dict[tuple[MediaKind, _FileState | str], ItemHeader] = {}
         """Headers by the state of a file, or by URL."""
@@ -211,7 +207,7 @@ class MediaStore:
             size: tuple[int, ...] = image_size(data, self._limits.image_pixels)
         else:
             size = (sound_header(data, self._limits.audio_seconds).length(self._rate),)
-        where = file or self._spill.write(data)
+        where = file or self._spilled(data)
         return self._keep(item, ItemHeader(item.kind, digest, size), where, None)
 
     def _add_values(self, item: MediaItem) -> ItemHeader:
@@ -228,7 +224,7 @@ class MediaStore:
         digest = _digest(item.kind, data, repr(tuple(values)))
         if digest in self._entries:
             return self._entries[digest].header
-        return self._keep(item, ItemHeader(item.kind, digest, size), self._spill.write(data), values)
+        return self._keep(item, ItemHeader(item.kind, digest, size), self._spilled(data), values)
 
     def _pixels(self, source: Any) -> tuple[bytes, tuple[int, int]]:
         """RGB bytes of an array or an image of the library, and (width, height)."""
@@ -239,6 +235,9 @@ class MediaStore:
         height, width = pixels.shape[:2]
         check_pixels(width, height, self._limits.image_pixels)
         return pixels.tobytes(), (width, height)
+
+    def _spilled(self, data: bytes) -> tuple[int, int]:
+        return self._spill.write(data), len(data)
 
     def _keep(
         self,
@@ -267,38 +266,3 @@ def _digest(kind: MediaKind, data: bytes, values: str = "") -> str:
     digest = hashlib.sha256(f"{kind}\0{values}\0".encode())
     digest.update(data)
     return digest.hexdigest()
-
-
-class _SpillFile:
-    """Bytes at offsets of an unnamed temporary file, which is created when it is needed."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._descriptor = -1
-        self._end = 0
-        self._lock = Lock()
-
-    def write(self, data: bytes) -> tuple[int, int]:
-        """Append bytes; returns their offset and size."""
-        with self._lock:
-            start, left = self._end, memoryview(data)
-            try:
-                if self._descriptor < 0:
-                    self._open()
-                while left:
-                    count = os.pwrite(self._descriptor, left, start + len(data) - len(left))
-                    left = left[count:]
-            except OSError as error:
-                problem = f"cannot write media to disk: {error.strerror or error}; free some space"
-                raise OutputError(problem) from None
-            self._end += len(data)
-        return start, len(data)
-
-    def read(self, start: int, size: int) -> bytes:
-        """Bytes that were written."""
-        return os.pread(self._descriptor, size, start)
-
-    def _open(self) -> None:
-        self._descriptor, name = tempfile.mkstemp(dir=self._folder)
-        weakref.finalize(self, os.close, self._descriptor)
-        Path(name).unlink()

@@ -318,24 +318,31 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -
             name: LazyWeight(name, reader, torch.float32 if any(part in name for part in exact) else spec.dtype)
             for name in folder.tensors
         }
-        model = _from_pretrained(config, spec, folder, cls, weights, renamed)
+        model, info = library_model(cls, config, spec, folder, weights, renamed)
+    others = [name for name in info.get("unexpected_keys") or () if not is_unread(name, model, folder)]
+    layers = int(decoder_config(config).num_hidden_layers)
+    check_unread(folder, [name for name in others if name not in folder.spare], layers)
     return model.eval().to(spec.device)
 
 
-def _from_pretrained(
+def library_model(
+    cls: Any,
     config: Any,
     spec: ModelSpec,
     folder: ModelFolder,
-    cls: Any,
     weights: Mapping[str, LazyWeight],
-    renamed: dict[str, str] | None,
-) -> Any:
-    """The library's model with `weights`, which are read into memory of the process: a change of a mapped file would
-    change the model in the middle of a job, and a shorter file would end the process.
+    renamed: dict[str, str] | None = None,
+    part: str = "",
+) -> tuple[Any, Mapping[str, Any]]:
+    """The library's model with `weights`, and its loading info.
+
+    They are read into memory of the process: a change of a mapped file would change the model in the middle of a job,
+    and a shorter file would end the process. `part`: what of the checkpoint it is, for messages; "": all that runs.
 
     Raises:
         ModelError: the library cannot load it, or weights are missing.
     """
+    named, own = (f"the {part} of ", f"of the {part} ") if part else ("", "")
     try:
         model, info = cls.from_pretrained(
             None,
@@ -350,18 +357,15 @@ def _from_pretrained(
             ignore_mismatched_sizes=True,  # they are listed in the loading info
         )
     except Exception as error:  # loading raises errors of many types
-        raise ModelError(f"transformers cannot load {folder.path}: {first_line(error)}.") from None
+        raise ModelError(f"transformers cannot load {named}{folder.path}: {first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
             first = sorted(str(entry) for entry in info[problem])[0]
             raise ModelError(
-                f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
-                "Copy the folder again, or check that config.json belongs to these weights."
+                f"{folder.path} does not hold the weights {own}that config.json calls for "
+                f"({problem}: {first}). Copy the folder again, or check that config.json belongs to these weights."
             )
-    others = [name for name in info.get("unexpected_keys") or () if not is_unread(name, model, folder)]
-    layers = int(decoder_config(config).num_hidden_layers)
-    check_unread(folder, [name for name in others if name not in folder.spare], layers)
-    return model
+    return model, info
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:

@@ -19,10 +19,12 @@ from batchgen.errors import ModelError
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
+from batchgen.models.hf_load import library_model
 from batchgen.models.hf_text import causal_part, first_line, library_class, text_decoder
 from batchgen.models.media_config import media_config
-from batchgen.models.media_processor import MediaKind, PreparedItem
+from batchgen.models.media_processor import PreparedItem
 from batchgen.models.weights import LazyWeight, WeightReader
+from batchgen.request.media import MediaKind
 
 _TYPE_IDS: Final[dict[MediaKind, int]] = {"image": 1, "audio": 3}
 """What the library calls the kinds of tokens; text is 0."""
@@ -229,27 +231,7 @@ def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
     cls = _without_text(library_class(config), spec.dtype)
     with silence_library(), torch.no_grad(), WeightReader(folder.tensors) as reader:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors}
-        try:
-            model, info = cls.from_pretrained(
-                None,
-                config=config,
-                state_dict=weights,
-                dtype=spec.dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are listed in the loading info
-            )
-        except Exception as error:  # loading raises errors of many types
-            raise ModelError(f"transformers cannot load the towers of {folder.path}: {first_line(error)}.") from None
-    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if info.get(problem):
-            first = sorted(str(entry) for entry in info[problem])[0]
-            raise ModelError(
-                f"{folder.path} does not hold the weights of the towers that config.json calls for ({problem}: "
-                f"{first}). Copy the folder again, or leave out images and audio."
-            )
+        model, _ = library_model(cls, config, spec, folder, weights, part="towers")
     return MediaEncoder(model.eval().to(spec.device), spec)
 
 

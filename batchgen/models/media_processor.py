@@ -11,20 +11,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, local
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.errors import ErrorCode, ModelError, RowError
+from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
 from batchgen.models.hf_text import first_line
 from batchgen.models.media_config import media_config, read_processor
+from batchgen.request.media import MediaKind
 
-MediaKind = Literal["image", "audio"]
 _KINDS: Final[tuple[MediaKind, ...]] = ("image", "audio")
 _PART: Final[dict[MediaKind, tuple[str, ...]]] = {
     "image": ("image_processor",),
@@ -34,8 +34,9 @@ _PART: Final[dict[MediaKind, tuple[str, ...]]] = {
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _SEPARATOR: Final = "\x1f"
 """Between the items of a text: no processor changes it, and no tokenizer of a vocabulary sees it."""
-_OF_TEXT: Final = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"))
-_LAYOUT: Final = 16
+OF_TEXT: Final = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"))
+"""Outputs of a processor that are not an item's."""
+MOST_OF_LAYOUT: Final = 16
 """Most numbers of an array of a layout."""
 _PROBES: Final = ((300, 140), (90, 260))
 """Sizes of two images that show whether a processor treats an image among several otherwise."""
@@ -47,6 +48,13 @@ _EMBED_LAST: Final = frozenset(("gemma3n",))
 """Types whose towers have an embedding of the token that ends an item. In a prompt it has the id of a feature."""
 _NO_PIXELS: Final[Mapping[str, Any]] = {"resample": 0, "do_rescale": False, "do_normalize": False}
 """Settings of an image processor whose results have the sizes alone: the nearest pixel, as it is."""
+
+
+class ItemRefused(Exception):
+    """A processor cannot take an item. The message follows the item's name."""
+
+    index = 0
+    """The item's place among those that were given together."""
 
 
 class Header(Protocol):
@@ -145,17 +153,20 @@ class MediaProcessor:
         """What the items of one prompt become, in their order.
 
         Raises:
-            RowError: `media_error`: the processor cannot take an item of this size, or these kinds together.
+            ItemRefused: the processor cannot take an item of this size, or these kinds together.
         """
-        if self._config.model_type in _ONE_KIND and len({header.kind for header in headers}) > 1:
-            raise RowError(
-                ErrorCode.MEDIA_ERROR,
-                f"a {self._config.model_type} model encodes audio otherwise where a prompt has images too, which is "
-                "not supported; give images or audio",
-                None,
-            )
+        kinds = [header.kind for header in headers]
+        if self._config.model_type in _ONE_KIND and len(set(kinds)) > 1:
+            problem = f"cannot go with images: a {self._config.model_type} model encodes audio otherwise next to them"
+            raise _refused(f"{problem}; give images or audio", kinds.index("audio"))
         grouped = self._groups and sum(header.kind == "image" for header in headers) > 1
-        return tuple(self._expand(header.kind, header.size, grouped and header.kind == "image") for header in headers)
+        found = []
+        for index, header in enumerate(headers):
+            try:
+                found.append(self._expand(header.kind, header.size, grouped and header.kind == "image"))
+            except ItemRefused as refused:
+                raise _refused(str(refused), index) from None
+        return tuple(found)
 
     def prepare(self, header: Header, decoded: Any, *, grouped: bool = False) -> PreparedItem:
         """One item, an upright RGB image or mono samples, as its tower reads it.
@@ -166,7 +177,7 @@ class MediaProcessor:
             grouped: as in the item's `Expansion`.
 
         Raises:
-            RowError: `media_error`: the processor cannot take the item.
+            ItemRefused: the processor cannot take it.
         """
         expansion = self._expand(header.kind, header.size, grouped)
         tensors = self._run(header.kind, decoded, grouped)[1]
@@ -188,7 +199,7 @@ class MediaProcessor:
             layout = {
                 name: value.to(torch.int64).numpy()
                 for name, value in tensors.items()
-                if value.numel() <= _LAYOUT and not value.is_floating_point()
+                if value.numel() <= MOST_OF_LAYOUT and not value.is_floating_point()
             }
             masks = [value for name, value in tensors.items() if name.endswith("feature_attention_mask")]
             if masks:
@@ -223,7 +234,7 @@ class MediaProcessor:
         `sizes_alone` matter.
 
         Raises:
-            RowError: `media_error`: the processor cannot take the item.
+            ItemRefused: the processor cannot take it.
         """
         items = [item, _blank(kind, (8, 8))] if grouped else [item]
         before, after = self._ends if kind == "image" else ("", "")
@@ -231,8 +242,8 @@ class MediaProcessor:
         try:
             found, tensors = self._expanded(kind, text, items, self._quick if sizes_alone else {})
         except Exception as error:  # processors raise errors of many types
-            raise RowError(
-                ErrorCode.MEDIA_ERROR, f"the model's processor cannot take this {kind}: {first_line(error)}", None
+            raise ItemRefused(
+                f"cannot be taken by the model's processor ({first_line(error)}); give another {kind}"
             ) from None
         own = found.split(_SEPARATOR)[0].removeprefix(before).removesuffix(after)
         return own, {name: value[:1] if grouped else value for name, value in tensors.items()}
@@ -250,7 +261,7 @@ class MediaProcessor:
         else:
             options = {"audio": items, "sampling_rate": self.audio_rate}
         made = self._processor(text=[text], return_tensors="pt", **options)
-        return self._tokenizer.text, {name: _as_tensor(value) for name, value in made.items() if name not in _OF_TEXT}
+        return self._tokenizer.text, {name: _as_tensor(value) for name, value in made.items() if name not in OF_TEXT}
 
     def _probe_images(self) -> bool:
         """Whether images together become something else than each alone; also finds how images are given.
@@ -313,6 +324,12 @@ class _Recorder:
             made = self._tokenizer(text, *args, **options)
         self._given.ids = made["input_ids"] if isinstance(text, str) else made["input_ids"][0]
         return made
+
+
+def _refused(problem: str, index: int) -> ItemRefused:
+    found = ItemRefused(problem)
+    found.index = index
+    return found
 
 
 def _as_tensor(value: Any) -> Tensor:

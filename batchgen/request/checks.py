@@ -286,6 +286,11 @@ def _check_text(text: str, name: str) -> None:
         raise RowError(ErrorCode.INVALID_UNICODE, message, name) from None
 
 
+def error_at(code: ErrorCode, place: str, problem: str) -> RowError:
+    """The error "`place` problem" of a field, where `place` is the field or a part of it, such as `image_data[1]`."""
+    return RowError(code, f"`{place}` {problem}", place.partition("[")[0])
+
+
 def out_of_range(param: str, token: int, vocab_size: int) -> RowError:
     """The `token_out_of_range` error of a field."""
     message = f"`{param}` holds token {token}; the model's vocabulary ends at {vocab_size - 1}"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-import weakref
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.errors import OutputError
+from batchgen.request.unnamed_file import UnnamedFile
 
 Floats = npt.NDArray[np.float32]
 
@@ -32,7 +29,7 @@ class EmbedsStore:
         self.size = size
         self.folder = folder
         """Where files without a name are created; None: the system's temporary folder."""
-        self._descriptor = -1
+        self._file = UnnamedFile("embeddings", folder)
         self._rows = 0
         self._first: dict[bytes, int] = {}
 
@@ -51,37 +48,13 @@ class EmbedsStore:
         # All embeddings have the same size, so equal bytes mean equal arrays.
         first = self._first.setdefault(hashlib.blake2b(values.data, digest_size=16).digest(), self._rows)
         if first == self._rows:
-            data, at = values.reshape(-1).view(np.uint8).data, self._offset(first)
-            try:
-                if self._descriptor < 0:
-                    self._open()
-                while data:
-                    count = os.pwrite(self._descriptor, data, at)
-                    data, at = data[count:], at + count
-            except OSError as error:
-                raise _disk_error(error) from None
+            self._file.write(values, self._offset(first))
             self._rows += len(values)
         return first
 
     def rows(self, start: int, end: int) -> Floats:
         """[end - start, H] embeddings of rows `start` to `end`."""
-        values = np.empty((end - start, self.size), np.float32)
-        data, at = values.reshape(-1).view(np.uint8).data, self._offset(start)
-        while data:
-            count = os.preadv(self._descriptor, [data], at)
-            assert count, "only rows that were added can be read"
-            data, at = data[count:], at + count
-        return values
-
-    def _open(self) -> None:
-        # A raw descriptor, because whole arrays are read and written at explicit offsets.
-        self._descriptor, name = tempfile.mkstemp(dir=self.folder)
-        weakref.finalize(self, os.close, self._descriptor)
-        Path(name).unlink()
+        return self._file.read_array(self._offset(start), (end - start, self.size))
 
     def _offset(self, row: int) -> int:
         return row * self.size * 4
-
-
-def _disk_error(error: OSError) -> OutputError:
-    return OutputError(f"cannot write embeddings to disk: {error.strerror or error}; free some space")

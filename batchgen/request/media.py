@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import json_type, show, whole
+from batchgen.request.checks import error_at, json_type, show, whole
 
 MediaKind = Literal["image", "audio"]
 MediaForm = Literal["raw", "processor_output", "precomputed_embedding"]
@@ -65,7 +65,7 @@ class MediaItem:
 
     def error(self, problem: str) -> RowError:
         """`media_error` whose message is "`place` problem"."""
-        return RowError(ErrorCode.MEDIA_ERROR, f"`{self.place}` {problem}", self.field)
+        return error_at(ErrorCode.MEDIA_ERROR, self.place, problem)
 
 
 class MediaData(NamedTuple):
@@ -286,7 +286,7 @@ def _array(value: Any) -> Any:
 
 
 def _invalid(place: str, problem: str) -> RowError:
-    return RowError(ErrorCode.INVALID_FIELD, f"`{place}` {problem}", place.partition("[")[0])
+    return error_at(ErrorCode.INVALID_FIELD, place, problem)
 
 
 def items_of(entries: Sequence[MediaItem], kind: MediaKind) -> tuple[MediaItem, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.checks import error_at
 from batchgen.request.media import MediaKind
 
 Ints = npt.NDArray[np.int32]
@@ -45,7 +46,7 @@ class DistinctItem:
 
     def error(self, problem: str) -> RowError:
         """`media_error` whose message is "`place` problem"."""
-        return RowError(ErrorCode.MEDIA_ERROR, f"`{self.place}` {problem}", self.place.partition("[")[0])
+        return error_at(ErrorCode.MEDIA_ERROR, self.place, problem)
 
     @property
     def key(self) -> Hashable:
@@ -72,7 +73,7 @@ class PlacedItem(NamedTuple):
 
     def error(self, problem: str) -> RowError:
         """`media_error` of its row, whose message is "`place` problem"."""
-        return RowError(ErrorCode.MEDIA_ERROR, f"`{self.place}` {problem}", self.place.partition("[")[0])
+        return error_at(ErrorCode.MEDIA_ERROR, self.place, problem)
 
 
 class MediaItems:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.errors import ModelError, RowError
+from batchgen.errors import ModelError
 from batchgen.models.folder import check_model_folder
 from batchgen.models.media_encoder import load_media_encoder
-from batchgen.models.media_processor import MediaProcessor, find_media_processor
+from batchgen.models.media_processor import ItemRefused, MediaProcessor, find_media_processor
 from tests.models.media_steps import Item, Loaded, library_inputs, load
 from tests.models.quantised import CASES, quantise_folder
 from tests.models.tiny import save_tiny
@@ -128,8 +128,10 @@ def test_towers_run_in_the_number_format_of_the_run(name: str, tmp_path: Path) -
 
 def test_a_size_that_the_processor_refuses_is_an_error_of_the_row(tmp_path: Path) -> None:
     processor = loaded_of("qwen2_vl", tmp_path).processor
-    with pytest.raises(RowError, match=r"cannot take this image: .*aspect ratio"):
-        processor.expand([Item("image", (4000, 2))])
+    message = r"cannot be taken by the model's processor \(.*aspect ratio.*\); give another image"
+    with pytest.raises(ItemRefused, match=message) as refused:
+        processor.expand([PICTURES[0], Item("image", (4000, 2))])
+    assert refused.value.index == 1
 
 
 def test_models_without_media_say_why(tmp_path: Path) -> None:
@@ -207,8 +209,9 @@ def test_a_kind_whose_processor_lacks_a_package_is_left_out(tmp_path: Path) -> N
     processor = find_media_processor(check_model_folder(tmp_path))
     assert isinstance(processor, MediaProcessor)
     assert (processor.kinds, processor.audio_rate) == ({"audio"}, 16000)
-    with pytest.raises(RowError, match="encodes audio otherwise where a prompt has images too"):
+    with pytest.raises(ItemRefused, match="encodes audio otherwise next to them; give images or audio") as refused:
         processor.expand([PICTURES[0], SOUNDS[0]])
+    assert refused.value.index == 1
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {

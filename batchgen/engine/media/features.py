@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-import weakref
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.errors import OutputError
+from batchgen.request.unnamed_file import UnnamedFile
 
 Floats = npt.NDArray[np.float32]
 
@@ -28,15 +25,13 @@ class FeatureStore:
 
     def __init__(self, budget: int, folder: Path | None = None) -> None:
         self._budget = budget
-        self._folder = folder
+        self._file = UnnamedFile("features of media", folder)
         self._held: OrderedDict[int, Floats] = OrderedDict()
         """Those in memory; the first ones are spilled first."""
         self._spilled: dict[int, tuple[int, tuple[int, int]]] = {}
         """Number -> where it begins in the file, and its shape."""
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         """Size in bytes -> places of the file that are free."""
-        self._descriptor = -1
-        self._end = 0
         self.held_bytes = 0
         """Bytes in memory."""
         self.peak_bytes = 0
@@ -89,35 +84,12 @@ class FeatureStore:
 
     def _write(self, number: int, values: Floats) -> None:
         free = self._free[values.nbytes]
-        at = free.pop() if free else self._end
-        data, place = values.reshape(-1).view(np.uint8).data, at
-        try:
-            if self._descriptor < 0:
-                self._open()
-            while data:
-                count = os.pwrite(self._descriptor, data, place)
-                data, place = data[count:], place + count
-        except OSError as error:
-            problem = error.strerror or error
-            raise OutputError(f"cannot write features of media to disk: {problem}; free some space") from None
-        self._end = max(self._end, at + values.nbytes)
+        at = self._file.write(values, free.pop() if free else None)
         self.spilled_bytes += values.nbytes
         self._spilled[number] = (at, (values.shape[0], values.shape[1]))
 
     def _read(self, number: int) -> Floats:
-        at, shape = self._spilled[number]
-        values = np.empty(shape, np.float32)
-        data = values.reshape(-1).view(np.uint8).data
-        while data:
-            count = os.preadv(self._descriptor, [data], at)
-            assert count, "only features that were written can be read"
-            data, at = data[count:], at + count
-        return values
-
-    def _open(self) -> None:
-        self._descriptor, name = tempfile.mkstemp(dir=self._folder)
-        weakref.finalize(self, os.close, self._descriptor)
-        Path(name).unlink()
+        return self._file.read_array(*self._spilled[number])
 
 
 def _size(shape: tuple[int, int]) -> int:

@@ -16,7 +16,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.media.store import MediaStore
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.media_encoder import MediaEncoder
-from batchgen.models.media_processor import MediaProcessor, PreparedItem
+from batchgen.models.media_processor import ItemRefused, MediaProcessor, PreparedItem
 from batchgen.request.media import MediaItem
 from batchgen.request.media_items import DistinctItem, MediaItems, PlacedItem
 from batchgen.request.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -153,7 +153,11 @@ class MediaReader:
             return []
         headers = self._store.add_all(items)
         found = []
-        for item, header, made in zip(items, headers, processor.expand(headers), strict=True):
+        try:
+            expansions = processor.expand(headers)
+        except ItemRefused as refused:
+            raise items[refused.index].error(str(refused)) from None
+        for item, header, made in zip(items, headers, expansions, strict=True):
             kind, digest, place, source = item.kind, header.digest, item.place, StoredItem(self._store, header)
             shape = (made.features, made.token_id, made.layout, made.grouped)
             found.append((DistinctItem(kind, digest, place, *shape, source), made.text))

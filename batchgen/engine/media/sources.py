@@ -20,21 +20,26 @@ from batchgen.engine.embeds_reader import TensorFiles, matrix_of
 from batchgen.errors import ErrorCode, RowError
 from batchgen.media.store import ItemHeader, MediaStore
 from batchgen.models.base import ModelSpec
-from batchgen.models.media_processor import Expansion, MediaProcessor, PreparedItem
+from batchgen.models.media_processor import (
+    MOST_OF_LAYOUT,
+    OF_TEXT,
+    Expansion,
+    ItemRefused,
+    MediaProcessor,
+    PreparedItem,
+)
+from batchgen.request.checks import error_at
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.media import MediaItem, MediaKind
 from batchgen.request.media_items import DistinctItem
 from batchgen.request.prompts import Prompt, TokenPrompt, embeddings
+from batchgen.request.unnamed_file import UnnamedFile
 
 Floats = npt.NDArray[np.float32]
 
 _GROWTH: Final = 8
 """Bytes of an item in memory for each number that it holds, while it is decoded and prepared."""
 _CHANNELS: Final = 3
-_LAYOUT: Final = 16
-"""Most numbers of an array that positions are computed from."""
-_OF_TEXT: Final = frozenset({"format", "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
-"""Outputs of a processor that are not an item's."""
 
 
 class Source(Protocol):
@@ -74,7 +79,10 @@ class StoredItem:
 
     def prepare(self, processor: MediaProcessor, item: DistinctItem) -> PreparedItem | Floats:
         """See `Source.prepare`."""
-        return processor.prepare(self.header, self.store.decode(self.header), grouped=item.grouped)
+        try:
+            return processor.prepare(self.header, self.store.decode(self.header), grouped=item.grouped)
+        except ItemRefused as refused:
+            raise item.error(str(refused)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +108,19 @@ class GivenFeatures:
 class GivenOutput:
     """A processor's output that a row gives."""
 
-    store: EmbedsStore
-    arrays: Mapping[str, tuple[int, tuple[int, ...], bool]]
-    """Name -> first number in the store, shape, whether they are integers."""
+    file: UnnamedFile
+    arrays: Mapping[str, tuple[int, tuple[int, ...], npt.DTypeLike]]
+    """Name -> offset in the file, shape, dtype."""
     size: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """See `Source.nbytes`."""
-        return sum(math.prod(shape) * 4 for _, shape, _ in self.arrays.values())
+        return sum(math.prod(shape) * np.dtype(kind).itemsize for _, shape, kind in self.arrays.values())
 
     def prepare(self, processor: MediaProcessor, item: DistinctItem) -> PreparedItem | Floats:
         """See `Source.prepare`."""
-        tensors = {}
-        for name, (first, shape, whole) in self.arrays.items():
-            values = self.store.rows(first, first + math.prod(shape)).reshape(shape)
-            tensors[name] = torch.from_numpy(values.astype(np.int64) if whole else values)
+        tensors = {name: torch.from_numpy(self.file.read_array(*where)) for name, where in self.arrays.items()}
         return PreparedItem(item.kind, item.token_id, item.features, tensors)
 
 
@@ -142,7 +147,9 @@ class GivenItems:
         self._processor = processor
         self._files = files
         self._features = EmbedsStore(spec.features_size, folder)
-        self._numbers = EmbedsStore(1, folder)
+        self._file = UnnamedFile("media", folder)
+        self._outputs: dict[str, GivenOutput] = {}
+        """By digest"""
 
     def read(self, item: MediaItem, prompt: Prompt, items: Sequence[MediaItem]) -> tuple[DistinctItem, str]:
         """An item of a prompt, and the text that it becomes.
@@ -167,7 +174,7 @@ class GivenItems:
             raise _invalid(item, f"has the key {odd[0]!r}; features have `feature` alone")
         if self._spec.rope_axes:
             problem = "of format precomputed_embedding has no size, which this model computes positions from"
-            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{item.place}` {problem}; give the {item.kind}", item.field)
+            raise error_at(ErrorCode.UNSUPPORTED_FIELD, item.place, f"{problem}; give the {item.kind}")
         found = embeddings(item.place, item.source["feature"])
         if len(found) != 1:
             raise _invalid(item, f"has {len(found)} matrices; give one, [tokens, values]")
@@ -184,31 +191,34 @@ class GivenItems:
     ) -> tuple[DistinctItem, str]:
         if not isinstance(prompt, TokenPrompt) or sum(other.kind == item.kind for other in items) > 1:
             problem = f"of format processor_output needs `input_ids` with all its tokens, and no other {item.kind}"
-            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{item.place}` {problem}", item.field)
+            raise error_at(ErrorCode.UNSUPPORTED_FIELD, item.place, problem)
         features = prompt.ids.count(usual.token_id)
         if not features:
             raise item.error(f"has no token in `input_ids`: none is {usual.token_id}, the id of its features")
-        arrays, layout, digest = {}, {}, hashlib.sha256(f"output {item.kind} {features}".encode())
+        arrays, layout = dict[str, npt.NDArray[Any]](), dict[str, npt.NDArray[np.int64]]()
+        digest = hashlib.sha256(f"output {item.kind} {features}".encode())
         for name, given in sorted(item.source.items()):
-            if name in _OF_TEXT:
+            if name == "format" or name in OF_TEXT:
                 continue
-            values = self._array(f"{item.place}.{name}", item, given)
-            whole = values.dtype.kind in "iub"
-            digest.update(f" {name} {values.shape} {whole} ".encode() + values.tobytes())
-            first = self._numbers.add(values.astype(np.float32).reshape(-1, 1)) if values.size else 0
-            arrays[name] = (first, values.shape, whole)
-            if whole and values.size <= _LAYOUT:
-                layout[name] = values.astype(np.int64)
+            values = arrays[name] = self._array(f"{item.place}.{name}", item, given)
+            digest.update(f" {name} {values.shape} {values.dtype} ".encode() + values.tobytes())
+            if values.dtype == np.int64 and values.size <= MOST_OF_LAYOUT:
+                layout[name] = values
         if not arrays:
             raise _invalid(item, "has no values of a processor's output")
-        source = GivenOutput(self._numbers, arrays)
-        made = DistinctItem(item.kind, digest.hexdigest(), item.place, features, usual.token_id, layout, False, source)
+        known = digest.hexdigest()
+        if known not in self._outputs:
+            written = {name: (self._file.write(each), each.shape, each.dtype) for name, each in arrays.items()}
+            self._outputs[known] = GivenOutput(self._file, written)
+        source = self._outputs[known]
+        made = DistinctItem(item.kind, known, item.place, features, usual.token_id, layout, False, source)
         return made, usual.text
 
     def _array(self, place: str, item: MediaItem, given: Any) -> npt.NDArray[Any]:
+        """An array of a processor's output, int64 or float32."""
         if isinstance(given, str):
-            return self._files.read(place, given)
-        if hasattr(given, "detach"):  # a torch tensor; numpy has no bfloat16
+            given = self._files.read(place, given)
+        elif hasattr(given, "detach"):  # a torch tensor; numpy has no bfloat16
             given = given.detach().cpu()
             given = given.float().numpy() if given.is_floating_point() else given.numpy()
         try:
@@ -217,6 +227,12 @@ class GivenItems:
             values = np.asarray(None)
         if values.dtype.kind not in "fiub":
             raise _invalid(item, f"has values of {place.rpartition('.')[2]} that are not an array of numbers")
+        if values.dtype.kind != "f":
+            return values.astype(np.int64)
+        with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is an error
+            values = values.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise _invalid(item, f"has an infinite or NaN value in {place.rpartition('.')[2]}")
         return values
 
 
@@ -230,4 +246,4 @@ def _text_of(usual: Expansion, token: str, features: int) -> str:
 
 
 def _invalid(item: MediaItem, problem: str) -> RowError:
-    return RowError(ErrorCode.INVALID_FIELD, f"`{item.place}` {problem}", item.field)
+    return error_at(ErrorCode.INVALID_FIELD, item.place, problem)

@@ -126,6 +126,18 @@ def test_images_next_to_each_other_are_separate(tmp_path: Path) -> None:
     np.testing.assert_allclose(done.output_logprobs, logprobs, atol=1e-4, rtol=0)
 
 
+def test_the_error_of_a_size_that_the_processor_refuses_names_the_item(tmp_path: Path) -> None:
+    save_media("qwen2_vl", tmp_path)
+    thin = Item("image", (4000, 2)).decoded
+    text = "<|image_pad|><|image_pad|>"
+    engine = Engine(str(tmp_path), dtype="float32", max_model_len=512)
+    (done,) = engine.generate([{"text": text, "image_data": [SMALL.decoded, thin], "max_new_tokens": 1}])
+    assert done.error is not None
+    assert (done.error.code, done.error.param) == ("media_error", "image_data")
+    assert done.error.message.startswith("`image_data[1]` cannot be taken by the model's processor (")
+    assert done.error.message.endswith("; give another image")
+
+
 QUICK = ("llava", "qwen2_vl")
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from batchgen.engine.embeds_reader import TensorFiles
+from batchgen.engine.media.sources import GivenItems
+from batchgen.errors import RowError
+from batchgen.media.root import MediaRoot
+from batchgen.models.load import load_model
 from batchgen.request.completion import Completion
+from batchgen.request.media import MediaItem
+from batchgen.request.prompts import TokenPrompt
 from tests.engine.media.fake_media import (
     BEGIN,
     END,
@@ -259,3 +266,26 @@ def test_a_second_job_encodes_its_own_images(folder: Path, wanted: Any) -> None:
     for _ in range(2):
         assert_all_same(engine.generate(rows(), ordered=True), engine.generate(rows(), ordered=True))
     assert set(fake.counted.encoded.values()) == {4}
+
+
+def given_item(**values: Any) -> MediaItem:
+    return MediaItem("image", {"patches": [[0.5]], **values}, "image_data[1]", form="processor_output")
+
+
+def test_integers_of_a_processor_output_are_exact(folder: Path) -> None:
+    fake: Any = FakeMedia()
+    items = GivenItems(load_model(str(folder)).spec, fake, TensorFiles(MediaRoot(None)), None)
+    item = given_item(grid=[[(1 << 24) + 1, 2]], scale=[0.25])
+    distinct, _ = items.read(item, TokenPrompt((FEATURE, 7)), [item])
+    tensors = distinct.source.prepare(fake, distinct).tensors
+    assert tensors["grid"].tolist() == distinct.layout["grid"].tolist() == [[(1 << 24) + 1, 2]]
+    assert tensors["scale"].tolist() == [0.25]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_a_processor_output_is_finite(folder: Path, value: float) -> None:
+    fake: Any = FakeMedia()
+    items = GivenItems(load_model(str(folder)).spec, fake, TensorFiles(MediaRoot(None)), None)
+    item = given_item(scale=[value])
+    with pytest.raises(RowError, match=r"`image_data\[1\]` has an infinite or NaN value in scale"):
+        items.read(item, TokenPrompt((FEATURE, 7)), [item])
