@@ -17,7 +17,7 @@ import numpy.typing as npt
 from batchgen.errors import ErrorCode, ModelError, RowError
 from batchgen.media.root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
-from batchgen.request.checks import error_at, show
+from batchgen.request.checks import error_at, invalid, show
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
 from batchgen.request.table import ParsedRow
@@ -48,9 +48,9 @@ class TensorFiles:
         info = self._find(field, name)
         if info.dtype not in _FLOATS or len(info.shape) != 2:
             shape = f"{info.dtype} {list(info.shape)}"
-            raise _invalid(field, f"names a tensor of {shape}; it must be floating point, [tokens, values]")
+            raise invalid(field, f"names a tensor of {shape}; it must be floating point, [tokens, values]")
         if info.shape[1] != size:  # checked before the values are read
-            raise _invalid(field, f"has {info.shape[1]} values per token; the model needs {size}")
+            raise invalid(field, f"has {info.shape[1]} values per token; the model needs {size}")
         return self._values(field, name, info)
 
     def read(self, field: str, name: str) -> npt.NDArray[Any]:
@@ -61,13 +61,13 @@ class TensorFiles:
         """
         info = self._find(field, name)
         if info.dtype not in _DTYPES:
-            raise _invalid(field, f"names a tensor of {info.dtype}; it must be one of {', '.join(_DTYPES)}")
+            raise invalid(field, f"names a tensor of {info.dtype}; it must be one of {', '.join(_DTYPES)}")
         return self._values(field, name, info)
 
     def _find(self, field: str, name: str) -> TensorInfo:
         file, suffix, tensor = name.partition(_FILE_SUFFIX)
         if not suffix or (tensor and not (tensor.startswith(":") and len(tensor) > 1)):
-            raise _invalid(field, f"is {show(name)}; name a tensor as FILE{_FILE_SUFFIX}:TENSOR, or give a nested list")
+            raise invalid(field, f"is {show(name)}; name a tensor as FILE{_FILE_SUFFIX}:TENSOR, or give a nested list")
         path = self._media_root.resolve(file + suffix, field)
         try:
             tensors = self._header(path)
@@ -137,9 +137,9 @@ def matrix_of(field: str, source: Floats | str, size: int, files: TensorFiles) -
     """
     values = files.matrix(field, source, size) if isinstance(source, str) else source
     if len(values) and values.shape[1] != size:
-        raise _invalid(field, f"has {values.shape[1]} values per token; the model needs {size}")
+        raise invalid(field, f"has {values.shape[1]} values per token; the model needs {size}")
     if not np.isfinite(values).all():
-        raise _invalid(field, "contains an infinite or NaN value, or one too large for float32")
+        raise invalid(field, "contains an infinite or NaN value, or one too large for float32")
     return values
 
 
@@ -149,7 +149,3 @@ def _incomplete(field: str, name: str) -> RowError:
 
 def _media_error(field: str, problem: str) -> RowError:
     return error_at(ErrorCode.MEDIA_ERROR, field, problem)
-
-
-def _invalid(field: str, problem: str) -> RowError:
-    return error_at(ErrorCode.INVALID_FIELD, field, problem)

@@ -70,9 +70,14 @@ def json_type(value: Any) -> str:
     return _JSON_TYPES.get(type(value), type(value).__name__)
 
 
-def invalid(name: str, problem: str) -> RowError:
-    """`invalid_field` error whose message is "`name` problem"."""
-    return RowError(ErrorCode.INVALID_FIELD, f"`{name}` {problem}", name)
+def error_at(code: ErrorCode, place: str, problem: str) -> RowError:
+    """The error "`place` problem" of a field, where `place` is the field or a part of it, such as `image_data[1]`."""
+    return RowError(code, f"`{place}` {problem}", place.partition("[")[0])
+
+
+def invalid(place: str, problem: str) -> RowError:
+    """The `invalid_field` error of a field, as `error_at`."""
+    return error_at(ErrorCode.INVALID_FIELD, place, problem)
 
 
 def describe_range(low: int, high: int) -> str:
@@ -284,11 +289,6 @@ def _check_text(text: str, name: str) -> None:
         code = f"U+{ord(text[error.start]):04X}"
         message = f"`{name}` contains a lone surrogate ({code}), which is not valid Unicode; write the whole character"
         raise RowError(ErrorCode.INVALID_UNICODE, message, name) from None
-
-
-def error_at(code: ErrorCode, place: str, problem: str) -> RowError:
-    """The error "`place` problem" of a field, where `place` is the field or a part of it, such as `image_data[1]`."""
-    return RowError(code, f"`{place}` {problem}", place.partition("[")[0])
 
 
 def out_of_range(param: str, token: int, vocab_size: int) -> RowError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import error_at, json_type, show, whole
+from batchgen.request.checks import error_at, invalid, json_type, show, whole
 
 MediaKind = Literal["image", "audio"]
 MediaForm = Literal["raw", "processor_output", "precomputed_embedding"]
@@ -156,12 +156,12 @@ def media_part(place: str, part: Mapping[str, Any]) -> dict[str, Any] | None:
     held = [key for key in holders if key in given]
     odd = next((key for key in given if key not in holders), held[1] if len(held) > 1 else None)
     if odd is not None:
-        raise _invalid(place, f"is a part of type {part['type']}, which has no key {show(odd)} next to its item")
+        raise invalid(place, f"is a part of type {part['type']}, which has no key {show(odd)} next to its item")
     if not held:
         if part["type"] not in _BARE:
-            raise _invalid(place, f"is a part of type {part['type']} and needs `{holders[0]}`")
+            raise invalid(place, f"is a part of type {part['type']} and needs `{holders[0]}`")
         if detail is not None:
-            raise _invalid(place, "has `detail`, but no image")
+            raise invalid(place, "has `detail`, but no image")
         return {"type": kind}
     item = media_item(kind, place, given[held[0]], detail)
     return {"type": kind, "item": item}
@@ -186,7 +186,7 @@ def media_item(kind: MediaKind, place: str, value: Any, detail: Any = None) -> M
             detail = value.get("detail")
         value = _held(kind, place, value)
     if detail is not None and (kind != "image" or not _is_one_of(detail, get_args(Detail))):
-        raise _invalid(place, f"has a `detail` of {show(detail)}; it is one of {', '.join(get_args(Detail))}")
+        raise invalid(place, f"has a `detail` of {show(detail)}; it is one of {', '.join(get_args(Detail))}")
     return MediaItem(kind, _source(kind, place, value), place, detail)
 
 
@@ -195,9 +195,9 @@ def _prepared(kind: MediaKind, place: str, value: Mapping[str, Any]) -> MediaIte
     held = {str(key): item for key, item in value.items() if key != "format" and item is not None}
     form: MediaForm = "processor_output" if value["format"] == "processor_output" else "precomputed_embedding"
     if form == "precomputed_embedding" and "feature" not in held:
-        raise _invalid(place, 'of format precomputed_embedding needs "feature"')
+        raise invalid(place, 'of format precomputed_embedding needs "feature"')
     if not held:
-        raise _invalid(place, "of format processor_output has no values")
+        raise invalid(place, "of format processor_output has no values")
     return MediaItem(kind, held, place, form=form)
 
 
@@ -213,15 +213,15 @@ def _held(kind: MediaKind, place: str, value: Mapping[str, Any]) -> Any:
     if odd is not None or not held:
         known = ", ".join(_HOLDERS)
         what = f"has the key {show(odd)}" if odd is not None else "is an object without an item"
-        raise _invalid(place, f"{what}; an object has one of {known}")
+        raise invalid(place, f"{what}; an object has one of {known}")
     if file_format is not None and (kind != "audio" or not _is_one_of(file_format, _SOUND_FORMATS)):
-        raise _invalid(place, f"has a `format` of {show(file_format)}; it is one of {', '.join(_SOUND_FORMATS)}")
+        raise invalid(place, f"has a `format` of {show(file_format)}; it is one of {', '.join(_SOUND_FORMATS)}")
     if held == ["array"] and kind == "audio":
         return _sound(place, (given["array"], rate))
     if rate is not None:
-        raise _invalid(place, "has a `sampling_rate`, which only the `array` of a sound has")
+        raise invalid(place, "has a `sampling_rate`, which only the `array` of a sound has")
     if type(given[held[0]]) is not str and held[0] in ("url", "path", "base64", "data"):
-        raise _invalid(place, f"has `{held[0]}`, which must be a string, got {json_type(given[held[0]])}")
+        raise invalid(place, f"has `{held[0]}`, which must be a string, got {json_type(given[held[0]])}")
     return given[held[0]]
 
 
@@ -239,9 +239,9 @@ def _source(kind: MediaKind, place: str, value: Any) -> Any:
     if kind == "image" and (array := _array(value)) is not None:
         return array
     if isinstance(value, str | bytes | bytearray):
-        raise _invalid(place, "is empty")
+        raise invalid(place, "is empty")
     more = ", a PIL image or an array" if kind == "image" else " or (array, sampling rate)"
-    raise _invalid(place, f"{_WANTED}{more}, got {json_type(value)}")
+    raise invalid(place, f"{_WANTED}{more}, got {json_type(value)}")
 
 
 def _is_sound(kind: MediaKind, value: Any) -> bool:
@@ -261,13 +261,13 @@ def _sound(place: str, value: Any) -> tuple[Any, int]:
     samples, rate = value
     number = whole(rate.item() if isinstance(rate, np.number) else rate)
     if number is None or number <= 0:
-        raise _invalid(place, f"needs a sampling rate in Hz, a whole number, got {show(rate)}")
+        raise invalid(place, f"needs a sampling rate in Hz, a whole number, got {show(rate)}")
     array = _array(samples)
     if array is None:
         try:
             array = np.array(samples, np.float32)
         except (TypeError, ValueError, OverflowError):
-            raise _invalid(place, "has samples that are not numbers") from None
+            raise invalid(place, "has samples that are not numbers") from None
     return array, number
 
 
@@ -283,10 +283,6 @@ def _array(value: Any) -> Any:
         value = value.detach()
         return (value.float() if value.is_floating_point() else value).cpu().numpy()
     return value if isinstance(value, np.ndarray) else None
-
-
-def _invalid(place: str, problem: str) -> RowError:
-    return error_at(ErrorCode.INVALID_FIELD, place, problem)
 
 
 def items_of(entries: Sequence[MediaItem], kind: MediaKind) -> tuple[MediaItem, ...]:

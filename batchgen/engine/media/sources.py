@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from batchgen.engine.embeds_reader import TensorFiles, matrix_of
-from batchgen.errors import ErrorCode, RowError
+from batchgen.errors import ErrorCode
 from batchgen.media.store import ItemHeader, MediaStore
 from batchgen.models.base import ModelSpec
 from batchgen.models.media_processor import (
@@ -28,7 +28,7 @@ from batchgen.models.media_processor import (
     MediaProcessor,
     PreparedItem,
 )
-from batchgen.request.checks import error_at
+from batchgen.request.checks import error_at, invalid
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.media import MediaItem, MediaKind
 from batchgen.request.media_items import DistinctItem
@@ -171,16 +171,16 @@ class GivenItems:
     def _with_features(self, item: MediaItem, usual: Expansion) -> tuple[DistinctItem, str]:
         odd = sorted(item.source.keys() - {"feature"})
         if odd:
-            raise _invalid(item, f"has the key {odd[0]!r}; features have `feature` alone")
+            raise invalid(item.place, f"has the key {odd[0]!r}; features have `feature` alone")
         if self._spec.rope_axes:
             problem = "of format precomputed_embedding has no size, which this model computes positions from"
             raise error_at(ErrorCode.UNSUPPORTED_FIELD, item.place, f"{problem}; give the {item.kind}")
         found = embeddings(item.place, item.source["feature"])
         if len(found) != 1:
-            raise _invalid(item, f"has {len(found)} matrices; give one, [tokens, values]")
+            raise invalid(item.place, f"has {len(found)} matrices; give one, [tokens, values]")
         values = matrix_of(item.place, found[0], self._features.size, self._files)
         if not len(values):
-            raise _invalid(item, "has no features")
+            raise invalid(item.place, "has no features")
         digest = hashlib.sha256(f"features {item.kind}".encode() + values.tobytes()).hexdigest()
         source = GivenFeatures(self._features, self._features.add(values), len(values))
         made = DistinctItem(item.kind, digest, item.place, len(values), usual.token_id, {}, False, source)
@@ -205,7 +205,7 @@ class GivenItems:
             if values.dtype == np.int64 and values.size <= MOST_OF_LAYOUT:
                 layout[name] = values
         if not arrays:
-            raise _invalid(item, "has no values of a processor's output")
+            raise invalid(item.place, "has no values of a processor's output")
         known = digest.hexdigest()
         if known not in self._outputs:
             written = {name: (self._file.write(each), each.shape, each.dtype) for name, each in arrays.items()}
@@ -226,13 +226,13 @@ class GivenItems:
         except ValueError:  # lists of different lengths
             values = np.asarray(None)
         if values.dtype.kind not in "fiub":
-            raise _invalid(item, f"has values of {place.rpartition('.')[2]} that are not an array of numbers")
+            raise invalid(item.place, f"has values of {place.rpartition('.')[2]} that are not an array of numbers")
         if values.dtype.kind != "f":
             return values.astype(np.int64)
         with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is an error
             values = values.astype(np.float32)
         if not np.isfinite(values).all():
-            raise _invalid(item, f"has an infinite or NaN value in {place.rpartition('.')[2]}")
+            raise invalid(item.place, f"has an infinite or NaN value in {place.rpartition('.')[2]}")
         return values
 
 
@@ -243,7 +243,3 @@ def _text_of(usual: Expansion, token: str, features: int) -> str:
     if len(separators) > 1:
         return token * features
     return begin + "".join(separators).join([token] * features) + end
-
-
-def _invalid(item: MediaItem, problem: str) -> RowError:
-    return error_at(ErrorCode.INVALID_FIELD, item.place, problem)
