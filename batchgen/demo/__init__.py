@@ -1,4 +1,4 @@
-"""The packaged demonstration model, a small chat model with Llama's architecture, and a LoRA adapter for it."""
+"""The packaged demonstration model, a small chat model that reads pictures (LLaVA around a Llama), and an adapter."""
 
 from __future__ import annotations
 

@@ -30,10 +30,15 @@ def media_size(media: Mapping[str, Any]) -> str:
     """`3 distinct images (1.2 megapixels), 1 distinct sound (4.0 s)`."""
     parts = []
     if media["images"]:
-        parts.append(f"{_counted(media['images'], 'image')} ({media['megapixels']:,.1f} megapixels)")
+        parts.append(f"{_counted(media['images'], 'image')} ({_rounded(media['megapixels'])} megapixels)")
     if media["sounds"]:
         parts.append(f"{_counted(media['sounds'], 'sound')} ({media['audio_seconds']:,.1f} s)")
     return ", ".join(parts)
+
+
+def _rounded(amount: float) -> str:
+    """With one decimal place, or two digits that count if it is small."""
+    return f"{amount:,.1f}" if amount >= 1 else f"{amount:.2g}"
 
 
 def media_line(media: Mapping[str, Any]) -> str:

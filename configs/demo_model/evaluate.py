@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from batchgen.bench.demo_tasks.tasks import TASKS, Example, draw, is_correct
 from batchgen.demo import model_path
+from configs.demo_model.export import language_model
 
 BATCH = 64
 MAX_NEW_TOKENS = 96
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mistakes", type=int, default=0, help="also print this many wrong answers per task")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = language_model(options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     for task in TASKS:
         examples = [draw("heldout", EVALUATION_SEED, index, task) for index in range(options.per_task)]

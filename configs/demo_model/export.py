@@ -59,15 +59,38 @@ def llama_weights(network: Network) -> dict[str, Tensor]:
     return {name: weight.detach().bfloat16() for name, weight in weights.items()}
 
 
-def load_weights(network: Network, folder: Path) -> None:
-    """Load the weights that `save` wrote to `folder` into the network."""
+def text_settings(folder: Path) -> dict[str, Any]:
+    """The configuration of the language model in a folder, with or without a vision tower."""
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text: dict[str, Any] = found.get("text_config", found)
+    return text
+
+
+def language_weights(folder: Path) -> dict[str, Tensor]:
+    """Tensors of the language model in a folder, with or without a vision tower, by their names in a `LlamaModel`."""
     stored = load_file(folder / "model.safetensors")
+    found = {name.removeprefix("language_model.").removeprefix("model."): value for name, value in stored.items()}
+    return {name: value for name, value in found.items() if name.startswith(("embed_tokens.", "layers.", "norm."))}
+
+
+def language_model(folder: Path) -> Any:
+    """The language model in a folder, with or without a vision tower, as a float32 `LlamaForCausalLM`."""
+    model = LlamaForCausalLM(LlamaConfig(**text_settings(folder))).float().eval()
+    model.model.load_state_dict(language_weights(folder))
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def load_weights(network: Network, folder: Path) -> None:
+    """Load the language model in a folder, with or without a vision tower, into the network."""
+    stored = language_weights(folder)
     with torch.no_grad():
-        network.embedding.copy_(stored["model.embed_tokens.weight"])
-        network.norm.copy_(stored["model.norm.weight"])
+        network.embedding.copy_(stored["embed_tokens.weight"])
+        network.norm.copy_(stored["norm.weight"])
         for index, block in enumerate(network.blocks):
             for ours, theirs in BLOCK_NAMES.items():
-                block.get_parameter(ours).copy_(stored[f"model.layers.{index}.{theirs}.weight"])
+                block.get_parameter(ours).copy_(stored[f"layers.{index}.{theirs}.weight"])
 
 
 def llama_model(network: Network, tokenizer: Any) -> Any:

@@ -1,18 +1,21 @@
 """Pictures for the demonstration model: some equal shapes of one colour, or one digit, with questions about them.
 
 A picture's *kind* is what is in it: shape, colour and count, or digit and colour. Kinds are divided into those to train
-on and held-out ones.
+on and held-out ones. `python -m configs.demo_model.pictures` prints the rows of `sample_data/pictures.jsonl`.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from random import Random
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -73,7 +76,7 @@ _AS_JSON: Final = [
 
 
 def kinds(split: Split) -> tuple[list[Kind], list[Kind]]:
-    """Kinds of shapes and of digits of a split; every colour, shape, count and digit is in both."""
+    """Kinds of shapes and of digits of a split; the held-out ones have no value that no kind to train on has."""
     wanted = split == "heldout"
     shuffled = [Random(number).sample(whole, len(whole)) for number, whole in enumerate((SHAPE_KINDS, DIGIT_KINDS))]
     shapes, digits = ([k for place, k in enumerate(all_) if (place % HELD_OUT == 0) == wanted] for all_ in shuffled)
@@ -182,3 +185,23 @@ _DRAW: Final = {
     "star": _polygon(lambda: _ring(10, -math.pi / 2, (1.0, 0.42))),
     "cross": _polygon(_plus),
 }
+
+
+def sample_rows(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows that ask about held-out pictures, each with its picture in a data URL."""
+    for number, example in enumerate(itertools.islice(examples("heldout", seed), count)):
+        data = io.BytesIO()
+        example.image.save(data, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": example.question}]
+        yield {
+            "id": f"picture-{number:04}",
+            "messages": [{"role": "user", "content": parts}],
+            "sampling_params": {"max_new_tokens": 40, "temperature": 0},
+            "expected": example.answer,
+        }
+
+
+if __name__ == "__main__":
+    for row in sample_rows(12, 5):
+        print(json.dumps(row))

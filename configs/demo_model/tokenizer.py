@@ -37,8 +37,9 @@ CHAT_TEMPLATE = """\
     {{- message['content'] -}}
   {%- else -%}
     {%- for part in message['content'] -%}
-      {%- if part['type'] != 'text' -%}{{- raise_exception('this model reads text only') -}}{%- endif -%}
-      {{- part['text'] -}}
+      {%- if part['type'] == 'image' -%}{{- '<|image|>' -}}
+      {%- elif part['type'] == 'text' -%}{{- part['text'] -}}
+      {%- else -%}{{- raise_exception('this model reads text and images, not ' + part['type']) -}}{%- endif -%}
     {%- endfor -%}
   {%- endif -%}
   {{- '<|end|>' -}}

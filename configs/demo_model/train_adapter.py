@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Final
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +28,9 @@ from batchgen.demo import model_path
 from configs.demo_model.batches import Batch, Document, Encoder, collate
 from configs.demo_model.export import BLOCK_NAMES, load_weights
 from configs.demo_model.network import Network, Shape
+
+_DECODER: Final = "model.language_model"
+"""The language model in the class of the packaged model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ def train(recipe: Recipe, out: Path) -> None:
             if weight.dim() == 2:
                 change = LowRank(weight, recipe.rank, recipe.alpha / recipe.rank)
                 parametrize.register_parametrization(block, ours, change)
-                added[f"model.layers.{index}.{theirs}"] = change
+                added[f"{_DECODER}.layers.{index}.{theirs}"] = change
     parameters = [parameter for change in added.values() for parameter in (change.down, change.up)]
     optimizer = torch.optim.AdamW(parameters, lr=recipe.rate, weight_decay=0.0, betas=(0.9, 0.98))
     stream = _batches(Encoder(AutoTokenizer.from_pretrained(model_path())), recipe)
@@ -132,13 +137,14 @@ def _save(added: dict[str, LowRank], recipe: Recipe, folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     save_file(weights, file, metadata={"format": "pt"})
     file.chmod(0o644)  # safetensors makes it readable by its owner only
+    names = sorted({module.rpartition(".")[2] for module in added})  # which the vision tower has too
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": recipe.rank,
         "lora_alpha": recipe.alpha,
-        "target_modules": sorted({module.rpartition(".")[2] for module in added}),
+        "target_modules": rf"{re.escape(_DECODER)}\..*\.({'|'.join(names)})",
         "bias": "none",
         "inference_mode": True,
     }

@@ -20,16 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from batchgen.demo import model_path
+from configs.demo_model.export import language_model
 from configs.demo_model.pictures import COLOURS, MOST, SHAPES, Example, Kind, Split, examples
 from configs.demo_model.tokenizer import BOS, END, ROLES
 from configs.demo_model.vision import FEATURES, export_pictures, rescale, tower_states, vision_model
 
 NAMING_STEPS: Final = 6000
 CAPTION_STEPS: Final = 3000
-ANSWERING_STEPS: Final = 2000
+ANSWERING_STEPS: Final = (600, 1400)
 BATCH: Final = 64
 POOL: Final = 24_000
 """Pictures that are drawn once and seen again and again while naming is learned."""
@@ -230,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--base", type=Path, default=model_path(), help="folder of the language model")
     parser.add_argument("--naming-steps", type=int, default=NAMING_STEPS)
     parser.add_argument("--caption-steps", type=int, default=CAPTION_STEPS)
-    parser.add_argument("--answering-steps", type=int, default=ANSWERING_STEPS)
+    parser.add_argument("--answering-steps", type=int, nargs="+", default=ANSWERING_STEPS, help="of each schedule")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tower", type=Path, help="file in which the tower is kept after naming, and found again")
@@ -238,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.base)
-    language = LlamaForCausalLM.from_pretrained(options.base, dtype=torch.float32).requires_grad_(False)
+    language = language_model(options.base).requires_grad_(False)
     model = vision_model(language.config.hidden_size)
     prompts, pool, held = (
         Prompts(language, tokenizer),
@@ -253,7 +254,8 @@ def main(arguments: list[str] | None = None) -> None:
         if options.tower is not None:
             torch.save(model["tower"].state_dict(), options.tower)
     train_captions(model, pool, held, prompts, options.caption_steps)
-    train_answering(model, language, prompts, options.answering_steps, options.seed + 2)
+    for number, steps in enumerate(options.answering_steps):
+        train_answering(model, language, prompts, steps, options.seed + 2 + number)
     export_pictures(model, options.base, options.out)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
@@ -19,6 +18,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from configs.demo_model.export import language_weights, text_settings
 from configs.demo_model.pictures import SIZE
 from configs.demo_model.tokenizer import CHAT_TEMPLATE
 
@@ -26,21 +26,9 @@ PATCH: Final = 16
 FEATURES: Final = (SIZE // PATCH) ** 2
 """Features of a picture."""
 IMAGE: Final = "<|image|>"
-"""The place of a picture in a prompt."""
+"""The token of a picture in a prompt."""
 _UNUSED_BYTE: Final = "\u00ff"
 """How the tokenizer writes the byte 0xFF, which no text has: its token becomes `IMAGE`, and the vocabulary stays."""
-
-_TEXT_ONLY: Final = """\
-      {%- if part['type'] != 'text' -%}{{- raise_exception('this model reads text only') -}}{%- endif -%}
-      {{- part['text'] -}}
-"""
-_WITH_IMAGES: Final = """\
-      {%- if part['type'] == 'image' -%}{{- '<|image|>' -}}
-      {%- elif part['type'] == 'text' -%}{{- part['text'] -}}
-      {%- else -%}{{- raise_exception('this model reads text and images, not ' + part['type']) -}}{%- endif -%}
-"""
-assert _TEXT_ONLY in CHAT_TEMPLATE
-_TEMPLATE: Final = CHAT_TEMPLATE.replace(_TEXT_ONLY, _WITH_IMAGES)
 
 
 def vision_config() -> SiglipVisionConfig:
@@ -93,7 +81,7 @@ def export_pictures(model: nn.ModuleDict, base: Path, out: Path) -> None:
     """Write a folder with the language model of `base`, and the tower and projector, in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = _image_tokenizer(base, out)
-    text = LlamaConfig(**_text_settings(base))
+    text = LlamaConfig(**text_settings(base))
     config = LlavaConfig(
         text_config=text.to_dict(),
         vision_config=vision_config().to_dict(),
@@ -121,19 +109,6 @@ def export_pictures(model: nn.ModuleDict, base: Path, out: Path) -> None:
     (out / "processor_config.json").write_text(json.dumps(_processor(), indent=2) + "\n", encoding="utf-8")
 
 
-def language_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the decoder of a demonstration model, by their names in a `LlamaModel`."""
-    stored = load_file(folder / "model.safetensors")
-    found = {name.removeprefix("language_model.").removeprefix("model."): value for name, value in stored.items()}
-    return {name: value for name, value in found.items() if name.startswith(("embed_tokens.", "layers.", "norm."))}
-
-
-def _text_settings(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text: dict[str, Any] = found.get("text_config", found)
-    return text
-
-
 def _image_tokenizer(base: Path, out: Path) -> Any:
     """Write the tokenizer of `base` with a token for pictures; returns it."""
     found = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
@@ -147,7 +122,7 @@ def _image_tokenizer(base: Path, out: Path) -> Any:
     settings = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
     others = settings["additional_special_tokens"]
     settings["additional_special_tokens"] = [*others, *([] if IMAGE in others else [IMAGE])]
-    settings["chat_template"] = _TEMPLATE
+    settings["chat_template"] = CHAT_TEMPLATE
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (out / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     return AutoTokenizer.from_pretrained(out)

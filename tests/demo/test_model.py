@@ -7,12 +7,12 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from batchgen.bench.demo_tasks.tasks import TASKS, is_correct
 from batchgen.demo import model_path
 from configs.demo_model.evaluate import completions, heldout, prompt_ids
+from configs.demo_model.export import language_model
 
 LARGEST = 12_000_000
 
@@ -24,7 +24,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    return language_model(model_path())
 
 
 def test_the_folder_is_small() -> None:

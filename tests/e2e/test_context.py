@@ -42,7 +42,9 @@ def test_a_scaled_context_runs_and_is_part_of_the_job(tmp_path: Path) -> None:
     refused = run(["run", rows, "-o", "out.parquet", *scaled({**YARN, "factor": 3.0})], tmp_path, 2)
     assert "--rope-scaling" in refused.stderr
     refused = run(
-        ["run", rows, "-o", "out.parquet", *scaled(YARN), "--hf-overrides", '{"rms_norm_eps": 1}'], tmp_path, 2
+        ["run", rows, "-o", "out.parquet", *scaled(YARN), "--hf-overrides", '{"text_config": {"rms_norm_eps": 1}}'],
+        tmp_path,
+        2,
     )
     assert "--hf-overrides" in refused.stderr
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 from batchgen.request.completion import Completion
 
@@ -55,7 +56,9 @@ def assert_all_same(got: Iterable[Completion], want: Iterable[Completion]) -> No
 @cache
 def eager_model(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers with eager attention in float32, without stops."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    packed = "text_config" in json.loads((folder / "config.json").read_text())
+    kind = AutoModelForImageTextToText if packed else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     return model.eval()
 

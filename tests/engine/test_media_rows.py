@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchgen import Engine
-from batchgen.demo import model_path
+from tests.e2e.model import save_model
 from tests.media.samples import pixels, wave
 
 PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -23,8 +24,8 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.field("image_data", "audio_data", "messages")
-def test_rows_with_media_are_refused_by_name() -> None:
-    engine = Engine(str(model_path()), attention="torch")
+def test_rows_with_media_are_refused_by_name(tmp_path: Path) -> None:
+    engine = Engine(save_model(tmp_path), attention="torch")
     good = {"text": "a", "max_new_tokens": 1, "image_data": [], "audio_data": None}
     first, *refused, last = engine.generate([good, *(row for row, _, _ in ROWS), good], ordered=True)
     assert first.error is None
