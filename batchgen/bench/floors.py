@@ -14,7 +14,7 @@ once for all rows below it. The arithmetic floor contains neither attention nor 
 
 Adapters add 2 r (I + O) operations per adapted layer and token; the reads of their weights are small and not counted.
 Returned hidden states are written once. Logprobs and constraints add nothing: the head computes all logits anyway, and
-processing them is cheap in comparison.
+processing them is cheap in comparison. What is computed to encode pictures is not counted.
 
 `device_floor` gives the overlap and serial floors of a bfloat16 model on a GPU of given rates, for a given number of
 concurrent samples.
@@ -202,7 +202,7 @@ class _TreeWork:
 def _tree_work(rows: Sequence[BenchRow], decoded: npt.NDArray[np.int64], concurrency: int) -> _TreeWork:
     """Count rows that decode `decoded` tokens each, `concurrency` samples at a time."""
     lengths = np.array([len(row.ids) for row in rows], np.int64)
-    tokens = np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, int(lengths.sum()))
+    tokens = np.fromiter(chain.from_iterable(row.keys or row.ids for row in rows), np.int32, int(lengths.sum()))
     tree = build_tree(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     samples = np.array([row.samples for row in rows], np.int64)
     own = float((samples * decoded * (decoded - 1) // 2).sum())  # attended output tokens of the same sample

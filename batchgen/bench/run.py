@@ -270,7 +270,7 @@ class _Bench:
     def _check_float32(self, engine: BenchEngine, gate: Gate) -> None:
         for workload in gate.workloads:
             if not self._supports(engine.name, workload):
-                names = ", ".join([*workload.fields, *(["lora_path"] if workload.adapters else [])])
+                names = ", ".join([*workload.fields, *(["lora_path"] if workload.adapters else [])] or ["pictures"])
                 self.skipped.skip(engine.name, workload.name, f"its script does not support {names}")
             if not self._skips(engine.name, workload):
                 with self.skipped.on_failure(engine.name, workload.name):
@@ -287,7 +287,9 @@ class _Bench:
 
     @staticmethod
     def _supports(engine: str, workload: BenchWorkload) -> bool:
-        return engine in OWN_ENGINES or not workload.special
+        if workload.pictures and engine == REFERENCE:
+            return True
+        return engine in OWN_ENGINES or not (workload.special or workload.pictures)
 
     def measure(self, workloads: Sequence[BenchWorkload], gate: Gate) -> Iterator[Figure]:
         """Run interleaved repeats of each workload on all engines, each in one process throughout."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, ClassVar, Final, get_args
+
+import numpy as np
 
 from batchgen.bench.config import ENGINELESS_WORKLOADS, did_you_mean
 from batchgen.bench.demo_tasks.tasks import TASKS, draw
-from batchgen.bench.workloads import AdapterSet, BenchRow, Level, RowsAt, Workload
+from batchgen.bench.workloads import AdapterSet, BenchRow, Level, RowsAt, Workload, check_range
 from batchgen.demo import model_path
 from batchgen.errors import RowError, UsageError
+from batchgen.media.images import image_of
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
 from batchgen.request.parser import parse_row
 from batchgen.request.prompts import ChatPrompt
@@ -21,38 +26,58 @@ from batchgen.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class DemoWorkload:
+class TaskRows:
     """Held-out rows of the demonstration model's tasks, which alternate.
 
-    Every row generates the number of tokens of its expected answer plus one, the same for every engine.
+    Each is as long as its expected answer and one token more.
+    """
 
-    Raises:
-        UsageError: `task_rows` is below 1.
+    count: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PictureRows:
+    """Distinct pictures, each with one of the questions."""
+
+    count: int
+    questions: int
+    output: tuple[int, int]
+    """The least and the most new tokens of a row."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoWorkload:
+    """Rows of the demonstration model, in its ids: held-out rows of its tasks, or pictures with questions.
+
+    Every row generates a fixed number of tokens, the same for every engine.
     """
 
     name: str
     description: str
-    task_rows: int
-    seed: int = 0
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    adapters: AdapterSet | None = None
-    samples: int = 1
-    special: bool = False
+    kind: TaskRows | PictureRows
+    fields: ClassVar[Mapping[str, Any]] = {}
+    adapters: ClassVar[AdapterSet | None] = None
+    samples: ClassVar[int] = 1
+    special: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if self.task_rows < 1:
-            raise UsageError(f"workload {self.name}: `task_rows` must be at least 1")
+    @property
+    def pictures(self) -> bool:
+        """Whether rows have pictures."""
+        return isinstance(self.kind, PictureRows)
 
     @property
     def longest(self) -> int:
         """Number of positions of the longest row."""
-        return max(len(row.ids) + row.max_new for row in _rows(self.task_rows, self.seed))
+        return max(len(row.ids) + row.max_new for row in _rows(self.kind))
 
     def rows(self, vocab_size: int) -> list[BenchRow]:
-        """The rows, in ids of the demonstration model.
+        """The rows.
 
         Raises:
-            UsageError: `vocab_size` is not that of the demonstration model.
+            UsageError: `vocab_size` is not that of the demonstration model, or rows have pictures and the library that
+                makes them is missing.
         """
         known = _tokenizer().vocab_size
         if vocab_size != known:
@@ -60,7 +85,7 @@ class DemoWorkload:
                 f"workload {self.name} needs the demonstration model's vocabulary of {known} ids, the model has "
                 f"{vocab_size}; give --model demo"
             )
-        return list(_rows(self.task_rows, self.seed))
+        return list(_rows(self.kind))
 
 
 @cache
@@ -69,10 +94,14 @@ def _tokenizer() -> Tokenizer:
 
 
 @cache
-def _rows(count: int, seed: int) -> tuple[BenchRow, ...]:
+def _rows(kind: TaskRows | PictureRows) -> tuple[BenchRow, ...]:
+    return tuple(_task_rows(kind) if isinstance(kind, TaskRows) else _picture_rows(kind))
+
+
+def _task_rows(kind: TaskRows) -> Iterator[BenchRow]:
     tokenizer = _tokenizer()
     names = list(TASKS)
-    examples = [draw("heldout", seed, number, names[number % len(names)]) for number in range(count)]
+    examples = [draw("heldout", kind.seed, number, names[number % len(names)]) for number in range(kind.count)]
     prompts = [
         tokenizer.encode_chat(ChatPrompt(tuple(example.messages())))
         if example.chat
@@ -80,10 +109,53 @@ def _rows(count: int, seed: int) -> tuple[BenchRow, ...]:
         for example in examples
     ]
     answers = tokenizer.encode_plain([example.content.answer for example in examples])
-    return tuple(BenchRow(ids, len(answer) + 1) for ids, answer in zip(prompts, answers, strict=True))
+    return (BenchRow(ids, len(answer) + 1) for ids, answer in zip(prompts, answers, strict=True))
+
+
+def _picture_rows(kind: PictureRows) -> Iterator[BenchRow]:
+    tokenizer, rng = _tokenizer(), np.random.default_rng(kind.seed)
+    ids = []
+    for number in range(kind.questions):
+        parts = [{"type": "image"}, {"type": "text", "text": f"What is in picture {number}?"}]
+        ids.append(tokenizer.encode_chat(ChatPrompt(({"role": "user", "content": parts},))))
+    (image,) = tokenizer.encode_plain([_PICTURE])[0]
+    for number in range(kind.count):
+        before, after = _split(ids[number % kind.questions], image)
+        # A key outside the vocabulary is that of no other picture.
+        prompt, keys = (
+            [*before, *[token] * _PICTURE_TOKENS, *after] for token in (image, tokenizer.vocab_size + number)
+        )
+        new = int(rng.integers(*kind.output, endpoint=True))
+        yield BenchRow(prompt, new, image=_draw_picture(rng), keys=keys)
+
+
+def _split(ids: Sequence[int], at: int) -> tuple[Sequence[int], Sequence[int]]:
+    """What is before and after an id."""
+    place = list(ids).index(at)
+    return ids[:place], ids[place + 1 :]
+
+
+def _draw_picture(rng: np.random.Generator) -> str:
+    """Rectangles at random, as a PNG file in base64."""
+    height, width = _PICTURE_SIZE
+    pixels = np.empty((height, width, 3), np.uint8)
+    pixels[:] = rng.integers(256, size=3)
+    for _ in range(_RECTANGLES):
+        (top, bottom), (left, right) = (np.sort(rng.integers(size + 1, size=2)) for size in _PICTURE_SIZE)
+        pixels[top:bottom, left:right] = rng.integers(256, size=3)
+    data = io.BytesIO()
+    image_of(pixels.tobytes(), (width, height)).save(data, "PNG")
+    return base64.b64encode(data.getvalue()).decode()
 
 
 BenchWorkload = Workload | DemoWorkload
+
+_PICTURE: Final = "<|image|>"
+_PICTURE_TOKENS: Final = 16
+"""Tokens of any picture in the demonstration model's prompts."""
+_PICTURE_SIZE: Final = (96, 128)
+"""Height and width, in pixels."""
+_RECTANGLES: Final = 8
 
 _ALL: Final = "all"
 _DEFINITIONS: Final = Path(__file__).parent / "definitions"
@@ -128,7 +200,7 @@ def find_workload(name: str) -> BenchWorkload:
     known: dict[str, BenchWorkload] = {
         **WORKLOADS,
         **MORE_WORKLOADS,
-        "demo": load_workload(_DEFINITIONS / "demo.toml"),
+        **{name: load_workload(_DEFINITIONS / f"{name}.toml") for name in ("demo", "pictures")},
         **GPU_WORKLOADS,
     }
     if name not in known:
@@ -140,8 +212,8 @@ def find_workload(name: str) -> BenchWorkload:
 
 
 def load_workload(path: Path) -> BenchWorkload:
-    """Read a definition file: a tree of random ids (`levels`, `output`), or rows of the demonstration model's tasks
-    (`task_rows`).
+    """Read a definition file: a tree of random ids (`levels`, `output`), or rows of the demonstration model: of its
+    tasks (`task_rows`), or with pictures (`pictures`, `questions`, `output`).
 
     Raises:
         UsageError: the file cannot be read, or a key is missing, unknown or wrong.
@@ -154,11 +226,17 @@ def load_workload(path: Path) -> BenchWorkload:
         ) from None
     except ForeignTextError as error:
         raise UsageError(f"{path} {error}") from None
+    kind: TaskRows | PictureRows
     if "task_rows" in table.values:
         table.check_keys({"name", "description", "task_rows"}, {"seed"})
-        about = table.text("name"), table.text("description")
-        return DemoWorkload(*about, task_rows=table.integer("task_rows"), seed=table.integer("seed", 0))
-    return _tree_workload(table)
+        kind = TaskRows(table.count("task_rows"), table.integer("seed", 0))
+    elif "pictures" in table.values:
+        table.check_keys({"name", "description", "pictures", "questions", "output"}, {"seed"})
+        counts = table.count("pictures"), table.count("questions")
+        kind = PictureRows(*counts, table.range("output"), table.integer("seed", 0))
+    else:
+        return _tree_workload(table)
+    return DemoWorkload(table.text("name"), table.text("description"), kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +270,25 @@ class _Table:
         """A whole number of at least 0."""
         return self._integer(self.values.get(key, default), key)
 
+    def count(self, key: str) -> int:
+        """A whole number of at least 1."""
+        found = self._integer(self.values[key], key)
+        if found < 1:
+            raise UsageError(f"{self.where}: `{key}` must be at least 1")
+        return found
+
     def pair(self, key: str) -> tuple[int, int]:
         """The least and the most of a range."""
         value = self.values[key]
         if not isinstance(value, list) or len(value) != 2:
             raise UsageError(f"{self.where}: `{key}` must be [least, most], got {value!r}")
         return self._integer(value[0], key), self._integer(value[1], key)
+
+    def range(self, key: str) -> tuple[int, int]:
+        """A pair of at least 1 with the least first."""
+        found = self.pair(key)
+        check_range(found, f"{self.where}: `{key}`")
+        return found
 
     def table(self, key: str) -> _Table:
         """A table, empty if it is not given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -47,6 +47,10 @@ class BenchRow:
     """Number of samples; several are generated at temperature 1, because greedy ones would be equal."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Additional fields of batchgen's input rows. Only engines that support them run such rows."""
+    image: str = ""
+    """A picture file in base64, whose tokens are among `ids`; empty for none."""
+    keys: Sequence[int] = ()
+    """Equal where rows have the same token or the same part of the same picture; `ids` if empty."""
 
 
 def plain(rows: Sequence[BenchRow]) -> list[BenchRow]:
@@ -76,15 +80,17 @@ class Workload:
     every: int = 1
     """One of this many rows has `fields`."""
     adapters: AdapterSet | None = None
+    pictures: ClassVar[bool] = False
+    """Whether rows have pictures."""
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise UsageError(f"workload {self.name}: `levels` is empty; give at least one")
         for number, level in enumerate(self.levels):
-            _check_range(level.tokens, f"workload {self.name}: `levels[{number}].tokens`")
+            check_range(level.tokens, f"workload {self.name}: `levels[{number}].tokens`")
             if level.children < 1:
                 raise UsageError(f"workload {self.name}: `levels[{number}].children` must be at least 1")
-        _check_range(self.output, f"workload {self.name}: `output`")
+        check_range(self.output, f"workload {self.name}: `output`")
         for name, value in (("samples", self.samples), ("every", self.every)):
             if value < 1:
                 raise UsageError(f"workload {self.name}: `{name}` must be at least 1, got {value}")
@@ -154,6 +160,7 @@ class Workload:
         return replace(self, levels=levels, output=(low, high)), share
 
 
-def _check_range(pair: tuple[int, int], name: str) -> None:
+def check_range(pair: tuple[int, int], name: str) -> None:
+    """Check that a pair is a range: `UsageError` that names it otherwise."""
     if not 1 <= pair[0] <= pair[1]:
         raise UsageError(f"{name} must be [least, most] with 1 <= least <= most, got {list(pair)}")

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 from batchgen.bench import workload_defs
+from batchgen.bench.floors import count_work
 from batchgen.bench.shapes import adapter_folders, adapter_parameters
 from batchgen.bench.workload_defs import (
     GPU_WORKLOADS,
     MORE_WORKLOADS,
     WORKLOADS,
-    DemoWorkload,
+    BenchWorkload,
     find_workload,
     find_workloads,
     load_workload,
 )
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, Workload, plain
+from batchgen.demo import model_path
 from batchgen.errors import UsageError
+from batchgen.models.load import inspect_model
 from batchgen.models.lora_config import read_adapters
 from tests.bench.fakes import TOY
 
@@ -122,7 +125,7 @@ def test_every_definition_has_the_name_of_its_file() -> None:
     """Figures refer to the files by the workloads' names."""
     files = {path.stem: load_workload(path) for path in DEFINITIONS.glob("*.toml")}
     assert {name: workload.name for name, workload in files.items()} == {name: name for name in files}
-    assert files.keys() == {*WORKLOADS, *MORE_WORKLOADS, *GPU_WORKLOADS, "demo"}
+    assert files.keys() == {*WORKLOADS, *MORE_WORKLOADS, *GPU_WORKLOADS, "demo", "pictures"}
     assert all(find_workload(name) == workload for name, workload in files.items())
 
 
@@ -229,18 +232,40 @@ def test_parts_have_fewer_rows_before_they_have_shorter_outputs() -> None:
 # The demonstration model's rows
 
 
-def test_demo_rows_are_as_long_as_their_answers() -> None:
-    workload = DemoWorkload("demo", "d", task_rows=16)
+def written(tmp_path: Path, text: str) -> BenchWorkload:
+    (tmp_path / "own.toml").write_text(f'name = "own"\ndescription = "d"\n{text}')
+    return load_workload(tmp_path / "own.toml")
+
+
+def test_demo_rows_are_as_long_as_their_answers(tmp_path: Path) -> None:
+    workload = written(tmp_path, "task_rows = 16")
     rows = workload.rows(2048)
     assert len(rows) == 16
     assert workload.longest == max(len(row.ids) + row.max_new for row in rows)
     assert rows == workload.rows(2048)
-    assert rows != replace(workload, seed=1).rows(2048)
+    assert rows != written(tmp_path, "task_rows = 16\nseed = 1").rows(2048)
     assert min(row.max_new for row in rows) >= 2, "an answer and an end"
     with pytest.raises(UsageError, match="needs the demonstration model's vocabulary of 2048 ids, the model has 8192"):
         workload.rows(8192)
     with pytest.raises(UsageError, match="`task_rows`"):
-        DemoWorkload("demo", "d", task_rows=0)
+        written(tmp_path, "task_rows = 0")
+
+
+def test_pictures_are_distinct_and_counted_as_such(tmp_path: Path) -> None:
+    text = "pictures = 6\nquestions = 2\noutput = [3, 3]"
+    workload = written(tmp_path, text)
+    rows = workload.rows(2048)
+    assert workload.pictures
+    assert len({row.image for row in rows}) == 6
+    assert len({tuple(row.ids) for row in rows}) == 2, "prompts have their question"
+    assert [len(row.keys) for row in rows] == [len(row.ids) for row in rows]
+    assert {row.max_new for row in rows} == {3}
+    shared = 2  # ids in front of the picture
+    work = count_work(rows, inspect_model(model_path()), tied=True)
+    assert work.distinct_prompt_tokens == sum(len(row.ids) - shared for row in rows) + shared
+    assert [row.image for row in rows] != [row.image for row in written(tmp_path, text + "\nseed = 1").rows(2048)]
+    with pytest.raises(UsageError, match="`questions` must be at least 1"):
+        written(tmp_path, "pictures = 6\nquestions = 0\noutput = [3, 3]")
 
 
 # Adapters

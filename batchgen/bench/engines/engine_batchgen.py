@@ -116,7 +116,8 @@ def _request_row(row: dict[str, Any]) -> dict[str, Any]:
     params = {"temperature": 0 if samples == 1 else 1.0, "max_new_tokens": row["max_new"], "ignore_eos": True}
     if samples > 1:
         params |= {"n": samples, "top_k": -1, "top_p": 1.0}
-    return {"input_ids": row["ids"], **params, **row.get("fields", {})}
+    images = {"image_data": row["image"]} if row.get("image") else {}
+    return {"input_ids": row["ids"], **images, **params, **row.get("fields", {})}
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ class Engine(PeerEngine):
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._model = load_transformers(request)
+        self._folder = request["model"]
+        self._processor: Any = None
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self.device, self.threads = request["device"], torch.get_num_threads()
         orders: tuple[dict[str, int], ...] = ({}, {"prompt_first": 1})
@@ -37,7 +41,8 @@ class Engine(PeerEngine):
         for sampled, members in static_batches(samples, setting["batch"], prompt_first="prompt_first" in setting):
             width = max(len(samples[i]["ids"]) for i in members)
             new = max(samples[i]["max_new"] for i in members)
-            tokens = self._batch([samples[i]["ids"] for i in members], width, new, _SAMPLED if sampled else _GREEDY)
+            batch = [samples[i] for i in members]
+            tokens = self._batch(batch, width, new, _SAMPLED if sampled else _GREEDY)
             for i, ids in zip(members, tokens, strict=True):
                 outputs[i] = ids[: samples[i]["max_new"]]
             prompt_tokens += width * len(members)
@@ -45,15 +50,29 @@ class Engine(PeerEngine):
         return join_samples(rows, outputs), {"prompt_tokens_computed": prompt_tokens, "decode_rows": decode_rows}
 
     def _batch(
-        self, prompts: list[list[int]], width: int, new: int, config: transformers.GenerationConfig
+        self, rows: list[dict[str, Any]], width: int, new: int, config: transformers.GenerationConfig
     ) -> list[list[int]]:
+        prompts = [row["ids"] for row in rows]
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         self._model.generation_config = config
         with torch.inference_mode():
-            out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new)
+            out = self._model.generate(input_ids=ids, attention_mask=mask, **self._images(rows), max_new_tokens=new)
         tokens: list[list[int]] = out[:, width:].tolist()
         return tokens
+
+    def _images(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """What the model's own processor makes of the pictures of the rows, if they have any."""
+        files = [base64.b64decode(row["image"]) for row in rows if row.get("image")]
+        if not files:
+            return {}
+        from PIL import Image  # runs without pictures do not need it
+
+        if self._processor is None:
+            self._processor = transformers.AutoProcessor.from_pretrained(self._folder, local_files_only=True)
+        found = self._processor.image_processor([Image.open(io.BytesIO(file)) for file in files], return_tensors="pt")
+        tensors: dict[str, torch.Tensor] = found.to(self.device, self._model.dtype)
+        return tensors
 
 
 def static_batches(

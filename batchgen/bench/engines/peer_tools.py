@@ -28,7 +28,7 @@ _MEASURE_SECONDS = 0.3
 """Duration of a measurement; background work of an engine that has just been loaded must not distort it."""
 
 Row = dict[str, Any]
-"""{"ids": [...], "max_new": n, "samples": n, "fields": {...}}; only batchgen's engines get `fields`."""
+"""{"ids": [...], "max_new": n, "samples": n, "fields": {...}, "image": ""}; only batchgen's engines get `fields`."""
 Setting = dict[str, Any]
 
 
@@ -199,7 +199,9 @@ def load_transformers(request: dict[str, Any]) -> Any:
 
     torch.set_num_threads(request["threads"])
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    packed = hasattr(transformers.AutoConfig.from_pretrained(request["model"], local_files_only=True), "text_config")
+    kind = transformers.AutoModelForImageTextToText if packed else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(
         request["model"],
         dtype=getattr(torch, fastest_dtype(request)),
         attn_implementation="sdpa",
