@@ -168,10 +168,12 @@ def _check(item: MediaItem, processor: MediaProcessor | str) -> None:
     if isinstance(processor, str):
         problem = f"cannot be given to this model: {processor}"
     elif item.kind not in processor.kinds:
-        problem = f"is {_NAMES[item.kind]}, and this model takes {' and '.join(sorted(processor.kinds))} alone"
+        taken = " and ".join(_PLURALS[kind] for kind in sorted(processor.kinds))
+        problem = f"is {_NAMES[item.kind]}, and this model takes {taken} alone"
     else:
         return
     raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{item.place}` {problem}; leave it out", item.field)
 
 
 _NAMES = {"image": "an image", "audio": "a sound"}
+_PLURALS = {"image": "images", "audio": "sounds"}

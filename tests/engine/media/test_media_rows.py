@@ -175,7 +175,7 @@ def test_ids_may_hold_a_placeholder_or_all_tokens(folder: Path, ids: list[int]) 
         (output([[1.0]], [200, 6]), "media_error", "cannot be encoded"),
         (output([["a"]], [200, 6]), "invalid_field", "not an array of numbers"),
         (output([[1.0]], [6]), "media_error", "has no token in `input_ids`"),
-        ({**row("# 6"), "audio_data": [b"RIFF"]}, "unsupported_field", "is a sound, and this model takes image alone"),
+        ({**row("# 6"), "audio_data": [b"RIFF"]}, "unsupported_field", "is a sound, and this model takes images alone"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )
