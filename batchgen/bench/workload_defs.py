@@ -38,10 +38,12 @@ class TaskRows:
 
 @dataclass(frozen=True, slots=True)
 class PictureRows:
-    """Distinct pictures, each with one of the questions."""
+    """Distinct pictures, each after one of the instructions, which are random ids."""
 
     count: int
-    questions: int
+    instructions: int
+    length: tuple[int, int]
+    """The least and the most tokens of an instruction."""
     output: tuple[int, int]
     """The least and the most new tokens of a row."""
     seed: int = 0
@@ -114,25 +116,20 @@ def _task_rows(kind: TaskRows) -> Iterator[BenchRow]:
 
 def _picture_rows(kind: PictureRows) -> Iterator[BenchRow]:
     tokenizer, rng = _tokenizer(), np.random.default_rng(kind.seed)
-    ids = []
-    for number in range(kind.questions):
-        parts = [{"type": "image"}, {"type": "text", "text": f"What is in picture {number}?"}]
-        ids.append(tokenizer.encode_chat(ChatPrompt(({"role": "user", "content": parts},))))
     (image,) = tokenizer.encode_plain([_PICTURE])[0]
+    ids = tokenizer.encode_chat(ChatPrompt(({"role": "user", "content": [{"type": "image"}]},)))
+    before, after = ids[: ids.index(image)], ids[ids.index(image) + 1 :]
+    known = np.setdiff1d(np.arange(_FIRST_PLAIN_ID, tokenizer.vocab_size), [image])
+    lengths = rng.integers(*kind.length, endpoint=True, size=kind.instructions)
+    instructions = [rng.choice(known, length).tolist() for length in lengths]
     for number in range(kind.count):
-        before, after = _split(ids[number % kind.questions], image)
+        start = [*before, *instructions[number % kind.instructions]]
         # A key outside the vocabulary is that of no other picture.
         prompt, keys = (
-            [*before, *[token] * _PICTURE_TOKENS, *after] for token in (image, tokenizer.vocab_size + number)
+            [*start, *[token] * _PICTURE_TOKENS, *after] for token in (image, tokenizer.vocab_size + number)
         )
         new = int(rng.integers(*kind.output, endpoint=True))
         yield BenchRow(prompt, new, image=_draw_picture(rng), keys=keys)
-
-
-def _split(ids: Sequence[int], at: int) -> tuple[Sequence[int], Sequence[int]]:
-    """What is before and after an id."""
-    place = list(ids).index(at)
-    return ids[:place], ids[place + 1 :]
 
 
 def _draw_picture(rng: np.random.Generator) -> str:
@@ -156,6 +153,8 @@ _PICTURE_TOKENS: Final = 16
 _PICTURE_SIZE: Final = (96, 128)
 """Height and width, in pixels."""
 _RECTANGLES: Final = 8
+_FIRST_PLAIN_ID: Final = 8
+"""Smallest id of the demonstration model that is text wherever it is."""
 
 _ALL: Final = "all"
 _DEFINITIONS: Final = Path(__file__).parent / "definitions"
@@ -213,7 +212,7 @@ def find_workload(name: str) -> BenchWorkload:
 
 def load_workload(path: Path) -> BenchWorkload:
     """Read a definition file: a tree of random ids (`levels`, `output`), or rows of the demonstration model: of its
-    tasks (`task_rows`), or with pictures (`pictures`, `questions`, `output`).
+    tasks (`task_rows`), or with pictures (`pictures` and the keys of `PictureRows`).
 
     Raises:
         UsageError: the file cannot be read, or a key is missing, unknown or wrong.
@@ -231,9 +230,10 @@ def load_workload(path: Path) -> BenchWorkload:
         table.check_keys({"name", "description", "task_rows"}, {"seed"})
         kind = TaskRows(table.count("task_rows"), table.integer("seed", 0))
     elif "pictures" in table.values:
-        table.check_keys({"name", "description", "pictures", "questions", "output"}, {"seed"})
-        counts = table.count("pictures"), table.count("questions")
-        kind = PictureRows(*counts, table.range("output"), table.integer("seed", 0))
+        table.check_keys({"name", "description", "pictures", "instructions", "instruction_tokens", "output"}, {"seed"})
+        counts = table.count("pictures"), table.count("instructions")
+        ranges = table.range("instruction_tokens"), table.range("output")
+        kind = PictureRows(*counts, *ranges, table.integer("seed", 0))
     else:
         return _tree_workload(table)
     return DemoWorkload(table.text("name"), table.text("description"), kind)

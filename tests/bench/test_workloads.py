@@ -252,20 +252,20 @@ def test_demo_rows_are_as_long_as_their_answers(tmp_path: Path) -> None:
 
 
 def test_pictures_are_distinct_and_counted_as_such(tmp_path: Path) -> None:
-    text = "pictures = 6\nquestions = 2\noutput = [3, 3]"
+    text = "pictures = 6\ninstructions = 2\ninstruction_tokens = [4, 4]\noutput = [3, 3]"
     workload = written(tmp_path, text)
     rows = workload.rows(2048)
     assert workload.pictures
     assert len({row.image for row in rows}) == 6
-    assert len({tuple(row.ids) for row in rows}) == 2, "prompts have their question"
+    assert len({tuple(row.ids) for row in rows}) == 2, "prompts have their instruction"
     assert [len(row.keys) for row in rows] == [len(row.ids) for row in rows]
     assert {row.max_new for row in rows} == {3}
-    shared = 2  # ids in front of the picture
+    roots = {tuple(row.ids[:6]) for row in rows}  # ids in front of the picture, of which the first two are equal
     work = count_work(rows, inspect_model(model_path()), tied=True)
-    assert work.distinct_prompt_tokens == sum(len(row.ids) - shared for row in rows) + shared
+    assert work.distinct_prompt_tokens == sum(len(row.ids) - 6 for row in rows) + 4 * len(roots) + 2
     assert [row.image for row in rows] != [row.image for row in written(tmp_path, text + "\nseed = 1").rows(2048)]
-    with pytest.raises(UsageError, match="`questions` must be at least 1"):
-        written(tmp_path, "pictures = 6\nquestions = 0\noutput = [3, 3]")
+    with pytest.raises(UsageError, match="`instructions` must be at least 1"):
+        written(tmp_path, "pictures = 6\ninstructions = 0\ninstruction_tokens = [4, 4]\noutput = [3, 3]")
 
 
 # Adapters
