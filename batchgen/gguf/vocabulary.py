@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from batchgen.errors import ModelError
-from batchgen.gguf.config import decimal
 from batchgen.gguf.header import GgufHeader
+from batchgen.gguf.metadata import decimal
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 """Types of tokens."""

@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from batchgen.errors import ModelError
 from batchgen.gguf.families import FAMILIES
+from batchgen.gguf.refused import MISSING
 from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.weights import WeightReader
 from tests.models.dense_attention import DenseCache
-from tests.models.gguf_files import ARCHITECTURES, as_kind, write_gguf, write_tiny
+from tests.models.gguf_files import as_kind, write_gguf, write_tiny
+from tests.models.gguf_layout import ARCHITECTURES, fused
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import tiny_model
 
@@ -34,6 +36,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**FULL, "norm_topk_prob": True},
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama4_text": {"intermediate_size_mlp": 80, "interleave_moe_layer_step": 2},
+    "ministral3": {"sliding_window": None},
+    "gemma3n_text": {"altup_num_inputs": 3},
+    "gemma4_text": {"global_head_dim": 32},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},
+    "afmoe": {"mup_enabled": True},
+    "phimoe": {"lm_head_bias": True},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "granitemoeshared": {"shared_intermediate_size": 48},
 }
 """What a GGUF file of the type cannot state otherwise, and biases where there may be some."""
 TYPES = (
@@ -41,7 +52,73 @@ TYPES = (
     "mixtral", "qwen2_moe", "gemma", "phi", "stablelm", "olmo2", "olmoe", "cohere", "cohere2", "granite", "smollm3",
     "arcee", "seed_oss", "ernie4_5", "nemotron", "glm4", "gpt_oss", "deepseek_v2", "deepseek_v3",
     "glm4_moe", "dots1", "exaone4", "hunyuan_v1_dense", "granitemoe", "minimax_m2",
+    "llama4_text", "ministral3", "gemma3n_text", "gemma4_text", "hunyuan_v1_moe", "ernie4_5_moe", "olmo3", "olmo",
+    "exaone", "exaone_moe", "phimoe", "glm", "afmoe", "jais2", "minicpm3", "gpt2", "gpt_neox", "gpt_bigcode",
+    "granitemoeshared", "solar_open", "glm4_moe_lite", "apertus",
 )  # fmt: skip
+
+
+def halved(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Rotated rows of q and k, half of each head, with the first of all pairs in front."""
+    for name in [name for name in tensors if ".attn_q." in name or ".attn_k." in name]:
+        heads = tensors[name].reshape(-1, 16, *tensors[name].shape[1:])
+        parts = (heads[:, 0:8:2], heads[:, 1:8:2], heads[:, 8:])
+        tensors[name] = np.concatenate(parts, axis=1).reshape(tensors[name].shape)
+    return tensors
+
+
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.8, "logits_scaling": 0.25}
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "internlm2": ("llama", {}, {"architecture": "internlm2"}),
+    "xverse": ("llama", {}, {"architecture": "xverse"}),
+    "pangu-embedded": ("llama", {"attention_bias": True}, {"architecture": "pangu-embedded"}),
+    "minicpm": (
+        "granite", {**GRANITE, "attention_multiplier": 0.25},
+        {"architecture": "minicpm", "metadata": {"minicpm.attention.scale": None}},
+    ),
+    "qwen": (
+        "qwen2", FULL,
+        {"architecture": "qwen", "change": fused, "metadata": {"qwen.feed_forward_length": 192}},
+    ),
+    "bailingmoe2": (
+        "glm4_moe", {"use_qk_norm": True},
+        {
+            "architecture": "bailingmoe2",
+            "change": lambda tensors: {
+                name.replace("post_attention_norm", "ffn_norm"): values for name, values in fused(tensors).items()
+            },
+        },
+    ),
+    "chatglm, fused": ("glm", {}, {"change": fused}),
+    "glm4 of images": (
+        "glm4", {}, {"change": halved, "metadata": {"glm4.rope.dimension_sections": [1, 1, 2, 0]}},
+    ),
+    "mistral3 of mistral": ("mistral", {"sliding_window": None}, {"architecture": "mistral3"}),
+    "gemma4 with experts": (
+        "gemma4_text", {"global_head_dim": 32, "hidden_size_per_layer_input": 0, **GEMMA4_MOE}, {},
+    ),
+    "gemma4 without values": (
+        "gemma4_text",
+        {
+            "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 5.0,
+        },
+        {},
+    ),
+    "gemma4 with shared layers": (
+        "gemma4_text",
+        {
+            "global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {},
+    ),
+    "qwen3moe, fused": (
+        "qwen3_moe", {**FULL, "norm_topk_prob": True}, {"change": lambda tensors: fused(tensors, "_exps")},
+    ),
+}  # fmt: skip
+"""Architectures that have another's computation, and forms of an architecture: (type, its configuration, options)."""
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": FULL,
@@ -77,9 +154,27 @@ def test_family_equals_its_original_weights(model_type: str, tmp_path: Path) -> 
     check(write_gguf(tmp_path / "model.gguf", reference), reference)
 
 
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_other_layouts_equal_their_original_weights(name: str, tmp_path: Path) -> None:
+    model_type, config, options = OTHERWISE[name]
+    reference = tiny_model(model_type, **config)
+    check(write_gguf(tmp_path / "model.gguf", reference, **options), reference)
+
+
 def test_every_family_is_tested() -> None:
     tested = {ARCHITECTURES.get(model_type, model_type) for model_type in TYPES}
+    tested |= {options["architecture"] for _, _, options in OTHERWISE.values() if "architecture" in options}
     assert FAMILIES.keys() - tested == {"qwen2vl", "qwen3vl", "qwen3vlmoe"}  # text parts: those of their siblings
+
+
+LATER = frozenset(
+    ("baichuan", "dbrx", "deepseek2-ocr", "chameleon", "hunyuan_vl", "mistral4", "paddleocr", "mimo2", "step35")
+)
+
+
+def test_every_architecture_of_the_package_runs_or_names_what_is_missing() -> None:
+    assert not FAMILIES.keys() & MISSING.keys()
+    assert FAMILIES.keys() | MISSING.keys() | LATER >= set(gguf.MODEL_ARCH_NAMES.values())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +338,15 @@ def test_without_the_package_the_command_to_install_it_is_named(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
-        {"metadata": {"general.architecture": "rwkv7"}}, "the GGUF architecture 'rwkv7' is not supported",
+        {"metadata": {"general.architecture": "new"}}, "'new' is not supported: batchgen does not know how its",
+    ),
+    "recurrent": (
+        {"metadata": {"general.architecture": "rwkv7"}},
+        "the GGUF architecture 'rwkv7' is not supported: it keeps a recurrent state in addition to keys and values",
+    ),
+    "setting of another architecture": (
+        {"metadata": {"llama.final_logit_softcapping": 30.0}},
+        "states llama.final_logit_softcapping = 30.0, which batchgen does not compute",
     ),
     "vision tower": ({"metadata": {"general.type": "mmproj"}}, "holds no language model"),
     "unknown tensor": ({"extra": {"blk.0.ssm_conv1d.weight": np.ones((4, 4))}}, "holds 'blk.0.ssm_conv1d.weight'"),
