@@ -38,11 +38,9 @@ def gguf_family(header: GgufHeader) -> Family:
         what = f"a file of type {kind}" if isinstance(kind, str) and kind != "model" else "names no architecture"
         raise ModelError(f"{header.path} holds no language model: {what}. Name the file with the text model.")
     if name not in FAMILIES:
-        unknown = "batchgen does not know how its configuration and tensors are stored"
+        reason = MISSING.get(name, "batchgen does not know how its configuration and tensors are stored")
         remedy = "Use another model." if name in MISSING else "Use the checkpoint in safetensors form."
-        raise ModelError(
-            f"{header.path}: the GGUF architecture {name[:80]!r} is not supported: {MISSING.get(name, unknown)}. {remedy}"
-        )
+        raise ModelError(f"{header.path}: the GGUF architecture {name[:80]!r} is not supported: {reason}. {remedy}")
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return MIXTRAL
     if name == "llama" and header.metadata.get("llama.attention.sliding_window"):
