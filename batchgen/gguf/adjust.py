@@ -20,6 +20,8 @@ _LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the model of 27 billion parameters, which scales its queries by another size than its siblings."""
 _MAVERICK_EXPERTS: Final = 128
 """Experts of the Llama 4 that does not normalise queries and keys."""
+_LARGE_BAICHUAN: Final = 40
+"""Layers of the Baichuan that has no rotated positions."""
 _UNROTATED: Final = 1e10
 """Factors from here on stop a rotary frequency."""
 
@@ -72,8 +74,8 @@ def _gpt_oss(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **rope}}
 
 
-def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the heads, and which of two generations it is: one scores experts by softmax, the other by sigmoid."""
+def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the heads of multi-head latent attention, and rope settings."""
     form = "_mla" if read.value("attention.key_length_mla") is not None else ""
     rotated, rope = config["qk_rope_head_dim"], dict(config["rope_parameters"])
     found = {
@@ -87,10 +89,28 @@ def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if (multiplier := read.value("rope.scaling.yarn_log_multiplier")) is not None and rope["rope_type"] == "yarn":
         scale = decimal(10.0 * read.number("rope.scaling.yarn_log_multiplier", multiplier))
         found["rope_parameters"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
+    found = _latent(read, config)
     if read.value("expert_gating_func") != _SIGMOID:
         method = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
         found |= {"model_type": "deepseek_v2", "topk_method": method}
     return found
+
+
+def _mistral4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Files need not state the scale of queries, which all models have."""
+    found = _latent(read, config)
+    size = found["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    rope = {
+        **config["rope_parameters"], **found.get("rope_parameters", {}),
+        "partial_rotary_factor": config["qk_rope_head_dim"] / size,
+        "llama_4_scaling_beta": read.number("attention.temperature_scale", 0.1),
+    }  # fmt: skip
+    return {**found, "head_dim": size, "rope_parameters": rope}
 
 
 def _exaone4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,6 +229,12 @@ def _minicpm3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _baichuan(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["num_hidden_layers"] >= _LARGE_BAICHUAN:
+        raise read.wrong("block_count", "that of the small model: attention of the large one is by distance (ALiBi)")
+    return {}
+
+
 def _chatglm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     tensors = read.header.tensors
     return {"attention_bias": "blk.0.attn_qkv.bias" in tensors or "blk.0.attn_q.bias" in tensors}
@@ -253,6 +279,6 @@ ADJUST: Final[Mapping[str, Adjust]] = {
     "gpt-oss": _gpt_oss, "deepseek2": _deepseek, "exaone4": _exaone4, "olmo2": _olmo2, "llama4": _llama4,
     "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm, "qwen": _qwen,
     "gpt2": _gpt, "starcoder": _starcoder, "granitemoe": _granitemoe, "phimoe": _phimoe, "exaone-moe": _exaone_moe,
-    "afmoe": _exaone_moe,
+    "afmoe": _exaone_moe, "mistral4": _mistral4, "baichuan": _baichuan,
 }  # fmt: skip
 """Architecture -> configuration that follows from several keys."""

@@ -49,6 +49,19 @@ _GPT_OSS: Final = {
     "mlp.experts.down_proj": Assembly(("ffn_down_exps.weight",), transposed=(True,)),
 }
 
+_LATENT_KEYS: Final = {
+    **RMS,
+    **_DEEPSEEK_EXPERTS,
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+_HEADS: Final = {
+    "self_attn.kv_b_proj.weight": Assembly(
+        ("attn_k_b.weight", "attn_v_b.weight"), transposed=(True, False), merged=True
+    )
+}
+
 EXPERT_FAMILIES: Final[Mapping[str, Family]] = {
     "qwen2moe": Family("qwen2_moe", {**RMS, **_EXPERTS}, {"norm_topk_prob": False, "use_sliding_window": False}),
     "qwen3moe": Family("qwen3_moe", {**RMS, **_EXPERTS}, {"norm_topk_prob": True, "use_sliding_window": False}),
@@ -67,17 +80,15 @@ EXPERT_FAMILIES: Final[Mapping[str, Family]] = {
         assembled=_GPT_OSS, flags={"attention_bias": "attn_q.bias"},
     ),
     "deepseek2": Family(
-        "deepseek_v3",
-        {
-            **RMS, **_DEEPSEEK_EXPERTS, "attention.q_lora_rank": "q_lora_rank",
-            "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
+        "deepseek_v3", _LATENT_KEYS, names={**_SHARED_EXPERTS, **LATENT}, latent=True, assembled=_HEADS,
+    ),
+    "mistral4": Family(
+        "mistral4", _LATENT_KEYS,
+        names={
+            **_SHARED_EXPERTS, **LATENT, "ffn_gate_up_exps": "=mlp.experts.gate_up_proj",
+            "ffn_down_exps": "=mlp.experts.down_proj",
         },
-        names={**_SHARED_EXPERTS, **LATENT}, latent=True,
-        assembled={
-            "self_attn.kv_b_proj.weight": Assembly(
-                ("attn_k_b.weight", "attn_v_b.weight"), transposed=(True, False), merged=True
-            )
-        },
+        latent=True, assembled=_HEADS,
     ),
     "glm4moe": Family(
         "glm4_moe", {**RMS, **_DEEPSEEK_EXPERTS},

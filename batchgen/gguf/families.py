@@ -135,6 +135,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "exaone": Family("llama"),
     "internlm2": Family("llama", flags=_LLAMA_FLAGS, paired_rotary=True),
     "xverse": Family("llama", paired_rotary=True),
+    "baichuan": Family("llama", paired_rotary=True),
     "pangu-embedded": Family("llama", flags=_LLAMA_FLAGS),
     "minicpm": Family(
         "granite",

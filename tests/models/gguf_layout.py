@@ -28,6 +28,7 @@ ARCHITECTURES = {
 _PAIRED = frozenset(
     (
         "llama", "granite", "smollm3", "arcee", "granitemoe", "mistral3", "internlm2", "xverse", "minicpm", "olmo",
+        "baichuan",
     )
 )  # fmt: skip
 """Architectures whose q and k rows the converter reorders."""
@@ -107,15 +108,15 @@ def gguf_metadata(config: Any, architecture: str) -> dict[str, Any]:
         found.pop("attention.sliding_window", None)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     found |= {"attention.key_length": dim, "attention.value_length": dim}
-    found |= _latent(config) if architecture == "deepseek2" else {}
+    found |= _latent(config) if architecture in ("deepseek2", "mistral4") else {}
     if getattr(config, "n_routed_experts", None):
         found["expert_weights_norm"] = config.norm_topk_prob
     rope = getattr(config, "rope_parameters", None) or {}
     local = rope.get("sliding_attention")
     rope = rope.get("full_attention", rope)
     found["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
-    rotated = getattr(config, "qk_rope_head_dim", dim)
-    found["rope.dimension_count"] = int(rotated * rope.get("partial_rotary_factor", 1.0))
+    rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
+    found["rope.dimension_count"] = getattr(config, "qk_rope_head_dim", rotated)
     if rope.get("rope_type") == "yarn":
         found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
@@ -180,6 +181,9 @@ def _gemma4(config: Any) -> dict[str, Any]:
 
 _SPECIAL: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "llama4_text": _llama4, "ministral3": _ministral3, "gemma3n_text": _gemma3n, "gemma4_text": _gemma4,
+    "mistral4": lambda config: {
+        "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters["mscale_all_dim"],
+    },
     "gpt_oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
     "glm4_moe_lite": lambda config: {"leading_dense_block_count": config.mlp_layer_types.count("dense")},
     "minicpm3": lambda config: {
@@ -277,6 +281,8 @@ def _converted(name: str, values: np.ndarray, config: Any) -> dict[str, np.ndarr
         gate, up = np.split(values, 2)
         layer = name.split(".")[2]
         return {f"blk.{layer}.ffn_gate_shexp.weight": gate, f"blk.{layer}.ffn_up_shexp.weight": up}
+    if ".experts." in name and kind == "mistral4":
+        return {f"{name}.weight": values}
     if name.endswith("experts.gate_up_proj"):
         stem = name.removesuffix("gate_up_proj").replace("block_sparse_moe", "mlp")
         gate, up = np.split(values, 2, axis=1)
