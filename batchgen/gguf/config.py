@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.gguf.adjust import ADJUST
-from batchgen.gguf.expert_families import MIXTRAL
-from batchgen.gguf.families import FAMILIES
-from batchgen.gguf.family import Family
+from batchgen.gguf.families import gguf_family
 from batchgen.gguf.header import GgufHeader
-from batchgen.gguf.metadata import Metadata
-from batchgen.gguf.refused import MISSING
+from batchgen.gguf.metadata import Metadata, decimal
 
 _COMMON: Final = {
     "block_count": "num_hidden_layers",
@@ -24,39 +20,30 @@ _COMMON: Final = {
 }
 _OPTIONAL: Final = {"feed_forward_length": "intermediate_size", "attention.head_count_kv": "num_key_value_heads"}
 _FLOATS: Final = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
+_GEMMA3_PERIOD: Final = 6
+_GEMMA3N_PERIOD: Final = 5
+_COHERE2_PERIOD: Final = 4
+_EXAONE4_PERIOD: Final = 4
+_OLMO3_PERIOD: Final = 4
+_SIGMOID: Final = 2
+"""`expert_gating_func` of experts that are scored by sigmoid."""
+_LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
+"""Layers of the model of 27 billion parameters, which scales its queries by another size than its siblings."""
+_MAVERICK_EXPERTS: Final = 128
+"""Experts of the Llama 4 that does not normalise queries and keys."""
+_LARGE_BAICHUAN: Final = 40
+"""Layers of the Baichuan that has no rotated positions."""
+_UNROTATED: Final = 1e10
+"""Factors from here on stop a rotary frequency."""
 
 
-def gguf_family(header: GgufHeader) -> Family:
-    """What is known of the file's architecture.
-
-    Raises:
-        ModelError: it is not supported, or the file holds no language model.
-    """
-    name = header.metadata.get("general.architecture")
-    kind = header.metadata.get("general.type", "model")
-    if not isinstance(name, str) or kind not in ("model", None):
-        what = f"a file of type {kind}" if isinstance(kind, str) and kind != "model" else "names no architecture"
-        raise ModelError(f"{header.path} holds no language model: {what}. Name the file with the text model.")
-    if name not in FAMILIES:
-        reason = MISSING.get(name, "batchgen does not know how its configuration and tensors are stored")
-        remedy = "Use another model." if name in MISSING else "Use the checkpoint in safetensors form."
-        raise ModelError(f"{header.path}: the GGUF architecture {name[:80]!r} is not supported: {reason}. {remedy}")
-    if name == "llama" and header.metadata.get("llama.expert_count"):
-        return MIXTRAL
-    if name == "llama" and header.metadata.get("llama.attention.sliding_window"):
-        keys = {**FAMILIES[name].keys, "attention.sliding_window": "sliding_window"}
-        return replace(FAMILIES[name], model_type="mistral", keys=keys, flags={})
-    if name == "glm4" and header.metadata.get("glm4.rope.dimension_sections"):
-        return replace(FAMILIES[name], halved_rotary=True)  # the text part of GLM-4V
-    return FAMILIES[name]
-
-
-def gguf_config(header: GgufHeader, family: Family) -> dict[str, Any]:
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """Contents of the config.json that the file's model would have.
 
     Raises:
-        ModelError: a key is missing or has a value that it cannot have.
+        ModelError: the architecture is not supported, or a key is missing or has a value that it cannot have.
     """
+    family = gguf_family(header)
     architecture = str(header.metadata["general.architecture"])
     read = Metadata(header, architecture)
     config: dict[str, Any] = {"model_type": family.model_type}
@@ -78,8 +65,8 @@ def gguf_config(header: GgufHeader, family: Family) -> dict[str, Any]:
     config["vocab_size"] = _vocab_size(header)
     config["dtype"] = _dtype(header)
     config |= _token_ids(header, config["vocab_size"])
-    if architecture in ADJUST:
-        config |= ADJUST[architecture](read, config)
+    if architecture in _ADJUST:
+        config |= _ADJUST[architecture](read, config)
     read.check_all_read()
     return config
 
@@ -156,3 +143,261 @@ def _token_ids(header: GgufHeader, vocab: int) -> dict[str, Any]:
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {name: header.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     return {name: value if type(value) is int and 0 <= value < vocab else None for name, value in found.items()}
+
+
+def _gemma2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"query_pre_attn_scalar": _query_scale("gemma2", config)}
+
+
+def _query_scale(architecture: str, config: Mapping[str, Any]) -> int:
+    if config["num_hidden_layers"] == _LARGEST_GEMMA[architecture]:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _gemma3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    theta = read.number("rope.freq_base_swa", 10_000.0)
+    full = {**config["rope_parameters"], "rope_theta": read.number("rope.freq_base", 1_000_000.0)}
+    return {
+        "query_pre_attn_scalar": _query_scale("gemma3", config),
+        "layer_types": _layer_types(read, config, _GEMMA3_PERIOD),
+        "rope_parameters": _two_ropes(full, theta),
+    }
+
+
+def _cohere2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _layer_types(read, config, _COHERE2_PERIOD)}
+
+
+def _layer_types(read: Metadata, config: Mapping[str, Any], period: int) -> list[str]:
+    """Types of the layers: as listed, or full attention every `period` layers."""
+    layers = config["num_hidden_layers"]
+    pattern = read.value("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) != layers or not all(type(slides) is bool for slides in pattern):
+            raise read.wrong("attention.sliding_window_pattern", f"{layers} values true or false")
+        return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    every = read.integer("attention.sliding_window_pattern") if pattern is not None else period
+    return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
+
+
+def _phi3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    original = config["rope_parameters"].get("original_max_position_embeddings")
+    return {"original_max_position_embeddings": original or config["max_position_embeddings"]}
+
+
+def _gpt_oss(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    if rope["rope_type"] != "yarn":
+        return {}
+    return {"rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **rope}}
+
+
+def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the heads of multi-head latent attention, and rope settings."""
+    form = "_mla" if read.value("attention.key_length_mla") is not None else ""
+    rotated, rope = config["qk_rope_head_dim"], dict(config["rope_parameters"])
+    found = {
+        "q_lora_rank": config.get("q_lora_rank"),
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": read.integer(f"attention.key_length{form}") - rotated,
+        "v_head_dim": read.integer(f"attention.value_length{form}"),
+    }
+    if found["qk_nope_head_dim"] < 1:
+        raise read.wrong(f"attention.key_length{form}", f"more than rope.dimension_count ({rotated})")
+    if (multiplier := read.value("rope.scaling.yarn_log_multiplier")) is not None and rope["rope_type"] == "yarn":
+        scale = decimal(10.0 * read.number("rope.scaling.yarn_log_multiplier", multiplier))
+        found["rope_parameters"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
+    found = _latent(read, config)
+    if read.value("expert_gating_func") != _SIGMOID:
+        method = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
+        found |= {"model_type": "deepseek_v2", "topk_method": method}
+    return found
+
+
+def _mistral4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Files need not state the scale of queries, which all models have."""
+    found = _latent(read, config)
+    size = found["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    rope = {
+        **config["rope_parameters"], **found.get("rope_parameters", {}),
+        "partial_rotary_factor": config["qk_rope_head_dim"] / size,
+        "llama_4_scaling_beta": read.number("attention.temperature_scale", 0.1),
+    }  # fmt: skip
+    return {**found, "head_dim": size, "rope_parameters": rope}
+
+
+def _exaone4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config.get("sliding_window") is None:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    return {"layer_types": _layer_types(read, config, _EXAONE4_PERIOD)}
+
+
+def _two_ropes(full: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """Rope settings of layers with full attention, and plain ones of those with a window."""
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+
+
+def _rows(read: Metadata, tensor: str) -> int:
+    """Rows of a matrix."""
+    entry = read.header.tensors.get(tensor)
+    if entry is None or len(entry.shape) != 2:
+        raise ModelError(f"{read.header.path} holds no {tensor} with two axes. Copy the file again.")
+    return entry.shape[0]
+
+
+def _olmo2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Olmo 3 is stored as Olmo 2 with a window."""
+    if config.get("sliding_window") is None:
+        return {}
+    rope = config["rope_parameters"]
+    return {
+        "model_type": "olmo3",
+        "layer_types": _layer_types(read, config, _OLMO3_PERIOD),
+        "rope_parameters": _two_ropes(rope, rope["rope_theta"]),
+    }
+
+
+def _llama4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if read.value("attention.sliding_window") is not None:
+        raise read.wrong("attention.sliding_window", "absent: attention in chunks of 8192 tokens is what is computed")
+    dense = read.integer("feed_forward_length")
+    return {"intermediate_size_mlp": dense, "use_qk_norm": config.get("num_local_experts") != _MAVERICK_EXPERTS}
+
+
+def _mistral3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Ministral 3 scales its queries by their positions; its predecessors are Mistral as `llama` has it."""
+    rope = dict(config["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        scale = read.number("rope.scaling.yarn_log_multiplier", 1.0)
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    beta = read.number("attention.temperature_scale", 0.0)
+    if not beta:
+        return {"model_type": "mistral", "rope_parameters": rope}
+    if rope["rope_type"] != "yarn":
+        raise read.wrong("rope.scaling.type", "yarn")
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+
+
+def _gemma3n(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    scales = read.value("activation_sparsity_scale")
+    layers = config["num_hidden_layers"]
+    if not isinstance(scales, list) or len(scales) != layers or not all(type(scale) is float for scale in scales):
+        raise read.wrong("activation_sparsity_scale", f"{layers} numbers")
+    theta = read.number("rope.freq_base_swa", 10_000.0)
+    return {
+        # The file has the quantiles of the shares of activations that are cut off.
+        "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
+        "laurel_rank": _rows(read, "blk.0.laurel_l.weight"),
+        "vocab_size_per_layer_input": _rows(read, "per_layer_token_embd.weight"),
+        "layer_types": _layer_types(read, config, _GEMMA3N_PERIOD),
+        "rope_parameters": _two_ropes(config["rope_parameters"], theta),
+    }
+
+
+def _gemma4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    types = _layer_types(read, config, _GEMMA3_PERIOD)
+    heads, widths = read.layers("attention.head_count_kv", layers), read.layers("feed_forward_length", layers)
+    windowed = types.index("sliding_attention") if "sliding_attention" in types else 0
+    full = types.index("full_attention") if "full_attention" in types else 0
+    factors = read.factors("rope_freqs") or [1.0]
+    rope = {
+        "rope_type": "proportional", "rope_theta": read.number("rope.freq_base", 1_000_000.0),
+        "partial_rotary_factor": sum(factor < _UNROTATED for factor in factors) / len(factors),
+    }  # fmt: skip
+    inputs = read.value("embedding_length_per_layer_input") or 0
+    return {
+        "layer_types": types,
+        "head_dim": read.integer("attention.key_length_swa"),
+        "num_key_value_heads": heads[windowed],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in read.header.tensors,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        "enable_moe_block": bool(config.get("num_experts")),
+        "rope_parameters": _two_ropes(rope, read.number("rope.freq_base_swa", 10_000.0)),
+        "hidden_size_per_layer_input": inputs,
+        "vocab_size_per_layer_input": _rows(read, "per_layer_token_embd.weight") if inputs else config["vocab_size"],
+    }
+
+
+def _minicpm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite's computation; older files do not state the scales, which all models had in common then."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    common = {
+        "embedding_multiplier": 12.0, "residual_multiplier": 1.4 / layers**0.5, "logits_scaling": hidden / 256,
+        "attention_multiplier": config["head_dim"] ** -0.5,
+    }  # fmt: skip
+    return {name: value for name, value in common.items() if name not in config}
+
+
+def _minicpm3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated = config["qk_rope_head_dim"]
+    output = read.header.tensors.get("blk.0.attn_output.weight")
+    columns = output.shape[1] if output is not None and len(output.shape) == 2 else 0
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": read.integer("attention.key_length") - rotated,
+        "v_head_dim": columns // config["num_attention_heads"],
+    }
+
+
+def _baichuan(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["num_hidden_layers"] >= _LARGE_BAICHUAN:
+        raise read.wrong("block_count", "that of the small model: attention of the large one is by distance (ALiBi)")
+    return {}
+
+
+def _chatglm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = read.header.tensors
+    return {"attention_bias": "blk.0.attn_qkv.bias" in tensors or "blk.0.attn_q.bias" in tensors}
+
+
+def _qwen(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": config["intermediate_size"] // 2}
+
+
+def _gpt(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Names of the first GPT's configuration."""
+    names = {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
+    }  # fmt: skip
+    return {new: config[old] for new, old in names.items()}
+
+
+def _starcoder(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_gpt(read, config), "multi_query": config["num_key_value_heads"] == 1}
+
+
+def _granitemoe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"model_type": "granitemoeshared"} if config.get("shared_intermediate_size") else {}
+
+
+def _phimoe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(config["rope_parameters"])
+    if rope["rope_type"] == "longrope":
+        scale = rope.pop("attention_factor", 1.0)
+        rope |= {"short_mscale": scale, "long_mscale": scale}
+    return {"lm_head_bias": "output.bias" in read.header.tensors, "rope_parameters": rope, **_phi3(read, config)}
+
+
+def _exaone_moe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _layer_types(read, config, _EXAONE4_PERIOD)}
+
+
+_Adjust = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
+_ADJUST: Final[Mapping[str, _Adjust]] = {
+    "gemma2": _gemma2, "gemma3": _gemma3, "gemma3n": _gemma3n, "gemma4": _gemma4, "cohere2": _cohere2, "phi3": _phi3,
+    "gpt-oss": _gpt_oss, "deepseek2": _deepseek, "exaone4": _exaone4, "olmo2": _olmo2, "llama4": _llama4,
+    "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm, "qwen": _qwen,
+    "gpt2": _gpt, "starcoder": _starcoder, "granitemoe": _granitemoe, "phimoe": _phimoe, "exaone-moe": _exaone_moe,
+    "afmoe": _exaone_moe, "mistral4": _mistral4, "baichuan": _baichuan,
+}  # fmt: skip
+"""Architecture -> configuration that follows from several keys."""

@@ -1,52 +1,61 @@
-"""Architectures of GGUF files that are read; see `family`."""
+"""Architectures of GGUF files that are read, and those whose computation is missing; see `family`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
-from batchgen.gguf.expert_families import EXPERT_FAMILIES
-from batchgen.gguf.family import LATENT, QKV, RMS, Assembly, Family
+from batchgen.errors import ModelError
+from batchgen.gguf.family import (
+    ALTUP,
+    DEEPSEEK_EXPERTS,
+    EXPERTS,
+    GPT_NAMES,
+    GPT_TOP,
+    LATENT,
+    MIXTRAL_NAMES,
+    PER_LAYER,
+    PER_LAYER_TOP,
+    QKV,
+    RMS,
+    SANDWICH,
+    Assembly,
+    Family,
+)
+from batchgen.gguf.header import GgufHeader
 
-_SANDWICH: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+
+def _shared(module: str) -> dict[str, str]:
+    """Names of the experts that all tokens share."""
+    return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_SHARED_EXPERTS: Final = {**_shared("mlp.shared_experts"), "exp_probs_b": "=mlp.gate.e_score_correction_bias"}
+
+_GPT_OSS: Final = {
+    "mlp.experts.gate_up_proj": Assembly(
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"), axis=1, alternating=True, transposed=(True, True)
+    ),
+    "mlp.experts.gate_up_proj_bias": Assembly(
+        ("ffn_gate_exps.bias", "ffn_up_exps.bias"), axis=1, alternating=True, stacked=False
+    ),
+    "mlp.experts.down_proj": Assembly(("ffn_down_exps.weight",), transposed=(True,)),
 }
-_PER_LAYER: Final = {
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
+
+_LATENT_KEYS: Final = {
+    **RMS,
+    **DEEPSEEK_EXPERTS,
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
 }
-_PER_LAYER_TOP: Final = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-_ALTUP: Final = {
-    "altup_correct_coef": "altup.correction_coefs",
-    "altup_correct_scale": "=altup.correct_output_scale",
-    "altup_predict_coef": "altup.prediction_coefs",
-    "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm",
-    "laurel_l": "laurel.linear_left",
-    "laurel_r": "laurel.linear_right",
-    "laurel_post_norm": "laurel.post_laurel_norm",
+_HEADS: Final = {
+    "self_attn.kv_b_proj.weight": Assembly(
+        ("attn_k_b.weight", "attn_v_b.weight"), transposed=(True, False), merged=True
+    )
 }
 _GPT: Final = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
-_GPT_NAMES: Final = {
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-_GPT_TOP: Final = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-}
 _LLAMA_FLAGS: Final = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
 _GEMMA: Final = {**RMS, "attention.sliding_window": "sliding_window"}
 _CAPS: Final = {
@@ -56,15 +65,14 @@ _CAPS: Final = {
 _LAYER_NORM: Final = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    **EXPERT_FAMILIES,
     "llama": Family("llama", flags=_LLAMA_FLAGS, paired_rotary=True),
     "qwen2": Family("qwen2", constants={"use_sliding_window": False}),
     "qwen2vl": Family("qwen2", constants={"use_sliding_window": False}),
     "qwen3": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
     "qwen3vl": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
     "gemma": Family("gemma", norms_plus_one=True),
-    "gemma2": Family("gemma2", {**_GEMMA, **_CAPS}, names=_SANDWICH, norms_plus_one=True),
-    "gemma3": Family("gemma3_text", {**_GEMMA, **_CAPS}, names=_SANDWICH, norms_plus_one=True),
+    "gemma2": Family("gemma2", {**_GEMMA, **_CAPS}, names=SANDWICH, norms_plus_one=True),
+    "gemma3": Family("gemma3_text", {**_GEMMA, **_CAPS}, names=SANDWICH, norms_plus_one=True),
     "phi2": Family(
         "phi", _LAYER_NORM,
         names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
@@ -173,9 +181,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         },
-        names={**_SANDWICH, **_PER_LAYER, **_ALTUP},
+        names={**SANDWICH, **PER_LAYER, **ALTUP},
         top_names={
-            **_PER_LAYER_TOP, "altup_proj": "model.altup_projections.{}",
+            **PER_LAYER_TOP, "altup_proj": "model.altup_projections.{}",
             "altup_unembd_proj": "model.altup_unembed_projections.{}",
         },
     ),
@@ -189,24 +197,24 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "expert_feed_forward_length": "moe_intermediate_size",
         },
         names={
-            **_SANDWICH, **_PER_LAYER, "layer_output_scale": "=layer_scalar", "ffn_gate_inp": "router.proj",
+            **SANDWICH, **PER_LAYER, "layer_output_scale": "=layer_scalar", "ffn_gate_inp": "router.proj",
             "ffn_gate_inp.scale": "=router.scale", "ffn_down_exps.scale": "=router.per_expert_scale",
             "ffn_gate_up_exps": "=experts.gate_up_proj", "ffn_down_exps": "=experts.down_proj",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
         },
-        top_names=_PER_LAYER_TOP,
+        top_names=PER_LAYER_TOP,
         assembled={"experts.gate_up_proj": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight"))},
         varying=("feed_forward_length", "attention.head_count_kv"),
     ),
     "gpt2": Family(
-        "gpt2", _GPT, names=_GPT_NAMES, top_names=_GPT_TOP, prefix="transformer.h.",
+        "gpt2", _GPT, names=GPT_NAMES, top_names=GPT_TOP, prefix="transformer.h.",
         assembled={
             f"{name}.weight": Assembly((f"{part}.weight",), transposed=(True,), stacked=False)
-            for part, name in _GPT_NAMES.items() if "ln_" not in name
+            for part, name in GPT_NAMES.items() if "ln_" not in name
         },
     ),
-    "starcoder": Family("gpt_bigcode", _GPT, names=_GPT_NAMES, top_names=_GPT_TOP, prefix="transformer.h."),
+    "starcoder": Family("gpt_bigcode", _GPT, names=GPT_NAMES, top_names=GPT_TOP, prefix="transformer.h."),
     "gptneox": Family(
         "gpt_neox", {**_LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
         names={
@@ -217,5 +225,196 @@ FAMILIES: Final[Mapping[str, Family]] = {
                    "output": "lm_head"},
         prefix="gpt_neox.layers.", fused_by_kind=True,
     ),
+    "qwen2moe": Family("qwen2_moe", {**RMS, **EXPERTS}, {"norm_topk_prob": False, "use_sliding_window": False}),
+    "qwen3moe": Family("qwen3_moe", {**RMS, **EXPERTS}, {"norm_topk_prob": True, "use_sliding_window": False}),
+    "qwen3vlmoe": Family("qwen3_moe", {**RMS, **EXPERTS}, {"norm_topk_prob": True, "use_sliding_window": False}),
+    "olmoe": Family("olmoe", {**RMS, **EXPERTS, "attention.clamp_kqv": "clip_qkv"}, {"norm_topk_prob": False}),
+    "gpt-oss": Family(
+        "gpt_oss",
+        {
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
+        },
+        names={
+            "post_attention_norm": "post_attention_layernorm", "attn_sinks": "=self_attn.sinks",
+            "ffn_gate_inp": "mlp.router", "ffn_down_exps.bias": "=mlp.experts.down_proj_bias",
+        },
+        assembled=_GPT_OSS, flags={"attention_bias": "attn_q.bias"},
+    ),
+    "deepseek2": Family(
+        "deepseek_v3", _LATENT_KEYS, names={**_SHARED_EXPERTS, **LATENT}, latent=True, assembled=_HEADS,
+    ),
+    "mistral4": Family(
+        "mistral4", _LATENT_KEYS,
+        names={
+            **_SHARED_EXPERTS, **LATENT, "ffn_gate_up_exps": "=mlp.experts.gate_up_proj",
+            "ffn_down_exps": "=mlp.experts.down_proj",
+        },
+        latent=True, assembled=_HEADS,
+    ),
+    "glm4moe": Family(
+        "glm4_moe", {**RMS, **DEEPSEEK_EXPERTS},
+        names={**_SHARED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+        flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+    ),
+    "dots1": Family(
+        "dots1", {**RMS, **DEEPSEEK_EXPERTS}, names=_SHARED_EXPERTS, flags={"attention_bias": "attn_q.bias"}
+    ),
+    "granitemoe": Family(
+        "granitemoe",
+        {
+            **RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+        },
+        names={
+            "ffn_gate_inp": "block_sparse_moe.router.layer", "ffn_down_shexp": "shared_mlp.output_linear",
+            "ffn_down_exps": "=block_sparse_moe.output_linear.weight",
+        },
+        assembled={
+            "block_sparse_moe.input_linear.weight": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+            "shared_mlp.input_linear.weight": Assembly(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), stacked=False),
+        },
+        paired_rotary=True,
+    ),
+    "minimax-m2": Family(
+        "minimax_m2",
+        {**RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        names={**MIXTRAL_NAMES, "exp_probs_b": "=block_sparse_moe.e_score_correction_bias"},
+    ),
+    "llama4": Family(
+        "llama4_text",
+        {
+            **RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size", "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        names={
+            "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj", "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+        },
+        assembled={
+            "feed_forward.experts.gate_up_proj": Assembly(
+                ("ffn_gate_exps.weight", "ffn_up_exps.weight"), axis=1, transposed=(True, True)
+            ),
+            "feed_forward.experts.down_proj": Assembly(("ffn_down_exps.weight",), transposed=(True,)),
+        },
+        flags={"attention_bias": "attn_q.bias"},
+    ),
+    "hunyuan-moe": Family(
+        "hunyuan_v1_moe",
+        {**RMS, "expert_count": "num_experts", "expert_used_count": "moe_topk"},
+        names={
+            **_shared("mlp.shared_mlp"), "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm", "ffn_gate_inp": "mlp.gate.wg",
+        },
+        flags={"attention_bias": "attn_q.bias"},
+    ),
+    "ernie4_5-moe": Family(
+        "ernie4_5_moe",
+        {
+            **RMS, "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval", "leading_dense_block_count": "moe_layer_start_index",
+        },
+        names={**_SHARED_EXPERTS, "exp_probs_b": "=mlp.moe_statics.e_score_correction_bias"},
+        flags={"use_bias": "attn_q.bias"},
+    ),
+    "exaone-moe": Family(
+        "exaone_moe",
+        {
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace",
+        },
+        names=_SHARED_EXPERTS,
+    ),
+    "phimoe": Family(
+        "phimoe",
+        {
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        names=MIXTRAL_NAMES, flags={"attention_bias": "attn_q.bias"},
+    ),
+    "afmoe": Family(
+        "afmoe",
+        {
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "route_scale",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        constants={"mup_enabled": True},
+        names={
+            **_SHARED_EXPERTS, "attn_gate": "self_attn.gate_proj", "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "=mlp.expert_bias",
+        },
+    ),
+    "bailingmoe2": Family(
+        "glm4_moe", {**RMS, **DEEPSEEK_EXPERTS}, {"use_qk_norm": True}, names=_SHARED_EXPERTS, splits=QKV,
+        flags={"attention_bias": "attn_qkv.bias"},
+    ),
 }  # fmt: skip
 """`general.architecture` -> what is known of it."""
+_MIXTRAL: Final = Family(
+    "mixtral",
+    {**RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    names=MIXTRAL_NAMES,
+    paired_rotary=True,
+)
+"""The architecture `llama` with experts."""
+
+_REASONS: Final[Mapping[str, str]] = {
+    "it keeps a recurrent state in addition to keys and values": (
+        "qwen3next qwen35 qwen35moe rwkv6 rwkv6qwen2 rwkv7 arwkv7 mamba mamba2 jamba nemotron_h nemotron_h_moe "
+        "granitehybrid falcon-h1 lfm2 lfm2moe kimi-linear plamo2"
+    ),
+    "it is an encoder, or needs one": (
+        "bert modern-bert nomic-bert nomic-bert-moe neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding "
+        "llama-embed t5 t5encoder"
+    ),
+    "it denoises blocks of tokens instead of writing them in order": "dream llada llada-moe rnd1",
+    "it selects the keys of its attention by a learned index": "glm-dsa",
+    "its attention weights keys by their distance (ALiBi), not by rotated positions": "bloom mpt refact jais",
+    "its attention in transformers does not go through the library's attention interface": "falcon",
+    "its layers have different numbers of heads, and some have no attention": "deci openelm",
+    "it encodes images or sounds, and writes no text": "clip wavtokenizer-dec",
+    "its images are read by a separate set of weights in each layer": "cogvlm",
+    "the installed transformers has no class with its computation": (
+        "grok gptj plamo plamo3 codeshell orion arctic deepseek plm bailingmoe smallthinker grovemoe maincoder bitnet"
+    ),
+}
+MISSING: Final = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""`general.architecture` -> the missing computation."""
+
+
+def gguf_family(header: GgufHeader) -> Family:
+    """What is known of the file's architecture.
+
+    Raises:
+        ModelError: it is not supported, or the file holds no language model.
+    """
+    name = header.metadata.get("general.architecture")
+    kind = header.metadata.get("general.type", "model")
+    if not isinstance(name, str) or kind not in ("model", None):
+        what = f"a file of type {kind}" if isinstance(kind, str) and kind != "model" else "names no architecture"
+        raise ModelError(f"{header.path} holds no language model: {what}. Name the file with the text model.")
+    if name not in FAMILIES:
+        reason = MISSING.get(name, "batchgen does not know how its configuration and tensors are stored")
+        remedy = "Use another model." if name in MISSING else "Use the checkpoint in safetensors form."
+        raise ModelError(f"{header.path}: the GGUF architecture {name[:80]!r} is not supported: {reason}. {remedy}")
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        return _MIXTRAL
+    if name == "llama" and header.metadata.get("llama.attention.sliding_window"):
+        keys = {**FAMILIES[name].keys, "attention.sliding_window": "sliding_window"}
+        return replace(FAMILIES[name], model_type="mistral", keys=keys, flags={})
+    if name == "glm4" and header.metadata.get("glm4.rope.dimension_sections"):
+        return replace(FAMILIES[name], halved_rotary=True)  # the text part of GLM-4V
+    return FAMILIES[name]

@@ -10,9 +10,8 @@ import numpy as np
 
 from batchgen.errors import ModelError
 from batchgen.gguf.header import GgufHeader
+from batchgen.gguf.tensors import read_factors
 
-_MOST_FACTORS: Final = 4096
-"""Most factors of rotary frequencies, a half of the largest head size."""
 _SCALE: Final = (None, 0, 1)
 _OFF: Final = (None, 0)
 _SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -98,18 +97,8 @@ class Metadata:
         entry = tensors.get(f"{name}.weight") or tensors.get(f"blk.0.{name}.weight")
         if entry is None:
             return None
-        path = self.header.path
-        if entry.kind != "F32" or len(entry.shape) != 1 or entry.shape[0] > _MOST_FACTORS:
-            raise ModelError(f"{path}: {name} must be at most {_MOST_FACTORS} float32 values. Copy the file again.")
-        try:
-            with entry.file.open("rb") as stream:
-                stream.seek(entry.start)
-                values = np.frombuffer(stream.read(entry.nbytes), "<f4")
-        except OSError as error:
-            raise ModelError(f"Cannot read {entry.file}: {error.strerror or error}.") from None
-        if len(values) != entry.shape[0] or not np.isfinite(values).all() or (values == 0).any():
-            raise ModelError(f"{path}: {name} must hold finite factors other than 0. Copy the file again.")
-        return [decimal(float(value)) for value in values]
+        values = read_factors(self.header, name, entry)
+        return [decimal(value) for value in values]
 
     def check_all_read(self) -> None:
         """Refuse settings that were not read.

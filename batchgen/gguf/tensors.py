@@ -10,10 +10,13 @@ from typing import Any, Final
 import numpy as np
 
 from batchgen.errors import ModelError
+from batchgen.gguf.families import gguf_family
 from batchgen.gguf.family import IGNORED, LAYER_NAMES, TOP_NAMES, Assembly, Family
 from batchgen.gguf.header import GgufHeader, TensorEntry
 
-_NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:nextn\.)?\w+)\.(weight|bias|scale)")
+_NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:nextn\.)?\w+)\.(weight|bias|scale|input_scale)")
+_MOST_FACTORS: Final = 4096
+"""Most factors: of rotary frequencies, a half of the largest head size; of experts, one each."""
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
@@ -30,6 +33,8 @@ class GgufForm:
     each stored block n rows in turn."""
     offset: float = 0.0
     """Number to add to each value."""
+    factor: float = 1.0
+    """Number that each value is multiplied with."""
 
     def columns(self, shape: Sequence[int]) -> int:
         """Length of a row of a tensor of this shape: a vector with rows in another order has rows of one value."""
@@ -44,6 +49,7 @@ class GgufForm:
             moved = groups[:, : a * b * n].reshape(-1, a, b, n, columns).swapaxes(1, 2)
             values = np.concatenate((moved.reshape(-1, a * b * n, columns), groups[:, a * b * n :]), axis=1)
             values = values.reshape(-1, columns)
+        values = values if self.factor == 1.0 else values * np.float32(self.factor)
         return values + np.float32(self.offset) if self.offset else values
 
 
@@ -84,24 +90,27 @@ class HubTensor:
     """Of an assembled tensor: number of matrices, their rows and columns."""
 
 
-def hub_tensors(header: GgufHeader, family: Family, config: Mapping[str, Any]) -> dict[str, HubTensor]:
+def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubTensor]:
     """Tensors by their names in the checkpoint on the hub.
 
     Args:
         header: the file.
-        family: what is known of its architecture.
         config: its configuration.
 
     Raises:
         ModelError: a tensor has no place in the model, a shape that it cannot have, or a type that cannot be read.
     """
+    family = gguf_family(header)
     unreadable = {entry.kind for entry in header.tensors.values()}
     unreadable = {kind for kind in unreadable if not can_dequantise(kind)}
+    scales = _scales(header, family)
     found: dict[str, HubTensor] = {}
     parts: dict[tuple[str, str], dict[str, tuple[TensorEntry, GgufForm]]] = {}
     for name, entry in header.tensors.items():
         match = _NAME.fullmatch(name)
         if match is not None and (match[2] in IGNORED or _drafts(header, config, match[1])):
+            continue
+        if name in scales or name.endswith(".input_scale"):  # scales of inputs are not needed, which are not rounded
             continue
         if entry.kind in unreadable:
             raise ModelError(
@@ -115,16 +124,19 @@ def hub_tensors(header: GgufHeader, family: Family, config: Mapping[str, Any]) -
                 "Use the checkpoint in safetensors form."
             )
         form = _form(family, name, entry, config)
+        factors = scales.get(name.removesuffix(".weight") + ".scale", [1.0])
         if form is None or (targets and len(entry.shape) < 1 + ("{}" in targets[0])):
             raise _misshapen(header, name, entry)
-        if whole is not None:
+        if whole is not None and len(factors) == 1:
+            form = replace(form, factor=factors[0])
             parts.setdefault(whole, {})[name.partition("blk.")[2].partition(".")[2]] = (entry, form)
             continue
-        sizes = _sizes(targets, entry, config)
-        if sum(sizes) != _rows(targets, entry):
+        sizes = _sizes(targets, entry, config) if whole is None else []
+        if not sizes or sum(sizes) != _rows(targets, entry) or len(factors) not in (1, _matrices(targets, entry)):
             raise _misshapen(header, name, entry)
+        forms = [replace(form, factor=factor) for factor in factors] * (_matrices(targets, entry) // len(factors))
         held = {
-            key: held for target, rows in _shares(targets, sizes) for key, held in _slices(target, entry, form, rows)
+            key: held for target, rows in _shares(targets, sizes) for key, held in _slices(target, entry, forms, rows)
         }
         if double := found.keys() & held.keys():
             raise ModelError(f"{header.path} holds {min(double)} under two names, {name[:80]} and another.")
@@ -133,6 +145,39 @@ def hub_tensors(header: GgufHeader, family: Family, config: Mapping[str, Any]) -
     for (prefix, stem), stored in parts.items():
         found[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem)
     return found
+
+
+def _scales(header: GgufHeader, family: Family) -> dict[str, list[float]]:
+    """Scales of whole weights, by their own names: one number, or one for each expert."""
+    found: dict[str, list[float]] = {}
+    for name, entry in header.tensors.items():
+        base = name.removesuffix(".scale")
+        if base == name or name.split(".", 2)[-1] in family.names:  # the model's own
+            continue
+        if f"{base}.weight" in header.tensors:
+            found[name] = read_factors(header, name, entry)
+    return found
+
+
+def read_factors(header: GgufHeader, name: str, entry: TensorEntry) -> list[float]:
+    """The values of a small float32 tensor of factors.
+
+    Raises:
+        ModelError: it has another form, or cannot be read.
+    """
+    if entry.kind != "F32" or len(entry.shape) != 1 or entry.shape[0] > _MOST_FACTORS:
+        raise ModelError(
+            f"{header.path}: {name[:80]} must be at most {_MOST_FACTORS} float32 values. Copy the file again."
+        )
+    try:
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.start)
+            values = np.frombuffer(stream.read(entry.nbytes), "<f4")
+    except OSError as error:
+        raise ModelError(f"Cannot read {entry.file}: {error.strerror or error}.") from None
+    if len(values) != entry.shape[0] or not np.isfinite(values).all() or (values == 0).any():
+        raise ModelError(f"{header.path}: {name[:80]} must hold finite factors other than 0. Copy the file again.")
+    return [float(value) for value in values]
 
 
 def _misshapen(header: GgufHeader, name: str, entry: TensorEntry) -> ModelError:
@@ -214,6 +259,11 @@ def _sizes(targets: Sequence[str], entry: TensorEntry, config: Mapping[str, Any]
     return [_rows(targets, entry) // len(targets)] * len(targets)
 
 
+def _matrices(targets: Sequence[str], entry: TensorEntry) -> int:
+    """How many tensors are stored as one: those of all experts."""
+    return entry.shape[0] if "{}" in targets[0] else 1
+
+
 def _rows(targets: Sequence[str], entry: TensorEntry) -> int:
     """Rows of a stored matrix or vector, or of that of each expert."""
     return entry.shape[1 if "{}" in targets[0] else 0]
@@ -249,9 +299,11 @@ _ROW_VECTORS: Final = ("shared_expert_gate.weight", "moe_statics.e_score_correct
 """Matrices with one row, which are stored as vectors."""
 
 
-def _slices(target: str, entry: TensorEntry, form: GgufForm, rows: tuple[int, int]) -> Iterator[tuple[str, HubTensor]]:
+def _slices(
+    target: str, entry: TensorEntry, forms: Sequence[GgufForm], rows: tuple[int, int]
+) -> Iterator[tuple[str, HubTensor]]:
     """The tensor, or those of all experts that are stored as one: of each matrix the (first, number of) `rows`."""
-    experts, shape = (entry.shape[0], entry.shape[1:]) if "{}" in target else (1, entry.shape)
+    experts, shape = _matrices([target], entry), entry.shape[1:] if "{}" in target else entry.shape
     first, count = rows
     size = entry.nbytes // experts
     row = size // shape[0]
@@ -260,4 +312,4 @@ def _slices(target: str, entry: TensorEntry, form: GgufForm, rows: tuple[int, in
         shape = (1, *shape)
     for i in range(experts):
         one = replace(entry, shape=shape, start=entry.start + i * size + first * row, nbytes=row * count)
-        yield target.format(i), HubTensor(shape, ((one, form),))
+        yield target.format(i), HubTensor(shape, ((one, forms[i]),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import batchgen
 from batchgen.errors import ModelError
-from batchgen.gguf.families import FAMILIES
-from batchgen.gguf.refused import MISSING
+from batchgen.gguf.families import FAMILIES, MISSING
 from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import inspect_model, load_model
@@ -77,6 +78,16 @@ def halved(tensors: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
+def scaled(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Weights that have a scale, or one for each expert, as NVFP4 has them; scales of inputs."""
+    for name, factors in (("attn_q", [3.0]), ("ffn_up_exps", [0.5, 2.0, 3.0, 5.0]), ("attn_v", [0.25])):
+        scale = np.array(factors, np.float32)
+        shape = scale.reshape(-1, 1, 1) if "_exps" in name else scale
+        tensors[f"blk.1.{name}.weight"] = tensors[f"blk.1.{name}.weight"] / shape
+        tensors |= {f"blk.1.{name}.scale": scale, f"blk.1.{name}.input_scale": np.ones(1, np.float32)}
+    return tensors
+
+
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.8, "logits_scaling": 0.25}
 GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -125,6 +136,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "qwen3moe, scaled": ("qwen3_moe", {**FULL, "norm_topk_prob": True}, {"change": scaled}),
     "qwen3moe, fused": (
         "qwen3_moe", {**FULL, "norm_topk_prob": True}, {"change": lambda tensors: fused(tensors, "_exps")},
     ),
@@ -185,6 +197,12 @@ NOT_READ = frozenset(("dbrx", "deepseek2-ocr", "chameleon", "hunyuan_vl", "paddl
 def test_every_architecture_of_the_package_runs_or_names_what_is_missing() -> None:
     assert not FAMILIES.keys() & MISSING.keys()
     assert FAMILIES.keys() | MISSING.keys() | NOT_READ == set(gguf.MODEL_ARCH_NAMES.values())
+
+
+def test_the_docs_list_every_architecture() -> None:
+    page = (Path(batchgen.__file__).parent / "docs/models.md").read_text()
+    table = page.partition("| models | architectures |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`([^`]+)`", table)) == FAMILIES.keys()
 
 
 @pytest.mark.parametrize(
