@@ -196,9 +196,10 @@ def _gpt_oss(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of the heads of multi-head latent attention, and rope settings."""
     form = "_mla" if read.value("attention.key_length_mla") is not None else ""
-    rotated, rope = config["qk_rope_head_dim"], dict(config["rope_parameters"])
+    rotated, rope = config["head_dim"], dict(config["rope_parameters"])
     found = {
         "q_lora_rank": config.get("q_lora_rank"),
+        "qk_rope_head_dim": rotated,
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": read.integer(f"attention.key_length{form}") - rotated,
         "v_head_dim": read.integer(f"attention.value_length{form}"),
@@ -215,7 +216,8 @@ def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
     found = _latent(read, config)
     if read.value("expert_gating_func") != _SIGMOID:
-        method = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
+        groups = read.integer("expert_group_count") if "n_group" in config else 1
+        method = "group_limited_greedy" if groups > 1 else "greedy"
         found |= {"model_type": "deepseek_v2", "topk_method": method}
     return found
 
@@ -223,10 +225,10 @@ def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def _mistral4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Files need not state the scale of queries, which all models have."""
     found = _latent(read, config)
-    size = found["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    size = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
     rope = {
         **config["rope_parameters"], **found.get("rope_parameters", {}),
-        "partial_rotary_factor": config["qk_rope_head_dim"] / size,
+        "partial_rotary_factor": found["qk_rope_head_dim"] / size,
         "llama_4_scaling_beta": read.number("attention.temperature_scale", 0.1),
     }  # fmt: skip
     return {**found, "head_dim": size, "rope_parameters": rope}
@@ -338,11 +340,12 @@ def _minicpm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minicpm3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    rotated = config["qk_rope_head_dim"]
+    rotated = config["head_dim"]
     output = read.header.tensors.get("blk.0.attn_output.weight")
     columns = output.shape[1] if output is not None and len(output.shape) == 2 else 0
     return {
         "num_key_value_heads": config["num_attention_heads"],
+        "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": read.integer("attention.key_length") - rotated,
         "v_head_dim": columns // config["num_attention_heads"],
     }
@@ -360,16 +363,16 @@ def _chatglm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"intermediate_size": config["intermediate_size"] // 2}
+    return {"intermediate_size": read.integer("feed_forward_length") // 2}
 
 
 def _gpt(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Names of the first GPT's configuration."""
     names = {
         "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
+        "n_positions": "max_position_embeddings",
     }  # fmt: skip
-    return {new: config[old] for new, old in names.items()}
+    return {new: config[old] for new, old in names.items()} | {"n_inner": read.integer("feed_forward_length")}
 
 
 def _starcoder(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

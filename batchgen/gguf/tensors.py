@@ -282,9 +282,9 @@ def _form(family: Family, name: str, entry: TensorEntry, config: Mapping[str, An
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     if (family.paired_rotary or family.halved_rotary) and (".attn_q." in name or ".attn_k." in name):
         rows, odd = divmod(entry.shape[0], heads if ".attn_q." in name else kv_heads)
-        if odd or rows % 2:
-            return None
         rotated = int(rows * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+        if odd or rows % 2 or rotated > rows:
+            return None
         order = (rows // 2, 2, 1) if family.paired_rotary else (2, rotated // 2, 1)
         return GgufForm(entry.kind, rows, order)
     if family.fused_by_kind and ".attn_qkv." in name:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from batchgen.models.load import inspect_model, load_model
+from tests.models.dense_attention import DenseCache
 from tests.models.gguf_layout import ARCHITECTURES, gguf_metadata, gguf_tensors, xielu_lists
+from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import tiny_model
 
 _FLOATS = {Kind.F64: np.float64, Kind.F32: np.float32, Kind.F16: np.float16}
@@ -81,6 +86,23 @@ def write_gguf(
 def write_tiny(path: Path, model_type: str, *, config: Mapping[str, Any] | None = None, **options: Any) -> Path:
     """Write `tiny_model(model_type, **config)`; see `write_gguf`."""
     return write_gguf(path, tiny_model(model_type, **(config or {})), **options)
+
+
+def logits(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
+
+
+def check_file(path: Path, reference: PreTrainedModel, **options: Any) -> None:
+    """Logits of the file's model equal the reference's."""
+    model = load_model(path, dtype="float32", device="cpu", **options)
+    assert inspect_model(path, dtype="float32", device="cpu", **options) == model.spec
+    sequences = random_sequences(model.spec.vocab_size)
+    for ours, theirs in zip(
+        packed_logits(model, sequences, DenseCache().step), logits(reference, sequences), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
