@@ -379,7 +379,15 @@ def _starcoder(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_gpt(read, config), "multi_query": config["num_key_value_heads"] == 1}
 
 
+def _granite(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The key about finetuning says whether there are rotated positions in this family."""
+    if read.value("rope.scaling.finetuned") is False:
+        raise read.wrong("rope.scaling.finetuned", "true: attention without positions is not computed")
+    return {}
+
+
 def _granitemoe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _granite(read, config)
     return {"model_type": "granitemoeshared"} if config.get("shared_intermediate_size") else {}
 
 
@@ -400,7 +408,7 @@ _ADJUST: Final[Mapping[str, _Adjust]] = {
     "gemma2": _gemma2, "gemma3": _gemma3, "gemma3n": _gemma3n, "gemma4": _gemma4, "cohere2": _cohere2, "phi3": _phi3,
     "gpt-oss": _gpt_oss, "deepseek2": _deepseek, "exaone4": _exaone4, "olmo2": _olmo2, "llama4": _llama4,
     "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm, "qwen": _qwen,
-    "gpt2": _gpt, "starcoder": _starcoder, "granitemoe": _granitemoe, "phimoe": _phimoe, "exaone-moe": _exaone_moe,
-    "afmoe": _exaone_moe, "mistral4": _mistral4, "baichuan": _baichuan,
+    "gpt2": _gpt, "starcoder": _starcoder, "granite": _granite, "granitemoe": _granitemoe, "phimoe": _phimoe,
+    "exaone-moe": _exaone_moe, "afmoe": _exaone_moe, "mistral4": _mistral4, "baichuan": _baichuan,
 }  # fmt: skip
 """Architecture -> configuration that follows from several keys."""

@@ -36,7 +36,7 @@ _SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     "expert_group_count": _SCALE,
     "interleave_moe_layer_step": _SCALE,
     "leading_dense_block_count": _OFF,
-    "rope.scaling.finetuned": (None, True),
+    "expert_weights_norm": (None, True),
 }
 """Keys that change what a model computes, with the values that change nothing. Those of an architecture that does
 not read them would be ignored."""

@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "ministral3": "mistral3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe", "olmo3": "olmo2", "exaone_moe": "exaone-moe", "glm": "chatglm",
     "gpt_neox": "gptneox", "gpt_bigcode": "starcoder", "granitemoeshared": "granitemoe", "solar_open": "glm4moe",
-    "glm4_moe_lite": "deepseek2",
+    "glm4_moe_lite": "deepseek2", "youtu": "deepseek2",
 }  # fmt: skip
 """`model_type` -> architecture, where they differ."""
 _PAIRED = frozenset(
@@ -185,6 +185,9 @@ _SPECIAL: Mapping[str, Callable[[Any], dict[str, Any]]] = {
         "rope.scaling.yarn_log_multiplier": 0.1 * config.rope_parameters["mscale_all_dim"],
     },
     "gpt_oss": lambda config: {"expert_feed_forward_length": config.intermediate_size},
+    "youtu": lambda config: {
+        "leading_dense_block_count": config.num_hidden_layers, "expert_gating_func": None, "expert_shared_count": 0,
+    },
     "glm4_moe_lite": lambda config: {"leading_dense_block_count": config.mlp_layer_types.count("dense")},
     "minicpm3": lambda config: {
         "logit_scale": None,

@@ -103,6 +103,16 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "qwen3.rope.scaling.original_context_length": 128,
         },
     ),
+    "olmo 3, scaled": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+        {"olmo2.rope.scaling.yarn_attn_factor": 1.5},
+    ),
     "partial": ("phi3", {"partial_rotary_factor": 0.5}, {}),
     "gemma 3, scaled": (
         "gemma3_text",
@@ -230,6 +240,12 @@ def test_parts_of_a_tensor_must_fit_together(tmp_path: Path) -> None:
     extra = {"blk.0.ffn_up_exps.weight": np.ones((4, 90, 64))}
     with pytest.raises(ModelError, match="gate_up_proj has the shape"):
         check_model(write_tiny(tmp_path / "model.gguf", "gpt_oss", extra=extra))
+
+
+def test_attention_without_positions_is_refused(tmp_path: Path) -> None:
+    metadata = {"granite.rope.scaling.finetuned": False}
+    with pytest.raises(ModelError, match="attention without positions is not computed"):
+        check_model(write_tiny(tmp_path / "model.gguf", "granite", metadata=metadata))
 
 
 def test_layers_that_draft_are_not_read(tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4 of images": (
         "glm4", {}, {"change": halved, "metadata": {"glm4.rope.dimension_sections": [1, 1, 2, 0]}},
     ),
+    "phi3 without a window": ("phi3", {"sliding_window": None}, {"metadata": {"phi3.attention.sliding_window": 0}}),
+    "dense deepseek2": ("youtu", {}, {"architecture": "deepseek2"}),
     "mistral3 of mistral": ("mistral", {"sliding_window": None}, {"architecture": "mistral3"}),
     "gemma4 with experts": (
         "gemma4_text", {"global_head_dim": 32, "hidden_size_per_layer_input": 0, **GEMMA4_MOE}, {},
