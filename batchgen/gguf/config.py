@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any, Final
 
-import numpy as np
-
 from batchgen.errors import ModelError
-from batchgen.gguf.families import FAMILIES, MIXTRAL, Family
+from batchgen.gguf.families import gguf_family
 from batchgen.gguf.header import GgufHeader
-from batchgen.gguf.tensors import dequantised
+from batchgen.gguf.metadata import Metadata, decimal
 
 _COMMON: Final = {
     "block_count": "num_hidden_layers",
@@ -23,96 +20,42 @@ _COMMON: Final = {
 }
 _OPTIONAL: Final = {"feed_forward_length": "intermediate_size", "attention.head_count_kv": "num_key_value_heads"}
 _FLOATS: Final = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
-_MOST_FACTORS: Final = 4096
-"""Most factors of rotary frequencies, a half of the largest head size."""
 _GEMMA3_PERIOD: Final = 6
+_GEMMA3N_PERIOD: Final = 5
 _COHERE2_PERIOD: Final = 4
 _EXAONE4_PERIOD: Final = 4
+_OLMO3_PERIOD: Final = 4
 _SIGMOID: Final = 2
 """`expert_gating_func` of experts that are scored by sigmoid."""
 _LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the model of 27 billion parameters, which scales its queries by another size than its siblings."""
+_MAVERICK_EXPERTS: Final = 128
+"""Experts of the Llama 4 that does not normalise queries and keys."""
+_LARGE_BAICHUAN: Final = 40
+"""Layers of the Baichuan that has no rotated positions."""
+_UNROTATED: Final = 1e10
+"""Factors from here on stop a rotary frequency."""
 
 
-class _Metadata:
-    """Typed access to the keys of one architecture."""
-
-    def __init__(self, header: GgufHeader, architecture: str) -> None:
-        self.header = header
-        self._architecture = architecture
-
-    def value(self, key: str) -> Any:
-        """The value of a key; None if it is absent. A list with equal entries, one for each layer, is its entry."""
-        value = self.header.metadata.get(f"{self._architecture}.{key}")
-        if isinstance(value, list) and value and key in (*_COMMON, *_OPTIONAL):
-            if len(set(map(str, value))) > 1:
-                raise ModelError(
-                    f"{self.header.path}: the layers differ in {self._architecture}.{key}, which is not supported. "
-                    "Use another model."
-                )
-            value = value[0]
-        return decimal(value) if type(value) is float else value
-
-    def integer(self, key: str) -> int:
-        """A positive integer."""
-        value = self.value(key)
-        if type(value) is not int or not 1 <= value < 1 << 31:
-            raise self.wrong(key, "a positive integer")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A finite number."""
-        value = self.value(key)
-        value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.wrong(key, "a number")
-        return float(value)
-
-    def wrong(self, key: str, wanted: str) -> ModelError:
-        """The error for a value that is not what it must be."""
-        found = f"{self.value(key)!r}"[:80] if self.value(key) is not None else "nothing"
-        return ModelError(
-            f"{self.header.path}: {self._architecture}.{key} must be {wanted}, got {found}. Copy the file again."
-        )
-
-
-def gguf_family(header: GgufHeader) -> Family:
-    """What is known of the file's architecture.
-
-    Raises:
-        ModelError: it is not supported, or the file holds no language model.
-    """
-    name = header.metadata.get("general.architecture")
-    kind = header.metadata.get("general.type", "model")
-    if not isinstance(name, str) or kind not in ("model", None):
-        what = f"a file of type {kind}" if isinstance(kind, str) and kind != "model" else "names no architecture"
-        raise ModelError(f"{header.path} holds no language model: {what}. Name the file with the text model.")
-    if name not in FAMILIES:
-        raise ModelError(
-            f"{header.path}: the GGUF architecture {name[:80]!r} is not supported: batchgen does not know how its "
-            "configuration and tensors are stored. Use the checkpoint in safetensors form."
-        )
-    if name == "llama" and header.metadata.get("llama.expert_count"):
-        return MIXTRAL
-    if name == "llama" and header.metadata.get("llama.attention.sliding_window"):
-        keys = {**FAMILIES[name].keys, "attention.sliding_window": "sliding_window"}
-        return replace(FAMILIES[name], model_type="mistral", keys=keys, flags={})
-    return FAMILIES[name]
-
-
-def gguf_config(header: GgufHeader, family: Family) -> dict[str, Any]:
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """Contents of the config.json that the file's model would have.
 
     Raises:
-        ModelError: a key is missing or has a value that it cannot have.
+        ModelError: the architecture is not supported, or a key is missing or has a value that it cannot have.
     """
+    family = gguf_family(header)
     architecture = str(header.metadata["general.architecture"])
-    read = _Metadata(header, architecture)
+    read = Metadata(header, architecture)
     config: dict[str, Any] = {"model_type": family.model_type}
     config |= {name: read.integer(key) for key, name in _COMMON.items()}
-    config |= {name: read.integer(key) for key, name in _OPTIONAL.items() if read.value(key) is not None}
+    optional = {key: name for key, name in _OPTIONAL.items() if key not in family.varying}
+    config |= {name: read.integer(key) for key, name in optional.items() if read.value(key) is not None}
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config |= {name: read.value(key) for key, name in family.keys.items() if read.value(key) is not None}
+    if dense := family.keys.get("leading_dense_block_count"):
+        config.setdefault(dense, 0)
+    if config.get("sliding_window") == 0:
+        config["sliding_window"] = None  # stated by models without a window
     config |= family.constants
     config |= {name: f"blk.0.{tensor}" in header.tensors for name, tensor in family.flags.items()}
     config["num_hidden_layers"] -= _draft_layers(read, config["num_hidden_layers"])
@@ -122,12 +65,13 @@ def gguf_config(header: GgufHeader, family: Family) -> dict[str, Any]:
     config["vocab_size"] = _vocab_size(header)
     config["dtype"] = _dtype(header)
     config |= _token_ids(header, config["vocab_size"])
-    if family.model_type in _ADJUST:
-        config |= _ADJUST[family.model_type](read, config)
+    if architecture in _ADJUST:
+        config |= _ADJUST[architecture](read, config)
+    read.check_all_read()
     return config
 
 
-def _draft_layers(read: _Metadata, layers: int) -> int:
+def _draft_layers(read: Metadata, layers: int) -> int:
     """Number of layers behind those of the model, which draft further tokens."""
     drafts = read.value("nextn_predict_layers")
     if drafts is None:
@@ -137,7 +81,7 @@ def _draft_layers(read: _Metadata, layers: int) -> int:
     return drafts
 
 
-def _head_dim(read: _Metadata, config: Mapping[str, Any]) -> int:
+def _head_dim(read: Metadata, config: Mapping[str, Any]) -> int:
     if read.value("attention.key_length") is None:
         if config["hidden_size"] % config["num_attention_heads"]:
             raise read.wrong("attention.key_length", "a positive integer")
@@ -148,11 +92,11 @@ def _head_dim(read: _Metadata, config: Mapping[str, Any]) -> int:
     return head_dim
 
 
-def _rope(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Rope settings; factors of frequencies are stored as tensors."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": read.number("rope.freq_base", 10_000.0)}
     rotated = read.integer("rope.dimension_count") if read.value("rope.dimension_count") is not None else None
-    if rotated not in (None, config["head_dim"]):
+    if rotated is not None:  # for all of a head, too: families have other defaults
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
     kind = read.value("rope.scaling.type")
     context = config["max_position_embeddings"]
@@ -163,45 +107,20 @@ def _rope(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         raise read.wrong("rope.scaling.type", "none, linear, yarn or longrope")
     if kind == "yarn":
         rope["original_max_position_embeddings"] = original or context
-        betas = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        betas = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
         rope |= {name: read.value(f"rope.scaling.{key}") for name, key in betas.items()}
         return {name: value for name, value in rope.items() if value is not None}
-    if (factors := _factors(read.header, "rope_freqs")) is not None:
+    if (factors := read.factors("rope_freqs")) is not None:
         # Llama 3's scaling, of which the file holds the results: one factor for each frequency, for all lengths.
         same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
         return {**rope, "rope_type": "longrope", **same, "original_max_position_embeddings": context}
-    short, long = (_factors(read.header, f"rope_factors_{name}") for name in ("short", "long"))
+    short, long = (read.factors(f"rope_factors_{name}") for name in ("short", "long"))
     if short is None or long is None:
         return rope
     attention = read.value("rope.scaling.attn_factor")
     rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
     rope |= {} if attention is None else {"attention_factor": attention}
     return {**rope, "original_max_position_embeddings": original or context}
-
-
-def _factors(header: GgufHeader, name: str) -> list[float] | None:
-    """The values of a small float32 tensor; None if there is none."""
-    entry = header.tensors.get(f"{name}.weight") or header.tensors.get(f"blk.0.{name}.weight")
-    if entry is None:
-        return None
-    if entry.kind != "F32" or len(entry.shape) != 1 or entry.shape[0] > _MOST_FACTORS:
-        raise ModelError(f"{header.path}: {name} must be at most {_MOST_FACTORS} float32 values. Copy the file again.")
-    try:
-        with entry.file.open("rb") as stream:
-            stream.seek(entry.start)
-            data = stream.read(entry.nbytes)
-    except OSError as error:
-        raise ModelError(f"Cannot read {entry.file}: {error.strerror or error}.") from None
-    values = dequantised(data, entry.kind)
-    if len(values) != entry.shape[0] or not np.isfinite(values).all() or (values == 0).any():
-        raise ModelError(f"{header.path}: {name} must hold finite factors other than 0. Copy the file again.")
-    return [decimal(float(value)) for value in values]
-
-
-def decimal(value: float) -> float:
-    """The shortest decimal fraction that is `value` in float32, as it was in the checkpoint's config.json."""
-    with np.errstate(over="ignore"):
-        return float(str(np.float32(value))) if math.isfinite(value) else value
 
 
 def _vocab_size(header: GgufHeader) -> int:
@@ -226,7 +145,7 @@ def _token_ids(header: GgufHeader, vocab: int) -> dict[str, Any]:
     return {name: value if type(value) is int and 0 <= value < vocab else None for name, value in found.items()}
 
 
-def _gemma2(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": _query_scale("gemma2", config)}
 
 
@@ -236,24 +155,21 @@ def _query_scale(architecture: str, config: Mapping[str, Any]) -> int:
     return int(config["head_dim"])
 
 
-def _gemma3(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     theta = read.number("rope.freq_base_swa", 10_000.0)
     full = {**config["rope_parameters"], "rope_theta": read.number("rope.freq_base", 1_000_000.0)}
     return {
         "query_pre_attn_scalar": _query_scale("gemma3", config),
         "layer_types": _layer_types(read, config, _GEMMA3_PERIOD),
-        "rope_parameters": {
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        },
+        "rope_parameters": _two_ropes(full, theta),
     }
 
 
-def _cohere2(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _cohere2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": _layer_types(read, config, _COHERE2_PERIOD)}
 
 
-def _layer_types(read: _Metadata, config: Mapping[str, Any], period: int) -> list[str]:
+def _layer_types(read: Metadata, config: Mapping[str, Any], period: int) -> list[str]:
     """Types of the layers: as listed, or full attention every `period` layers."""
     layers = config["num_hidden_layers"]
     pattern = read.value("attention.sliding_window_pattern")
@@ -265,24 +181,25 @@ def _layer_types(read: _Metadata, config: Mapping[str, Any], period: int) -> lis
     return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
 
 
-def _phi3(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _phi3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     original = config["rope_parameters"].get("original_max_position_embeddings")
     return {"original_max_position_embeddings": original or config["max_position_embeddings"]}
 
 
-def _gpt_oss(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]
     if rope["rope_type"] != "yarn":
         return {}
     return {"rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **rope}}
 
 
-def _deepseek(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the heads, and which of two generations it is: one scores experts by softmax, the other by sigmoid."""
+def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the heads of multi-head latent attention, and rope settings."""
     form = "_mla" if read.value("attention.key_length_mla") is not None else ""
-    rotated, rope = config["qk_rope_head_dim"], dict(config["rope_parameters"])
+    rotated, rope = config["head_dim"], dict(config["rope_parameters"])
     found = {
         "q_lora_rank": config.get("q_lora_rank"),
+        "qk_rope_head_dim": rotated,
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": read.integer(f"attention.key_length{form}") - rotated,
         "v_head_dim": read.integer(f"attention.value_length{form}"),
@@ -292,20 +209,206 @@ def _deepseek(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if (multiplier := read.value("rope.scaling.yarn_log_multiplier")) is not None and rope["rope_type"] == "yarn":
         scale = decimal(10.0 * read.number("rope.scaling.yarn_log_multiplier", multiplier))
         found["rope_parameters"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
+    found = _latent(read, config)
     if read.value("expert_gating_func") != _SIGMOID:
-        method = "group_limited_greedy" if config.get("n_group", 1) > 1 else "greedy"
+        groups = read.integer("expert_group_count") if "n_group" in config else 1
+        method = "group_limited_greedy" if groups > 1 else "greedy"
         found |= {"model_type": "deepseek_v2", "topk_method": method}
     return found
 
 
-def _exaone4(read: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _mistral4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Files need not state the scale of queries, which all models have."""
+    found = _latent(read, config)
+    size = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+    rope = {
+        **config["rope_parameters"], **found.get("rope_parameters", {}),
+        "partial_rotary_factor": found["qk_rope_head_dim"] / size,
+        "llama_4_scaling_beta": read.number("attention.temperature_scale", 0.1),
+    }  # fmt: skip
+    return {**found, "head_dim": size, "rope_parameters": rope}
+
+
+def _exaone4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("sliding_window") is None:
         return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
     return {"layer_types": _layer_types(read, config, _EXAONE4_PERIOD)}
 
 
-_ADJUST: Final = {
-    "gemma2": _gemma2, "gemma3_text": _gemma3, "cohere2": _cohere2, "phi3": _phi3, "gpt_oss": _gpt_oss,
-    "deepseek_v3": _deepseek, "exaone4": _exaone4,
+def _two_ropes(full: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """Rope settings of layers with full attention, and plain ones of those with a window."""
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
+
+
+def _rows(read: Metadata, tensor: str) -> int:
+    """Rows of a matrix."""
+    entry = read.header.tensors.get(tensor)
+    if entry is None or len(entry.shape) != 2:
+        raise ModelError(f"{read.header.path} holds no {tensor} with two axes. Copy the file again.")
+    return entry.shape[0]
+
+
+def _olmo2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Olmo 3 is stored as Olmo 2 with a window."""
+    if config.get("sliding_window") is None:
+        return {}
+    rope = config["rope_parameters"]
+    return {
+        "model_type": "olmo3",
+        "layer_types": _layer_types(read, config, _OLMO3_PERIOD),
+        "rope_parameters": _two_ropes(rope, rope["rope_theta"]),
+    }
+
+
+def _llama4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if read.value("attention.sliding_window") is not None:
+        raise read.wrong("attention.sliding_window", "absent: attention in chunks of 8192 tokens is what is computed")
+    dense = read.integer("feed_forward_length")
+    return {"intermediate_size_mlp": dense, "use_qk_norm": config.get("num_local_experts") != _MAVERICK_EXPERTS}
+
+
+def _mistral3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Ministral 3 scales its queries by their positions; its predecessors are Mistral as `llama` has it."""
+    rope = dict(config["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        scale = read.number("rope.scaling.yarn_log_multiplier", 1.0)
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    beta = read.number("attention.temperature_scale", 0.0)
+    if not beta:
+        return {"model_type": "mistral", "rope_parameters": rope}
+    if rope["rope_type"] != "yarn":
+        raise read.wrong("rope.scaling.type", "yarn")
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+
+
+def _gemma3n(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    scales = read.value("activation_sparsity_scale")
+    layers = config["num_hidden_layers"]
+    if not isinstance(scales, list) or len(scales) != layers or not all(type(scale) is float for scale in scales):
+        raise read.wrong("activation_sparsity_scale", f"{layers} numbers")
+    theta = read.number("rope.freq_base_swa", 10_000.0)
+    return {
+        # The file has the quantiles of the shares of activations that are cut off.
+        "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
+        "laurel_rank": _rows(read, "blk.0.laurel_l.weight"),
+        "vocab_size_per_layer_input": _rows(read, "per_layer_token_embd.weight"),
+        "layer_types": _layer_types(read, config, _GEMMA3N_PERIOD),
+        "rope_parameters": _two_ropes(config["rope_parameters"], theta),
+    }
+
+
+def _gemma4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    types = _layer_types(read, config, _GEMMA3_PERIOD)
+    heads, widths = read.layers("attention.head_count_kv", layers), read.layers("feed_forward_length", layers)
+    windowed = types.index("sliding_attention") if "sliding_attention" in types else 0
+    full = types.index("full_attention") if "full_attention" in types else 0
+    factors = read.factors("rope_freqs") or [1.0]
+    rope = {
+        "rope_type": "proportional", "rope_theta": read.number("rope.freq_base", 1_000_000.0),
+        "partial_rotary_factor": sum(factor < _UNROTATED for factor in factors) / len(factors),
+    }  # fmt: skip
+    inputs = read.value("embedding_length_per_layer_input") or 0
+    return {
+        "layer_types": types,
+        "head_dim": read.integer("attention.key_length_swa"),
+        "num_key_value_heads": heads[windowed],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in read.header.tensors,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        "enable_moe_block": bool(config.get("num_experts")),
+        "rope_parameters": _two_ropes(rope, read.number("rope.freq_base_swa", 10_000.0)),
+        "hidden_size_per_layer_input": inputs,
+        "vocab_size_per_layer_input": _rows(read, "per_layer_token_embd.weight") if inputs else config["vocab_size"],
+    }
+
+
+def _minicpm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite's computation; older files do not state the scales, which all models had in common then."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    common = {
+        "embedding_multiplier": 12.0, "residual_multiplier": 1.4 / layers**0.5, "logits_scaling": hidden / 256,
+        "attention_multiplier": config["head_dim"] ** -0.5,
+    }  # fmt: skip
+    return {name: value for name, value in common.items() if name not in config}
+
+
+def _minicpm3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rotated = config["head_dim"]
+    output = read.header.tensors.get("blk.0.attn_output.weight")
+    columns = output.shape[1] if output is not None and len(output.shape) == 2 else 0
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": read.integer("attention.key_length") - rotated,
+        "v_head_dim": columns // config["num_attention_heads"],
+    }
+
+
+def _baichuan(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["num_hidden_layers"] >= _LARGE_BAICHUAN:
+        raise read.wrong("block_count", "that of the small model: attention of the large one is by distance (ALiBi)")
+    return {}
+
+
+def _chatglm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = read.header.tensors
+    return {"attention_bias": "blk.0.attn_qkv.bias" in tensors or "blk.0.attn_q.bias" in tensors}
+
+
+def _qwen(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"intermediate_size": read.integer("feed_forward_length") // 2}
+
+
+def _gpt(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Names of the first GPT's configuration."""
+    names = {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+    }  # fmt: skip
+    return {new: config[old] for new, old in names.items()} | {"n_inner": read.integer("feed_forward_length")}
+
+
+def _starcoder(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_gpt(read, config), "multi_query": config["num_key_value_heads"] == 1}
+
+
+def _granite(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The key about finetuning says whether there are rotated positions in this family."""
+    if read.value("rope.scaling.finetuned") is False:
+        raise read.wrong("rope.scaling.finetuned", "true: attention without positions is not computed")
+    return {}
+
+
+def _granitemoe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _granite(read, config)
+    return {"model_type": "granitemoeshared"} if config.get("shared_intermediate_size") else {}
+
+
+def _phimoe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = dict(config["rope_parameters"])
+    if rope["rope_type"] == "longrope":
+        scale = rope.pop("attention_factor", 1.0)
+        rope |= {"short_mscale": scale, "long_mscale": scale}
+    return {"lm_head_bias": "output.bias" in read.header.tensors, "rope_parameters": rope, **_phi3(read, config)}
+
+
+def _exaone_moe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _layer_types(read, config, _EXAONE4_PERIOD)}
+
+
+_Adjust = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
+_ADJUST: Final[Mapping[str, _Adjust]] = {
+    "gemma2": _gemma2, "gemma3": _gemma3, "gemma3n": _gemma3n, "gemma4": _gemma4, "cohere2": _cohere2, "phi3": _phi3,
+    "gpt-oss": _gpt_oss, "deepseek2": _deepseek, "exaone4": _exaone4, "olmo2": _olmo2, "llama4": _llama4,
+    "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm, "qwen": _qwen,
+    "gpt2": _gpt, "starcoder": _starcoder, "granite": _granite, "granitemoe": _granitemoe, "phimoe": _phimoe,
+    "exaone-moe": _exaone_moe, "afmoe": _exaone_moe, "mistral4": _mistral4, "baichuan": _baichuan,
 }  # fmt: skip
-"""`model_type` -> configuration that follows from several keys."""
+"""Architecture -> configuration that follows from several keys."""

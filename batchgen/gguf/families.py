@@ -1,107 +1,37 @@
-"""Architectures of GGUF files that are read: their configuration keys, tensor names and changes to stored weights.
-
-The table has what llama.cpp's converter does to each family. Keys are those of the metadata without the architecture's
-name in front; names of tensors are those of the checkpoint on the hub, without the number of the layer.
-"""
+"""Architectures of GGUF files that are read, and those whose computation is missing; see `family`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
-TOP_NAMES: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Tensors outside of the layers."""
-IGNORED: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd")
-"""Tensors that the configuration is made from, or that it determines."""
-LAYER_NAMES: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-"""Tensors of a layer; `{}` is the number of an expert, along the first axis of the stored tensor.
-
-A key may end in `.weight` or `.bias`, for one of both. A name that begins with `=` is whole; others get the ending of
-the stored tensor.
-"""
-_SANDWICH: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_MIXTRAL: Final = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-}
-_SHARED_EXPERTS: Final = {
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    "exp_probs_b": "=mlp.gate.e_score_correction_bias",
-}
-_LATENT: Final = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-}
-_RMS: Final = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-_EXPERTS: Final = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-_DEEPSEEK_EXPERTS: Final = {
-    "expert_count": "n_routed_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_shared_count": "n_shared_experts",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_weights_scale": "routed_scaling_factor",
-    "expert_weights_norm": "norm_topk_prob",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
-    "leading_dense_block_count": "first_k_dense_replace",
-}
+from batchgen.errors import ModelError
+from batchgen.gguf.family import (
+    ALTUP,
+    DEEPSEEK_EXPERTS,
+    EXPERTS,
+    GPT_NAMES,
+    GPT_TOP,
+    LATENT,
+    MIXTRAL_NAMES,
+    PER_LAYER,
+    PER_LAYER_TOP,
+    QKV,
+    RMS,
+    SANDWICH,
+    Assembly,
+    Family,
+)
+from batchgen.gguf.header import GgufHeader
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """A tensor of the checkpoint that is stored in parts: a stack of matrices, of which each part has its share."""
+def _shared(module: str) -> dict[str, str]:
+    """Names of the experts that all tokens share."""
+    return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
 
-    parts: tuple[str, ...]
-    """Stored tensors of a layer, in order."""
-    axis: int = 0
-    """Axis of the matrices along which the parts follow each other."""
-    alternating: bool = False
-    """Whether the parts alternate along the axis, instead of one following the other."""
-    transposed: tuple[bool, ...] = (False, False)
-    """Whether the axes of a part's matrices are exchanged."""
-    stacked: bool = True
-    """Whether the first axis of the parts counts the matrices; else each part is one matrix."""
-    merged: bool = False
-    """Whether the matrices lie one below the other in one matrix, as those of heads; those of experts have an axis."""
 
+_SHARED_EXPERTS: Final = {**_shared("mlp.shared_experts"), "exp_probs_b": "=mlp.gate.e_score_correction_bias"}
 
 _GPT_OSS: Final = {
     "mlp.experts.gate_up_proj": Assembly(
@@ -113,35 +43,21 @@ _GPT_OSS: Final = {
     "mlp.experts.down_proj": Assembly(("ffn_down_exps.weight",), transposed=(True,)),
 }
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One architecture."""
-
-    model_type: str
-    """`model_type` of the configuration in transformers."""
-    keys: Mapping[str, str] = field(default_factory=lambda: _RMS)
-    """Metadata key -> configuration key, beyond those of every architecture."""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration of the family that its files do not state."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of a layer that are not as in `LAYER_NAMES`."""
-    top_names: Mapping[str, str] = field(default_factory=dict)
-    """Tensors outside of the layers that are not as in `TOP_NAMES`."""
-    flags: Mapping[str, str] = field(default_factory=dict)
-    """Configuration key -> tensor of the first layer whose presence it states."""
-    assembled: Mapping[str, Assembly] = field(default_factory=dict)
-    """Tensors of a layer in the checkpoint that are stored in parts."""
-    latent: bool = False
-    """Whether it has multi-head latent attention."""
-    paired_rotary: bool = False
-    """Whether rows of q and k are stored for rotary embeddings of adjacent pairs instead of halves."""
-    norms_plus_one: bool = False
-    """Whether norms are stored with one added."""
-
-
+_LATENT_KEYS: Final = {
+    **RMS,
+    **DEEPSEEK_EXPERTS,
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+_HEADS: Final = {
+    "self_attn.kv_b_proj.weight": Assembly(
+        ("attn_k_b.weight", "attn_v_b.weight"), transposed=(True, False), merged=True
+    )
+}
+_GPT: Final = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
 _LLAMA_FLAGS: Final = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
-_GEMMA: Final = {**_RMS, "attention.sliding_window": "sliding_window"}
+_GEMMA: Final = {**RMS, "attention.sliding_window": "sliding_window"}
 _CAPS: Final = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -154,19 +70,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen2vl": Family("qwen2", constants={"use_sliding_window": False}),
     "qwen3": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
     "qwen3vl": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
-    "qwen2moe": Family("qwen2_moe", {**_RMS, **_EXPERTS}, {"norm_topk_prob": False, "use_sliding_window": False}),
-    "qwen3moe": Family("qwen3_moe", {**_RMS, **_EXPERTS}, {"norm_topk_prob": True, "use_sliding_window": False}),
-    "qwen3vlmoe": Family("qwen3_moe", {**_RMS, **_EXPERTS}, {"norm_topk_prob": True, "use_sliding_window": False}),
     "gemma": Family("gemma", norms_plus_one=True),
-    "gemma2": Family("gemma2", {**_GEMMA, **_CAPS}, names=_SANDWICH, norms_plus_one=True),
-    "gemma3": Family("gemma3_text", {**_GEMMA, **_CAPS}, names=_SANDWICH, norms_plus_one=True),
+    "gemma2": Family("gemma2", {**_GEMMA, **_CAPS}, names=SANDWICH, norms_plus_one=True),
+    "gemma3": Family("gemma3_text", {**_GEMMA, **_CAPS}, names=SANDWICH, norms_plus_one=True),
     "phi2": Family(
         "phi", _LAYER_NORM,
         names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         top_names={"output_norm": "model.final_layernorm"},
     ),
     "phi3": Family(
-        "phi3", {**_RMS, "attention.sliding_window": "sliding_window"},
+        "phi3", {**RMS, "attention.sliding_window": "sliding_window"},
         names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
     "starcoder2": Family(
@@ -177,11 +90,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
         "stablelm", {**_LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
         flags={"use_qkv_bias": "attn_q.bias"},
     ),
+    "olmo": Family("olmo", {"attention.clamp_kqv": "clip_qkv"}, paired_rotary=True),
     "olmo2": Family(
-        "olmo2", flags={"attention_bias": "attn_q.bias"},
+        "olmo2", {**RMS, "attention.sliding_window": "sliding_window"}, flags={"attention_bias": "attn_q.bias"},
         names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     ),
-    "olmoe": Family("olmoe", {**_RMS, **_EXPERTS, "attention.clamp_kqv": "clip_qkv"}, {"norm_topk_prob": False}),
     "command-r": Family(
         "cohere", {**_LAYER_NORM, "logit_scale": "logit_scale"},
         flags={"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"},
@@ -193,7 +106,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "granite": Family(
         "granite",
         {
-            **_RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            **RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
             "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
         },
         flags=_LLAMA_FLAGS, paired_rotary=True,
@@ -218,10 +131,108 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "ffn_up": "mlp.gate_up_proj",
         },
     ),
+    "exaone4": Family(
+        "exaone4", {**RMS, "attention.sliding_window": "sliding_window"},
+        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+    ),
+    "hunyuan-dense": Family(
+        "hunyuan_v1_dense", flags={"attention_bias": "attn_q.bias"},
+        names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "mistral3": Family("ministral3", paired_rotary=True, constants={"sliding_window": None}),
+    "exaone": Family("llama"),
+    "internlm2": Family("llama", flags=_LLAMA_FLAGS, paired_rotary=True),
+    "xverse": Family("llama", paired_rotary=True),
+    "baichuan": Family("llama", paired_rotary=True),
+    "pangu-embedded": Family("llama", flags=_LLAMA_FLAGS),
+    "minicpm": Family(
+        "granite",
+        {**RMS, "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+         "logit_scale": "logits_scaling"},
+        paired_rotary=True,
+    ),
+    "minicpm3": Family(
+        "minicpm3",
+        {
+            **RMS, "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+        names=LATENT, latent=True,
+    ),
+    "chatglm": Family(
+        "glm", names={"ffn_up": "mlp.gate_up_proj"}, splits=QKV,
+    ),
+    "qwen": Family("qwen2", constants={"use_sliding_window": False}, splits=QKV),
+    "apertus": Family(
+        "apertus", names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        flags={"attention_bias": "attn_q.bias"},
+        listed={
+            "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)), "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
+            "xielu.beta": ("mlp.act_fn.beta", ()), "xielu.eps": ("mlp.act_fn.eps", ()),
+        },
+    ),
+    "jais2": Family(
+        "jais2", _LAYER_NORM, flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+    ),
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            **_GEMMA, "final_logit_softcapping": "final_logit_softcapping", "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        names={**SANDWICH, **PER_LAYER, **ALTUP},
+        top_names={
+            **PER_LAYER_TOP, "altup_proj": "model.altup_projections.{}",
+            "altup_unembd_proj": "model.altup_unembed_projections.{}",
+        },
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            **_GEMMA, "final_logit_softcapping": "final_logit_softcapping",
+            "attention.shared_kv_layers": "num_kv_shared_layers", "attention.key_length": "global_head_dim",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_count": "num_experts", "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        names={
+            **SANDWICH, **PER_LAYER, "layer_output_scale": "=layer_scalar", "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "=router.scale", "ffn_down_exps.scale": "=router.per_expert_scale",
+            "ffn_gate_up_exps": "=experts.gate_up_proj", "ffn_down_exps": "=experts.down_proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        top_names=PER_LAYER_TOP,
+        assembled={"experts.gate_up_proj": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight"))},
+        varying=("feed_forward_length", "attention.head_count_kv"),
+    ),
+    "gpt2": Family(
+        "gpt2", _GPT, names=GPT_NAMES, top_names=GPT_TOP, prefix="transformer.h.",
+        assembled={
+            f"{name}.weight": Assembly((f"{part}.weight",), transposed=(True,), stacked=False)
+            for part, name in GPT_NAMES.items() if "ln_" not in name
+        },
+    ),
+    "starcoder": Family("gpt_bigcode", _GPT, names=GPT_NAMES, top_names=GPT_TOP, prefix="transformer.h."),
+    "gptneox": Family(
+        "gpt_neox", {**_LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        names={
+            "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense", "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        top_names={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm",
+                   "output": "lm_head"},
+        prefix="gpt_neox.layers.", fused_by_kind=True,
+    ),
+    "qwen2moe": Family("qwen2_moe", {**RMS, **EXPERTS}, {"norm_topk_prob": False, "use_sliding_window": False}),
+    "qwen3moe": Family("qwen3_moe", {**RMS, **EXPERTS}, {"norm_topk_prob": True, "use_sliding_window": False}),
+    "qwen3vlmoe": Family("qwen3_moe", {**RMS, **EXPERTS}, {"norm_topk_prob": True, "use_sliding_window": False}),
+    "olmoe": Family("olmoe", {**RMS, **EXPERTS, "attention.clamp_kqv": "clip_qkv"}, {"norm_topk_prob": False}),
     "gpt-oss": Family(
         "gpt_oss",
         {
-            **_RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
         },
         names={
@@ -231,61 +242,179 @@ FAMILIES: Final[Mapping[str, Family]] = {
         assembled=_GPT_OSS, flags={"attention_bias": "attn_q.bias"},
     ),
     "deepseek2": Family(
-        "deepseek_v3",
-        {
-            **_RMS, **_DEEPSEEK_EXPERTS, "attention.q_lora_rank": "q_lora_rank",
-            "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
+        "deepseek_v3", _LATENT_KEYS, names={**_SHARED_EXPERTS, **LATENT}, latent=True, assembled=_HEADS,
+    ),
+    "mistral4": Family(
+        "mistral4", _LATENT_KEYS,
+        names={
+            **_SHARED_EXPERTS, **LATENT, "ffn_gate_up_exps": "=mlp.experts.gate_up_proj",
+            "ffn_down_exps": "=mlp.experts.down_proj",
         },
-        names={**_SHARED_EXPERTS, **_LATENT}, latent=True,
-        assembled={
-            "self_attn.kv_b_proj.weight": Assembly(
-                ("attn_k_b.weight", "attn_v_b.weight"), transposed=(True, False), merged=True
-            )
-        },
+        latent=True, assembled=_HEADS,
     ),
     "glm4moe": Family(
-        "glm4_moe", {**_RMS, **_DEEPSEEK_EXPERTS},
+        "glm4_moe", {**RMS, **DEEPSEEK_EXPERTS},
         names={**_SHARED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
         flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
     ),
     "dots1": Family(
-        "dots1", {**_RMS, **_DEEPSEEK_EXPERTS}, names=_SHARED_EXPERTS, flags={"attention_bias": "attn_q.bias"}
-    ),
-    "exaone4": Family(
-        "exaone4", {**_RMS, "attention.sliding_window": "sliding_window"},
-        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
-    ),
-    "hunyuan-dense": Family(
-        "hunyuan_v1_dense", flags={"attention_bias": "attn_q.bias"},
-        names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        "dots1", {**RMS, **DEEPSEEK_EXPERTS}, names=_SHARED_EXPERTS, flags={"attention_bias": "attn_q.bias"}
     ),
     "granitemoe": Family(
         "granitemoe",
         {
-            **_RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            **RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
             "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
             "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
         },
         names={
-            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_gate_inp": "block_sparse_moe.router.layer", "ffn_down_shexp": "shared_mlp.output_linear",
             "ffn_down_exps": "=block_sparse_moe.output_linear.weight",
         },
         assembled={
-            "block_sparse_moe.input_linear.weight": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight"))
+            "block_sparse_moe.input_linear.weight": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+            "shared_mlp.input_linear.weight": Assembly(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), stacked=False),
         },
         paired_rotary=True,
     ),
     "minimax-m2": Family(
         "minimax_m2",
-        {**_RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        names={**_MIXTRAL, "exp_probs_b": "=block_sparse_moe.e_score_correction_bias"},
+        {**RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        names={**MIXTRAL_NAMES, "exp_probs_b": "=block_sparse_moe.e_score_correction_bias"},
+    ),
+    "llama4": Family(
+        "llama4_text",
+        {
+            **RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size", "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        names={
+            "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj", "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+        },
+        assembled={
+            "feed_forward.experts.gate_up_proj": Assembly(
+                ("ffn_gate_exps.weight", "ffn_up_exps.weight"), axis=1, transposed=(True, True)
+            ),
+            "feed_forward.experts.down_proj": Assembly(("ffn_down_exps.weight",), transposed=(True,)),
+        },
+        flags={"attention_bias": "attn_q.bias"},
+    ),
+    "hunyuan-moe": Family(
+        "hunyuan_v1_moe",
+        {**RMS, "expert_count": "num_experts", "expert_used_count": "moe_topk"},
+        names={
+            **_shared("mlp.shared_mlp"), "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm", "ffn_gate_inp": "mlp.gate.wg",
+        },
+        flags={"attention_bias": "attn_q.bias"},
+    ),
+    "ernie4_5-moe": Family(
+        "ernie4_5_moe",
+        {
+            **RMS, "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval", "leading_dense_block_count": "moe_layer_start_index",
+        },
+        names={**_SHARED_EXPERTS, "exp_probs_b": "=mlp.moe_statics.e_score_correction_bias"},
+        flags={"use_bias": "attn_q.bias"},
+    ),
+    "exaone-moe": Family(
+        "exaone_moe",
+        {
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace",
+        },
+        names=_SHARED_EXPERTS,
+    ),
+    "phimoe": Family(
+        "phimoe",
+        {
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+        names=MIXTRAL_NAMES, flags={"attention_bias": "attn_q.bias"},
+    ),
+    "afmoe": Family(
+        "afmoe",
+        {
+            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "route_scale",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        constants={"mup_enabled": True},
+        names={
+            **_SHARED_EXPERTS, "attn_gate": "self_attn.gate_proj", "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "=mlp.expert_bias",
+        },
+    ),
+    "bailingmoe2": Family(
+        "glm4_moe", {**RMS, **DEEPSEEK_EXPERTS}, {"use_qk_norm": True}, names=_SHARED_EXPERTS, splits=QKV,
+        flags={"attention_bias": "attn_qkv.bias"},
     ),
 }  # fmt: skip
 """`general.architecture` -> what is known of it."""
-MIXTRAL: Final = Family(
+_MIXTRAL: Final = Family(
     "mixtral",
-    {**_RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    names=_MIXTRAL,
+    {**RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    names=MIXTRAL_NAMES,
     paired_rotary=True,
 )
 """The architecture `llama` with experts."""
+
+_REASONS: Final[Mapping[str, str]] = {
+    "it keeps a recurrent state in addition to keys and values": (
+        "qwen3next qwen35 qwen35moe rwkv6 rwkv6qwen2 rwkv7 arwkv7 mamba mamba2 jamba nemotron_h nemotron_h_moe "
+        "granitehybrid falcon-h1 lfm2 lfm2moe kimi-linear plamo2"
+    ),
+    "it is an encoder, or needs one": (
+        "bert modern-bert nomic-bert nomic-bert-moe neo-bert jina-bert-v2 jina-bert-v3 eurobert gemma-embedding "
+        "llama-embed t5 t5encoder"
+    ),
+    "it denoises blocks of tokens instead of writing them in order": "dream llada llada-moe rnd1",
+    "it selects the keys of its attention by a learned index": "glm-dsa",
+    "its attention weights keys by their distance (ALiBi), not by rotated positions": "bloom mpt refact jais",
+    "its attention in transformers does not go through the library's attention interface": "falcon",
+    "its layers have different numbers of heads, and some have no attention": "deci openelm",
+    "it encodes images or sounds, and writes no text": "clip wavtokenizer-dec",
+    "its images are read by a separate set of weights in each layer": "cogvlm",
+    "the installed transformers has no class with its computation": (
+        "grok gptj plamo plamo3 codeshell orion arctic deepseek plm bailingmoe smallthinker grovemoe maincoder bitnet"
+    ),
+}
+MISSING: Final = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""`general.architecture` -> the missing computation."""
+
+
+def gguf_family(header: GgufHeader) -> Family:
+    """What is known of the file's architecture.
+
+    Raises:
+        ModelError: it is not supported, or the file holds no language model.
+    """
+    name = header.metadata.get("general.architecture")
+    kind = header.metadata.get("general.type", "model")
+    if not isinstance(name, str) or kind not in ("model", None):
+        what = f"a file of type {kind}" if isinstance(kind, str) and kind != "model" else "names no architecture"
+        raise ModelError(f"{header.path} holds no language model: {what}. Name the file with the text model.")
+    if name not in FAMILIES:
+        reason = MISSING.get(name, "batchgen does not know how its configuration and tensors are stored")
+        remedy = "Use another model." if name in MISSING else "Use the checkpoint in safetensors form."
+        raise ModelError(f"{header.path}: the GGUF architecture {name[:80]!r} is not supported: {reason}. {remedy}")
+    if name == "llama" and header.metadata.get("llama.expert_count"):
+        return _MIXTRAL
+    if name == "llama" and header.metadata.get("llama.attention.sliding_window"):
+        keys = {**FAMILIES[name].keys, "attention.sliding_window": "sliding_window"}
+        return replace(FAMILIES[name], model_type="mistral", keys=keys, flags={})
+    if name == "glm4" and header.metadata.get("glm4.rope.dimension_sections"):
+        return replace(FAMILIES[name], halved_rotary=True)  # the text part of GLM-4V
+    return FAMILIES[name]

@@ -32,7 +32,7 @@ _MAX_AXES: Final = 4
 _PIECE: Final = 1 << 20
 """Bytes that are read at a time."""
 _LENGTH: Final = struct.Struct("<Q")
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Number of a value type -> its format for `struct`."""
 _SPLIT: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -59,6 +59,8 @@ class GgufHeader:
     """Status of each file before it was read."""
     metadata: Mapping[str, Any]
     """Metadata of the first file: numbers, strings, and lists of them."""
+    listed: Mapping[str, TensorEntry]
+    """The lists of float32 in the metadata as tensors with one axis."""
     tensors: Mapping[str, TensorEntry]
     digest: str
     """SHA-256 of all headers."""
@@ -84,18 +86,19 @@ def read_gguf(path: Path) -> GgufHeader:
     tensors: dict[str, TensorEntry] = {}
     status: dict[Path, os.stat_result] = {}
     metadata: dict[str, Any] = {}
+    listed: dict[str, TensorEntry] = {}
     digest = hashlib.sha256()
     for number, file in enumerate(files):
-        held, status[file], found = _read_file(file, digest)
+        held, status[file], found, lists = _read_file(file, digest)
         if len(files) > 1 and (found.get("split.no"), found.get("split.count")) != (number, len(files)):
             raise _damaged(file, f"it does not say that it is part {number + 1} of {len(files)}")
-        metadata = metadata or found
+        metadata, listed = (metadata, listed) if metadata else (found, lists)
         if double := tensors.keys() & held.keys():
             raise _damaged(file, f"it holds {_short(min(double))}, which another part holds too")
         tensors.update(held)
     if not len(files) > 1 and metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(f"{path} is a part of a split model under another name. Name it NAME-00001-of-0000N.gguf.")
-    return GgufHeader(tuple(files), status, metadata, tensors, digest.hexdigest())
+    return GgufHeader(tuple(files), status, metadata, listed, tensors, digest.hexdigest())
 
 
 def is_later_part(path: Path) -> bool:
@@ -118,7 +121,11 @@ def _parts(path: Path) -> list[Path]:
     return files
 
 
-def _read_file(file: Path, digest: Any) -> tuple[dict[str, TensorEntry], os.stat_result, dict[str, Any]]:
+_File = tuple[dict[str, TensorEntry], os.stat_result, dict[str, Any], dict[str, TensorEntry]]
+
+
+def _read_file(file: Path, digest: Any) -> _File:
+    """Tensors, status, metadata, and its lists of float32."""
     try:
         with file.open("rb") as stream:
             status = os.fstat(stream.fileno())
@@ -127,7 +134,7 @@ def _read_file(file: Path, digest: Any) -> tuple[dict[str, TensorEntry], os.stat
             metadata = reader.metadata(key_count)
             tensors = reader.tensors(tensor_count, metadata)
             digest.update(reader.digest())
-            return tensors, status, metadata
+            return tensors, status, metadata, reader.listed
     except OSError as error:
         raise ModelError(f"Cannot read {file}: {error.strerror or error}. Check its permissions.") from None
 
@@ -139,6 +146,7 @@ class _Reader:
         self._file = file
         self._stream = stream
         self._size = size
+        self.listed: dict[str, TensorEntry] = {}
         self._data = bytearray()
         self._at = 0
 
@@ -260,6 +268,8 @@ class _Reader:
         if kind not in _NUMBERS:
             raise _damaged(self._file, f"{_short(key)} has entries of the unknown type {kind}")
         form = f"<{count}{_NUMBERS[kind]}"
+        if kind == _FLOAT32:
+            self.listed[key] = TensorEntry(self._file, "F32", (count,), self._at, 4 * count)
         return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
 

@@ -10,10 +10,13 @@ from typing import Any, Final
 import numpy as np
 
 from batchgen.errors import ModelError
-from batchgen.gguf.families import IGNORED, LAYER_NAMES, TOP_NAMES, Assembly, Family
+from batchgen.gguf.families import gguf_family
+from batchgen.gguf.family import IGNORED, LAYER_NAMES, TOP_NAMES, Assembly, Family
 from batchgen.gguf.header import GgufHeader, TensorEntry
 
-_NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:nextn\.)?\w+)\.(weight|bias)")
+_NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:nextn\.)?\w+)\.(weight|bias|scale|input_scale)")
+_MOST_FACTORS: Final = 4096
+"""Most factors: of rotary frequencies, a half of the largest head size; of experts, one each."""
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
@@ -25,21 +28,28 @@ class GgufForm:
     """Type of the package `gguf`, such as Q4_K."""
     rows: int = 1
     """Rows that belong together: a piece holds whole groups."""
-    pairs: bool = False
-    """Whether a group's rows are stored in adjacent pairs for rotary embeddings, and wanted in halves."""
+    order: tuple[int, int, int] | None = None
+    """(a, b, n): the first a*b*n rows of a group are stored as a blocks of b*n rows, and wanted as b blocks of a*n: of
+    each stored block n rows in turn."""
     offset: float = 0.0
     """Number to add to each value."""
+    factor: float = 1.0
+    """Number that each value is multiplied with."""
 
     def columns(self, shape: Sequence[int]) -> int:
-        """Length of a row of a tensor of this shape: a vector of paired rows has rows of one value."""
-        return 1 if self.pairs and len(shape) == 1 else shape[-1]
+        """Length of a row of a tensor of this shape: a vector with rows in another order has rows of one value."""
+        return 1 if self.order and len(shape) == 1 else shape[-1]
 
     def values(self, data: Any, columns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Values [rows, columns] of the bytes of some groups of rows, in float32."""
         values = dequantised(data, self.kind).reshape(-1, columns)
-        if self.pairs:
-            groups = values.reshape(-1, self.rows // 2, 2, columns)
-            values = groups.swapaxes(1, 2).reshape(-1, columns)
+        if self.order is not None:
+            a, b, n = self.order
+            groups = values.reshape(-1, self.rows, columns)
+            moved = groups[:, : a * b * n].reshape(-1, a, b, n, columns).swapaxes(1, 2)
+            values = np.concatenate((moved.reshape(-1, a * b * n, columns), groups[:, a * b * n :]), axis=1)
+            values = values.reshape(-1, columns)
+        values = values if self.factor == 1.0 else values * np.float32(self.factor)
         return values + np.float32(self.offset) if self.offset else values
 
 
@@ -80,55 +90,109 @@ class HubTensor:
     """Of an assembled tensor: number of matrices, their rows and columns."""
 
 
-def hub_tensors(header: GgufHeader, family: Family, config: Mapping[str, Any]) -> dict[str, HubTensor]:
+def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubTensor]:
     """Tensors by their names in the checkpoint on the hub.
 
     Args:
         header: the file.
-        family: what is known of its architecture.
         config: its configuration.
 
     Raises:
         ModelError: a tensor has no place in the model, a shape that it cannot have, or a type that cannot be read.
     """
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    family = gguf_family(header)
     unreadable = {entry.kind for entry in header.tensors.values()}
     unreadable = {kind for kind in unreadable if not can_dequantise(kind)}
+    scales = _scales(header, family)
     found: dict[str, HubTensor] = {}
     parts: dict[tuple[str, str], dict[str, tuple[TensorEntry, GgufForm]]] = {}
     for name, entry in header.tensors.items():
         match = _NAME.fullmatch(name)
         if match is not None and (match[2] in IGNORED or _drafts(header, config, match[1])):
             continue
+        if name in scales or name.endswith(".input_scale"):  # scales of inputs are not needed, which are not rounded
+            continue
         if entry.kind in unreadable:
             raise ModelError(
                 f"{header.path}: {name[:80]} is stored as {entry.kind}, which the package gguf cannot read."
             )
         whole = None if match is None else _whole(family, config["num_hidden_layers"], *match.groups())
-        target = None if match is None else _target(family, config["num_hidden_layers"], *match.groups())
-        if target is None and whole is None:
+        targets = () if match is None else _targets(family, config["num_hidden_layers"], *match.groups())
+        if not targets and whole is None:
             raise ModelError(
                 f"{header.path} holds {name[:80]!r}, which a {family.model_type} model does not have. "
                 "Use the checkpoint in safetensors form."
             )
-        form = _form(family, name, entry, heads, kv_heads)
-        if form is None or (target is not None and "{}" in target and len(entry.shape) < 2):
+        form = _form(family, name, entry, config)
+        factors = scales.get(name.removesuffix(".weight") + ".scale", [1.0])
+        if form is None or (targets and len(entry.shape) < 1 + ("{}" in targets[0])):
             raise _misshapen(header, name, entry)
-        if whole is not None:
+        if whole is not None and len(factors) == 1:
+            form = replace(form, factor=factors[0])
             parts.setdefault(whole, {})[name.partition("blk.")[2].partition(".")[2]] = (entry, form)
             continue
-        assert target is not None, "checked above"
-        held = dict(_slices(target, entry, form))
+        sizes = _sizes(targets, entry, config) if whole is None else []
+        if not sizes or sum(sizes) != _rows(targets, entry) or len(factors) not in (1, _matrices(targets, entry)):
+            raise _misshapen(header, name, entry)
+        forms = [replace(form, factor=factor) for factor in factors] * (_matrices(targets, entry) // len(factors))
+        held = {
+            key: held for target, rows in _shares(targets, sizes) for key, held in _slices(target, entry, forms, rows)
+        }
         if double := found.keys() & held.keys():
             raise ModelError(f"{header.path} holds {min(double)} under two names, {name[:80]} and another.")
         found |= held
+    found |= dict(_listed(header, family, config["num_hidden_layers"]))
     for (prefix, stem), stored in parts.items():
         found[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem)
     return found
 
 
+def _scales(header: GgufHeader, family: Family) -> dict[str, list[float]]:
+    """Scales of whole weights, by their own names: one number, or one for each expert."""
+    found: dict[str, list[float]] = {}
+    for name, entry in header.tensors.items():
+        base = name.removesuffix(".scale")
+        if base == name or name.split(".", 2)[-1] in family.names:  # the model's own
+            continue
+        if f"{base}.weight" in header.tensors:
+            found[name] = read_factors(header, name, entry)
+    return found
+
+
+def read_factors(header: GgufHeader, name: str, entry: TensorEntry) -> list[float]:
+    """The values of a small float32 tensor of factors.
+
+    Raises:
+        ModelError: it has another form, or cannot be read.
+    """
+    if entry.kind != "F32" or len(entry.shape) != 1 or entry.shape[0] > _MOST_FACTORS:
+        raise ModelError(
+            f"{header.path}: {name[:80]} must be at most {_MOST_FACTORS} float32 values. Copy the file again."
+        )
+    try:
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.start)
+            values = np.frombuffer(stream.read(entry.nbytes), "<f4")
+    except OSError as error:
+        raise ModelError(f"Cannot read {entry.file}: {error.strerror or error}.") from None
+    if len(values) != entry.shape[0] or not np.isfinite(values).all() or (values == 0).any():
+        raise ModelError(f"{header.path}: {name[:80]} must hold finite factors other than 0. Copy the file again.")
+    return [float(value) for value in values]
+
+
 def _misshapen(header: GgufHeader, name: str, entry: TensorEntry) -> ModelError:
     return ModelError(f"{header.path}: {name[:80]} has the shape {list(entry.shape)}. Copy the file again.")
+
+
+def _listed(header: GgufHeader, family: Family, layers: int) -> Iterator[tuple[str, HubTensor]]:
+    """Tensors of one number that the metadata lists for the layers."""
+    for key, (name, shape) in family.listed.items():
+        entry = header.listed.get(key)
+        if entry is None or entry.shape != (layers,):
+            raise ModelError(f"{header.path}: {key} must list {layers} numbers. Copy the file again.")
+        for i in range(layers):
+            one = replace(entry, shape=shape, start=entry.start + 4 * i, nbytes=4)
+            yield f"{family.prefix}{i}.{name}", HubTensor(shape, ((one, GgufForm("F32")),))
 
 
 def _drafts(header: GgufHeader, config: Mapping[str, Any], layer: str | None) -> bool:
@@ -144,7 +208,7 @@ def _whole(family: Family, layers: int, layer: str | None, part: str, suffix: st
         return None
     name = f"{part}.{suffix}"
     stem = next((stem for stem, assembly in family.assembled.items() if name in assembly.parts), None)
-    return None if stem is None else (f"model.layers.{int(layer)}.", stem)
+    return None if stem is None else (f"{family.prefix}{int(layer)}.", stem)
 
 
 def _assembled(
@@ -171,40 +235,81 @@ def _assembled(
     return HubTensor(whole, parts, assembly, (count, rows, columns))
 
 
-def _target(family: Family, layers: int, layer: str | None, part: str, suffix: str) -> str | None:
-    """Name of a tensor in the checkpoint; None if the model has none."""
+def _targets(family: Family, layers: int, layer: str | None, part: str, suffix: str) -> tuple[str, ...]:
+    """Names of what a tensor is in the checkpoint, one below the other; none if the model has none."""
     if layer is None:
         stem = {**TOP_NAMES, **family.top_names}.get(part)
-        return None if stem is None else f"{stem}.{suffix}"
+        return () if stem is None else (f"{stem}.{suffix}",)
+    if int(layer) >= layers:
+        return ()
     names = {**LAYER_NAMES, **family.names}
-    known = names.get(f"{part}.{suffix}", names.get(part))
-    if known is None or int(layer) >= layers:
-        return None
-    prefix = f"model.layers.{int(layer)}."
-    return prefix + known[1:] if known.startswith("=") else f"{prefix}{known}.{suffix}"
+    one = names.get(f"{part}.{suffix}", names.get(part) if suffix != "scale" else None)
+    known = family.splits.get(part) or ((one,) if one is not None else ())
+    if part == "ffn_gate_up_exps" and not known:  # the converter joins them on request
+        known = (names["ffn_gate_exps"], names["ffn_up_exps"])
+    prefix = f"{family.prefix}{int(layer)}."
+    return tuple(prefix + (name[1:] if name[0] == "=" else f"{name}.{suffix}") for name in known)
 
 
-def _form(family: Family, name: str, entry: TensorEntry, heads: int, kv_heads: int) -> GgufForm | None:
+def _sizes(targets: Sequence[str], entry: TensorEntry, config: Mapping[str, Any]) -> list[int]:
+    """Rows of each target: of q, k and v as the heads have them, of others the same number."""
+    if len(targets) == 3:
+        heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+        return [heads * dim, kv_heads * dim, kv_heads * dim]
+    return [_rows(targets, entry) // len(targets)] * len(targets)
+
+
+def _matrices(targets: Sequence[str], entry: TensorEntry) -> int:
+    """How many tensors are stored as one: those of all experts."""
+    return entry.shape[0] if "{}" in targets[0] else 1
+
+
+def _rows(targets: Sequence[str], entry: TensorEntry) -> int:
+    """Rows of a stored matrix or vector, or of that of each expert."""
+    return entry.shape[1 if "{}" in targets[0] else 0]
+
+
+def _shares(targets: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each target with the first and the number of its rows."""
+    first = 0
+    for target, rows in zip(targets, sizes, strict=True):
+        yield target, (first, rows)
+        first += rows
+
+
+def _form(family: Family, name: str, entry: TensorEntry, config: Mapping[str, Any]) -> GgufForm | None:
     """How a tensor is stored; None if it cannot be."""
-    if family.paired_rotary and (".attn_q." in name or ".attn_k." in name):
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    if (family.paired_rotary or family.halved_rotary) and (".attn_q." in name or ".attn_k." in name):
         rows, odd = divmod(entry.shape[0], heads if ".attn_q." in name else kv_heads)
-        return None if odd or rows % 2 else GgufForm(entry.kind, rows, pairs=True)
+        rotated = int(rows * config["rope_parameters"].get("partial_rotary_factor", 1.0))
+        if odd or rows % 2 or rotated > rows:
+            return None
+        order = (rows // 2, 2, 1) if family.paired_rotary else (2, rotated // 2, 1)
+        return GgufForm(entry.kind, rows, order)
+    if family.fused_by_kind and ".attn_qkv." in name:
+        rows = 3 * heads * dim
+        return GgufForm(entry.kind, rows, (3, heads, dim)) if entry.shape[0] == rows else None
     if family.norms_plus_one and name.endswith("norm.weight"):
         return GgufForm(entry.kind, offset=-1.0)
     return GgufForm(entry.kind)
 
 
-def _slices(target: str, entry: TensorEntry, form: GgufForm) -> Iterator[tuple[str, HubTensor]]:
-    """The tensor, or those of all experts that are stored as one."""
-    if "{}" not in target:
-        # A gate with one output is stored as a vector.
-        shape = (
-            (1, *entry.shape) if target.endswith("shared_expert_gate.weight") and len(entry.shape) == 1 else entry.shape
-        )
-        yield target, HubTensor(shape, ((replace(entry, shape=shape), form),))
-        return
-    experts, *shape_of_one = entry.shape
+_ROW_VECTORS: Final = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
+"""Matrices with one row, which are stored as vectors."""
+
+
+def _slices(
+    target: str, entry: TensorEntry, forms: Sequence[GgufForm], rows: tuple[int, int]
+) -> Iterator[tuple[str, HubTensor]]:
+    """The tensor, or those of all experts that are stored as one: of each matrix the (first, number of) `rows`."""
+    experts, shape = _matrices([target], entry), entry.shape[1:] if "{}" in target else entry.shape
+    first, count = rows
     size = entry.nbytes // experts
+    row = size // shape[0]
+    shape = (count, *shape[1:])
+    if target.endswith(_ROW_VECTORS) and len(shape) == 1:
+        shape = (1, *shape)
     for i in range(experts):
-        one = replace(entry, shape=tuple(shape_of_one), start=entry.start + i * size, nbytes=size)
-        yield target.format(i), HubTensor(one.shape, ((one, form),))
+        one = replace(entry, shape=shape, start=entry.start + i * size + first * row, nbytes=row * count)
+        yield target.format(i), HubTensor(shape, ((one, forms[i]),))

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from batchgen.errors import ModelError
-from batchgen.gguf.config import decimal
 from batchgen.gguf.header import GgufHeader
+from batchgen.gguf.metadata import decimal
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 """Types of tokens."""
@@ -58,26 +58,68 @@ _DEEPSEEK3: Final = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_DEEPSEEK: Final = (
+    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", DIGITS,
+)  # fmt: skip
+_CJK: Final = r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
+_YOUTU: Final = (_CJK, rf"{_LOWER}{_SHORT}|{_UPPER}{_SHORT}|\p{{N}}|{_SLASHES}")
+_HAN: Final = r"&&[^\p{Han}]"
+_KIMI_LOWER: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]+"
+)
+_KIMI_UPPER: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]*"
+)
+_KIMI: Final = rf"\p{{Han}}+|{_KIMI_LOWER}{_SHORT}|{_KIMI_UPPER}{_SHORT}|\p{{N}}{{1,3}}|{_SIGNS}"
+_BLANKS: Final = (
+    r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+)
+_JAIS: Final = rf"{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_BLANKS}|\s{{1,2}}(?!\S)|\s"
+_BLOOM: Final = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_EXAONE_MOE: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_MINICPM: Final = (r"\p{N}{1,3}", rf"{_LETTERS}|\p{{N}}+|{_SIGNS}")
+_THREES: Final = r"\d{1,3}(?=(?:\d{3})*\b)"
+_AFMOE: Final = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+    _DEEPSEEK3[-1],
+)
 _DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", DIGITS)
 
 _NAMES: Final[Mapping[tuple[str, ...], str]] = {
     (): "default gpt-2 phi-2 a.x-4.0 mellum gigachat mpt olmo jais trillion exaone4 granite-docling",
     (DIGITS,): "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
+    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
     (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2",
     (_QWEN35,): "qwen35",
     (_TEKKEN,): "tekken",
     (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2",
     (_SEED,): "seed-coder",
     (_BAILING,): "bailingmoe bailingmoe2 llada-moe",
-    _DEEPSEEK3: "deepseek-v3 hunyuan-dense joyai-llm",
+    (_JAIS,): "jais-2",
+    (_KIMI,): "kimi-k2",
+    (_BLOOM,): "bloom poro-chat gpt3-finnish",
+    (_BLOOM, DIGITS): "viking",
+    (_EXAONE_MOE,): "exaone-moe",
+    (_THREES, _GPT4O): "tiny_aya cohere2moe",
+    (r"[^\n]+|[\n]+", _QWEN2): "laguna",
+    _MINICPM: "minicpm5",
+    _AFMOE: "afmoe",
+    _YOUTU: "youtu",
+    _DEEPSEEK: "deepseek-llm",
+    _DEEPSEEK3: "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
     _DEEPSEEK_CODER: "deepseek-coder",
 }
 SPLITS: Final = {name: steps for steps, names in _NAMES.items() for name in names.split()}
 """Name of a rule -> its steps; no step is the rule of GPT-2."""
-_LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2")
-WHOLE_WORDS: Final = frozenset((*_LLAMA3_NAMES, "tekken"))
+_LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+WHOLE_WORDS: Final = frozenset((*_LLAMA3_NAMES, "tekken", "youtu", "minicpm5"))
 """Rules whose vocabularies take a word that is a token as it is, without merging it."""
+_UNENCODED: Final = ("gemma4", "sarvam-moe")
+"""Rules of vocabularies that are as SentencePiece's, with merges."""
 ADD_BOS: Final = frozenset((*_LLAMA3_NAMES, "tekken"))
 """Rules whose texts begin with BOS if the file does not say."""
 
@@ -150,10 +192,12 @@ def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
         raise ModelError(f"{header.path} holds no tokenizer. Name one with --tokenizer")
     vocabulary = _Vocabulary(header)
     defaults: Mapping[str, int] = {}
-    if kind == "gpt2":
+    if kind == "gemma4" or (kind == "gpt2" and vocabulary.value("pre") in _UNENCODED):
+        backend, add_bos = _sentencepiece(vocabulary, prefix=False), kind == "gemma4"
+    elif kind == "gpt2":
         backend, add_bos = _byte_level(vocabulary)
     elif kind == "llama":
-        backend, add_bos, defaults = _sentencepiece(vocabulary), True, _SENTENCEPIECE_IDS
+        backend, add_bos, defaults = _sentencepiece(vocabulary, prefix=True), True, _SENTENCEPIECE_IDS
     else:
         raise vocabulary.error(f"is of the kind {str(kind)[:40]!r}, which is not supported")
     _add_tokens(backend, vocabulary, kind)
@@ -207,8 +251,8 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:at], merge[at + 1 :]
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> Any:
-    """A SentencePiece BPE tokenizer with byte fallback."""
+def _sentencepiece(vocabulary: _Vocabulary, *, prefix: bool) -> Any:
+    """A SentencePiece BPE tokenizer with byte fallback, and whether texts begin with a space if the file is silent."""
     respelled = {_respell(token): i for token, i in vocabulary.ids().items()}
     unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None)
     pairs = [_pair(merge) for merge in vocabulary.merges] if vocabulary.merges else _derived(vocabulary, respelled)
@@ -217,7 +261,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
     except Exception as error:  # as in `_byte_level`
         raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
     backend = Tokenizer(model)
-    prefix = vocabulary.value("add_space_prefix") is not False
+    stated = vocabulary.value("add_space_prefix")
+    prefix = prefix if stated is None else stated is not False
     spaces = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

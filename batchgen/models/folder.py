@@ -16,7 +16,7 @@ from types import NoneType
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.gguf.config import gguf_config, gguf_family
+from batchgen.gguf.config import gguf_config
 from batchgen.gguf.header import read_gguf
 from batchgen.gguf.tensors import GgufForm, HubTensor, hub_tensors
 from batchgen.models.file_hashes import FileStamp
@@ -130,9 +130,8 @@ def check_model_folder(
 def _gguf_folder(path: Path, overrides: Overrides) -> ModelFolder:
     """A GGUF model as the folder of its checkpoint: configuration and tensors by the names that they have there."""
     header = read_gguf(path)
-    family = gguf_family(header)
-    config = gguf_config(header, family)
-    stored = hub_tensors(header, family, config)
+    config = gguf_config(header)
+    stored = hub_tensors(header, config)
     config = overrides.merged(config)
     tensors: dict[str, StoredTensor] = {}
     encodings: Counter[str] = Counter()

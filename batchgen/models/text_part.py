@@ -15,7 +15,9 @@ from batchgen.errors import ModelError
 
 NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Keys under which configurations nest that of their text decoder, which may nest in turn."""
-_TOWERS: Final = ("vision_config", "audio_config", "vision_encoder_config", "encoder_config", "protein_encoder_config")
+_TOWERS: Final = (
+    "vision_config", "audio_config", "vision_encoder_config", "encoder_config", "protein_encoder_config", "vq_config",
+)  # fmt: skip
 _TIED: Final = "tie_word_embeddings"
 
 

@@ -9,7 +9,7 @@ Quantised tensors are dequantised in pieces (`quantized.dequantise`), or given a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from threading import Lock
+from concurrent.futures import ThreadPoolExecutor
 from types import EllipsisType, TracebackType
 from typing import BinaryIO, Final
 
@@ -53,12 +53,15 @@ class WeightReader:
         self._name: str | None = None
         self._stream: BinaryIO | None = None
         self._buffer: Tensor | None = None
-        self._lock = Lock()
+        # One thread reads for all callers, so that one pool of the allocator, and not one a caller, keeps what pieces
+        # took. It starts with the first tensor.
+        self._thread = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> WeightReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._thread.shutdown()
         if self._stream is not None:
             self._stream.close()
         self._stream = self._buffer = None
@@ -125,17 +128,17 @@ class WeightReader:
             ModelError: its dtype is not supported, or the file cannot be read.
         """
         info = self._tensors[name]
-        with self._lock:
-            if (
-                isinstance(info, TensorInfo)
-                and info.form is None
-                and (len(info.shape) < 2 or info.dtype not in _TORCH_DTYPES)
-            ):
-                return self._rows(info, 0, info.shape[0] if info.shape else 1).view(info.shape)
-            # Vectors are small, and modules that compute in float32 keep them exact.
-            target = torch.empty(info.shape, dtype=torch.float32 if len(info.shape) == 1 else dtype)
-            self.read_into(name, target)
-            return target
+        if (
+            isinstance(info, TensorInfo)
+            and info.form is None
+            and (len(info.shape) < 2 or info.dtype not in _TORCH_DTYPES)
+        ):
+            rows = info.shape[0] if info.shape else 1
+            return self._thread.submit(self._rows, info, 0, rows).result().view(info.shape)
+        # Vectors are small, and modules that compute in float32 keep them exact.
+        target = torch.empty(info.shape, dtype=torch.float32 if len(info.shape) == 1 else dtype)
+        self._thread.submit(self.read_into, name, target).result()
+        return target
 
     def _rows(self, info: TensorInfo, start: int, end: int) -> Tensor:
         """Leading rows of a stored tensor in its dtype, or decoded in float32; a scalar is one row."""

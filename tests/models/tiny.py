@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 VOCAB = 256
@@ -162,7 +168,10 @@ def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTraine
     """Float32 model of transformers with eager attention and random weights, including biases, norms and sinks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), attn_implementation="eager")
+        config = tiny_config(model_type, **overrides)
+        causal = type(config) in AutoModelForCausalLM._model_mapping
+        auto = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        model = auto.from_config(config, attn_implementation="eager")
         for name, parameter in model.named_parameters():
             # Initialisers make these constant, which would hide a parameter that is not read.
             if parameter.dim() == 1:

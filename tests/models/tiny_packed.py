@@ -54,6 +54,7 @@ _SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1]}
 _IMAGE_CODES = {"vocabulary_map": {"<image>": 5, **{f"IMGIMG{letter}Z": 10 + ord(letter) for letter in "ABCDEFGH"}}}
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "mistral4": by_type("deepseek_v3"),
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "chameleon": _IMAGE_CODES,
     "emu3": _IMAGE_CODES,
     "qwen3_omni_moe_text": {"sliding_window": None},

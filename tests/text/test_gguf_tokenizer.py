@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from batchgen.errors import ModelError
@@ -92,12 +92,62 @@ def test_sentencepiece_tokenizer_equals_its_folder(merges: bool, folders: dict[s
     same(Tokenizer.load(gguf(tmp_path / "model.gguf", metadata)), Tokenizer.load(folder))
 
 
+@pytest.mark.parametrize(("kind", "pre"), [("gemma4", None), ("gpt2", "gemma4"), ("gpt2", "sarvam-moe")])
+def test_a_tokenizer_like_sentencepiece_with_merges_equals_its_folder(
+    kind: str, pre: str | None, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """As Gemma 4 has it: texts get no space in front."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in folders["bytefallback"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.save(str(folder / "tokenizer.json"))
+    metadata = tokenizer_metadata(folder, kind="llama", add_bos=True)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    metadata |= {"tokenizer.ggml.model": kind, "tokenizer.ggml.pre": pre}
+    metadata["tokenizer.ggml.merges"] = [" ".join(pair) for pair in model["merges"]]
+    same(Tokenizer.load(gguf(tmp_path / "model.gguf", metadata)), Tokenizer.load(folder))
+
+
 @pytest.mark.parametrize("pre", SPLITS)
 def test_every_rule_keeps_texts(pre: str, folders: dict[str, Path], tmp_path: Path) -> None:
     metadata = tokenizer_metadata(folders["bytelevel"], pre=pre, add_bos=False)
     tokenizer = Tokenizer.load(gguf(tmp_path / "model.gguf", metadata))
     for text, ids in zip(TEXTS, tokenizer.encode(TEXTS), strict=True):
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+SPLIT_TEXTS = {
+    "kimi-k2": ("北京Hello2024年", ["北京", "Hello", "202", "4", "年"]),
+    "deepseek-llm": ("abc 12, x", ["abc", " ", "1", "2", ",", " x"]),
+    "afmoe": ("12345 ab", ["12", "345", " ab"]),
+    "tiny_aya": ("1234567 it's", ["1", "234", "567", " it's"]),
+    "viking": ("ab12. c", ["ab", "1", "2", ".", " c"]),
+    "youtu": ("去It's 12", ["去", "It's", " ", "1", "2"]),
+}
+"""Rule -> a text, and the words that it is split into."""
+
+
+@pytest.mark.parametrize("pre", SPLIT_TEXTS)
+def test_rules_split_words_where_their_families_do(pre: str, tmp_path: Path) -> None:
+    """In a vocabulary that has all merges of a text, its tokens are its words."""
+    text, words = SPLIT_TEXTS[pre]
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    whole = encode(text)[0][0]
+    parts = {whole[i:j] for i in range(len(whole)) for j in range(i + 1, len(whole) + 1)}
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *sorted(part for part in parts if len(part) > 1)]
+    merges = [f"{part[:cut]} {part[cut:]}" for part in sorted(parts, key=len) for cut in range(1, len(part))]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.merges": merges,
+    }  # fmt: skip
+    tokenizer = Tokenizer.load(gguf(tmp_path / "model.gguf", metadata))
+    ids = tokenizer.encode_plain([text])[0]
+    assert [tokenizer.decode([i], skip_special_tokens=False) for i in ids] == words
 
 
 def test_a_word_of_the_vocabulary_is_taken_whole_where_the_family_does(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from batchgen.models.quantized.tensors import (
 )
 from batchgen.models.safetensors_header import TensorInfo
 
-_PIECE: Final = 1 << 20
+_PIECE: Final = 1 << 19
 """Values of a piece that is dequantised."""
 _FLOATS_OF_4_BITS: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """E2M1 values without a sign, by code."""
