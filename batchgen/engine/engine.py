@@ -290,7 +290,7 @@ class Engine:
             support, together = self._front_end.media, not config.deterministic
             media = open_media(workload, support, self.model, together=together)
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record, media=media)
-        self.last_run = Running(workload, scheduler, loop, pool)
+        self.last_run = Running(workload, scheduler, loop, pool, media)
         return self.last_run
 
     def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[Pool, CachePlan, int]:

@@ -175,7 +175,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         row_errors=errors.shown,
         commonest_error=errors.reasons.commonest(),
         carried_options=carried_notes(rows.carried_options, config.carry),
-        media=setup.media_facts(table).get("media"),
+        media=setup.media_plan(table),
         prompt_tokens=workload.tree.prompt_tokens,
         distinct_prompt_tokens=workload.tree.distinct_tokens,
         computed_prompt_tokens=counts.distinct_prompt_tokens,

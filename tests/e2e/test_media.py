@@ -16,6 +16,26 @@ from tests.e2e.runner import ProcessResult, parts_of, run, start
 from tests.models.tiny_media import save_media
 
 LLAVA = "<image>"
+DEADLY = """
+import os, signal
+from batchgen.models.media_encoder import MediaEncoder
+
+encode = MediaEncoder.encode
+
+def counted(self, items):
+    with open("encoded", "a") as file:
+        file.write("x" * len(items))
+    return encode(self, items)
+
+if "DEADLY" in os.environ:
+    MediaEncoder.encode = counted
+
+def deadly(logits, rows):
+    if "DEADLY" in os.environ and any(row.params["dies"] == len(row.output_ids) for row in rows):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return logits
+"""
+"""A logit processor that ends the process, in a module that counts what the towers encode."""
 PICTURES = 6
 
 
@@ -68,14 +88,14 @@ def test_a_run_counts_its_images_as_planned(folder: Path, model: Path) -> None:
     }  # fmt: skip
     assert {name: media[name] for name in checked} == checked
     assert (media["encoded"], media["failed"]) == (PICTURES, 0)
-    assert "6 distinct images (0.0 megapixels), 6 encoded to 24 tokens" in done.stderr
+    assert "6 distinct images (0.0 megapixels) of 24 tokens, 6 encoded" in done.stderr
     *found, words = rows_of(folder / "out.parquet")
     assert {row["media_tokens"] for row in found} == {4}
     assert words["media_tokens"] is None
     assert found[0]["prompt"] == f"see {LLAVA * 4} and say 0"
     assert found[0]["prompt_ids"].count(257) == 4
     footer = json.loads(pq.read_metadata(folder / "out.parquet").metadata[b"batchgen.run"])
-    assert footer["media"] == checked
+    assert footer["media"] == {**checked, "encoded": PICTURES, "reused": 0}
     run(["export", "out.parquet", "--format", "openai-batch", "-o", "lines.jsonl"], folder)
     usage = json.loads((folder / "lines.jsonl").read_text().splitlines()[0])["response"]["body"]["usage"]
     assert usage["prompt_tokens_details"]["media_tokens"] == 4
@@ -93,6 +113,64 @@ def test_a_killed_job_ends_as_one_that_was_not_disturbed(folder: Path, model: Pa
     assert counted(again)["items"] == PICTURES
     assert again.report["rows_resumed"] > 0
     assert rows_of(folder / "out.parquet") == undisturbed
+
+
+def killed(folder: Path, model: Path) -> list[object]:
+    """Kill a job while its row 14 of 24, each with its own image, has two tokens; returns its command line."""
+    (folder / "deadly_module.py").write_text(DEADLY)
+    rng = np.random.default_rng(4)
+    for number in range(24):
+        Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / "pictures" / f"{number}.png")
+    deadly = {"custom_logit_processor": "deadly", "max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    write_lines(
+        folder / "in.jsonl",
+        [
+            {"text": f"{LLAVA} say {i}", "image_data": f"{i}.png", "custom_params": {"dies": 2 if i == 14 else -1}}
+            | deadly
+            for i in range(24)
+        ],
+    )
+    line = command(model, "--logit-processor", "deadly=deadly_module:deadly", "--deterministic", "--commit-every", "2")
+    died = start([*line, "--commit-seconds", "0.01"], folder, env={"DEADLY": "1"}).wait()
+    assert died.code == -9, died.stderr
+    assert list((folder / "out.parquet.work" / "features").iterdir())
+    return line
+
+
+def undisturbed(line: list[object], folder: Path) -> list[dict[str, Any]]:
+    run([*line, "-o", "undisturbed.parquet"], folder)
+    return rows_of(folder / "undisturbed.parquet")
+
+
+def test_a_killed_job_encodes_no_image_again(folder: Path, model: Path) -> None:
+    line = killed(folder, model)
+    before = len((folder / "encoded").read_text())
+    again = run([*line, "--report", "-"], folder)
+    media = counted(again)
+    assert media["reused"] >= 4, "at least the rows that were running"
+    assert media["encoded"] == 24 - before
+    assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
+    assert f"of 96 tokens, {media['encoded']} encoded, {media['reused']} reused" in again.stderr
+    footer = json.loads(pq.read_metadata(folder / "out.parquet").metadata[b"batchgen.run"])["media"]
+    assert (footer["encoded"], footer["reused"]) == (media["encoded"], media["reused"])
+    assert not (folder / "out.parquet.work").exists()
+    assert rows_of(folder / "out.parquet") == undisturbed(line, folder)
+
+
+def test_features_outlive_a_mended_row_and_are_never_used_damaged(folder: Path, model: Path) -> None:
+    line = killed(folder, model)
+    (file,) = (folder / "out.parquet.work" / "features").iterdir()
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    lines = (folder / "in.jsonl").read_text().splitlines()
+    (folder / "in.jsonl").write_text("\n".join([*lines[:-1], lines[-1].replace("say", "tell")]))
+    again = run([*line, "--resume-anyway", "--report", "-"], folder)
+    media = counted(again)
+    assert media["reused"] >= 3
+    assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
+    assert media["encoded"] == 24 - len((folder / "encoded").read_text()) + 1, "the damaged one"
+    assert rows_of(folder / "out.parquet") == undisturbed(line, folder)
 
 
 def test_rows_are_reused_by_the_content_of_their_images(folder: Path, model: Path) -> None:

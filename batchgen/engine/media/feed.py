@@ -121,7 +121,7 @@ class MediaFeed:
         Those that cannot be decoded have features of zeros; `failed` names them.
         """
         for number in numbers:
-            if number in self.store or number in self.errors:
+            if number in self.errors or self.store.load(number):
                 continue
             if number not in self._ahead:
                 self._submit(number)
@@ -252,6 +252,7 @@ class MediaFeed:
             return
         for (number, _), features in zip(batch, found, strict=True):
             self.store.put(number, features)
+            self.store.keep(number)
         self.counts.encode_seconds += time.perf_counter() - began
         self.counts.encoded += len(batch)
         self.counts.batches += 1

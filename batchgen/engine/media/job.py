@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.media.features import FeatureStore
+from batchgen.engine.media.features import FeatureStore, KeptFeatures
 from batchgen.engine.media.feed import FEATURE_BYTES, FeedSettings, MediaFeed
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.engine.media.sources import GivenFeatures
@@ -22,6 +24,7 @@ from batchgen.kernels.device import cpu_quota
 from batchgen.models.base import Model
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import blocks
+from batchgen.request.media_items import MediaItems
 from batchgen.request.table import RequestTable
 
 Ints = npt.NDArray[np.int64]
@@ -84,7 +87,7 @@ class JobMedia:
     """The items of a job while it runs.
 
     Args:
-        table: every prompt of the job.
+        workload: the job.
         uses: the items of the requests that run.
         samples: [N] samples of each request that runs.
         feed: their features.
@@ -93,17 +96,23 @@ class JobMedia:
 
     def __init__(
         self,
-        table: RequestTable,
+        workload: JobWorkload,
         uses: ItemUses,
         samples: npt.NDArray[np.int32],
         feed: MediaFeed,
         step: StepMedia,
     ) -> None:
-        self._table = table
+        self._table = workload.table
         self._uses = uses
         self._samples = samples
         self._left: dict[int, int] = {}
         """Request that has begun to end -> samples that have not ended"""
+        self._uncommitted = ItemUses.of(self._table, ~workload.done)
+        """The items of all requests whose results an earlier run has not committed"""
+        self._needed = self._uncommitted.counts(len(self._items))
+        """[items] how many of these requests this run has not committed"""
+        self._committed: deque[tuple[int, int]] = deque()
+        """Prompts that were committed, not looked at yet"""
         self.feed = feed
         self.step = step
 
@@ -112,6 +121,7 @@ class JobMedia:
         counts = self.feed.counts
         return {
             "media_encoded": counts.encoded,
+            "media_reused": self.feed.store.reused,
             "media_batches": counts.batches,
             "media_failed": counts.failed,
             "media_wait_ms": round(1e3 * counts.wait_seconds),
@@ -122,14 +132,44 @@ class JobMedia:
 
     def load(self, plan: StepPlan) -> float:
         """Have the features that a step needs; returns the seconds that the encoder took."""
-        items, numbers = self._table.media, dict[int, None]()
-        assert items is not None
+        self._forget_committed()
+        items, numbers = self._items, dict[int, None]()
         for chunk in plan.prefills:
             ids = self._table.stored_ids(chunk.request)[chunk.start : chunk.end]
             numbers |= dict.fromkeys((np.unique(ids[ids >= items.vocab_size]) - items.vocab_size).tolist())
         before = self.feed.counts.encode_seconds
         self.feed.load(numbers)
         return self.feed.counts.encode_seconds - before
+
+    @property
+    def _items(self) -> MediaItems:
+        assert self._table.media is not None
+        return self._table.media
+
+    def names(self, computed_by: str) -> dict[int, bytes]:
+        """Number of each item that may be needed -> SHA-256 of all that its features depend on.
+
+        Args:
+            computed_by: what is the same for all items: the model, and the versions that compute.
+        """
+        needed = np.flatnonzero(self._needed).tolist()
+        return {n: hashlib.sha256(f"{computed_by} {self._items[n].key}".encode()).digest() for n in needed}
+
+    def keep_in(self, kept: KeptFeatures) -> None:
+        """Keep features in files for as long as a row that is not committed needs them. Before the job's first step."""
+        self.feed.store.keep_in(kept)
+
+    def committed(self, prompts: Iterable[tuple[int, int]]) -> None:
+        """Record the row and prompt indexes of results that are committed; by any thread."""
+        self._committed.extend(prompts)
+
+    def _forget_committed(self) -> None:
+        while self._committed:
+            for request in self._table.requests_of(*self._committed.popleft()):
+                for number in self._uncommitted.of_request(request):
+                    self._needed[number] -= 1
+                    if not self._needed[number]:
+                        self.feed.store.forget(number)
 
     def failed(self) -> Iterator[tuple[int, ErrorInfo]]:
         """Requests that have an item that turned out to be unusable since the last call, with their errors."""
@@ -190,7 +230,7 @@ def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, to
         return found.numpy(), following
 
     step = StepMedia(table, feed, workload.spans, spec.rope_axes, find)
-    return JobMedia(table, uses, samples, feed, step)
+    return JobMedia(workload, uses, samples, feed, step)
 
 
 @dataclass(frozen=True, slots=True)
