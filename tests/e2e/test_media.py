@@ -18,6 +18,7 @@ from tests.models.tiny_media import save_media
 LLAVA = "<image>"
 DEADLY = """
 import os, signal
+from batchgen.data.write import feature_files
 from batchgen.models.media_encoder import MediaEncoder
 
 encode = MediaEncoder.encode
@@ -29,6 +30,7 @@ def counted(self, items):
 
 if "DEADLY" in os.environ:
     MediaEncoder.encode = counted
+    feature_files.FILE_BYTES = 1  # each image has its own file
 
 def deadly(logits, rows):
     if "DEADLY" in os.environ and any(row.params["dies"] == len(row.output_ids) for row in rows):
@@ -133,8 +135,11 @@ def killed(folder: Path, model: Path) -> list[object]:
     line = command(model, "--logit-processor", "deadly=deadly_module:deadly", "--deterministic", "--commit-every", "2")
     died = start([*line, "--commit-seconds", "0.01"], folder, env={"DEADLY": "1"}).wait()
     assert died.code == -9, died.stderr
-    assert list((folder / "out.parquet.work" / "features").iterdir())
     return line
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "out.parquet.work" / "features").iterdir())
 
 
 def undisturbed(line: list[object], folder: Path) -> list[dict[str, Any]]:
@@ -145,6 +150,7 @@ def undisturbed(line: list[object], folder: Path) -> list[dict[str, Any]]:
 def test_a_killed_job_encodes_no_image_again(folder: Path, model: Path) -> None:
     line = killed(folder, model)
     before = len((folder / "encoded").read_text())
+    assert 4 <= len(kept(folder)) < before, "those of committed rows are removed"
     again = run([*line, "--report", "-"], folder)
     media = counted(again)
     assert media["reused"] >= 4, "at least the rows that were running"
@@ -159,7 +165,7 @@ def test_a_killed_job_encodes_no_image_again(folder: Path, model: Path) -> None:
 
 def test_features_outlive_a_mended_row_and_are_never_used_damaged(folder: Path, model: Path) -> None:
     line = killed(folder, model)
-    (file,) = (folder / "out.parquet.work" / "features").iterdir()
+    file = kept(folder)[-1]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
