@@ -35,6 +35,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import DeviceName, checked_spec
+from batchgen.models.media_encoder import tower_bytes
 from batchgen.models.media_processor import processor_digest
 from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
 from batchgen.models.quantized.formats import PlainTensors
@@ -140,6 +141,14 @@ class Setup:
         if self.stored is not None and self.model.native is not None:
             return stored_bytes(self.model.native[1], self.model.folder, self.stored, self.spec.dtype.itemsize)
         return self.spec.parameters * self.spec.dtype.itemsize
+
+    def tower_bytes(self, table: RequestTable) -> int:
+        """Bytes of the weights that a job with these rows loads for images and sounds.
+
+        Raises:
+            ModelError: the towers cannot be built.
+        """
+        return 0 if table.media is None else tower_bytes(self.model.folder, self.spec)
 
     def note_rows(self, table: RequestTable, note: Callable[[str], None]) -> None:
         """Call `note` if no row uses the logprob options, or if short rows get other rotary frequencies than alone."""

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
 
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import ProcessResult, parts_of, run, start
@@ -81,7 +82,13 @@ def counted(result: ProcessResult) -> dict[str, Any]:
 @pytest.mark.field("image_data")
 def test_a_run_counts_its_images_as_planned(folder: Path, model: Path) -> None:
     write_lines(folder / "in.jsonl", rows())
-    checked = counted(run(command(model, "--json", verb="check"), folder))
+    report = run(command(model, "--json", verb="check"), folder)
+    assert report.report["tower_bytes"] == sum(
+        tensor.nbytes
+        for name, tensor in load_file(model / "model.safetensors").items()
+        if "vision_tower" in name or "multi_modal_projector" in name
+    )
+    checked = counted(report)
     done = run(command(model, "--report", "-", "--include-prompt-ids", "--include-prompt"), folder)
     media = counted(done)
     assert checked == {

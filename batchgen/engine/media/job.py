@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from batchgen.engine.media.features import FeatureStore, KeptFeatures
-from batchgen.engine.media.feed import FEATURE_BYTES, FeedSettings, MediaFeed
+from batchgen.engine.media.feed import FEATURE_BYTES, PREPARED_BYTES, FeedSettings, MediaFeed
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.engine.media.sources import GivenFeatures
 from batchgen.engine.media.step import Layout, StepMedia
@@ -29,6 +29,7 @@ from batchgen.request.table import RequestTable
 
 Ints = npt.NDArray[np.int64]
 
+_FLOAT_BYTES: Final = 4
 _MOST_WORKERS: Final = 16
 """Most threads that decode items."""
 
@@ -249,6 +250,16 @@ class MediaPlan:
     """Tokens of the distinct items: the work of the encoder."""
     prompt_tokens: int
     """Tokens of all prompts that items became."""
+
+
+def most_media_bytes(table: RequestTable, width: int) -> int:
+    """Most bytes of prepared items and of features of `width` numbers that a job has in memory at once."""
+    items = table.media
+    if items is None:
+        return 0
+    prepared = sum(items[number].source.nbytes for number in range(len(items)))
+    features = sum(items[number].features for number in range(len(items))) * width * _FLOAT_BYTES
+    return min(prepared, PREPARED_BYTES) + min(features, FEATURE_BYTES)
 
 
 def plan_media(table: RequestTable, audio_rate: int) -> MediaPlan | None:

@@ -12,7 +12,7 @@ import pytest
 
 from batchgen.engine.media import feed as feed_module
 from batchgen.engine.media.features import FeatureStore
-from batchgen.engine.media.job import ItemUses, MediaPlan, plan_media
+from batchgen.engine.media.job import ItemUses, MediaPlan, most_media_bytes, plan_media
 from batchgen.request.media_items import DistinctItem, MediaItems
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
@@ -63,10 +63,24 @@ def test_only_items_of_prompts_are_counted() -> None:
     table, items = RequestTable(), MediaItems(V)
     table.media = items
     for number, (kind, size) in enumerate((("image", (200, 50)), ("image", (300, 300)), ("audio", (800,)))):
-        source = SimpleNamespace(size=size)
+        source = SimpleNamespace(size=size, nbytes=1000)
         items.add(DistinctItem(kind, f"digest {number}", "image_data", 2, 7, {}, False, source))  # type: ignore[arg-type]
     table.append(0, 0, [1, V, V, V + 2, V + 2, V, V], SamplingParams(), 0, 4)
     assert plan_media(table, 400) == MediaPlan(2, 1, 1, 0.01, 2.0, 4, 6)
+
+
+def test_memory_of_items_is_that_of_their_budgets_at_most() -> None:
+    table, items = RequestTable(), MediaItems(V)
+    assert most_media_bytes(table, 8) == 0
+    table.media = items
+    for number, (features, nbytes) in enumerate(((3, 1000), (50, 500))):
+        source = SimpleNamespace(size=(4, 4), nbytes=nbytes)
+        items.add(DistinctItem("image", f"digest {number}", "image_data", features, 7, {}, False, source))
+    assert most_media_bytes(table, 8) == 1500 + 53 * 8 * 4
+    assert most_media_bytes(table, 1 << 24) == 1500 + feed_module.FEATURE_BYTES
+    source = SimpleNamespace(size=(4, 4), nbytes=1 << 40)
+    items.add(DistinctItem("image", "large", "image_data", 1, 7, {}, False, source))
+    assert most_media_bytes(table, 8) == feed_module.PREPARED_BYTES + 54 * 8 * 4
 
 
 @pytest.fixture(scope="module")
