@@ -146,8 +146,7 @@ class _Errors:
 
 
 def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
-    config = job.config
-    began = time.monotonic()
+    config, began = job.config, time.monotonic()
     setup = prepare(job, _print_note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
     wait_for_hashes(job.hashes, _print_note)
@@ -165,8 +164,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         counts, steps, peaks = _plan(config, setup, workload)
-        output = estimate_output(rows, config, setup.spec)
-        towers = setup.tower_bytes(table)
+        output, towers = estimate_output(rows, config, setup.spec), setup.tower_bytes(table)
         memory = estimate_memory(setup, workload, sum(peaks.values()), towers)
     phases = {"starting": started - began, "reading": read - started, "planning": time.monotonic() - read}
     report = CheckReport(

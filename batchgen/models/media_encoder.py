@@ -246,7 +246,8 @@ def tower_bytes(folder: ModelFolder, spec: ModelSpec) -> int:
         return 0
     with silence_library():
         towers = meta_model(config, _without_text(library_class(config), spec.dtype))
-    return sum(parameter.numel() for parameter in towers.parameters()) * spec.dtype.itemsize
+    numbers: int = sum(parameter.numel() for parameter in towers.parameters())
+    return numbers * spec.dtype.itemsize
 
 
 def _without_text(cls: Any, dtype: torch.dtype) -> Any:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, Self
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -59,10 +63,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows(count: int = 24, tokens: int = 6) -> list[dict[str, Any]]:
+def save_pictures(folder: Path, count: int) -> None:
+    """Pictures of one size."""
+    rng = np.random.default_rng(4)
+    for number in range(count):
+        Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / "pictures" / f"{number}.png")
+
+
+def rows(count: int = 24, tokens: int = 6, pictures: int = PICTURES) -> list[dict[str, Any]]:
     common = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     with_images = [
-        {"id": f"r{i}", "text": f"see {LLAVA} and say {i}", "image_data": f"{i % PICTURES}.png", **common}
+        {"id": f"r{i}", "text": f"see {LLAVA} and say {i}", "image_data": f"{i % pictures}.png", **common}
         for i in range(count)
     ]
     return [*with_images, {"id": "words", "text": "only words", **common}]
@@ -127,9 +138,7 @@ def test_a_killed_job_ends_as_one_that_was_not_disturbed(folder: Path, model: Pa
 def killed(folder: Path, model: Path) -> list[object]:
     """Kill a job while its row 14 of 24, each with its own image, has two tokens; returns its command line."""
     (folder / "deadly_module.py").write_text(DEADLY)
-    rng = np.random.default_rng(4)
-    for number in range(24):
-        Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / "pictures" / f"{number}.png")
+    save_pictures(folder, 24)
     deadly = {"custom_logit_processor": "deadly", "max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
     write_lines(
         folder / "in.jsonl",
@@ -220,6 +229,77 @@ def test_damaged_images_fail_their_rows_alone(folder: Path, model: Path) -> None
     run([*command(model), "-o", "good.parquet"], folder)
     for row in rows_of(folder / "good.parquet"):
         assert row["output_ids"] == found[row["id"]]["output_ids"]
+
+
+class Pictures(ThreadingHTTPServer):
+    """Serves the files of a folder, each after a while; knows what was asked for, and how much at once."""
+
+    request_queue_size = 128
+
+    def __init__(self, folder: Path) -> None:
+        self.open = self.most = 0
+        self.asked: list[str] = []
+        self.lock = Lock()
+        super().__init__(("127.0.0.1", 0), partial(Picture, directory=str(folder)))
+
+    def __enter__(self) -> Self:
+        self.thread = Thread(target=self.serve_forever)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.thread.join()
+        self.server_close()
+
+
+class Picture(SimpleHTTPRequestHandler):
+    server: Pictures
+
+    def do_GET(self) -> None:
+        with self.server.lock:
+            self.server.open += 1
+            self.server.asked.append(self.path)
+            self.server.most = max(self.server.most, self.server.open)
+        time.sleep(0.4 if self.path == "/0.png" else 0.05)  # the first one is slower than those behind it
+        with self.server.lock:
+            self.server.open -= 1
+        super().do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_urls_are_fetched_side_by_side_and_rows_stay_in_order(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    save_pictures(folder, 100)
+    given = [{**row, "max_new_tokens": 2} for row in rows(100, pictures=100)]
+    for index in (41, 42):
+        given[index] = {**given[index], "image_data": "none.png"}
+    given[50] = {"text": "no image", "max_new_tokens": 2, "temperature": 0}
+    given[60] = {**given[60], "image_data": ["1.png", "2.png"], "text": f"{LLAVA} and {LLAVA}"}
+    write_lines(folder / "in.jsonl", given)
+    run(command(model), folder)
+    from_files = rows_of(folder / "out.parquet")
+    with Pictures(folder / "pictures") as server:
+        prefix = f"http://127.0.0.1:{server.server_port}/"
+        for row in given:
+            names = row.get("image_data", [])
+            if names:
+                row["image_data"] = [prefix + name for name in ([names] if isinstance(names, str) else names)]
+        given[70]["image_data"] = ["http://127.0.0.1:1/70.png"]
+        write_lines(folder / "in.jsonl", given)
+        run([*command(model, "--allow-media-url", prefix), "-o", "urls.parquet"], folder)
+    assert 4 <= server.most <= 16
+    assert sorted(server.asked) == sorted(f"/{n}.png" for n in (*range(100), "none") if n not in (41, 42, 50, 60, 70))
+    found = rows_of(folder / "urls.parquet")
+    for index in (41, 42):
+        assert "HTTP 404" in found[index]["error"]["message"]
+    assert "may not be fetched" in found[70]["error"]["message"]
+    for index, (url, file) in enumerate(zip(found, from_files, strict=True)):
+        assert index in (41, 42, 70) or (url["id"], url["output_ids"]) == (file["id"], file["output_ids"])
 
 
 def test_verify_replays_rows_with_images(folder: Path, model: Path) -> None:

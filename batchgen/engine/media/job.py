@@ -257,7 +257,7 @@ def most_media_bytes(table: RequestTable, width: int) -> int:
     items = table.media
     if items is None:
         return 0
-    prepared = sum(items[number].source.nbytes for number in range(len(items)))
+    prepared: int = sum(items[number].source.nbytes for number in range(len(items)))
     features = sum(items[number].features for number in range(len(items))) * width * _FLOAT_BYTES
     return min(prepared, PREPARED_BYTES) + min(features, FEATURE_BYTES)
 
