@@ -166,11 +166,11 @@ def undisturbed(line: list[object], folder: Path) -> list[dict[str, Any]]:
 def test_a_killed_job_encodes_no_image_again(folder: Path, model: Path) -> None:
     line = killed(folder, model)
     before = len((folder / "encoded").read_text())
-    assert 4 <= len(kept(folder)) < before, "those of committed rows are removed"
+    assert 3 <= len(kept(folder)) < before, "those of committed rows are removed"
     again = run([*line, "--report", "-"], folder)
     media = counted(again)
-    assert media["reused"] >= 4, "at least the rows that were running"
-    assert media["encoded"] == 24 - before
+    assert media["reused"] >= 3, "the rows that were running, of which one may not have been written"
+    assert 24 - before <= media["encoded"] <= 25 - before
     assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
     assert f"of 96 tokens, {media['encoded']} encoded, {media['reused']} reused" in again.stderr
     footer = json.loads(pq.read_metadata(folder / "out.parquet").metadata[b"batchgen.run"])["media"]
@@ -181,7 +181,8 @@ def test_a_killed_job_encodes_no_image_again(folder: Path, model: Path) -> None:
 
 def test_features_outlive_a_mended_row_and_are_never_used_damaged(folder: Path, model: Path) -> None:
     line = killed(folder, model)
-    file = kept(folder)[-1]
+    whole = max(file.stat().st_size for file in kept(folder))
+    file = [file for file in kept(folder) if file.stat().st_size == whole][-1]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -189,9 +190,9 @@ def test_features_outlive_a_mended_row_and_are_never_used_damaged(folder: Path, 
     (folder / "in.jsonl").write_text("\n".join([*lines[:-1], lines[-1].replace("say", "tell")]))
     again = run([*line, "--resume-anyway", "--report", "-"], folder)
     media = counted(again)
-    assert media["reused"] >= 3
+    assert media["reused"] >= 2
     assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
-    assert media["encoded"] == 24 - len((folder / "encoded").read_text()) + 1, "the damaged one"
+    assert 1 <= media["encoded"] - (24 - len((folder / "encoded").read_text())) <= 2, "the damaged one"
     assert rows_of(folder / "out.parquet") == undisturbed(line, folder)
 
 

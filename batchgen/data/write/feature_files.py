@@ -17,9 +17,11 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import BinaryIO, Final
 
 import numpy as np
@@ -33,6 +35,8 @@ FILE_BYTES: Final = 64 << 20
 """Bytes after which another file begins."""
 MOST_BYTES: Final = 8 << 30
 """Most bytes of all files; features beyond them are not kept."""
+WAITING_BYTES: Final = 128 << 20
+"""Most bytes of features that wait to be written; features beyond them are not kept."""
 LEFT_BYTES: Final = 256 << 20
 """Bytes of the disk that are left to results: nothing is kept on a disk that has less."""
 
@@ -59,7 +63,7 @@ class _Record:
 
 
 class FeatureFiles:
-    """Features by item number. Not for several threads.
+    """Features by item number, written by a thread of its own.
 
     Args:
         folder: the folder of the files, made if it is missing.
@@ -79,32 +83,35 @@ class FeatureFiles:
         """The file that is appended to."""
         self._path = folder
         self._number = 0
-        self._stopped = False
+        self._waiting: dict[bytes, int] = {}
+        """Name -> bytes of features that are not written yet."""
+        self._problem: str | None = None
+        """Why nothing is kept any more."""
+        self._noted = False
+        self._lock = RLock()
+        """Held for all of this but while values are written."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="features")
         self._open()
 
     def __contains__(self, number: int) -> bool:
         return self._names.get(number) in self._records
 
     def add(self, number: int, values: Floats) -> None:
-        """Keep features [F, W] that are not kept, if there is room; a disk that cannot be written ends the keeping."""
-        if self._stopped or number in self or number not in self._names:
-            return
-        name, (rows, width), (data, number_bytes) = self._names[number], values.shape, _packed(values)
-        if sum(self._sizes.values()) + _HEAD_BYTES + len(data) > MOST_BYTES:
-            return
-        crc = zlib.crc32(data)
-        head = _HEADER.pack(_MAGIC, name, rows, width, number_bytes, crc)
-        try:
-            stream = self._stream_for(_HEAD_BYTES + len(data))
-            stream.write(head + _CRC.pack(zlib.crc32(head)))
-            stream.write(data)
-            stream.flush()
-        except OSError as error:
-            self._stop(error.strerror or str(error))
-            return
-        at = self._sizes[self._path] + _HEAD_BYTES
-        self._sizes[self._path] = at + len(data)
-        self._record(name, _Record(self._path, at, rows, width, number_bytes, crc))
+        """Begin to keep features [F, W], unless they are kept or there is no room.
+
+        Neither a disk that is slow nor one that cannot be written keeps a job from going on: what it cannot take is
+        not kept.
+        """
+        self._note_problem()
+        name = self._names.get(number)
+        with self._lock:
+            waits = sum(self._waiting.values())
+            if name is None or name in self._records or name in self._waiting or self._problem is not None:
+                return
+            if waits and waits + values.nbytes > WAITING_BYTES:
+                return
+            self._waiting[name] = values.nbytes
+        self._thread.submit(self._write, name, values)
 
     def read(self, number: int) -> Floats | None:
         """[F, W] features; None, and they are kept no more, if they are damaged or cannot be read."""
@@ -119,17 +126,20 @@ class FeatureFiles:
 
     def remove(self, number: int) -> None:
         """Keep the features of an item no longer, if they are kept."""
-        record = self._records.pop(self._names.get(number, b""), None)
-        if record is not None:
-            self._needed[record.path] -= 1
-            self._remove_if_free(record.path)
+        name = self._names.get(number, b"")
+        with self._lock:
+            self._waiting.pop(name, None)
+            record = self._records.pop(name, None)
+            if record is not None:
+                self._needed[record.path] -= 1
+                self._remove_if_free(record.path)
 
     def close(self) -> None:
-        """Close the files, which stay."""
-        if self._stream is not None:
-            with suppress(OSError):
-                self._stream.close()
-            self._stream = None
+        """Write what waits. The files stay."""
+        self._thread.shutdown()
+        with self._lock:
+            self._close_stream()
+        self._note_problem()
 
     def _open(self) -> None:
         """Find the records that earlier runs have left; files without one that is needed are removed."""
@@ -142,21 +152,49 @@ class FeatureFiles:
                     self._sizes[path] = _read_records(stream, path, names, self._record)
                     self._remove_if_free(path)
         except OSError as error:
-            self._stop(error.strerror or str(error))
+            self._problem = error.strerror or str(error)
 
     def _record(self, name: bytes, record: _Record) -> None:
         if name not in self._records:
             self._records[name] = record
             self._needed[record.path] += 1
 
+    def _write(self, name: bytes, values: Floats) -> None:
+        try:
+            if name in self._waiting and self._problem is None:
+                self._append(name, values)
+        except (OSError, MemoryError) as error:
+            with self._lock:
+                self._problem = getattr(error, "strerror", None) or str(error) or "too little memory"
+                self._close_stream()
+                self._remove_if_free(self._path)
+        finally:
+            with self._lock:
+                self._waiting.pop(name, None)
+
+    def _append(self, name: bytes, values: Floats) -> None:
+        (rows, width), (data, number_bytes) = values.shape, _packed(values)
+        crc = zlib.crc32(data)
+        head = _HEADER.pack(_MAGIC, name, rows, width, number_bytes, crc)
+        with self._lock:
+            if sum(self._sizes.values()) + _HEAD_BYTES + len(data) > MOST_BYTES:
+                return
+            stream = self._stream_for(_HEAD_BYTES + len(data))
+        stream.write(head + _CRC.pack(zlib.crc32(head)))
+        stream.write(data)
+        stream.flush()
+        with self._lock:
+            at = self._sizes[self._path] + _HEAD_BYTES
+            self._sizes[self._path] = at + len(data)
+            if name in self._waiting:
+                self._record(name, _Record(self._path, at, rows, width, number_bytes, crc))
+
     def _stream_for(self, size: int) -> BinaryIO:
         """The file that a record is appended to."""
         if self._stream is not None and self._sizes[self._path] + size <= FILE_BYTES:
             return self._stream
-        full = self._path if self._stream is not None else None
-        self.close()
-        if full is not None:
-            self._remove_if_free(full)
+        self._close_stream()
+        self._remove_if_free(self._path)
         if free_bytes(self._folder) < LEFT_BYTES + size:
             raise OSError("the disk is almost full")
         path = self._folder / f"{self._number:06d}.features"
@@ -164,20 +202,26 @@ class FeatureFiles:
         self._stream, self._path, self._sizes[path] = open_new(path), path, 0
         return self._stream
 
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            with suppress(OSError):
+                self._stream.close()
+            self._stream = None
+
     def _remove_if_free(self, path: Path) -> None:
-        if not self._needed[path] and (self._stream is None or path != self._path):
+        is_open = self._stream is not None and path == self._path
+        if path in self._sizes and not self._needed[path] and not is_open:
             with suppress(OSError):
                 remove_file(path)
-                self._sizes.pop(path, None)
+                del self._sizes[path]
 
-    def _stop(self, reason: str) -> None:
-        self._stopped = True
-        self.close()
-        self._remove_if_free(self._path)
-        self._note(
-            f"features of images and sounds are not kept in {self._folder} ({reason}): a run that continues this job "
-            "encodes them again"
-        )
+    def _note_problem(self) -> None:
+        if self._problem is not None and not self._noted:
+            self._noted = True
+            self._note(
+                f"features of images and sounds are not kept in {self._folder} ({self._problem}): a run that continues "
+                "this job encodes them again"
+            )
 
 
 def _read_records(stream: BinaryIO, path: Path, names: set[bytes], found: Callable[[bytes, _Record], None]) -> int:

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from batchgen.data.write import feature_files
 from batchgen.data.write.feature_files import FeatureFiles
-from tests.faults.layer import Fail, ShortWrite, in_place
+from tests.faults.layer import Fail, Layer, ShortWrite, in_place
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -47,6 +48,19 @@ def found(files: FeatureFiles) -> set[int]:
             np.testing.assert_array_equal(values, features(number))
             whole.add(number)
     return whole
+
+
+class Held(Layer):
+    """Writes wait until they may go on."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.go = Event()
+
+    def before(self, name: str, path: Path, size: int | None = None) -> int | None:
+        if name == "write":
+            assert self.go.wait(20)
+        return super().before(name, path, size)
 
 
 def test_a_later_run_finds_what_it_needs_and_removes_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +107,9 @@ def test_a_disk_that_fails_ends_the_keeping_alone(tmp_path: Path, code: int) -> 
             files = opened(folder, notes=notes)
             for each in range(10):
                 files.add(each, features(each))
+            files.close()
             found(files)
             files.remove(0)
-            files.close()
         assert len(notes) <= 1
         assert all("a run that continues this job encodes them again" in note for note in notes)
         found(opened(folder))
@@ -107,6 +121,20 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
     assert found(opened(tmp_path)) == set(range(10))
 
 
+def test_a_slow_disk_does_not_hold_up_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_files, "WAITING_BYTES", 600)
+    layer = Held(tmp_path)
+    with in_place(layer):
+        files = opened(tmp_path)
+        for number in range(10):
+            files.add(number, features(number))
+        files.remove(1)
+        layer.go.set()
+        files.close()
+    assert found(files) == found(opened(tmp_path)) - {1}
+    assert {0, 2} <= found(files) <= set(range(2, 9)) | {0}
+
+
 def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_files, "MOST_BYTES", 1000)
     write(tmp_path)
@@ -115,6 +143,7 @@ def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     notes: list[str] = []
     files = opened(tmp_path / "full", notes=notes)
     files.add(0, features(0))
+    files.close()
     assert 0 not in files
     assert "the disk is almost full" in notes[0]
 
@@ -128,6 +157,6 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     files = opened(tmp_path)
     assert found(files) == set()
     files.add(3, features(3))
-    assert found(files) == {3}
     files.close()
+    assert found(files) == {3}
     assert (tmp_path / "elsewhere").read_bytes() == content
