@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 
 from batchgen.engine.media.features import FeatureStore, KeptFeatures
-from batchgen.engine.media.feed import FEATURE_BYTES, PREPARED_BYTES, FeedSettings, MediaFeed
+from batchgen.engine.media.feed import DEVICE_FEATURE_BYTES, FEATURE_BYTES, PREPARED_BYTES, FeedSettings, MediaFeed
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.engine.media.sources import GivenFeatures
 from batchgen.engine.media.step import Layout, StepMedia
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo
-from batchgen.kernels.device import cpu_quota
-from batchgen.models.base import Model
+from batchgen.kernels.device import Device, cpu_quota
+from batchgen.models.base import Model, ModelSpec
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import blocks
 from batchgen.request.media_items import MediaItems
@@ -128,6 +128,7 @@ class JobMedia:
             "media_wait_ms": round(1e3 * counts.wait_seconds),
             "media_encode_ms": round(1e3 * counts.encode_seconds),
             "media_feature_peak_bytes": self.feed.store.peak_bytes,
+            "media_device_peak_bytes": self.feed.store.device_peak_bytes,
             "media_spilled_bytes": self.feed.store.spilled_bytes,
         }
 
@@ -197,13 +198,25 @@ class JobMedia:
                 self.feed.release(number)
 
 
-def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, together: bool) -> JobMedia:
+def device_feature_bytes(table: RequestTable, spec: ModelSpec, device: Device) -> int:
+    """Most bytes of features that a job has in the memory of a device other than the host."""
+    items = table.media
+    if items is None or not device.asynchronous:
+        return 0
+    features = sum(items[number].features for number in range(len(items)))
+    return min(features * spec.features_size * spec.dtype.itemsize, DEVICE_FEATURE_BYTES)
+
+
+def open_media(
+    workload: JobWorkload, support: MediaSupport, model: Model, device: Device, *, together: bool
+) -> JobMedia:
     """The images and sounds of a job that is about to run.
 
     Args:
         workload: the job, whose tree has its requests in the order in which they begin.
         support: what the model offers, and the items.
         model: the loaded model.
+        device: the device that it is on.
         together: whether items are encoded in batches, which may change their last bits.
 
     Raises:
@@ -222,8 +235,13 @@ def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, to
         uses.counts(len(table.media)),
         support.prepare,
         encoder,
-        FeatureStore(FEATURE_BYTES, None if table.embeds is None else table.embeds.folder),
-        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), together),
+        FeatureStore(
+            FEATURE_BYTES,
+            None if table.embeds is None else table.embeds.folder,
+            device,
+            device_feature_bytes(table, spec, device),
+        ),
+        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), device, together),
     )
 
     def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:
