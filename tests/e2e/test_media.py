@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+from batchgen.data.write import feature_files
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import ProcessResult, parts_of, run, start
 from tests.models.tiny_media import save_media
@@ -194,6 +195,16 @@ def test_features_outlive_a_mended_row_and_are_never_used_damaged(folder: Path, 
     assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
     assert 1 <= media["encoded"] - (24 - len((folder / "encoded").read_text())) <= 2, "the damaged one"
     assert rows_of(folder / "out.parquet") == undisturbed(line, folder)
+
+
+def test_a_full_disk_keeps_no_features_and_ends_no_job(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_files, "LEFT_BYTES", 1 << 62)
+    write_lines(folder / "in.jsonl", rows(3))
+    done = run(command(model, "--report", "-"), folder)
+    assert (counted(done)["encoded"], done.report["rows_ok"]) == (3, 4)
+    assert "out.parquet.work/features (the disk is almost full): a run that continues this job" in done.stderr
 
 
 def test_rows_are_reused_by_the_content_of_their_images(folder: Path, model: Path) -> None:

@@ -63,7 +63,7 @@ class _Record:
 
 
 class FeatureFiles:
-    """Features by item number, written by a thread of its own.
+    """Features by item number, written by a separate thread.
 
     Args:
         folder: the folder of the files, made if it is missing.

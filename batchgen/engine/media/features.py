@@ -104,13 +104,12 @@ class FeatureStore:
             OutputError: the disk is full or cannot be written.
         """
         if not self._device.asynchronous:
-            self.put(number, _floats(self._device.download(features).wait()[0]))
+            self.put(number, self._on_host(features))
             if self._kept is not None:
                 self._kept.add(number, self._held[number])
             return
         assert number not in self
         self._known.add(number)
-        features = features.clone()  # without the others of its batch, whose memory a part of it would hold
         if self._kept is not None:
             self._arriving[number] = self._device.download(features, lane="outputs")
         if features.nbytes > self._device_budget:
@@ -208,7 +207,7 @@ def _floats(values: Array) -> Floats:
     """float32 of downloaded values: those of bfloat16 are its bits."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
+    return values.astype(np.float32, copy=False)
 
 
 def _size(shape: tuple[int, int]) -> int:

@@ -249,7 +249,8 @@ class MediaFeed:
             return
         began = time.perf_counter()
         try:
-            found = self._encoder.encode([prepared for _, prepared in batch])
+            # Copied, because a part of a batch's features would hold the memory of all.
+            found = [each.clone() for each in self._encoder.encode([prepared for _, prepared in batch])]
         except (RuntimeError, MemoryError, ModelError) as error:
             too_large = is_out_of_memory(error)
             if not too_large and not isinstance(error, ModelError):
