@@ -49,8 +49,8 @@ def media_size(media: Mapping[str, Any]) -> str:
 
 def media_line(media: Mapping[str, Any]) -> str:
     """What a run did with its items, in a line."""
-    reused = f", {media['reused']:,} reused" if media["reused"] else ""
-    text = f"{media_size(media)} of {media['encoded_tokens']:,} tokens, {media['encoded']:,} encoded{reused}"
+    done = f"and {media['reused']:,} reused, of" if media["reused"] else "to"
+    text = f"{media_size(media)}, {media['encoded']:,} encoded {done} {media['encoded_tokens']:,} tokens"
     busy = media["device_busy"]
     return text if busy is None else f"{text}; model busy {busy:.0%} of the time"
 

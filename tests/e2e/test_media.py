@@ -109,7 +109,7 @@ def test_a_run_counts_its_images_as_planned(folder: Path, model: Path) -> None:
     }  # fmt: skip
     assert {name: media[name] for name in checked} == checked
     assert (media["encoded"], media["failed"]) == (PICTURES, 0)
-    assert "6 distinct images (0.0 megapixels) of 24 tokens, 6 encoded" in done.stderr
+    assert "6 distinct images (0.0 megapixels), 6 encoded to 24 tokens" in done.stderr
     *found, words = rows_of(folder / "out.parquet")
     assert {row["media_tokens"] for row in found} == {4}
     assert words["media_tokens"] is None
@@ -173,7 +173,7 @@ def test_a_killed_job_encodes_no_image_again(folder: Path, model: Path) -> None:
     assert media["reused"] >= 3, "the rows that were running, of which one may not have been written"
     assert 24 - before <= media["encoded"] <= 25 - before
     assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
-    assert f"of 96 tokens, {media['encoded']} encoded, {media['reused']} reused" in again.stderr
+    assert f"{media['encoded']} encoded and {media['reused']} reused, of 96 tokens" in again.stderr
     footer = json.loads(pq.read_metadata(folder / "out.parquet").metadata[b"batchgen.run"])["media"]
     assert (footer["encoded"], footer["reused"]) == (media["encoded"], media["reused"])
     assert not (folder / "out.parquet.work").exists()
