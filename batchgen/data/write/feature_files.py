@@ -88,6 +88,7 @@ class FeatureFiles:
         self._problem: str | None = None
         """Why nothing is kept any more."""
         self._noted = False
+        self._closed = False
         self._lock = RLock()
         """Held for all of this but while values are written."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="features")
@@ -103,7 +104,7 @@ class FeatureFiles:
         not kept.
         """
         self._note_problem()
-        name = self._names.get(number)
+        name = None if self._closed else self._names.get(number)
         with self._lock:
             waits = sum(self._waiting.values())
             if name is None or name in self._records or name in self._waiting or self._problem is not None:
@@ -136,6 +137,7 @@ class FeatureFiles:
 
     def close(self) -> None:
         """Write what waits. The files stay."""
+        self._closed = True
         self._thread.shutdown()
         with self._lock:
             self._close_stream()

@@ -139,10 +139,11 @@ class MediaFeed:
         """[n, W] features of an item by their index, where `FeatureStore.get` has them."""
         if number in self.errors:
             return np.zeros((len(rows), self._settings.width), np.float32)
-        found, first = self.store.get(number), int(rows[0])
-        in_order = int(rows[-1]) - first == len(rows) - 1  # as all indexes but those of an item that a prompt repeats
+        found = self.store.get(number)
         if isinstance(found, np.ndarray):
             return found[rows]
+        first = int(rows[0])
+        in_order = int(rows[-1]) - first == len(rows) - 1  # as all indexes but those of an item that a prompt repeats
         return found[first : first + len(rows)] if in_order else found[self._settings.device.upload(rows)[0]]
 
     def fail(self, number: int, problem: str) -> None:

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -108,10 +109,7 @@ class JobMedia:
         self._samples = samples
         self._left: dict[int, int] = {}
         """Request that has begun to end -> samples that have not ended"""
-        self._uncommitted = ItemUses.of(self._table, ~workload.done)
-        """The items of all requests whose results an earlier run has not committed"""
-        self._needed = self._uncommitted.counts(len(self._items))
-        """[items] how many of these requests this run has not committed"""
+        self._done = workload.done
         self._committed: deque[tuple[int, int]] = deque()
         """Prompts that were committed, not looked at yet"""
         self.feed = feed
@@ -142,6 +140,16 @@ class JobMedia:
         before = self.feed.counts.encode_seconds
         self.feed.load(numbers)
         return self.feed.counts.encode_seconds - before
+
+    @cached_property
+    def _uncommitted(self) -> ItemUses:
+        """The items of all requests whose results an earlier run has not committed."""
+        return ItemUses.of(self._table, ~self._done)
+
+    @cached_property
+    def _needed(self) -> Ints:
+        """[items] how many of these requests this run has not committed."""
+        return self._uncommitted.counts(len(self._items))
 
     @property
     def _items(self) -> MediaItems:
