@@ -89,6 +89,10 @@ class FileSystem:
         """Whether the process may use a path in the mode of `os.access`."""
         return os.access(path, mode)
 
+    def statvfs(self, folder: Path) -> os.statvfs_result:
+        """State of the file system of a folder."""
+        return os.statvfs(folder)
+
     def listdir(self, folder: Path) -> list[str]:
         """Names in a folder."""
         return [path.name for path in folder.iterdir()]
@@ -217,6 +221,12 @@ def is_folder(path: Path) -> bool:
 def size_of(path: Path) -> int:
     """Bytes of a file."""
     return system.stat(path).st_size
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that can still be written to the disk of a folder."""
+    state = system.statvfs(folder)
+    return state.f_bavail * state.f_frsize
 
 
 def same_file(first: Path, second: Path) -> bool:

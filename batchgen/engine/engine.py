@@ -17,7 +17,7 @@ from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
-from batchgen.engine.media.job import JobMedia, open_media
+from batchgen.engine.media.job import JobMedia, device_feature_bytes, open_media
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -288,9 +288,9 @@ class Engine:
         media = None
         if table.media is not None:
             support, together = self._front_end.media, not config.deterministic
-            media = open_media(workload, support, self.model, together=together)
+            media = open_media(workload, support, self.model, self.device, together=together)
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record, media=media)
-        self.last_run = Running(workload, scheduler, loop, pool)
+        self.last_run = Running(workload, scheduler, loop, pool, media)
         return self.last_run
 
     def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[Pool, CachePlan, int]:
@@ -306,8 +306,8 @@ class Engine:
             kept = None
         del last  # frees the last pool before this one is sized
         memory, tokens = self._memory(workload, seqs, tokens)
-        if kept is not None:
-            memory = replace(memory, free=memory.free + kept.nbytes)
+        reserved = device_feature_bytes(workload.table, spec, self.device)
+        memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
         limits, budget = (seqs, tokens), memory.budget(config.kv_memory)
         planned = with_windows_in(with_job_windows(spec, workload), workload, config.page_size, budget)
         full = pool_pages(workload, planned, config.page_size, config.kv_memory, memory, limits)

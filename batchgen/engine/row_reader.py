@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,9 +25,15 @@ from batchgen.request.row_ids import row_id
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt, Encoder
+from batchgen.text.prompt_texts import characters_of
 
 _GROW_BLOCK = 1 << 16
 """Number of slots moved at once when a set of hashes grows."""
+
+_MOST_AHEAD = 64
+"""Most rows that wait while images and sounds at URLs are fetched, and most of these."""
+_AHEAD_SIZE = 8 << 20
+"""Characters of rows that wait beyond which no further one does."""
 
 _TABLE_ATTRIBUTES = ("keys", "columns", "column_names")
 """What tables have, and lists of prompts have not."""
@@ -193,7 +200,7 @@ class RowReader:
 
     def _read(self, rows: Iterable[RawRow], prepare: Callable[[ProcessedRow], object] | None) -> Iterator[ProcessedRow]:
         # Values are freed one by one: embeddings are on disk once their row is parsed.
-        items = ((item, item.row) for item in map(self._parse, rows))
+        items = ((item, item.row) for item in self._with_media(map(self._parse, rows)))
         for item, prompts in self._encoder.encode_rows(items):
             if isinstance(prompts, ErrorInfo):
                 item.error = prompts
@@ -225,13 +232,39 @@ class RowReader:
             if isinstance(row.prompts[0], EmbedsPrompt):
                 assert self._embeds is not None
                 raw, row = raw._replace(value=None), self._embeds.store(row)
-            elif has_media(row):
-                raw, row = raw._replace(value=None), self._media.read(row)
             return ProcessedRow(raw, row.id, row.extra, row, is_line=row.dialect != "native")
         except Exception as error:
-            info = row_error(error, "checking the fields of the row")
-            found, line = _known_of(value, raw.index)
-            return ProcessedRow(raw._replace(value=None), *found, error=info, is_line=line)
+            return _wrong(raw, error)
+
+    def _with_media(self, items: Iterable[ProcessedRow]) -> Iterator[ProcessedRow]:
+        """The rows with their images and sounds read, in order, while URLs of later rows are fetched."""
+        waiting = _Waiting()
+        try:
+            for item in items:
+                row = item.row
+                media = row is not None and has_media(row)
+                if not media and not waiting.rows:
+                    yield item
+                    del item, row  # so that a large row is gone when the next is read
+                    continue
+                waiting.add(item, self._media.begin(row) if media and row is not None else 0)
+                del item, row
+                while waiting.is_due:
+                    yield self._with_items(waiting.take())
+            while waiting.rows:
+                yield self._with_items(waiting.take())
+        finally:
+            self._media.end_fetching()
+
+    def _with_items(self, item: ProcessedRow) -> ProcessedRow:
+        if item.row is None or not has_media(item.row):
+            return item
+        try:
+            item.row = self._media.read(item.row)
+            item.raw = item.raw._replace(value=None)
+            return item
+        except Exception as error:
+            return _wrong(item.raw, error)
 
     def _with_unique_id(self, row: ParsedRow) -> ParsedRow:
         if self._on_duplicate == "allow" or self._register(row.id):
@@ -267,6 +300,38 @@ class RowReader:
                 self._table.set_score_start(prompt.score_start)
 
 
+class _Waiting:
+    """Rows that wait, in order, while their items at URLs are fetched."""
+
+    def __init__(self) -> None:
+        self.rows: deque[tuple[ProcessedRow, int, int]] = deque()
+        """With the number of items that are fetched, and the size."""
+        self._fetching = 0
+        self._size = 0
+
+    def add(self, item: ProcessedRow, fetching: int) -> None:
+        """Let a row wait, of which so many items are fetched."""
+        size = _size_of(item.row)
+        self.rows.append((item, fetching, size))
+        self._fetching += fetching
+        self._size += size
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the first row is to be read now: nothing of it is fetched, or too much waits."""
+        if not self.rows:
+            return False
+        many = max(self._fetching, len(self.rows)) > _MOST_AHEAD or self._size > _AHEAD_SIZE
+        return many or not self.rows[0][1]
+
+    def take(self) -> ProcessedRow:
+        """The first row, which does not wait any more."""
+        item, fetching, size = self.rows.popleft()
+        self._fetching -= fetching
+        self._size -= size
+        return item
+
+
 def _reported(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterator[RawRow]:
     """The rows; `parsing` is called with the index of each just before it is parsed."""
     for raw in rows:
@@ -278,6 +343,21 @@ def _refused(raw: RawRow, error: ErrorInfo) -> RawRow:
     """A row that is not parsed, with the id and fields that it gives."""
     found = raw.found if raw.value is None else raw.value
     return raw._replace(value=None, error=error).with_found(found)
+
+
+def _wrong(raw: RawRow, error: Exception) -> ProcessedRow:
+    """A row whose fields are wrong."""
+    info = row_error(error, "checking the fields of the row")
+    found, line = _known_of(raw.value, raw.index)
+    return ProcessedRow(raw._replace(value=None), *found, error=info, is_line=line)
+
+
+def _size_of(row: ParsedRow | None) -> int:
+    """About as many bytes as a row that waits holds."""
+    if row is None:
+        return 0
+    items = (item.source for prompt in row.prompts for item in getattr(prompt, "media", ()))
+    return characters_of(row) + sum(len(source) for source in items if isinstance(source, str | bytes))
 
 
 def _known_of(value: Any, row_index: int) -> tuple[tuple[str, Mapping[str, Any]], bool]:

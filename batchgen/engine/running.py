@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchgen.engine.loop import Loop
+from batchgen.engine.media.job import JobMedia
 from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.grouped import Pool
 from batchgen.plan.cache_groups import PageCounts, bytes_by_kind
@@ -19,6 +20,8 @@ class Running:
     scheduler: Scheduler
     loop: Loop
     pool: Pool
+    media: JobMedia | None = None
+    """The job's images and sounds; None: no row has any"""
 
     @property
     def kv_peak_bytes(self) -> dict[str, int]:
@@ -35,4 +38,4 @@ class Running:
         kinds = workload.kinds(repeats_end=self.loop.settings.repeat_span is not None)
         samples, config = workload.samples, self.scheduler.config
         scheduler = Scheduler(workload.tree, samples, workload.max_tokens, config, kinds, workload.spans)
-        return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool)
+        return Running(workload, scheduler, self.loop.again(workload, scheduler), self.pool, self.media)

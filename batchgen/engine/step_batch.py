@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.decode_table import DecodeTable, DecodeTables
 from batchgen.engine.input_batch import BatchView, InputBatch
-from batchgen.engine.media.step import StepMedia, joined_embeds
+from batchgen.engine.media.step import StepEmbeds, StepMedia
 from batchgen.kernels.device import Device
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import AttentionBatch, ChunkPages
@@ -84,8 +84,8 @@ class StepArrays:
     """Its slot mapping is set by `upload`"""
     adapters: npt.NDArray[np.int32] | None
     """[T] adapter index, -1 for none; None: the job has no adapters"""
-    embeds: tuple[Int64, npt.NDArray[np.float32]] | None
-    """Flat tokens [E] given as embeddings, and their values [E, W]; None: none"""
+    embeds: StepEmbeds | None
+    """Tokens given as embeddings; None: none"""
     rope_positions: Int64 | None = None
     """[A, T] as in `ModelInput`"""
 
@@ -120,7 +120,7 @@ class StepArrays:
             num_sampled=num_sampled,
             source=others[-1] if self.source is not None else None,
             lora=None if self.adapters is None else lora_step(self.adapters, device),
-            embeds=None if self.embeds is None else TokenEmbeds(*device.upload(*self.embeds)),
+            embeds=None if self.embeds is None else self.embeds.upload(device),
             rope_positions=None if self.rope_positions is None else device.upload(self.rope_positions)[0],
         )
 
@@ -160,11 +160,12 @@ def lay_out_step(
         if unread is not None and source is not None:
             source[at:] = _source_rows(plan.decodes.sequence_ids, rows, unread)
     attention, slots, window_slots = _lay_out_kinds(plan, decodes, positions, rows)
-    embeds = None if table.embeds_id is None else _chunk_embeds(plan, table)
-    rope_positions = None
+    embeds, rope_positions = StepEmbeds(), None
+    if table.embeds_id is not None:
+        _add_chunk_embeds(plan, table, embeds)
     if media is not None:
         media.add_spans(plan.prefills, attention)
-        embeds = joined_embeds(embeds, media.embed(plan.prefills, ids))
+        media.embed(plan.prefills, ids, embeds)
         rope_positions = media.rope_positions(plan.prefills, positions, running.request[rows])
     logit_rows, sample_rows = _unique_tokens(plan.samples.tokens)
     return StepArrays(
@@ -178,7 +179,7 @@ def lay_out_step(
         num_sampled=running.num_sampled[running.slots(plan.samples.sequence_ids)],
         attention=attention,
         adapters=None if adapter is None else _token_adapters(plan, running.request[rows], adapter),
-        embeds=embeds,
+        embeds=embeds or None,
         rope_positions=rope_positions,
     )
 
@@ -295,20 +296,17 @@ def _source_rows(sequence_ids: Int64, slots: Int64, unread: BatchView) -> Int64:
     return placed
 
 
-def _chunk_embeds(plan: StepPlan, table: RequestTable) -> tuple[Int64, npt.NDArray[np.float32]] | None:
-    """Flat tokens of the step's chunks that are given as embeddings, and their values; None: none."""
+def _add_chunk_embeds(plan: StepPlan, table: RequestTable, embeds: StepEmbeds) -> None:
+    """Add the tokens of the step's chunks that rows give as embeddings."""
     assert table.embeds is not None
-    rows, values, at = [], [], 0
+    at = 0
     for chunk in plan.prefills:
         span = table.embeds_of(chunk.request)
         end = 0 if span is None else min(chunk.end, span.length)
         if span is not None and chunk.start < end:
-            rows.append(np.arange(at, at + end - chunk.start))
-            values.append(table.embeds.rows(span.first + chunk.start, span.first + end))
+            values = table.embeds.rows(span.first + chunk.start, span.first + end)
+            embeds.add(np.arange(at, at + end - chunk.start), values)
         at += chunk.end - chunk.start
-    if not rows:
-        return None
-    return np.concatenate(rows), np.concatenate(values)
 
 
 def _token_adapters(plan: StepPlan, decoding: Int64, adapter: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -80,6 +80,8 @@ class CheckReport:
     page_waste: float
     estimated_peak_bytes: int | None
     """Peak of the run's resident memory; None on a GPU."""
+    tower_bytes: int
+    """Bytes of the weights that read images and sounds, which are loaded if a row has any."""
     estimated_steps: int
     """Number of steps if every row runs to its limit and pages are unlimited; so, too, the next three figures."""
     estimated_occupancy: float
@@ -144,8 +146,7 @@ class _Errors:
 
 
 def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
-    config = job.config
-    began = time.monotonic()
+    config, began = job.config, time.monotonic()
     setup = prepare(job, _print_note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
     wait_for_hashes(job.hashes, _print_note)
@@ -163,8 +164,8 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         counts, steps, peaks = _plan(config, setup, workload)
-        output = estimate_output(rows, config, setup.spec)
-        memory = estimate_memory(setup, workload, sum(peaks.values()))
+        output, towers = estimate_output(rows, config, setup.spec), setup.tower_bytes(table)
+        memory = estimate_memory(setup, workload, sum(peaks.values()), towers)
     phases = {"starting": started - began, "reading": read - started, "planning": time.monotonic() - read}
     report = CheckReport(
         rows=rows.rows,
@@ -175,7 +176,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         row_errors=errors.shown,
         commonest_error=errors.reasons.commonest(),
         carried_options=carried_notes(rows.carried_options, config.carry),
-        media=setup.media_facts(table).get("media"),
+        media=setup.media_plan(table),
         prompt_tokens=workload.tree.prompt_tokens,
         distinct_prompt_tokens=workload.tree.distinct_tokens,
         computed_prompt_tokens=counts.distinct_prompt_tokens,
@@ -188,6 +189,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         kv_peak_bytes_by_group=peaks,
         page_waste=round(counts.page_waste, 4),
         estimated_peak_bytes=memory,
+        tower_bytes=towers,
         estimated_steps=steps.steps,
         estimated_occupancy=round(steps.occupancy, 4),
         estimated_tail_steps=steps.tail_steps,
@@ -278,7 +280,8 @@ def _lines(report: CheckReport) -> list[str]:
         f"sharing ratio {report.sharing_ratio:.2f})",
         f"output tokens   at most {report.max_completion_tokens:,}",
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
-        f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{_stored(report)}",
+        f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{_stored(report)}"
+        f"{_towers(report)}",
         f"KV cache        {format_kv_peak(report.kv_peak_bytes_by_group)} at the peak "
         f"({format_size(report.model['kv_bytes_per_token'])} a token, page waste {report.page_waste:.1%})",
         *_memory(report),
@@ -302,6 +305,10 @@ def _stored(report: CheckReport) -> str:
     form = report.model["checkpoint_format"]
     kept = report.model["quantization"] == "stored"
     return "" if form is None else f", in the numbers of {form}" if kept else f", dequantized from {form}"
+
+
+def _towers(report: CheckReport) -> str:
+    return f"; {format_size(report.tower_bytes)} for images and sounds" if report.tower_bytes else ""
 
 
 def _memory(report: CheckReport) -> list[str]:

@@ -12,6 +12,7 @@ import psutil
 from batchgen.config.run_config import RunConfig
 from batchgen.engine.backend_choice import products_of
 from batchgen.engine.machine import step_limits
+from batchgen.engine.media.job import most_media_bytes
 from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
@@ -94,11 +95,12 @@ def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> Outpu
     return OutputEstimate(results, states)
 
 
-def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int) -> int | None:
+def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int, tower_bytes: int) -> int | None:
     """Estimated peak of a run's resident memory, in bytes, called when its rows are read; None on a GPU.
 
     The program is as large as this process. Next to the weights are either, while they are loaded, the largest matrix
-    in another layout, or keys and values and the largest step.
+    in another layout, or keys and values and the largest step, with the towers of a job with images or sounds, its
+    prepared items and features.
     """
     spec, engine = setup.spec, setup.config.engine
     if spec.device.type != "cpu":
@@ -113,7 +115,8 @@ def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int) -> int |
         limits = step_limits(engine, spec.device)
         step = expected_bytes(spec, dummy_run(workload, spec, engine.page_size, *limits))
     program = int(psutil.Process().memory_info().rss)
-    return program + weights + max(loading, kv_bytes + step)
+    media = tower_bytes + most_media_bytes(workload.table, spec.features_size)
+    return program + weights + max(loading, kv_bytes + step + media)
 
 
 @dataclass(frozen=True, slots=True)

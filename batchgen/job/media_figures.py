@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Final
+
+from batchgen.engine.media.job import MediaPlan
 
 MEDIA_COUNTS: Final = "media_"
 """Beginning of the names of the engine's counts of items, which go on through all runs of a job."""
+
+
+_OF_FOOTER: Final = (*(each.name for each in fields(MediaPlan)), "encoded", "reused")
 
 
 def media_figures(plan: Mapping[str, Any] | None, engine: Mapping[str, Any], device: str) -> dict[str, Any] | None:
@@ -26,6 +32,11 @@ def media_figures(plan: Mapping[str, Any] | None, engine: Mapping[str, Any], dev
     return {**plan, **counts, "device_busy": share}
 
 
+def media_facts(media: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the footer has of the report's figures, as "media"; nothing for a job without images and sounds."""
+    return {} if media is None else {"media": {name: media[name] for name in _OF_FOOTER}}
+
+
 def media_size(media: Mapping[str, Any]) -> str:
     """`3 distinct images (1.2 megapixels), 1 distinct sound (4.0 s)`."""
     parts = []
@@ -43,7 +54,8 @@ def _rounded(amount: float) -> str:
 
 def media_line(media: Mapping[str, Any]) -> str:
     """What a run did with its items, in a line."""
-    text = f"{media_size(media)}, {media['encoded']:,} encoded to {media['encoded_tokens']:,} tokens"
+    done = f"and {media['reused']:,} reused, of" if media["reused"] else "to"
+    text = f"{media_size(media)}, {media['encoded']:,} encoded {done} {media['encoded_tokens']:,} tokens"
     busy = media["device_busy"]
     return text if busy is None else f"{text}; model busy {busy:.0%} of the time"
 

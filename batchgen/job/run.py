@@ -17,6 +17,7 @@ import numpy.typing as npt
 from batchgen.data.files import exists
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.write.committed import Committed, first_of_prompt
+from batchgen.data.write.feature_files import FeatureFiles
 from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
@@ -32,7 +33,7 @@ from batchgen.job.events import open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.in_work import InWork
 from batchgen.job.ingest import Ingested, ingest, selection_of
-from batchgen.job.media_figures import media_figures
+from batchgen.job.media_figures import media_facts, media_figures
 from batchgen.job.opening import OpenedJob, refuse_named
 from batchgen.job.output import write_output
 from batchgen.job.preflight import CheckedJob
@@ -178,14 +179,14 @@ class _Job:
                 emit = None if events is None else events.listener(lambda row: rows.texts[row][0])
                 ids, scaled = config.include_prompt_ids, setup.scales_positions(rows.table)
                 running = engine.start(rows.table, reuse.done, self.in_work, prompt_ids=ids, emit=emit, scaled=scaled)
+                self._keep_features(running, work, setup, writer)
                 reuse.commit(rows, running.workload, work, writer)
             counts = self._generate_all(running, rows, hashes, writer, setup)
-            for note in running.loop.notes:
-                self.progress.note(note)
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
-        advice, facts = input_advice(rows, running.workload, setup), {**engine.facts, **setup.media_facts(rows.table)}
+        media = media_figures(setup.media_plan(rows.table), counts.engine, setup.spec.device.type)
+        advice, facts = input_advice(rows, running.workload, setup), {**engine.facts, **media_facts(media)}
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory
@@ -199,10 +200,20 @@ class _Job:
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=facts["kernels"],
-            media=media_figures(facts.get("media"), counts.engine, setup.spec.device.type),
+            media=media,
             advice=[*advice, *output_advice(totals, rows.table)],
             engine={**summary.engine, "output_ms": round(1e3 * self.output_seconds), **asdict(writer.stats)},
         )
+
+    def _keep_features(self, running: Running, work: WorkFolder, setup: Setup, writer: PartWriter) -> None:
+        """Keep the features of images and sounds in the work folder while rows that are not committed need them."""
+        media = running.media
+        if media is None:
+            return
+        files = FeatureFiles(work.features, media.names(setup.features_key), self.progress.note)
+        self.opened.callback(files.close)
+        media.keep_in(files)
+        writer.after_part = lambda rows: media.committed(row.completion.key[:2] for row in rows)
 
     def _find_reuse(
         self, files: Sequence[ReuseFile], rows: Ingested, hashes: RequestHashes, committed: Committed
@@ -299,6 +310,8 @@ class _Job:
                 alone = running.alone(row)
                 self._generate(alone, rows, hashes, writer)
                 counts = counts.plus(RunCounts.of(alone))
+        for note in running.loop.notes:
+            self.progress.note(note)
         return counts
 
     def _generate(self, running: Running, rows: Ingested, hashes: RequestHashes, writer: PartWriter) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
+from batchgen import __version__
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.demo import model_path
@@ -33,6 +35,7 @@ from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import DeviceName, checked_spec
+from batchgen.models.media_encoder import tower_bytes
 from batchgen.models.media_processor import processor_digest
 from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
 from batchgen.models.quantized.formats import PlainTensors
@@ -44,6 +47,8 @@ from batchgen.text.tokenizer import Tokenizer
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
 
+_FEATURE_LIBRARIES = ("torch", "transformers", "torchvision", "pillow", "soundfile", "soxr")
+"""Libraries that compute features of images and sounds."""
 _NOTED_AFTER = 1.0
 """Seconds of waiting for the digests of the weights after which a line says so."""
 
@@ -137,6 +142,14 @@ class Setup:
             return stored_bytes(self.model.native[1], self.model.folder, self.stored, self.spec.dtype.itemsize)
         return self.spec.parameters * self.spec.dtype.itemsize
 
+    def tower_bytes(self, table: RequestTable) -> int:
+        """Bytes of the weights that a job with these rows loads for images and sounds.
+
+        Raises:
+            ModelError: the towers cannot be built.
+        """
+        return 0 if table.media is None else tower_bytes(self.model.folder, self.spec)
+
     def note_rows(self, table: RequestTable, note: Callable[[str], None]) -> None:
         """Call `note` if no row uses the logprob options, or if short rows get other rotary frequencies than alone."""
         unused = [BY_NAME[name].flag for name in self.defaults.unused_logprob_options(table.params)]
@@ -160,10 +173,17 @@ class Setup:
         unscaled = self.spec.unscaled_context
         return unscaled is not None and (self.config.shard is not None or table.longest > unscaled)
 
-    def media_facts(self, table: RequestTable) -> dict[str, Any]:
-        """Fields of the `MediaPlan` of a table, by "media"; nothing if no row has images or sounds."""
+    def media_plan(self, table: RequestTable) -> dict[str, Any] | None:
+        """Fields of the `MediaPlan` of a table; None if no row has images or sounds."""
         plan = None if table.media is None else plan_media(table, self.front_end.media.audio_rate)
-        return {} if plan is None else {"media": asdict(plan)}
+        return None if plan is None else asdict(plan)
+
+    @property
+    def features_key(self) -> str:
+        """Equal where equal images and sounds have equal features: the model, its numbers, and what computes them."""
+        model = {name: value for name, value in self.identity.items() if name != "model"}
+        how = [self.spec.device.type, self.config.engine.deterministic, self.model.folder.overrides.given]
+        return _digest([model, how, __version__, *map(_version, _FEATURE_LIBRARIES)])
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
@@ -263,6 +283,13 @@ def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopR
 
 def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def _wants_gpu(engine: EngineConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from typing import Final
+from typing import Any, Final, TypeGuard
 
 from batchgen.media.faults import MediaFault
 from batchgen.media.images import image_format
@@ -24,6 +24,11 @@ def scheme_of(source: str) -> str | None:
     """The scheme of a URL in lower case; None for a file name or base64."""
     found = _SCHEME.match(source)
     return None if found is None else found[1].lower()
+
+
+def is_url(source: Any) -> TypeGuard[str]:
+    """Whether an item is at a URL of the network."""
+    return isinstance(source, str) and scheme_of(source) in ("http", "https")
 
 
 def data_url_bytes(url: str) -> bytes:

@@ -19,8 +19,8 @@ from batchgen.media.faults import MediaFault
 from batchgen.media.images import array_pixels, check_pixels, decode_image, image_of, image_size, upright_pixels
 from batchgen.media.root import MediaRoot
 from batchgen.media.sounds import SoundHeader, array_sound, check_sound, decode_sound, resampled, sound_header
-from batchgen.media.sources import check_bytes, data_url_bytes, inline_bytes, scheme_of
-from batchgen.media.urls import MediaUrls
+from batchgen.media.sources import check_bytes, data_url_bytes, inline_bytes, is_url, scheme_of
+from batchgen.media.urls import FetchedUrls, MediaUrls
 from batchgen.request.checks import show
 from batchgen.request.media import MediaItem, MediaKind
 from batchgen.request.unnamed_file import UnnamedFile
@@ -101,14 +101,25 @@ class MediaStore:
         self._root = root
         self._limits = limits
         self._rate = audio_rate
-        self._urls = urls or MediaUrls(())
         self._spill = UnnamedFile("media", folder)
+        self._fetched = FetchedUrls(urls or MediaUrls(()), self._spill)
         self._entries: dict[str, _Entry] = {}
         self._known: dict[tuple[MediaKind, _FileState | str], ItemHeader] = {}
         """Headers by the state of a file, or by URL."""
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def begin_all(self, items: Sequence[MediaItem]) -> int:
+        """Begin to fetch the items of one prompt that are at URLs; returns how many are not fetched yet."""
+        if len(items) > self._limits.items:
+            return 0
+        sources = [item.source for item in items if is_url(item.source) and (item.kind, item.source) not in self._known]
+        return sum(map(self._fetched.begin, sources))
+
+    def end_fetching(self) -> None:
+        """Fetch nothing any more that `add` does not ask for."""
+        self._fetched.close()
 
     def add_all(self, items: Sequence[MediaItem]) -> tuple[ItemHeader, ...]:
         """The headers of the items of one prompt.
@@ -164,9 +175,8 @@ class MediaStore:
         scheme = scheme_of(source)
         if scheme == "data":
             return self._add_bytes(item, data_url_bytes(source))
-        if scheme in ("http", "https"):
-            known = self._known.get((item.kind, source))
-            return known or self._learn(item.kind, source, self._add_bytes(item, self._urls.fetch(source)))
+        if is_url(source):
+            return self._known.get((item.kind, source)) or self._add_url(item, source)
         if scheme == "file":
             return self._add_file(item, self._root.resolve_url(source, item.place))
         if scheme is not None and source.startswith("//", len(scheme) + 1):
@@ -175,6 +185,11 @@ class MediaStore:
         if data is not None:
             return self._add_bytes(item, data)
         return self._add_file(item, self._root.resolve(source, item.place))
+
+    def _add_url(self, item: MediaItem, url: str) -> ItemHeader:
+        where = self._fetched.get(url)
+        check_bytes(where[1])
+        return self._learn(item.kind, url, self._add_encoded(item, self._spill.read(*where), where))
 
     def _add_file(self, item: MediaItem, path: Path) -> ItemHeader:
         try:
@@ -199,7 +214,8 @@ class MediaStore:
         check_bytes(len(data))
         return self._add_encoded(item, data, None)
 
-    def _add_encoded(self, item: MediaItem, data: bytes, file: _FileState | None) -> ItemHeader:
+    def _add_encoded(self, item: MediaItem, data: bytes, where: _FileState | tuple[int, int] | None) -> ItemHeader:
+        """Add encoded bytes, which are written to the temporary file unless they are somewhere."""
         digest = _digest(item.kind, data)
         if digest in self._entries:
             return self._entries[digest].header
@@ -207,8 +223,7 @@ class MediaStore:
             size: tuple[int, ...] = image_size(data, self._limits.image_pixels)
         else:
             size = (sound_header(data, self._limits.audio_seconds).length(self._rate),)
-        where = file or self._spilled(data)
-        return self._keep(item, ItemHeader(item.kind, digest, size), where, None)
+        return self._keep(item, ItemHeader(item.kind, digest, size), where or self._spilled(data), None)
 
     def _add_values(self, item: MediaItem) -> ItemHeader:
         """Add an image of the library, an array of pixels, or (samples, rate)."""

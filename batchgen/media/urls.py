@@ -1,9 +1,12 @@
-"""`MediaUrls`: items fetched from where the command line allows it, and from nowhere else."""
+"""Items at URLs: `MediaUrls` fetches them from where the command line allows it, `FetchedUrls` several at once."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from threading import Lock
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
@@ -11,12 +14,19 @@ from batchgen.errors import UsageError
 from batchgen.media.faults import MediaFault, describe
 from batchgen.media.sources import check_bytes
 from batchgen.request.checks import show
+from batchgen.request.unnamed_file import UnnamedFile
 
 if TYPE_CHECKING:
     import http.client
 
 TIMEOUT_SECONDS: Final = 30.0
 """Most time of one item."""
+FETCHES: Final = 16
+"""Most items that are fetched at once."""
+_LARGE_BYTES: Final = 16 << 20
+"""Of items that are larger, one at a time is fetched, so that little memory holds them."""
+_MAX_KNOWN: Final = 1 << 16
+"""Most URLs of which it is known what was fetched."""
 _PORTS: Final = {"http": 80, "https": 443}
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS: Final = 5
@@ -38,6 +48,8 @@ class MediaUrls:
             UsageError: a prefix is not such a URL.
         """
         self._prefixes = tuple(map(_prefix, prefixes))
+        self._large = Lock()
+        """Held while a large item is fetched"""
 
     def fetch(self, url: str) -> bytes:
         """The bytes at a URL.
@@ -50,7 +62,7 @@ class MediaUrls:
             raise MediaFault(f"is {show(url)}, which may not be fetched; {remedy}")
         end, target = time.monotonic() + TIMEOUT_SECONDS, url
         for _ in range(_MAX_REDIRECTS + 1):
-            found = _get(target, end)
+            found = _get(target, end, self._large)
             if isinstance(found, bytes):
                 return found
             target = urljoin(target, found)
@@ -71,6 +83,56 @@ class MediaUrls:
         if not url.isascii() or any(character <= " " for character in url):
             return False
         return any(place == allowed and _is_below(parts.path, prefix) for allowed, prefix in self._prefixes)
+
+
+class FetchedUrls:
+    """Items at URLs, fetched side by side by threads into a file; each URL once, also one that cannot be fetched.
+
+    Args:
+        urls: what may be fetched.
+        file: what is fetched goes to its end.
+    """
+
+    def __init__(self, urls: MediaUrls, file: UnnamedFile) -> None:
+        self._urls = urls
+        self._file = file
+        self._found: dict[str, Future[tuple[int, int]]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def begin(self, url: str) -> bool:
+        """Begin to fetch a URL, if it may be fetched and was not begun before; whether that is still going on."""
+        future = self._found.get(url)
+        if future is None and self._urls.allows(url):
+            future = self._begin(url)
+        return future is not None and not future.done()
+
+    def get(self, url: str) -> tuple[int, int]:
+        """(offset, size) of what is at a URL in the file, once it is there.
+
+        Raises:
+            MediaFault: it is not below a prefix, or cannot be fetched within the limits.
+            OutputError: the disk is full or cannot be written.
+        """
+        return (self._found.get(url) or self._begin(url)).result()
+
+    def close(self) -> None:
+        """Forget what is not fetched yet."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        self._found = {url: future for url, future in self._found.items() if future.done() and not future.cancelled()}
+
+    def _begin(self, url: str) -> Future[tuple[int, int]]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
+        if len(self._found) >= _MAX_KNOWN:
+            self._found = {known: future for known, future in self._found.items() if not future.done()}
+        future = self._found[url] = self._threads.submit(self._fetch, url)
+        return future
+
+    def _fetch(self, url: str) -> tuple[int, int]:
+        data = self._urls.fetch(url)
+        return self._file.write(data), len(data)
 
 
 def _is_below(path: str, prefix: str) -> bool:
@@ -94,7 +156,7 @@ def _prefix(url: str) -> tuple[tuple[str, str, int], str]:
     raise UsageError(f"`--allow-media-url` {url} is not the beginning of a URL; write https://HOST/FOLDER/")
 
 
-def _get(url: str, end: float) -> bytes | str:
+def _get(url: str, end: float, large: Lock) -> bytes | str:
     """The bytes at a URL, or the place to which it is redirected."""
     import http.client  # slow to import, and no job needs it but for URLs
     import urllib.error
@@ -106,7 +168,7 @@ def _get(url: str, end: float) -> bytes | str:
     request = urllib.request.Request(url, headers={"User-Agent": "batchgen", "Accept-Encoding": "identity"})
     try:
         with opener.open(request, timeout=max(end - time.monotonic(), 0.001)) as answer:
-            return _read(answer, end)
+            return _read(answer, end, large)
     except urllib.error.HTTPError as error:
         error.close()
         place = error.headers.get("Location")
@@ -120,16 +182,21 @@ def _get(url: str, end: float) -> bytes | str:
         raise MediaFault(f"cannot be fetched from {show(url)} ({reason}); check the URL, or download it") from None
 
 
-def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
+def _read(answer: http.client.HTTPResponse, end: float, large: Lock) -> bytes:
     promised = answer.headers.get("Content-Length", "")
     if promised.isdecimal():
         check_bytes(int(promised) or 1)
     found = bytearray()
-    while block := answer.read1(_BLOCK):
-        found += block
-        check_bytes(len(found))
-        if time.monotonic() > end:
-            raise MediaFault(f"takes more than {TIMEOUT_SECONDS:g} s to fetch; download it")
+    with ExitStack() as held:
+        while block := answer.read1(_BLOCK):
+            if len(found) <= _LARGE_BYTES < len(found) + len(block):
+                began = time.monotonic()
+                held.enter_context(large)
+                end += time.monotonic() - began
+            found += block
+            check_bytes(len(found))
+            if time.monotonic() > end:
+                raise MediaFault(f"takes more than {TIMEOUT_SECONDS:g} s to fetch; download it")
     if promised.isdecimal() and len(found) < int(promised):
         raise MediaFault(f"ended after {len(found):,} of {promised} bytes while it was fetched; run the job again")
     return bytes(found)

@@ -83,7 +83,7 @@ def transformers_spec(
     text = decoder_config(config)
     check_layer_types(str(text.model_type), getattr(text, "layer_types", None))
     with silence_library():
-        whole = _meta_model(config, cls or text_class(config))
+        whole = meta_model(config, cls or text_class(config))
         renamed = renamed_keys(whole, folder) if text_runs_alone(folder) else None
         check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
         model = causal_part(whole)
@@ -134,7 +134,7 @@ def text_class(config: Any) -> Any:
         return cls
     register_attention()
     with silence_library():
-        model = _meta_model(config, cls)
+        model = meta_model(config, cls)
         part = causal_part(model)
         _use_our_attention(part)
 
@@ -146,7 +146,12 @@ def text_class(config: Any) -> Any:
         return without_modules(cls, unread_modules(model, run))
 
 
-def _meta_model(config: Any, cls: Any) -> Any:
+def meta_model(config: Any, cls: Any) -> Any:
+    """The library's model of a configuration on the meta device, without weights.
+
+    Raises:
+        ModelError: the library cannot build it.
+    """
     try:
         with torch.device("meta"):
             # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
@@ -311,7 +316,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -
         )
     with WeightReader(folder.tensors) as reader:
         alone = text_runs_alone(folder)
-        built = _meta_model(config, cls) if alone or reader.converts(spec.dtype) else None
+        built = meta_model(config, cls) if alone or reader.converts(spec.dtype) else None
         renamed = renamed_keys(built, folder) if alone else None
         exact = () if built is None else {*built._keep_in_fp32_modules, *built._keep_in_fp32_modules_strict}
         weights = {

@@ -19,7 +19,7 @@ from batchgen.errors import ModelError
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
-from batchgen.models.hf_load import library_model
+from batchgen.models.hf_load import library_model, meta_model
 from batchgen.models.hf_text import causal_part, first_line, library_class, text_decoder
 from batchgen.models.media_config import media_config
 from batchgen.models.media_processor import PreparedItem
@@ -233,6 +233,21 @@ def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors}
         model, _ = library_model(cls, config, spec, folder, weights, part="towers")
     return MediaEncoder(model.eval().to(spec.device), spec)
+
+
+def tower_bytes(folder: ModelFolder, spec: ModelSpec) -> int:
+    """Bytes of the weights that `load_media_encoder` will hold; 0 if the checkpoint reads no images or audio.
+
+    Raises:
+        ModelError: the towers cannot be built.
+    """
+    config = media_config(folder)
+    if isinstance(config, str):
+        return 0
+    with silence_library():
+        towers = meta_model(config, _without_text(library_class(config), spec.dtype))
+    numbers: int = sum(parameter.numel() for parameter in towers.parameters())
+    return numbers * spec.dtype.itemsize
 
 
 def _without_text(cls: Any, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ import os
 import tempfile
 import weakref
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from batchgen.errors import OutputError
 
 
 class UnnamedFile:
-    """Bytes at offsets, for more than memory should hold. Created at the first write; any thread may read.
+    """Bytes at offsets, for more than memory should hold. Created at the first write; any thread may use it.
 
     Args:
         content: what is in it, for messages, such as `embeddings`.
@@ -27,6 +28,7 @@ class UnnamedFile:
         self._folder = folder
         self._descriptor = -1
         self._end = 0
+        self._lock = Lock()
 
     def write(self, values: npt.NDArray[Any] | bytes, at: int | None = None) -> int:
         """Write an array's bytes, or bytes, at an offset or at the end; returns the offset.
@@ -35,17 +37,18 @@ class UnnamedFile:
             OutputError: the disk is full or cannot be written.
         """
         data = memoryview(values) if isinstance(values, bytes) else _bytes_of(np.ascontiguousarray(values))
-        start = place = self._end if at is None else at
         try:
-            if self._descriptor < 0:
-                self._open()
+            with self._lock:
+                if self._descriptor < 0:
+                    self._open()
+                start = place = self._end if at is None else at
+                self._end = max(self._end, start + len(data))
             while data:
                 count = os.pwrite(self._descriptor, data, place)
                 data, place = data[count:], place + count
         except OSError as error:
             problem = f"cannot write {self._content} to disk: {error.strerror or error}; free some space"
             raise OutputError(problem) from None
-        self._end = max(self._end, place)
         return start
 
     def read(self, at: int, size: int) -> bytes:

@@ -336,13 +336,13 @@ def next_batch(
             if type(first) is TextPrompt and len(row.prompts) == 1 and not row.extra:
                 characters += len(first.text)  # most rows
             else:
-                characters += _characters_of(row)
+                characters += characters_of(row)
         if characters >= _BATCH_CHARACTERS:
             break
     return batch, characters
 
 
-def _characters_of(row: ParsedRow) -> int:
+def characters_of(row: ParsedRow) -> int:
     """Characters of a row's prompts and carried fields; what is in lists and objects is left out."""
     found = sum(len(value) for value in row.extra.values() if type(value) is str) if row.extra else 0
     for prompt in row.prompts:

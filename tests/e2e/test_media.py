@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import json
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, Self
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
 
+from batchgen.data.write import feature_files
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import ProcessResult, parts_of, run, start
 from tests.models.tiny_media import save_media
 
 LLAVA = "<image>"
+DEADLY = """
+import os, signal
+from batchgen.data.write import feature_files
+from batchgen.models.media_encoder import MediaEncoder
+
+encode = MediaEncoder.encode
+
+def counted(self, items):
+    with open("encoded", "a") as file:
+        file.write("x" * len(items))
+    return encode(self, items)
+
+if "DEADLY" in os.environ:
+    MediaEncoder.encode = counted
+    feature_files.FILE_BYTES = 1  # each image has its own file
+
+def deadly(logits, rows):
+    if "DEADLY" in os.environ and any(row.params["dies"] == len(row.output_ids) for row in rows):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return logits
+"""
+"""A logit processor that ends the process, in a module that counts what the towers encode."""
 PICTURES = 6
 
 
@@ -36,10 +64,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rows(count: int = 24, tokens: int = 6) -> list[dict[str, Any]]:
+def save_pictures(folder: Path, count: int) -> None:
+    """Pictures of one size."""
+    rng = np.random.default_rng(4)
+    for number in range(count):
+        Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / "pictures" / f"{number}.png")
+
+
+def rows(count: int = 24, tokens: int = 6, pictures: int = PICTURES) -> list[dict[str, Any]]:
     common = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     with_images = [
-        {"id": f"r{i}", "text": f"see {LLAVA} and say {i}", "image_data": f"{i % PICTURES}.png", **common}
+        {"id": f"r{i}", "text": f"see {LLAVA} and say {i}", "image_data": f"{i % pictures}.png", **common}
         for i in range(count)
     ]
     return [*with_images, {"id": "words", "text": "only words", **common}]
@@ -59,7 +94,13 @@ def counted(result: ProcessResult) -> dict[str, Any]:
 @pytest.mark.field("image_data")
 def test_a_run_counts_its_images_as_planned(folder: Path, model: Path) -> None:
     write_lines(folder / "in.jsonl", rows())
-    checked = counted(run(command(model, "--json", verb="check"), folder))
+    report = run(command(model, "--json", verb="check"), folder)
+    assert report.report["tower_bytes"] == sum(
+        tensor.nbytes
+        for name, tensor in load_file(model / "model.safetensors").items()
+        if "vision_tower" in name or "multi_modal_projector" in name
+    )
+    checked = counted(report)
     done = run(command(model, "--report", "-", "--include-prompt-ids", "--include-prompt"), folder)
     media = counted(done)
     assert checked == {
@@ -75,7 +116,7 @@ def test_a_run_counts_its_images_as_planned(folder: Path, model: Path) -> None:
     assert found[0]["prompt"] == f"see {LLAVA * 4} and say 0"
     assert found[0]["prompt_ids"].count(257) == 4
     footer = json.loads(pq.read_metadata(folder / "out.parquet").metadata[b"batchgen.run"])
-    assert footer["media"] == checked
+    assert footer["media"] == {**checked, "encoded": PICTURES, "reused": 0}
     run(["export", "out.parquet", "--format", "openai-batch", "-o", "lines.jsonl"], folder)
     usage = json.loads((folder / "lines.jsonl").read_text().splitlines()[0])["response"]["body"]["usage"]
     assert usage["prompt_tokens_details"]["media_tokens"] == 4
@@ -93,6 +134,77 @@ def test_a_killed_job_ends_as_one_that_was_not_disturbed(folder: Path, model: Pa
     assert counted(again)["items"] == PICTURES
     assert again.report["rows_resumed"] > 0
     assert rows_of(folder / "out.parquet") == undisturbed
+
+
+def killed(folder: Path, model: Path) -> list[object]:
+    """Kill a job while its row 14 of 24, each with its own image, has two tokens; returns its command line."""
+    (folder / "deadly_module.py").write_text(DEADLY)
+    save_pictures(folder, 24)
+    deadly = {"custom_logit_processor": "deadly", "max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+    write_lines(
+        folder / "in.jsonl",
+        [
+            {"text": f"{LLAVA} say {i}", "image_data": f"{i}.png", "custom_params": {"dies": 2 if i == 14 else -1}}
+            | deadly
+            for i in range(24)
+        ],
+    )
+    line = command(model, "--logit-processor", "deadly=deadly_module:deadly", "--deterministic", "--commit-every", "2")
+    died = start([*line, "--commit-seconds", "0.01"], folder, env={"DEADLY": "1"}).wait()
+    assert died.code == -9, died.stderr
+    return line
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "out.parquet.work" / "features").iterdir())
+
+
+def undisturbed(line: list[object], folder: Path) -> list[dict[str, Any]]:
+    run([*line, "-o", "undisturbed.parquet"], folder)
+    return rows_of(folder / "undisturbed.parquet")
+
+
+def test_a_killed_job_encodes_no_image_again(folder: Path, model: Path) -> None:
+    line = killed(folder, model)
+    before = len((folder / "encoded").read_text())
+    assert 3 <= len(kept(folder)) < before, "those of committed rows are removed"
+    again = run([*line, "--report", "-"], folder)
+    media = counted(again)
+    assert media["reused"] >= 3, "the rows that were running, of which one may not have been written"
+    assert 24 - before <= media["encoded"] <= 25 - before
+    assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
+    assert f"{media['encoded']} encoded and {media['reused']} reused, of 96 tokens" in again.stderr
+    footer = json.loads(pq.read_metadata(folder / "out.parquet").metadata[b"batchgen.run"])["media"]
+    assert (footer["encoded"], footer["reused"]) == (media["encoded"], media["reused"])
+    assert not (folder / "out.parquet.work").exists()
+    assert rows_of(folder / "out.parquet") == undisturbed(line, folder)
+
+
+def test_features_outlive_a_mended_row_and_are_never_used_damaged(folder: Path, model: Path) -> None:
+    line = killed(folder, model)
+    whole = max(file.stat().st_size for file in kept(folder))
+    file = [file for file in kept(folder) if file.stat().st_size == whole][-1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    lines = (folder / "in.jsonl").read_text().splitlines()
+    (folder / "in.jsonl").write_text("\n".join([*lines[:-1], lines[-1].replace("say", "tell")]))
+    again = run([*line, "--resume-anyway", "--report", "-"], folder)
+    media = counted(again)
+    assert media["reused"] >= 2
+    assert media["encoded"] + media["reused"] == 24 - again.report["rows_resumed"]
+    assert 1 <= media["encoded"] - (24 - len((folder / "encoded").read_text())) <= 2, "the damaged one"
+    assert rows_of(folder / "out.parquet") == undisturbed(line, folder)
+
+
+def test_a_full_disk_keeps_no_features_and_ends_no_job(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_files, "LEFT_BYTES", 1 << 62)
+    write_lines(folder / "in.jsonl", rows(3))
+    done = run(command(model, "--report", "-"), folder)
+    assert (counted(done)["encoded"], done.report["rows_ok"]) == (3, 4)
+    assert "out.parquet.work/features (the disk is almost full): a run that continues this job" in done.stderr
 
 
 def test_rows_are_reused_by_the_content_of_their_images(folder: Path, model: Path) -> None:
@@ -129,6 +241,77 @@ def test_damaged_images_fail_their_rows_alone(folder: Path, model: Path) -> None
     run([*command(model), "-o", "good.parquet"], folder)
     for row in rows_of(folder / "good.parquet"):
         assert row["output_ids"] == found[row["id"]]["output_ids"]
+
+
+class Pictures(ThreadingHTTPServer):
+    """Serves the files of a folder, each after a while; knows what was asked for, and how much at once."""
+
+    request_queue_size = 128
+
+    def __init__(self, folder: Path) -> None:
+        self.open = self.most = 0
+        self.asked: list[str] = []
+        self.lock = Lock()
+        super().__init__(("127.0.0.1", 0), partial(Picture, directory=str(folder)))
+
+    def __enter__(self) -> Self:
+        self.thread = Thread(target=self.serve_forever)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.thread.join()
+        self.server_close()
+
+
+class Picture(SimpleHTTPRequestHandler):
+    server: Pictures
+
+    def do_GET(self) -> None:
+        with self.server.lock:
+            self.server.open += 1
+            self.server.asked.append(self.path)
+            self.server.most = max(self.server.most, self.server.open)
+        time.sleep(0.4 if self.path == "/0.png" else 0.05)  # the first one is slower than those behind it
+        with self.server.lock:
+            self.server.open -= 1
+        super().do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_urls_are_fetched_side_by_side_and_rows_stay_in_order(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    save_pictures(folder, 100)
+    given = [{**row, "max_new_tokens": 2} for row in rows(100, pictures=100)]
+    for index in (41, 42):
+        given[index] = {**given[index], "image_data": "none.png"}
+    given[50] = {"text": "no image", "max_new_tokens": 2, "temperature": 0}
+    given[60] = {**given[60], "image_data": ["1.png", "2.png"], "text": f"{LLAVA} and {LLAVA}"}
+    write_lines(folder / "in.jsonl", given)
+    run(command(model), folder)
+    from_files = rows_of(folder / "out.parquet")
+    with Pictures(folder / "pictures") as server:
+        prefix = f"http://127.0.0.1:{server.server_port}/"
+        for row in given:
+            names = row.get("image_data", [])
+            if names:
+                row["image_data"] = [prefix + name for name in ([names] if isinstance(names, str) else names)]
+        given[70]["image_data"] = ["http://127.0.0.1:1/70.png"]
+        write_lines(folder / "in.jsonl", given)
+        run([*command(model, "--allow-media-url", prefix), "-o", "urls.parquet"], folder)
+    assert 4 <= server.most <= 16
+    assert sorted(server.asked) == sorted(f"/{n}.png" for n in (*range(100), "none") if n not in (41, 42, 50, 60, 70))
+    found = rows_of(folder / "urls.parquet")
+    for index in (41, 42):
+        assert "HTTP 404" in found[index]["error"]["message"]
+    assert "may not be fetched" in found[70]["error"]["message"]
+    for index, (url, file) in enumerate(zip(found, from_files, strict=True)):
+        assert index in (41, 42, 70) or (url["id"], url["output_ids"]) == (file["id"], file["output_ids"])
 
 
 def test_verify_replays_rows_with_images(folder: Path, model: Path) -> None:

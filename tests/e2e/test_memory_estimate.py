@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.e2e.runner import batchgen
 from tests.models.tiny import save_tiny
+from tests.models.tiny_media import save_media
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +32,24 @@ def test_the_peak_is_within_a_tenth_of_the_estimate(model_type: str, tmp_path: P
     assert expected > 80_000 * 512 * 4 * 2, "too small to tell the weights from the program"
     measured = _peak([*map(str, options), "-o", "out.parquet"], tmp_path)
     assert abs(measured / expected - 1) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_the_peak_of_a_job_with_images_has_its_towers(tmp_path: Path) -> None:
+    whole, _ = save_media("llava", tmp_path / "model")
+    whole.config.vision_config.update({"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10})
+    type(whole)(whole.config).save_pretrained(tmp_path / "model")
+    for number in range(20):
+        Image.new("RGB", (40, 40), (number, 9, 9)).save(tmp_path / f"{number}.png")
+    rows = [{"text": "<image>", "image_data": f"{i}.png", "max_new_tokens": 9, "ignore_eos": True} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = ["rows.jsonl", "--model", tmp_path / "model", "--device", "cpu", "--dtype", "float32"]
+    options += ["--media-root", tmp_path, "--max-model-len", "128"]
+    report = json.loads(batchgen(["check", *options, "--json"], tmp_path).stdout)
+    assert report["tower_bytes"] > 300_000_000, "too small to tell them from the program"
+    measured = _peak([*map(str, options), "-o", "out.parquet"], tmp_path)
+    assert abs(measured / report["estimated_peak_bytes"] - 1) < 0.1
 
 
 def _peak(arguments: list[str], folder: Path) -> int:

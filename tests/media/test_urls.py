@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -16,8 +17,9 @@ from batchgen.media import sources, urls
 from batchgen.media.faults import MediaFault
 from batchgen.media.root import MediaRoot
 from batchgen.media.store import MediaLimits, MediaStore
-from batchgen.media.urls import MediaUrls
+from batchgen.media.urls import FetchedUrls, MediaUrls
 from batchgen.request.media import MediaItem
+from batchgen.request.unnamed_file import UnnamedFile
 from tests.media.samples import pixels, saved
 
 
@@ -26,6 +28,7 @@ class _Pages(BaseHTTPRequestHandler):
 
     asked: ClassVar[list[str]] = []
     content = b"bytes"
+    held = threading.Event()
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
@@ -41,6 +44,11 @@ class _Pages(BaseHTTPRequestHandler):
         self.send_header("Content-Length", {"short": "100", "large": str(1 << 40)}.get(name, str(len(self.content))))
         self.end_headers()
         with suppress(OSError):  # the client may have enough
+            if name == "held":
+                self.wfile.write(self.content[:3])
+                assert self.held.wait(20)
+                self.wfile.write(self.content[3:])
+                return
             for at in range(0, len(self.content), 1 if name == "slow" else 1 << 20):
                 self.wfile.write(self.content[at:][: 1 if name == "slow" else None])
                 time.sleep(0.1 if name == "slow" else 0)
@@ -144,6 +152,26 @@ def test_faults_of_a_server(fetcher: MediaUrls, server: str, name: str, word: st
 def test_a_server_that_is_not_there(fetcher: MediaUrls) -> None:
     with pytest.raises(MediaFault, match=r"cannot be fetched from 'http://127.0.0.1:9/'.*refused"):
         MediaUrls(["http://127.0.0.1:9/"]).fetch("http://127.0.0.1:9/")
+
+
+def test_one_large_item_is_in_memory_at_once_and_others_do_not_wait_in_their_time(
+    fetcher: MediaUrls, server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(urls, "_LARGE_BYTES", 2)
+    monkeypatch.setattr(_Pages, "held", threading.Event())
+    file = UnnamedFile("test", tmp_path)
+    fetched = FetchedUrls(fetcher, file)
+    first, second = (f"{server}/pictures/{name}" for name in ("held", "a.png"))
+    assert fetched.begin(first)
+    time.sleep(0.1)
+    monkeypatch.setattr(urls, "TIMEOUT_SECONDS", 0.3)
+    assert fetched.begin(second)
+    time.sleep(0.4)
+    assert fetched.begin(second), "it waits"
+    _Pages.held.set()
+    assert [file.read(*fetched.get(name)) for name in (first, second)] == [b"bytes"] * 2
+    assert not fetched.begin(second)
+    fetched.close()
 
 
 def test_limits_of_size_and_time(fetcher: MediaUrls, server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.models.folder import check_model_folder
-from batchgen.models.media_encoder import load_media_encoder
+from batchgen.models.media_encoder import load_media_encoder, tower_bytes
 from batchgen.models.media_processor import ItemRefused, MediaProcessor, find_media_processor
 from tests.models.media_steps import Item, Loaded, library_inputs, load
 from tests.models.quantised import CASES, quantise_folder
@@ -169,16 +171,18 @@ def test_unknown_classes_and_lost_towers_are_named(tmp_path: Path) -> None:
     assert "has no class for internvl_chat" in str(find_media_processor(check_model_folder(tmp_path)))
 
 
-def test_only_the_towers_are_read(tmp_path: Path) -> None:
-    _, library = save_media("llava", tmp_path)
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_audio", "gemma3"])
+def test_only_the_towers_are_read(tmp_path: Path, family: str) -> None:
+    _, library = save_media(family, tmp_path)
     loaded = load(tmp_path, library)
     assert isinstance(loaded.processor, MediaProcessor)
     towers = 4 * sum(
-        p.numel()
-        for name, p in save_media("llava", tmp_path)[0].named_parameters()
-        if "language" not in name and "head" not in name
+        tensor.numel()
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+        if not re.search(r"language_model|lm_head|^model\.(layers|embed_tokens|norm)\.", name)
     )
     assert loaded.encoder.nbytes == towers
+    assert tower_bytes(check_model_folder(tmp_path), loaded.model.spec) == towers
 
 
 def test_quantised_towers_are_dequantised(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ class PartWriter:
         self._clock = clock
         self.before_part: Callable[[], None] | None = None
         """Called before each part is written, to make durable what has to be there before it."""
+        self.after_part: Callable[[Sequence[OutputRow]], None] | None = None
+        """Called with the rows of each part when it is committed, on the writer's thread."""
         self._number = _next_number(work.part_files())
         self._changed = threading.Condition()
         self._buffer: list[OutputRow] = []
@@ -243,6 +245,8 @@ class PartWriter:
 
         write_durably(path, write)
         self._budget.add(states_bytes + size_of(path))
+        if self.after_part is not None:
+            self.after_part(rows)
 
 
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:

@@ -8,6 +8,7 @@ results.parquet.work/
 ├── states/part-000000.states  hidden states of the rows in the part of the same number
 ├── earlier/000/               parts and states of a job with another input, whose rows may be reused
 ├── tokenized/                 cache of the tokenised input, for a resumed run
+├── features/                  cache of the features of images and sounds, for a resumed run
 └── scratch/                   temporary files
 ```
 """
@@ -155,6 +156,11 @@ class WorkFolder:
     def tokenized(self) -> Path:
         """The folder of the tokenised input: token ids, row ids and carried fields."""
         return self.paths.work / "tokenized"
+
+    @property
+    def features(self) -> Path:
+        """The folder of features of images and sounds; exists only if rows have any."""
+        return self.paths.work / "features"
 
     @property
     def states(self) -> Path:

@@ -1,70 +1,167 @@
-"""`FeatureStore`: features of a job's items, in memory as far as they fit, the others in a file without a name."""
+"""`FeatureStore`: features of a job's items, in the memory of the device and the host as far as they fit, the others in
+files.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
+from batchgen.errors import OutputError
+from batchgen.kernels.device import HOST, Array, Device, Download
 from batchgen.request.unnamed_file import UnnamedFile
 
 Floats = npt.NDArray[np.float32]
 
 
-class FeatureStore:
-    """Features by item number, each kept until it is dropped.
+class KeptFeatures(Protocol):
+    """Features by item number in files that outlive the process, as far as there is room for them."""
 
-    What was used goes to the file first: it is needed again only if keys and values are computed again.
+    def __contains__(self, number: int) -> bool: ...
+
+    def add(self, number: int, values: Floats) -> None:
+        """Keep the features [F, W] of an item, if possible."""
+        ...
+
+    def read(self, number: int) -> Floats | None:
+        """[F, W] features; None, and they are kept no more, if they are damaged."""
+        ...
+
+    def remove(self, number: int) -> None:
+        """Keep the features of an item no longer, if they are kept."""
+        ...
+
+
+class FeatureStore:
+    """Features by item number, each until it is dropped.
+
+    What was used leaves a memory first: it is needed again only if keys and values are computed again.
 
     Args:
-        budget: most bytes in memory, unless a single item has more.
-        folder: where the file is created; None: the system's temporary folder.
+        budget: most bytes in the memory of the host, unless a single item has more.
+        folder: where a file without a name is created for the others; None: the system's temporary folder.
+        device: the device that computes features.
+        device_budget: most bytes in its memory, if it is another one than the host's.
     """
 
-    def __init__(self, budget: int, folder: Path | None = None) -> None:
+    def __init__(self, budget: int, folder: Path | None = None, device: Device = HOST, device_budget: int = 0) -> None:
         self._budget = budget
+        self._device = device
+        self._device_budget = device_budget
+        self._on_device: OrderedDict[int, Tensor] = OrderedDict()
+        """Those in the memory of the device; the first ones leave it first."""
+        self._arriving: OrderedDict[int, Download] = OrderedDict()
+        """Those on their way to the files that are kept."""
         self._file = UnnamedFile("features of media", folder)
+        self._kept: KeptFeatures | None = None
         self._held: OrderedDict[int, Floats] = OrderedDict()
-        """Those in memory; the first ones are spilled first."""
+        """Those in the memory of the host; the first ones leave it first."""
         self._spilled: dict[int, tuple[int, tuple[int, int]]] = {}
-        """Number -> where it begins in the file, and its shape."""
+        """Number -> where it begins in the file without a name, and its shape."""
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """Size in bytes -> places of the file that are free."""
+        """Size in bytes -> places of that file that are free."""
+        self._known: set[int] = set()
+        """Those that were put."""
         self.held_bytes = 0
-        """Bytes in memory."""
+        """Bytes in the memory of the host."""
         self.peak_bytes = 0
-        """Most bytes that were in memory."""
+        """Most bytes that were in the memory of the host."""
+        self.device_bytes = 0
+        """Bytes in the memory of the device."""
+        self.device_peak_bytes = 0
+        """Most bytes that were in the memory of the device."""
         self.spilled_bytes = 0
-        """Bytes that were written to the file."""
+        """Bytes that left the memory of the host for a file."""
+        self.reused = 0
+        """Items whose features an earlier run has left."""
+
+    def keep_in(self, kept: KeptFeatures) -> None:
+        """Find features that an earlier run has left, and leave others to a later one. To be called at most once."""
+        self._kept = kept
 
     def __contains__(self, number: int) -> bool:
-        return number in self._held or number in self._spilled
-
-    def __len__(self) -> int:
-        return len(self._held) + len(self._spilled)
+        return number in self._on_device or number in self._held or number in self._spilled or self._is_kept(number)
 
     def put(self, number: int, features: Floats) -> None:
-        """Keep the features [F, W] of an item.
+        """Store the features [F, W] of an item.
 
         Raises:
             OutputError: the disk is full or cannot be written.
         """
         assert number not in self
+        self._known.add(number)
         self._hold(number, np.ascontiguousarray(features, np.float32))
 
-    def get(self, number: int) -> Floats:
-        """[F, W] features of an item."""
-        found = self._held.get(number)
+    def put_computed(self, number: int, features: Tensor) -> None:
+        """Store the features [F, W] of an item as the device computes them, for later runs as well.
+
+        Raises:
+            OutputError: the disk is full or cannot be written.
+        """
+        if not self._device.asynchronous:
+            self.put(number, self._on_host(features))
+            if self._kept is not None:
+                self._kept.add(number, self._held[number])
+            return
+        assert number not in self
+        self._known.add(number)
+        if self._kept is not None:
+            self._arriving[number] = self._device.download(features, lane="outputs")
+        if features.nbytes > self._device_budget:
+            self._hold(number, self._on_host(features))
+            return
+        while self.device_bytes + features.nbytes > self._device_budget:
+            other, values = self._on_device.popitem(last=False)
+            self.device_bytes -= values.nbytes
+            self._hold(other, self._on_host(values))
+        self._on_device[number] = features
+        self.device_bytes += features.nbytes
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+
+    def keep_arrived(self) -> None:
+        """Write to the files that are kept what has arrived from the device."""
+        while self._arriving and next(iter(self._arriving.values())).ready():
+            number, download = self._arriving.popitem(last=False)
+            assert self._kept is not None
+            self._kept.add(number, _floats(download.wait()[0]))
+
+    def load(self, number: int) -> bool:
+        """Have the features of an item in a memory; False if there are none, or a file that has them is damaged."""
+        if number in self._on_device or number in self._held:
+            return True
+        found = self._read(number)
         if found is None:
-            found = self._read(number)
-            self._hold(number, found)
+            return False
+        if number not in self._known:
+            self._known.add(number)
+            self.reused += 1
+        self._hold(number, found)
+        return True
+
+    def get(self, number: int) -> Floats | Tensor:
+        """[F, W] features of an item: on the device in the model's dtype, or on the host.
+
+        Raises:
+            OutputError: what was written is not what is read back.
+        """
+        if number in self._on_device:
+            self._on_device.move_to_end(number, last=False)
+            return self._on_device[number]
+        if not self.load(number):
+            raise OutputError("features of media were read back and are damaged; run the same command again")
         self._held.move_to_end(number, last=False)
-        return found
+        return self._held[number]
 
     def drop(self, number: int) -> None:
-        """Forget an item."""
+        """Forget an item; a later run may still need what is kept of it."""
+        values = self._on_device.pop(number, None)
+        if values is not None:
+            self.device_bytes -= values.nbytes
         found = self._held.pop(number, None)
         if found is not None:
             self.held_bytes -= found.nbytes
@@ -72,11 +169,21 @@ class FeatureStore:
         if place is not None:
             self._free[_size(place[1])].append(place[0])
 
+    def forget(self, number: int) -> None:
+        """Let no later run have an item."""
+        self._arriving.pop(number, None)
+        if self._kept is not None:
+            self._kept.remove(number)
+
+    def _on_host(self, values: Tensor) -> Floats:
+        return _floats(self._device.download(values, lane="outputs").wait()[0])
+
     def _hold(self, number: int, features: Floats) -> None:
         while self._held and self.held_bytes + features.nbytes > self._budget:
             other, values = self._held.popitem(last=False)
             self.held_bytes -= values.nbytes
-            if other not in self._spilled:
+            self.spilled_bytes += values.nbytes
+            if other not in self:
                 self._write(other, values)
         self._held[number] = features
         self.held_bytes += features.nbytes
@@ -85,11 +192,22 @@ class FeatureStore:
     def _write(self, number: int, values: Floats) -> None:
         free = self._free[values.nbytes]
         at = self._file.write(values, free.pop() if free else None)
-        self.spilled_bytes += values.nbytes
         self._spilled[number] = (at, (values.shape[0], values.shape[1]))
 
-    def _read(self, number: int) -> Floats:
-        return self._file.read_array(*self._spilled[number])
+    def _read(self, number: int) -> Floats | None:
+        if number in self._spilled:
+            return self._file.read_array(*self._spilled[number])
+        return self._kept.read(number) if self._kept is not None and number in self._kept else None
+
+    def _is_kept(self, number: int) -> bool:
+        return self._kept is not None and number in self._kept
+
+
+def _floats(values: Array) -> Floats:
+    """float32 of downloaded values: those of bfloat16 are its bits."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
 
 
 def _size(shape: tuple[int, int]) -> int:

@@ -16,11 +16,13 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from batchgen.engine.media.features import FeatureStore, Floats
 from batchgen.engine.media.sources import Source
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.errors import ErrorInfo, ModelError, row_error
+from batchgen.kernels.device import Device
 from batchgen.models.media_encoder import MediaEncoder
 from batchgen.models.media_processor import PreparedItem
 from batchgen.request.media_items import DistinctItem, MediaItems
@@ -28,7 +30,9 @@ from batchgen.request.media_items import DistinctItem, MediaItems
 PREPARED_BYTES: Final = 256 << 20
 """Most bytes of items that are prepared and not encoded, as far as their sizes tell; a single item may have more."""
 FEATURE_BYTES: Final = 512 << 20
-"""Most bytes of features in memory; others are in a file."""
+"""Most bytes of features in the memory of the host; others are in files."""
+DEVICE_FEATURE_BYTES: Final = 512 << 20
+"""Most bytes of features in the memory of a GPU; others are in that of the host."""
 BATCH_FEATURES: Final = 4096
 """Most features of a batch of the encoder, unless it is a single item."""
 
@@ -57,6 +61,8 @@ class FeedSettings:
     """W, numbers in a feature."""
     workers: int
     """Threads that prepare items."""
+    device: Device
+    """The device that computes."""
     together: bool
     """Whether items are encoded in batches, which may change their last bits."""
 
@@ -120,19 +126,25 @@ class MediaFeed:
 
         Those that cannot be decoded have features of zeros; `failed` names them.
         """
+        self.store.keep_arrived()
         for number in numbers:
-            if number in self.store or number in self.errors:
+            if number in self.errors or self.store.load(number):
                 continue
             if number not in self._ahead:
                 self._submit(number)
             self._encode(self._batch(number))
             self.prefetch()
 
-    def rows(self, number: int, rows: npt.NDArray[np.int64]) -> Floats:
-        """[n, W] features of an item by their index."""
+    def rows(self, number: int, rows: npt.NDArray[np.int64]) -> Floats | Tensor:
+        """[n, W] features of an item by their index, where `FeatureStore.get` has them."""
         if number in self.errors:
             return np.zeros((len(rows), self._settings.width), np.float32)
-        return self.store.get(number)[rows]
+        found = self.store.get(number)
+        if isinstance(found, np.ndarray):
+            return found[rows]
+        first = int(rows[0])
+        in_order = int(rows[-1]) - first == len(rows) - 1  # as all indexes but those of an item that a prompt repeats
+        return found[first : first + len(rows)] if in_order else found[self._settings.device.upload(rows)[0]]
 
     def fail(self, number: int, problem: str) -> None:
         """Make an item unusable: `problem` follows its name in the errors of its rows."""
@@ -162,6 +174,7 @@ class MediaFeed:
 
     def close(self) -> None:
         """End the threads; what is not prepared yet is prepared when it is needed."""
+        self.store.keep_arrived()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
             self._threads = None
@@ -237,7 +250,8 @@ class MediaFeed:
             return
         began = time.perf_counter()
         try:
-            found = [each.float().cpu().numpy() for each in self._encoder.encode([prepared for _, prepared in batch])]
+            # Copied, because a part of a batch's features would hold the memory of all.
+            found = [each.clone() for each in self._encoder.encode([prepared for _, prepared in batch])]
         except (RuntimeError, MemoryError, ModelError) as error:
             too_large = is_out_of_memory(error)
             if not too_large and not isinstance(error, ModelError):
@@ -251,7 +265,7 @@ class MediaFeed:
             self._encode(batch[half:])
             return
         for (number, _), features in zip(batch, found, strict=True):
-            self.store.put(number, features)
+            self.store.put_computed(number, features)
         self.counts.encode_seconds += time.perf_counter() - began
         self.counts.encoded += len(batch)
         self.counts.batches += 1

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.media.features import FeatureStore
-from batchgen.engine.media.feed import FEATURE_BYTES, FeedSettings, MediaFeed
+from batchgen.engine.media.features import FeatureStore, KeptFeatures
+from batchgen.engine.media.feed import DEVICE_FEATURE_BYTES, FEATURE_BYTES, PREPARED_BYTES, FeedSettings, MediaFeed
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.engine.media.sources import GivenFeatures
 from batchgen.engine.media.step import Layout, StepMedia
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo
-from batchgen.kernels.device import cpu_quota
-from batchgen.models.base import Model
+from batchgen.kernels.device import Device, cpu_quota
+from batchgen.models.base import Model, ModelSpec
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import blocks
+from batchgen.request.media_items import MediaItems
 from batchgen.request.table import RequestTable
 
 Ints = npt.NDArray[np.int64]
 
+_FLOAT_BYTES: Final = 4
 _MOST_WORKERS: Final = 16
 """Most threads that decode items."""
 
@@ -84,7 +89,7 @@ class JobMedia:
     """The items of a job while it runs.
 
     Args:
-        table: every prompt of the job.
+        workload: the job.
         uses: the items of the requests that run.
         samples: [N] samples of each request that runs.
         feed: their features.
@@ -93,17 +98,20 @@ class JobMedia:
 
     def __init__(
         self,
-        table: RequestTable,
+        workload: JobWorkload,
         uses: ItemUses,
         samples: npt.NDArray[np.int32],
         feed: MediaFeed,
         step: StepMedia,
     ) -> None:
-        self._table = table
+        self._table = workload.table
         self._uses = uses
         self._samples = samples
         self._left: dict[int, int] = {}
         """Request that has begun to end -> samples that have not ended"""
+        self._done = workload.done
+        self._committed: deque[tuple[int, int]] = deque()
+        """Prompts that were committed, not looked at yet"""
         self.feed = feed
         self.step = step
 
@@ -112,24 +120,66 @@ class JobMedia:
         counts = self.feed.counts
         return {
             "media_encoded": counts.encoded,
+            "media_reused": self.feed.store.reused,
             "media_batches": counts.batches,
             "media_failed": counts.failed,
             "media_wait_ms": round(1e3 * counts.wait_seconds),
             "media_encode_ms": round(1e3 * counts.encode_seconds),
             "media_feature_peak_bytes": self.feed.store.peak_bytes,
+            "media_device_peak_bytes": self.feed.store.device_peak_bytes,
             "media_spilled_bytes": self.feed.store.spilled_bytes,
         }
 
     def load(self, plan: StepPlan) -> float:
         """Have the features that a step needs; returns the seconds that the encoder took."""
-        items, numbers = self._table.media, dict[int, None]()
-        assert items is not None
+        self._forget_committed()
+        items, numbers = self._items, dict[int, None]()
         for chunk in plan.prefills:
             ids = self._table.stored_ids(chunk.request)[chunk.start : chunk.end]
             numbers |= dict.fromkeys((np.unique(ids[ids >= items.vocab_size]) - items.vocab_size).tolist())
         before = self.feed.counts.encode_seconds
         self.feed.load(numbers)
         return self.feed.counts.encode_seconds - before
+
+    @cached_property
+    def _uncommitted(self) -> ItemUses:
+        """The items of all requests whose results an earlier run has not committed."""
+        return ItemUses.of(self._table, ~self._done)
+
+    @cached_property
+    def _needed(self) -> Ints:
+        """[items] how many of these requests this run has not committed."""
+        return self._uncommitted.counts(len(self._items))
+
+    @property
+    def _items(self) -> MediaItems:
+        assert self._table.media is not None
+        return self._table.media
+
+    def names(self, computed_by: str) -> dict[int, bytes]:
+        """Number of each item that may be needed -> SHA-256 of all that its features depend on.
+
+        Args:
+            computed_by: what is the same for all items: the model, and the versions that compute.
+        """
+        needed = np.flatnonzero(self._needed).tolist()
+        return {n: hashlib.sha256(f"{computed_by} {self._items[n].key}".encode()).digest() for n in needed}
+
+    def keep_in(self, kept: KeptFeatures) -> None:
+        """Keep features in files for as long as a row that is not committed needs them. Before the job's first step."""
+        self.feed.store.keep_in(kept)
+
+    def committed(self, prompts: Iterable[tuple[int, int]]) -> None:
+        """Record the row and prompt indexes of results that are committed; by any thread."""
+        self._committed.extend(prompts)
+
+    def _forget_committed(self) -> None:
+        while self._committed:
+            for request in self._table.requests_of(*self._committed.popleft()):
+                for number in self._uncommitted.of_request(request):
+                    self._needed[number] -= 1
+                    if not self._needed[number]:
+                        self.feed.store.forget(number)
 
     def failed(self) -> Iterator[tuple[int, ErrorInfo]]:
         """Requests that have an item that turned out to be unusable since the last call, with their errors."""
@@ -156,13 +206,25 @@ class JobMedia:
                 self.feed.release(number)
 
 
-def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, together: bool) -> JobMedia:
+def device_feature_bytes(table: RequestTable, spec: ModelSpec, device: Device) -> int:
+    """Most bytes of features that a job has in the memory of a device other than the host."""
+    items = table.media
+    if items is None or not device.asynchronous:
+        return 0
+    features = sum(items[number].features for number in range(len(items)))
+    return min(features * spec.features_size * spec.dtype.itemsize, DEVICE_FEATURE_BYTES)
+
+
+def open_media(
+    workload: JobWorkload, support: MediaSupport, model: Model, device: Device, *, together: bool
+) -> JobMedia:
     """The images and sounds of a job that is about to run.
 
     Args:
         workload: the job, whose tree has its requests in the order in which they begin.
         support: what the model offers, and the items.
         model: the loaded model.
+        device: the device that it is on.
         together: whether items are encoded in batches, which may change their last bits.
 
     Raises:
@@ -181,8 +243,13 @@ def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, to
         uses.counts(len(table.media)),
         support.prepare,
         encoder,
-        FeatureStore(FEATURE_BYTES, None if table.embeds is None else table.embeds.folder),
-        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), together),
+        FeatureStore(
+            FEATURE_BYTES,
+            None if table.embeds is None else table.embeds.folder,
+            device,
+            device_feature_bytes(table, spec, device),
+        ),
+        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), device, together),
     )
 
     def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:
@@ -190,7 +257,7 @@ def open_media(workload: JobWorkload, support: MediaSupport, model: Model, *, to
         return found.numpy(), following
 
     step = StepMedia(table, feed, workload.spans, spec.rope_axes, find)
-    return JobMedia(table, uses, samples, feed, step)
+    return JobMedia(workload, uses, samples, feed, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +276,16 @@ class MediaPlan:
     """Tokens of the distinct items: the work of the encoder."""
     prompt_tokens: int
     """Tokens of all prompts that items became."""
+
+
+def most_media_bytes(table: RequestTable, width: int) -> int:
+    """Most bytes of prepared items and of features of `width` numbers that a job has in memory at once."""
+    items = table.media
+    if items is None:
+        return 0
+    prepared: int = sum(items[number].source.nbytes for number in range(len(items)))
+    features = sum(items[number].features for number in range(len(items))) * width * _FLOAT_BYTES
+    return min(prepared, PREPARED_BYTES) + min(features, FEATURE_BYTES)
 
 
 def plan_media(table: RequestTable, audio_rate: int) -> MediaPlan | None:

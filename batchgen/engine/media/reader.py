@@ -13,6 +13,7 @@ from typing import Any
 from batchgen.engine.embeds_reader import TensorFiles
 from batchgen.engine.media.sources import Floats, GivenItems, Source, StoredItem
 from batchgen.errors import ErrorCode, RowError
+from batchgen.media.sources import is_url
 from batchgen.media.store import MediaStore
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.media_encoder import MediaEncoder
@@ -114,6 +115,20 @@ class MediaReader:
         assert spec is not None
         assert not isinstance(processor, str)
         return GivenItems(spec, processor, self._files, self._folder)
+
+    def begin(self, row: ParsedRow) -> int:
+        """Begin to fetch the items of a row that are at URLs; returns how many are not fetched yet."""
+        found, processor = 0, self._support.found
+        for prompt in row.prompts:
+            items = [item for item in getattr(prompt, "media", ()) if item.form == "raw"]
+            if any(is_url(item.source) for item in items) and not isinstance(processor, str):
+                found += self._store.begin_all(items) if all(item.kind in processor.kinds for item in items) else 0
+        return found
+
+    def end_fetching(self) -> None:
+        """Fetch nothing any more that `read` does not ask for."""
+        if "_store" in vars(self):
+            self._store.end_fetching()
 
     def read(self, row: ParsedRow) -> ParsedRow:
         """The row with its items read and numbered.

@@ -9,9 +9,13 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from batchgen.engine.media.feed import MediaFeed
+from batchgen.kernels.device import Device
 from batchgen.kernels.types import AttentionBatch
+from batchgen.models.base import TokenEmbeds
 from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import PrefillChunk
 from batchgen.request.media_items import MediaItems
@@ -19,8 +23,6 @@ from batchgen.request.table import RequestTable
 
 Int64 = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Embeds = tuple[Int64, Floats]
-"""Flat tokens [E] and their values [E, W]."""
 Layout = Mapping[str, npt.NDArray[np.int64]]
 FindPositions = Callable[[Int64, Sequence[Layout]], tuple[Int64, int]]
 """Ids [P] of a prompt and the layouts of its items -> rotary positions [A, P], and that of the token behind it."""
@@ -28,6 +30,34 @@ FindPositions = Callable[[Int64, Sequence[Layout]], tuple[Int64, int]]
 _KEPT: Final = 256
 """Prompts whose positions are kept, those of the last chunks."""
 _UNKNOWN: Final = np.iinfo(np.int64).min
+
+
+class StepEmbeds:
+    """The tokens of a step that are given as embeddings."""
+
+    def __init__(self) -> None:
+        self._host: list[tuple[Int64, Floats]] = []
+        self._device: list[tuple[Int64, Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._host or self._device)
+
+    def add(self, rows: Int64, values: Floats | Tensor) -> None:
+        """Give flat tokens [E] their values [E, W], on the host or on the device."""
+        if isinstance(values, np.ndarray):
+            self._host.append((rows, values))
+        else:
+            self._device.append((rows, values))
+
+    def upload(self, device: Device) -> TokenEmbeds:
+        """All of them on the device."""
+        rows = np.concatenate([rows for rows, _ in (*self._host, *self._device)])
+        if not self._host:
+            (uploaded,), values = device.upload(rows), list[Tensor]()
+        else:
+            uploaded, *values = device.upload(rows, np.concatenate([values for _, values in self._host]))
+        values += [each.float() for _, each in self._device]
+        return TokenEmbeds(uploaded, values[0] if len(values) == 1 else torch.cat(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +105,12 @@ class StepMedia:
         self._plain: set[int] = set()
         """Requests without items that were seen"""
 
-    def embed(self, chunks: Sequence[PrefillChunk], ids: Int64) -> Embeds | None:
-        """The features of a step's chunks; None: they have none. Their ids [T] become the model's own placeholder ids.
+    def embed(self, chunks: Sequence[PrefillChunk], ids: Int64, embeds: StepEmbeds) -> None:
+        """Add the features of a step's chunks to `embeds`. Their ids [T] become the model's own placeholder ids.
 
         The ids of all tokens of the step are given; those of the chunks come first.
         """
-        first_id, places, values, at = self._items.vocab_size, list[Int64](), list[Floats](), 0
+        first_id, at = self._items.vocab_size, 0
         for chunk in chunks:
             part = ids[at : at + chunk.end - chunk.start]
             stored = self._table.stored_ids(chunk.request)
@@ -90,11 +120,9 @@ class StepMedia:
                 here = np.flatnonzero(own == token)
                 before = int((stored[: chunk.start] == token).sum())
                 rows = (before + np.arange(len(here))) % self._items[number].features
-                places.append(here + at)
-                values.append(self._features.rows(number, rows))
+                embeds.add(here + at, self._features.rows(number, rows))
                 own[here] = self._looked_up(number)
             at += len(part)
-        return (np.concatenate(places), np.concatenate(values)) if places else None
 
     def _looked_up(self, number: int) -> int:
         """The placeholder id of an item; 0 where the model's table of embeddings does not hold it."""
@@ -204,10 +232,3 @@ class StepMedia:
             same = plain and (second - first == advance + 1).all()
             self._blocks[key] = _Block(first - 1, advance) if same else None
         return self._blocks[key]
-
-
-def joined_embeds(first: Embeds | None, second: Embeds | None) -> Embeds | None:
-    """The embeddings of both."""
-    if first is None or second is None:
-        return second if first is None else first
-    return np.concatenate((first[0], second[0])), np.concatenate((first[1], second[1]))

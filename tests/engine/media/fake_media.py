@@ -86,6 +86,9 @@ class FakeMedia:
     def add_all(self, items: Sequence[MediaItem]) -> list[FakeHeader]:
         return [self._header(item) for item in items]
 
+    def end_fetching(self) -> None:
+        pass
+
     def _header(self, item: MediaItem) -> FakeHeader:
         pixels = np.asarray(item.source)
         if pixels.shape[0] > 64:
