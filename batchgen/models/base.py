@@ -12,6 +12,7 @@ from torch import Tensor
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
+from batchgen.models.lora_config import Adapter
 from batchgen.request.hidden_states import CaptureSupport
 
 
@@ -47,8 +48,8 @@ class ModelSpec:
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters, in the order of their indexes."""
-    tower_adapters: tuple[str, ...] = ()
-    """Those that also change parts that read images or audio, which batchgen leaves as they are."""
+    tower_adapters: tuple[Adapter | None, ...] = ()
+    """By index: what an adapter changes of the modules that read images or audio; None: nothing."""
     windows: tuple[int | None, ...] = ()
     """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
     unscaled_context: int | None = None

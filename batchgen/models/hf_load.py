@@ -109,7 +109,7 @@ def transformers_spec(
         moe_layers=hooks.layers,
         experts_per_token=hooks.experts_per_token,
         adapters=tuple(adapter.name for adapter in adapters),
-        tower_adapters=tuple(adapter.name for adapter in fitted if adapter.left_out),
+        tower_adapters=tuple(adapter.towers for adapter in fitted),
         num_heads=uses[0].num_heads if uses else 1,
         windows=windows_within([use.window for use in uses], context),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),

@@ -97,13 +97,15 @@ class PreparedItem:
     """By the names of the library's forward."""
     last_id: int | None = None
     """Id of a token after the features that the towers embed too, as one more feature; None: there is none."""
+    adapter: int | None = None
+    """Index of the adapter that changes the towers; None: none does."""
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Items of equal shape can be encoded together: none is padded by the length of another."""
         parts = ((name, tuple(value.shape), value.dtype) for name, value in sorted(self.tensors.items()))
         valid = (int(value.sum()) for name, value in sorted(self.tensors.items()) if name.endswith("mask"))
-        return (self.kind, self.token_id, self.last_id, self.features, *parts, *valid)
+        return (self.kind, self.token_id, self.last_id, self.adapter, self.features, *parts, *valid)
 
     @property
     def nbytes(self) -> int:
