@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from batchgen.models.lora import adapter_reader, read_tensor
 from batchgen.models.lora_config import Adapter, unscoped
@@ -44,7 +45,10 @@ def adapted_parameters(adapter: Adapter, model: Any) -> dict[str, Tensor]:
                 found[place] = read_tensor(reader, f"{module}.saved.{name}", info).to(own)
         for module in adapter.layers:
             place = _place(adapter, places, model, f"{module}.weight")
-            found[place] = _merged(adapter, reader, module, model.get_submodule(place.rpartition(".")[0]))
+            owner = model.get_submodule(place.rpartition(".")[0])
+            # torch's own attention reads the weight of its last layer itself, so that peft has no effect on that.
+            if type(owner) is not NonDynamicallyQuantizableLinear:
+                found[place] = _merged(adapter, reader, module, owner)
     return found
 
 
