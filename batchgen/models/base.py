@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
 from batchgen.models.lora_config import Adapter
 from batchgen.request.hidden_states import CaptureSupport
+
+Bidirectional = Literal["image", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,9 @@ class ModelSpec:
     """Rotary positions of a token, one for each axis of an image; 0: a token has its place in the sequence alone."""
     deepstack: int = 0
     """Blocks, from the first, to whose results a feature of an item is added again: each has its own values."""
-    bidirectional: bool = False
-    """Whether the features of one image see one another; features of audio never do."""
+    bidirectional: Bidirectional | None = None
+    """What sees one another: the features of each image, or all tokens of a prompt with images; features of audio never
+    do. None: every token sees those before it alone."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import packed_types
+from batchgen.models.base import Bidirectional
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import (
     decoder_config,
@@ -26,8 +27,10 @@ from batchgen.request.foreign_text import read_json_file, typed
 
 _SEE_ONE_ANOTHER: Final = {"gemma3": None, "shieldgemma2": None, "gemma4": "vision", "gemma4_unified": "vision"}
 """Types whose image features see one another -> the value of the decoder's setting with which they do, None: always."""
+PREFIXED: Final = frozenset(("paligemma",))
+"""Types all of whose prompt sees one another if it has an image. Their processor writes BOS behind the last image, and
+a line break at the end."""
 UNSUPPORTED: Final[dict[str, str]] = {
-    "paligemma": "its whole prompt attends in both directions, text after an image too",
     "mllama": "its decoder attends to images in separate layers, which text does not have",
     "voxtral": "its processor takes sounds through the tokenizer of mistral-common alone",
     "molmo2": "its tokens of images see one another by another mask than Gemma's",
@@ -44,7 +47,7 @@ class MediaTraits:
 
     rope_axes: int = 0
     deepstack: int = 0
-    bidirectional: bool = False
+    bidirectional: Bidirectional | None = None
 
 
 def media_config(folder: ModelFolder) -> Any | str:
@@ -73,10 +76,11 @@ def media_traits(folder: ModelFolder) -> MediaTraits:
     levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     inner, kind = _inner_class(config), str(config.model_type)
     needed = _SEE_ONE_ANOTHER.get(kind)
+    has_runs = kind in _SEE_ONE_ANOTHER and needed in (None, text.use_bidirectional_attention)
     return MediaTraits(
         rope_axes=max(sections, default=3) if hasattr(inner, "get_rope_index") else 0,
         deepstack=len(levels or ()),
-        bidirectional=kind in _SEE_ONE_ANOTHER and needed in (None, text.use_bidirectional_attention),
+        bidirectional="prompt" if kind in PREFIXED else "image" if has_runs else None,
     )
 
 

@@ -72,6 +72,8 @@ class PlacedItem(NamedTuple):
     """What the prompt's text has in its place."""
     text: str
     """What replaces the placeholder before the text is tokenised."""
+    end: str = ""
+    """What the whole prompt ends with. Then `text` holds the only BOS of the prompt, and nothing precedes it."""
 
     def error(self, problem: str) -> RowError:
         """`media_error` of its row, whose message is "`place` problem"."""

@@ -137,7 +137,6 @@ def test_a_size_that_the_processor_refuses_is_an_error_of_the_row(tmp_path: Path
 def test_models_without_media_say_why(tmp_path: Path) -> None:
     cases = {
         "llama": "llama models read text alone",
-        "paligemma": "paligemma: its whole prompt attends in both directions",
         "chameleon": "codebook",
         "gemma3": "processor cannot be used",  # the folder has none
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -137,6 +138,13 @@ GEMMA3N = ["boi", "boa", "eoi", "image", "eoa", "audio"]
 """Special tokens from id 257 on: from the third on, towers embed them."""
 OMNI: dict[str, Any] = {"tokens": OMNI_TOKENS, "ids": OMNI_IDS, "named": OMNI_NAMES, "kinds": ("image", "audio")}
 DEEP = vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
+
+
+def _paligemma(tokenizer: Any) -> Any:
+    images = transformers.SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    images.image_seq_length = 4
+    tokenizer.bos_token = "<bos>"
+    return transformers.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
 
 
 def _glm4v(cls: str, images: str) -> Callable[[Any], Any]:
@@ -310,6 +318,15 @@ MORE: dict[str, Family] = {
     ),
 }
 """Family -> how its small checkpoint is made."""
+_PALIGEMMA = Family(_paligemma, ["<image>", "<bos>"], IMAGE, {"image_token": "<image>"}, change=vision(28, 14))
+MORE["paligemma"] = _PALIGEMMA
+MORE["paligemma2"] = replace(
+    _PALIGEMMA,
+    parts={"text_config": "gemma2"},
+    change=all_of(vision(28, 14), lambda config: setattr(config.text_config, "sliding_window", 6)),
+    model_type="paligemma",
+)
+
 REFUSED: dict[str, Family] = {
     "idefics2": Family(
         lambda tokenizer: transformers.Idefics2Processor(

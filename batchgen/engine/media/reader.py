@@ -157,7 +157,7 @@ class MediaReader:
                 distinct = replace(distinct, adapter=adapter)
             number = self._table.media.add(distinct)
             found.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), text))
-        return found
+        return [*found[:-1], found[-1]._replace(text=found[-1].text + processor.closing[0], end=processor.closing[1])]
 
     def _raw(self, items: Sequence[MediaItem], processor: MediaProcessor) -> list[tuple[DistinctItem, str]]:
         """The images and sounds themselves of a prompt, and the text that each becomes."""
