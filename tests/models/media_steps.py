@@ -226,7 +226,7 @@ def library_inputs(loaded: Loaded, parts: Parts) -> dict[str, Tensor]:
         options["images"] = [images]
     if sounds:
         options |= {"audio": sounds, "sampling_rate": loaded.processor.audio_rate}
-    if loaded.processor.closing[1] and not images:  # the processor takes no text alone
+    if loaded.processor.closing[1] and not images:  # it takes no text alone
         return dict(loaded.library.tokenizer([text], return_tensors="pt"))
     try:
         found = loaded.library(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **options)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.smolvlm import processing_smolvlm
 
+from batchgen.models.media_config import with_sounds
 from tests.models.tiny_media import (
     GRID,
     IMAGE,
@@ -325,6 +326,13 @@ MORE["paligemma2"] = replace(
     parts={"text_config": "gemma2"},
     change=all_of(vision(28, 14), lambda config: setattr(config.text_config, "sliding_window", 6)),
     model_type="paligemma",
+)
+MORE["voxtral"] = Family(
+    lambda tokenizer: with_sounds(transformers.VoxtralProcessor)(whisper(chunk_length=2), tokenizer),
+    ["[AUDIO]", "[BEGIN_AUDIO]"],
+    {"audio_token_id": "[AUDIO]"},
+    change=audio(num_mel_bins=16, max_source_positions=100, intermediate_size=256),
+    kinds=("audio",),
 )
 
 REFUSED: dict[str, Family] = {
