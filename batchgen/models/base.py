@@ -65,7 +65,7 @@ class ModelSpec:
     rope_axes: int = 0
     """Rotary positions of a token, one for each axis of an image; 0: a token has its place in the sequence alone."""
     deepstack: int = 0
-    """Blocks, from the first, to whose results a feature of an item is added again: each has its own values."""
+    """Number of blocks to whose results a feature of an item is added again: each has its own values."""
     bidirectional: Bidirectional | None = None
     """What sees one another: the features of each image, or all tokens of a prompt with images; features of audio never
     do. None: every token sees those before it alone."""

@@ -17,6 +17,7 @@ from batchgen.models.base import Bidirectional
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import (
     decoder_config,
+    feature_blocks,
     first_line,
     library_class,
     rope_settings,
@@ -34,7 +35,6 @@ a line break at the end."""
 UNSUPPORTED: Final[dict[str, str]] = {
     "mllama": "its decoder attends to images in separate layers, which text does not have",
     "molmo2": "its tokens of images see one another by another mask than Gemma's",
-    "granite4_vision": "its decoder adds features to the results of blocks that it chooses itself",
     "ernie4_5_vl_moe": "features of images have separate experts",
     **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
 }
@@ -79,7 +79,7 @@ def media_traits(folder: ModelFolder) -> MediaTraits:
         return MediaTraits()
     text = decoder_config(config)
     sections = [len(found) for found in _sections(text)]
-    levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    levels = feature_blocks(config) or getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     inner, kind = _inner_class(config), str(config.model_type)
     needed = _SEE_ONE_ANOTHER.get(kind)
     has_runs = kind in _SEE_ONE_ANOTHER and needed in (None, text.use_bidirectional_attention)

@@ -35,7 +35,7 @@ _TYPE_IDS: Final[dict[MediaKind, int]] = {"image": 1, "audio": 3}
 _KNOWN: Final = frozenset((
     "inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep", "cache_position",
     "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds", "output_attentions", "output_hidden_states",
-    "output_router_logits",
+    "output_router_logits", "vision_mask", "deepstack_features",
 ))  # fmt: skip
 """What a class may give its text decoder: `Model` computes the same, or it has no effect on one prompt."""
 
@@ -119,7 +119,7 @@ class MediaEncoder:
                 f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, "
                 "which is not supported. Leave out images and audio."
             )
-        levels = list(given.get("deepstack_visual_embeds") or ())
+        levels = list(given.get("deepstack_visual_embeds") or (given.get("deepstack_features") or {}).values())
         if len(levels) not in (0, self._spec.deepstack):
             raise ModelError(
                 f"The class of this {self._spec.name} model adds features to {len(levels)} blocks, and its "

@@ -148,6 +148,20 @@ def _paligemma(tokenizer: Any) -> Any:
     return transformers.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
 
 
+def _granite4(tokenizer: Any) -> Any:
+    images = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}, image_grid_pinpoints=_TILES
+    )
+    return transformers.Granite4VisionProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        downsample_rate="1/2",
+    )
+
+
 def _glm4v(cls: str, images: str) -> Callable[[Any], Any]:
     """Processors of GLM-4V and its like."""
 
@@ -326,6 +340,13 @@ MORE["paligemma2"] = replace(
     parts={"text_config": "gemma2"},
     change=all_of(vision(28, 14), lambda config: setattr(config.text_config, "sliding_window", 6)),
     model_type="paligemma",
+)
+_TILES = [[2 * height, 2 * width] for height, width in GRID]
+MORE["granite4_vision"] = Family(
+    _granite4,
+    ["<image>"],
+    IMAGE,
+    change=all_of(vision(56, 14), fields(image_grid_pinpoints=_TILES, deepstack_layer_map=[[-1, 0], [0, 2]])),
 )
 MORE["voxtral"] = Family(
     lambda tokenizer: with_sounds(transformers.VoxtralProcessor)(whisper(chunk_length=2), tokenizer),
