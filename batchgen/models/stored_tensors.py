@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
+from batchgen.models.lora_config import unscoped
 from batchgen.models.quant_format import FULL_DTYPES
-from batchgen.models.text_part import is_packed
+from batchgen.models.text_part import find_text_tensors, is_packed
 
 _TOWERS: Final = "towers of images, video and sound, and what joins them to the text"
 UNREAD: Final[dict[str, str]] = {
@@ -40,9 +42,22 @@ _DRAFT: Final = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp\w*)(\.|$)")
 """Parts that a layer has only if it drafts further tokens. Such layers follow the others under the same names."""
 
 
-def is_tower(folder: ModelFolder, name: str) -> bool:
-    """Whether a module or tensor belongs to a part of the checkpoint that reads images or sound."""
-    return is_packed(folder.config) and re.search(UNREAD[_TOWERS], name) is not None
+def tower_test(folder: ModelFolder) -> Callable[[str], bool]:
+    """A test of whether a module belongs to a part of the checkpoint that reads images or sound.
+
+    Such parts have the usual names, or are stored next to the text decoder under others.
+    """
+
+    @cache
+    def others() -> frozenset[str]:
+        text = find_text_tensors(folder.tensors, folder.config)
+        return frozenset(unscoped(name.rpartition(".")[0]) for name in folder.tensors if not text.is_read(name))
+
+    def test(module: str) -> bool:
+        usual = re.search(UNREAD[_TOWERS], f"{module}.") is not None
+        return is_packed(folder.config) and (usual or unscoped(module) in others())
+
+    return test
 
 
 def check_unread(folder: ModelFolder, unread: Iterable[str], layers: int) -> None:
