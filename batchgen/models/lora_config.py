@@ -161,9 +161,9 @@ class Adapter:
         moved = next((old for old, new in kept.items() if new != old and old in self.layers), None)
         scope = self.scope if moved is None else moved.removesuffix(unscoped(moved))
         left = {name: name for name in self.modules - kept.keys()}
-        return replace(self._named(kept), scope=scope, towers=self._named(left) if left else self.towers)
+        return replace(self.part(kept), scope=scope, towers=self.part(left) if left else self.towers)
 
-    def _named(self, names: Mapping[str, str]) -> Adapter:
+    def part(self, names: Mapping[str, str]) -> Adapter:
         """What the adapter changes of the modules `names`, under the names that they map to."""
         return replace(
             self,

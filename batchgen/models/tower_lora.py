@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from batchgen.models.stored_tensors import library_names
 from batchgen.models.weights import WeightReader
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SPEAKS = re.compile(r"(^|\.)(talker|token2wav|code2wav)\.")
+"""Names of modules that make sounds of a text, which no text depends on."""
 
 
 @torch.no_grad()
@@ -28,6 +31,7 @@ def adapted_parameters(adapter: Adapter, model: Any) -> dict[str, Tensor]:
         ModelError: the adapter changes something that the model lacks, that has another size, or that is not a linear
             layer or a convolution; the message names it.
     """
+    adapter = adapter.part({module: module for module in adapter.modules if not _SPEAKS.search(module)})
     for module in (*adapter.tokens, *adapter.experts):
         raise _refused(adapter, module, "which is not a linear layer or a convolution that reads images or audio")
     names = [f"{module}.weight" for module in adapter.layers]

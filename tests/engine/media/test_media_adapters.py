@@ -108,6 +108,9 @@ TOWERS: list[Any] = [
     pytest.param("gemma3", {"target_modules": "all-linear"}, *OLD, marks=pytest.mark.slow),
     pytest.param("llava", {"target_modules": ["v_proj"], "modules_to_save": ENDS}, *OLD, marks=pytest.mark.slow),
     pytest.param("granite4_vision", {"target_modules": "all-linear"}, "model.l", "l", marks=pytest.mark.slow),
+    pytest.param(
+        "qwen2_5_omni", {"target_modules": ["v_proj", "q", "proj"]}, "model.visual", "visual", marks=pytest.mark.slow
+    ),
     pytest.param("idefics3", {"target_modules": ["proj", "q_proj"]}, "model.v", "v", marks=pytest.mark.slow),
 ]
 """Family, configuration of an adapter that changes modules of its towers, and their names of today and of before."""
