@@ -200,11 +200,11 @@ def _spans(table: RequestTable, kind: Bidirectional) -> Spans:
     items = table.media
     assert items is not None
     if kind == "prompt":
-        lengths = np.zeros(len(table), np.int64)
+        lengths, sizes = np.zeros(len(table), np.int64), np.diff(table.offsets)
         for part in blocks(len(table.tokens)):
             places = np.flatnonzero(table.tokens[part] >= items.vocab_size) + part.start
             having = np.unique(np.searchsorted(table.offsets, places, side="right") - 1)
-            lengths[having] = np.diff(table.offsets)[having]
+            lengths[having] = sizes[having]
         scored = (lengths > 0) & (table.score_start >= 0)
         lengths[scored] = table.score_start[scored]
         return PromptSpans(lengths)

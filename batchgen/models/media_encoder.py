@@ -97,7 +97,10 @@ class MediaEncoder:
         try:
             # Convolutions of float32 would be rounded on a GPU, and may differ from run to run.
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-                functional_call(self._joined, self._adapted[item.adapter], (), {"use_cache": False, **inputs})
+                if changed := self._adapted[item.adapter]:
+                    functional_call(self._joined, changed, (), {"use_cache": False, **inputs})
+                else:
+                    self._joined(use_cache=False, **inputs)
         except _Reached as reached:
             return reached.given
         except (RuntimeError, ValueError) as error:
