@@ -5,15 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.models.base import Bidirectional
 from batchgen.plan.estimate import find_dedup
 from batchgen.plan.length_predictor import EXACT
-from batchgen.plan.spans import Spans
-from batchgen.plan.tree import PrefixTree, build_tree
+from batchgen.plan.spans import ItemSpans, PromptSpans, Spans
+from batchgen.plan.tree import PrefixTree, blocks, build_tree
 from batchgen.request.table import RequestTable
 
 
@@ -157,7 +159,7 @@ def plan_workload(
     *,
     dedup: bool = True,
     adapters: Sequence[str] = (),
-    bidirectional: bool = False,
+    bidirectional: Bidirectional | None = None,
 ) -> JobWorkload:
     """Build the prefix tree, find identical greedy requests, and skip what needs no computation.
 
@@ -166,12 +168,14 @@ def plan_workload(
         done: [N] requests finished in an earlier run.
         dedup: copy identical greedy requests instead of generating each.
         adapters: adapter names, in the order of their indexes.
-        bidirectional: whether the features of an image see one another.
+        bidirectional: what sees one another in prompts with images, see `ModelSpec`.
     """
     count = len(table)
     done = np.zeros(count, np.bool_) if done is None else done
     adapter = _adapters(table, adapters)
-    tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_id))
+    spans = None if bidirectional is None or table.media is None else _spans(table, bidirectional)
+    whole = _equal_prompts(table, spans.lengths) if isinstance(spans, PromptSpans) else None
+    tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_id, whole))
     own = leader = np.arange(count, dtype=np.int32)
     scored = table.score_start >= 0
     if dedup:
@@ -187,18 +191,35 @@ def plan_workload(
     samples[copies] = 0
     followers = np.flatnonzero(copies)
     followers = followers[np.argsort(leader[followers], kind="stable")]
-    spans = _image_spans(table) if bidirectional and table.media is not None else None
     followed, empty = leader[followers], np.flatnonzero(idle)
     return JobWorkload(table, tree, samples, leader, done, followers, followed, empty, adapter=adapter, spans=spans)
 
 
-def _image_spans(table: RequestTable) -> Spans:
-    """The spans of all prompts of a table with items. Features of sounds are causal."""
+def _spans(table: RequestTable, kind: Bidirectional) -> Spans:
+    """The spans of all prompts of a table with items. Features of sounds are causal, as is a text that is scored."""
     items = table.media
     assert items is not None
+    if kind == "prompt":
+        lengths, sizes = np.zeros(len(table), np.int64), np.diff(table.offsets)
+        for part in blocks(len(table.tokens)):
+            places = np.flatnonzero(table.tokens[part] >= items.vocab_size) + part.start
+            having = np.unique(np.searchsorted(table.offsets, places, side="right") - 1)
+            lengths[having] = sizes[having]
+        scored = (lengths > 0) & (table.score_start >= 0)
+        lengths[scored] = table.score_start[scored]
+        return PromptSpans(lengths)
     found = (items[number] for number in range(len(items)))
     features = np.array([item.features if item.kind == "image" else 1 for item in found], np.int64)
-    return Spans(table.tokens, table.offsets, items.vocab_size, features)
+    return ItemSpans(table.tokens, table.offsets, items.vocab_size, features)
+
+
+def _equal_prompts(table: RequestTable, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[N] equal numbers for requests whose first `lengths` tokens are equal; -1 for a length of 0."""
+    found, numbers = np.full(len(table), -1, np.int64), dict[bytes, int]()
+    for request in np.flatnonzero(lengths).tolist():
+        ids = table.stored_ids(request)[: lengths[request]]
+        found[request] = numbers.setdefault(blake2b(ids.tobytes(), digest_size=16).digest(), len(numbers))
+    return found
 
 
 def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32] | None:
@@ -211,11 +232,18 @@ def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32
 
 
 def _keys(
-    adapter: npt.NDArray[np.int32] | None, embeds_id: npt.NDArray[np.int32] | None
+    adapter: npt.NDArray[np.int32] | None,
+    embeds_id: npt.NDArray[np.int32] | None,
+    whole: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64] | None:
-    """[N] cache keys: requests share keys and values of equal ids only if their keys are equal; None: all share."""
-    if adapter is None and embeds_id is None:
+    """[N] cache keys: requests share keys and values of equal ids only if their keys are equal; None: all share.
+
+    `whole`: numbers of prompts that share with equal ones alone, -1 for others; they have no embeddings.
+    """
+    if adapter is None and embeds_id is None and whole is None:
         return None
     high = np.int64(0) if adapter is None else adapter.astype(np.int64) + 1
     low = np.int64(0) if embeds_id is None else embeds_id.astype(np.int64) + 1
+    if whole is not None:
+        low = np.where(whole < 0, low, whole + 1 + np.max(low))
     return np.asarray((high << np.int64(32)) | low, np.int64)

@@ -39,6 +39,7 @@ from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
+from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
@@ -162,7 +163,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         table = rows.table
         setup.note_rows(table, _print_note)
         read = time.monotonic()
-        workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
+        workload = _workload(config, setup, table)
         counts, steps, peaks = _plan(config, setup, workload)
         output, towers = estimate_output(rows, config, setup.spec), setup.tower_bytes(table)
         memory = estimate_memory(setup, workload, sum(peaks.values()), towers)
@@ -221,6 +222,11 @@ def _model(setup: Setup) -> dict[str, Any]:
 
 def _print_note(message: str) -> None:
     print(printable(message), file=sys.stderr)
+
+
+def _workload(config: RunConfig, setup: Setup, table: RequestTable) -> JobWorkload:
+    spec, dedup = setup.spec, config.engine.dedup
+    return plan_workload(table, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
 
 
 def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats, dict[str, int]]:

@@ -133,7 +133,9 @@ def attention_of(
 
     def make(part: KVPool, own: AttentionBatch) -> PagedAttention:
         made = factory(part, own)
-        return SpanAttention(made, part, own, batch.spans) if batch.spans else made
+        if not batch.spans:
+            return made
+        return SpanAttention(made, part, own, batch.spans, exceed=batch.spans_exceed_window)
 
     if not isinstance(pool, GroupedPool):
         return make(pool, batch)

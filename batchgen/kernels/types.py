@@ -153,8 +153,9 @@ class AttentionBatch:
     window: AttentionBatch | None = None
     """The same step over the pages of the layers with a window; None: all layers have the same pages."""
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """Flat tokens [start, end) that see one another; each lies in one chunk. In a layer with a window, those that are
-    behind a token's window are hidden from it."""
+    """Flat tokens [start, end) that see one another; each lies in one chunk."""
+    spans_exceed_window: bool = False
+    """Whether, in a layer with a window, a token sees those of its span that are behind its window."""
     uploader: Device | None = None
     """The device that lists are uploaded through; None: one for the slots' device."""
 

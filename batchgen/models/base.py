@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch import Tensor
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
+from batchgen.models.lora_config import Adapter
 from batchgen.request.hidden_states import CaptureSupport
+
+Bidirectional = Literal["image", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class ModelSpec:
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters, in the order of their indexes."""
-    tower_adapters: tuple[str, ...] = ()
-    """Those that also change parts that read images or audio, which batchgen leaves as they are."""
+    tower_adapters: tuple[Adapter | None, ...] = ()
+    """By index: what an adapter changes of the modules that read images or audio; None: nothing."""
     windows: tuple[int | None, ...] = ()
     """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
     unscaled_context: int | None = None
@@ -62,9 +65,10 @@ class ModelSpec:
     rope_axes: int = 0
     """Rotary positions of a token, one for each axis of an image; 0: a token has its place in the sequence alone."""
     deepstack: int = 0
-    """Blocks, from the first, to whose results a feature of an item is added again: each has its own values."""
-    bidirectional: bool = False
-    """Whether the features of one image see one another; features of audio never do."""
+    """Number of blocks to whose results a feature of an item is added again: each has its own values."""
+    bidirectional: Bidirectional | None = None
+    """What sees one another: the features of each image, or all tokens of a prompt with images; features of audio never
+    do. None: every token sees those before it alone."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from batchgen.errors import ModelError
@@ -19,7 +18,7 @@ from batchgen.models.native_config import NativeConfig, parse_native_config
 from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_sites
 from batchgen.models.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.safetensors_header import TensorInfo
-from batchgen.models.stored_tensors import is_tower
+from batchgen.models.stored_tensors import tower_test
 from batchgen.models.text_part import text_config
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
@@ -76,7 +75,7 @@ def check_model(
             if implementation == "auto" and any(sites.cannot_replace(adapter) for adapter in adapters):
                 chosen, native = "transformers", None
             else:
-                adapters = fit_adapters(adapters, sites, partial(is_tower, folder))
+                adapters = fit_adapters(adapters, sites, tower_test(folder))
     return CheckedModel(folder, chosen, native, _stored_dtype(folder), max_model_len, adapters)
 
 

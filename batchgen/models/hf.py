@@ -22,7 +22,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention, AttentionArgs
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
-from batchgen.models.hf_text import decoder_name, text_decoder
+from batchgen.models.hf_text import decoder_name, feature_blocks, text_decoder
 from batchgen.models.latent import absorbed_projection
 from batchgen.models.library_lora import LoraSlot
 from batchgen.models.library_rope import LibraryRope
@@ -194,6 +194,7 @@ class HookedModel:
         self._hooks = ModelHooks(())
         self._slot = AttentionSlot() if use_slot else None
         self._cache_name = cache_keyword(self._decoder)
+        self._feature_blocks = feature_blocks(model.config)
         self.counts_by_cache = False
         """Whether forwards get the positions through a cache too; for decoders that count by its length."""
         self.lora = LoraSlot()
@@ -268,8 +269,12 @@ class HookedModel:
             mask = torch.zeros_like(ids, dtype=torch.bool)
             mask[0, embeds.rows] = True
             order = embeds.rows.argsort()  # the decoder takes them in the order of their tokens
-            found["visual_pos_masks"] = mask
-            found["deepstack_visual_embeds"] = list(torch.split(values[order, size:], size, dim=1))
+            levels = torch.split(values[order, size:], size, dim=1)
+            if self._feature_blocks:
+                found["vision_mask"] = mask[..., None]
+                found["deepstack_features"] = dict(zip(self._feature_blocks, levels, strict=True))
+            else:
+                found["visual_pos_masks"], found["deepstack_visual_embeds"] = mask, list(levels)
         return found
 
     @property

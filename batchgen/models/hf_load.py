@@ -55,7 +55,7 @@ from batchgen.models.lora_fit import Sites, fit_adapters
 from batchgen.models.media_config import media_traits
 from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
-from batchgen.models.stored_tensors import check_library_tensors, check_unread, is_tower
+from batchgen.models.stored_tensors import check_library_tensors, check_unread, tower_test
 from batchgen.models.weights import LazyWeight, WeightReader
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -89,7 +89,7 @@ def transformers_spec(
         model = causal_part(whole)
         _use_our_attention(model)
         sites = library_sites(model)
-        fitted = fit_adapters(adapters, sites, partial(is_tower, folder))
+        fitted = fit_adapters(adapters, sites, tower_test(folder))
         store_latents(model)
         uses, hooks = _probe_layers(model, context)
     text, contexts = decoder_config(config), library_contexts(decoder_config(config))
@@ -109,7 +109,7 @@ def transformers_spec(
         moe_layers=hooks.layers,
         experts_per_token=hooks.experts_per_token,
         adapters=tuple(adapter.name for adapter in adapters),
-        tower_adapters=tuple(adapter.name for adapter in fitted if adapter.left_out),
+        tower_adapters=tuple(adapter.towers for adapter in fitted),
         num_heads=uses[0].num_heads if uses else 1,
         windows=windows_within([use.window for use in uses], context),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
@@ -294,7 +294,7 @@ def load_transformers(
         if experts.layers and spec.device.type == "cuda":
             _check_experts(found, experts, expected)
         if adapters:
-            _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, partial(is_tower, folder)), sites)
+            _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, tower_test(folder)), sites)
         return found
 
 

@@ -165,6 +165,13 @@ def decoder_name(model: Any) -> str | None:
     return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), None)
 
 
+def feature_blocks(config: Any) -> tuple[int, ...]:
+    """Blocks in front of which a decoder adds features, where its configuration chooses them; empty for others."""
+    if config.model_type != "granite4_vision":
+        return ()
+    return tuple(dict.fromkeys((*(block for _, block in config.deepstack_layer_map), *config.spatial_target_layers)))
+
+
 def text_decoder(part: Any) -> Any:
     """The module of a causal part that maps token ids to states; None if it has none."""
     name = decoder_name(part)

@@ -118,8 +118,8 @@ class Adapter:
     """Name of a layer's experts -> what is changed of them."""
     scope: str | None = None
     """What precedes the names of the decoder's modules where the adapter was trained; None: as in the model."""
-    left_out: tuple[str, ...] = ()
-    """Modules that `located` left out."""
+    towers: Adapter | None = None
+    """What `located` left out, under its names in the adapter."""
 
     @property
     def modules(self) -> frozenset[str]:
@@ -153,21 +153,24 @@ class Adapter:
 
         Args:
             names: modules of the model.
-            unread: whether a name belongs to a part of the checkpoint that text does not run; it is left out.
+            unread: whether a name belongs to a part of the checkpoint that text does not run; `towers` has it.
         """
         known = {unscoped(name): name for name in names}
         places = {name: name if name in names else known.get(unscoped(name), name) for name in self.modules}
         kept = {old: new for old, new in places.items() if new in names or not unread(old)}
         moved = next((old for old, new in kept.items() if new != old and old in self.layers), None)
         scope = self.scope if moved is None else moved.removesuffix(unscoped(moved))
+        left = {name: name for name in self.modules - kept.keys()}
+        return replace(self.part(kept), scope=scope, towers=self.part(left) if left else self.towers)
+
+    def part(self, names: Mapping[str, str]) -> Adapter:
+        """What the adapter changes of the modules `names`, under the names that they map to."""
         return replace(
             self,
-            layers={kept[name]: layer for name, layer in self.layers.items() if name in kept},
-            saved={kept[name]: tensors for name, tensors in self.saved.items() if name in kept},
-            tokens={kept[name]: rows for name, rows in self.tokens.items() if name in kept},
-            experts={kept[name]: parts for name, parts in self.experts.items() if name in kept},
-            scope=scope,
-            left_out=tuple(sorted({*self.left_out, *places} - {*kept})),
+            layers={names[name]: layer for name, layer in self.layers.items() if name in names},
+            saved={names[name]: tensors for name, tensors in self.saved.items() if name in names},
+            tokens={names[name]: rows for name, rows in self.tokens.items() if name in names},
+            experts={names[name]: parts for name, parts in self.experts.items() if name in names},
         )
 
     def scale_of(self, module: str, parameter: str, rank: int) -> float:
@@ -378,12 +381,18 @@ def _layer(name: str, config: Mapping[str, Any], module: str, parts: Mapping[str
     if not {"down", "up"} <= set(parts):
         raise _error(name, f"{_WEIGHTS} holds one of the two matrices of {module}; copy the folder again")
     down, up, magnitude = parts["down"], parts["up"], parts.get("magnitude")
-    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != rank or up.shape[1] != rank:
+    # Those of a convolution have the axes of its kernel, too.
+    if len(down.shape) != len(up.shape) or len(up.shape) < 2 or (down.shape[0], *up.shape[1:]) != _ranks(rank, up):
         shapes = f"{list(down.shape)} and {list(up.shape)}"
         raise _error(name, f"{module} has matrices {shapes} where {_CONFIG} calls for rank {rank}")
     if (magnitude is not None) != bool(config.get("use_dora")) or (magnitude and magnitude.shape != up.shape[:1]):
         raise _error(name, f"the magnitude of {module} (lora_magnitude_vector) does not fit use_dora in {_CONFIG}")
     return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), magnitude)
+
+
+def _ranks(rank: int, up: TensorInfo) -> tuple[int, ...]:
+    """The first axis of A and all but the first of B."""
+    return (rank, rank, *[1] * (len(up.shape) - 2))
 
 
 def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

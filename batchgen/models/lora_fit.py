@@ -88,7 +88,7 @@ def fit_adapter(adapter: Adapter, sites: Sites) -> None:
         if module not in known:
             raise adapter.error(f"it changes {module}, which is not a linear layer of the model; check its base model")
         size, needed = (layer.down.shape[1], layer.up.shape[0]), known[module]
-        if size != needed:
+        if size != needed or len(layer.down.shape) > 2:
             raise adapter.error(
                 f"{module} maps {needed[0]} to {needed[1]} features in the model and {size[0]} to {size[1]} in the "
                 "adapter; check its base model"

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import packed_types
+from batchgen.models.base import Bidirectional
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import (
     decoder_config,
+    feature_blocks,
     first_line,
     library_class,
     rope_settings,
@@ -26,16 +29,22 @@ from batchgen.request.foreign_text import read_json_file, typed
 
 _SEE_ONE_ANOTHER: Final = {"gemma3": None, "shieldgemma2": None, "gemma4": "vision", "gemma4_unified": "vision"}
 """Types whose image features see one another -> the value of the decoder's setting with which they do, None: always."""
+PREFIXED: Final = frozenset(("paligemma",))
+"""Types all of whose prompt sees one another if it has an image. Their processor writes BOS behind the last image, and
+a line break at the end."""
 UNSUPPORTED: Final[dict[str, str]] = {
-    "paligemma": "its whole prompt attends in both directions, text after an image too",
     "mllama": "its decoder attends to images in separate layers, which text does not have",
-    "voxtral": "its processor takes sounds through the tokenizer of mistral-common alone",
     "molmo2": "its tokens of images see one another by another mask than Gemma's",
-    "granite4_vision": "its decoder adds features to the results of blocks that it chooses itself",
     "ernie4_5_vl_moe": "features of images have separate experts",
     **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
 }
 """Type -> why its images and audio are not computed, though its text is."""
+_AUDIO: Final = "[AUDIO]"
+"""The token of a feature, and the placeholder of a sound."""
+_BEGIN: Final = "[BEGIN_AUDIO]"
+"""The token in front of a sound's features."""
+_FRAMES: Final = 8
+"""Frames of the spectrogram that become one feature: two by a convolution, and four of these are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class MediaTraits:
 
     rope_axes: int = 0
     deepstack: int = 0
-    bidirectional: bool = False
+    bidirectional: Bidirectional | None = None
 
 
 def media_config(folder: ModelFolder) -> Any | str:
@@ -70,13 +79,14 @@ def media_traits(folder: ModelFolder) -> MediaTraits:
         return MediaTraits()
     text = decoder_config(config)
     sections = [len(found) for found in _sections(text)]
-    levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
+    levels = feature_blocks(config) or getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     inner, kind = _inner_class(config), str(config.model_type)
     needed = _SEE_ONE_ANOTHER.get(kind)
+    has_runs = kind in _SEE_ONE_ANOTHER and needed in (None, text.use_bidirectional_attention)
     return MediaTraits(
         rope_axes=max(sections, default=3) if hasattr(inner, "get_rope_index") else 0,
         deepstack=len(levels or ()),
-        bidirectional=kind in _SEE_ONE_ANOTHER and needed in (None, text.use_bidirectional_attention),
+        bidirectional="prompt" if kind in PREFIXED else "image" if has_runs else None,
     )
 
 
@@ -102,6 +112,8 @@ def read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str
     """
     options: Any = {"local_files_only": True, "trust_remote_code": False}
     cls = processor_class(_processor_name(folder, config))
+    if config.model_type == "voxtral":
+        cls = with_sounds(cls)
     values, _ = cls.get_processor_dict(folder.path, **options)
     parts: list[Any] = []
     missing: dict[str, str] = {}
@@ -167,3 +179,37 @@ def _processor_name(folder: ModelFolder, config: Any) -> str:
         if PROCESSOR_MAPPING_NAMES.get(kind):
             return str(PROCESSOR_MAPPING_NAMES[kind])
     raise ModelError(f"neither its files nor the type {folder.model_type} name one")
+
+
+def with_sounds(library: Any) -> Any:
+    """Voxtral's processor with a call that takes sounds next to a text, which the library has in mistral-common alone.
+
+    As in mistral-common, a sound is padded to whole chunks of 30 seconds, whose features follow `[BEGIN_AUDIO]`.
+    """
+
+    def build(self: Any, feature_extractor: Any, tokenizer: Any) -> None:
+        self.audio_token, self.audio_token_id = _AUDIO, tokenizer.convert_tokens_to_ids(_AUDIO)
+        super(library, self).__init__(feature_extractor, tokenizer)
+
+    def call(
+        self: Any,
+        text: list[str],
+        audio: Sequence[Any] = (),
+        sampling_rate: int | None = None,
+        return_tensors: str = "pt",
+    ) -> dict[str, Any]:
+        reader, sounds = self.feature_extractor, dict[str, Any]()
+        before, *after = text[0].split(_AUDIO)
+        each = -(-reader.nb_max_frames // _FRAMES)  # features of a chunk
+        counts = [each * -(-len(sound) // reader.n_samples) for sound in audio]
+        parts = (f"{_BEGIN}{_AUDIO * count}{rest}" for count, rest in zip(counts, after, strict=True))
+        if audio:
+            whole = {"padding": True, "truncation": False, "pad_to_multiple_of": reader.n_samples}
+            found = self._retrieve_input_features(
+                audio, reader.nb_max_frames, sampling_rate=sampling_rate, return_tensors=return_tensors, **whole
+            )
+            sounds = {"input_features": found}
+        made = self.tokenizer(["".join((before, *parts))], return_tensors=return_tensors, add_special_tokens=False)
+        return {**made, **sounds}
+
+    return type(library.__name__, (library,), {"__init__": build, "__call__": call, "__module__": library.__module__})

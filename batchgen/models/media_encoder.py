@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelSpec
@@ -23,6 +24,7 @@ from batchgen.models.hf_load import library_model, meta_model
 from batchgen.models.hf_text import causal_part, first_line, library_class, text_decoder
 from batchgen.models.media_config import media_config
 from batchgen.models.media_processor import PreparedItem
+from batchgen.models.tower_lora import adapted_parameters
 from batchgen.models.weights import LazyWeight, WeightReader
 from batchgen.request.media import MediaKind
 
@@ -33,24 +35,35 @@ _TYPE_IDS: Final[dict[MediaKind, int]] = {"image": 1, "audio": 3}
 _KNOWN: Final = frozenset((
     "inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep", "cache_position",
     "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds", "output_attentions", "output_hidden_states",
-    "output_router_logits",
+    "output_router_logits", "vision_mask", "deepstack_features",
 ))  # fmt: skip
 """What a class may give its text decoder: `Model` computes the same, or it has no effect on one prompt."""
 
 
 class MediaEncoder:
-    """Towers of a model, and rotary positions of its prompts; created by `load_media_encoder`."""
+    """Towers of a model, and rotary positions of its prompts; created by `load_media_encoder`.
+
+    Raises:
+        ModelError: an adapter of `spec` changes the towers in a way that is not supported.
+    """
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self._model = model
         self._joined = _joining_part(model)
         self._spec = spec
         self._names = set(_parameters(self._joined.forward))
+        scope = next(f"{name}." for name, module in model.named_modules() if module is self._joined).lstrip(".")
+        self._adapted: dict[int | None, dict[str, Tensor]] = {None: {}}
+        """Index of an adapter -> parameters of the joining part in place of the model's"""
+        for index, adapter in enumerate(spec.tower_adapters):
+            changed = {} if adapter is None else adapted_parameters(adapter, model)
+            self._adapted[index] = {name.removeprefix(scope): value for name, value in changed.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        """Bytes of the weights, with those of adapters."""
+        adapted = (value for changed in self._adapted.values() for value in changed.values())
+        return sum(parameter.nbytes for parameter in (*self._model.parameters(), *adapted))
 
     @torch.no_grad()
     def encode(self, items: Sequence[PreparedItem]) -> list[Tensor]:
@@ -84,7 +97,10 @@ class MediaEncoder:
         try:
             # Convolutions of float32 would be rounded on a GPU, and may differ from run to run.
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-                self._joined(use_cache=False, **inputs)
+                if changed := self._adapted[item.adapter]:
+                    functional_call(self._joined, changed, (), {"use_cache": False, **inputs})
+                else:
+                    self._joined(use_cache=False, **inputs)
         except _Reached as reached:
             return reached.given
         except (RuntimeError, ValueError) as error:
@@ -106,7 +122,7 @@ class MediaEncoder:
                 f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, "
                 "which is not supported. Leave out images and audio."
             )
-        levels = list(given.get("deepstack_visual_embeds") or ())
+        levels = list(given.get("deepstack_visual_embeds") or (given.get("deepstack_features") or {}).values())
         if len(levels) not in (0, self._spec.deepstack):
             raise ModelError(
                 f"The class of this {self._spec.name} model adds features to {len(levels)} blocks, and its "
@@ -217,17 +233,12 @@ def load_media_encoder(folder: ModelFolder, spec: ModelSpec) -> MediaEncoder:
     """Build the library's class without its text decoder, and read the weights of the rest.
 
     Raises:
-        ModelError: the checkpoint reads no images or audio, an adapter changes its towers, or they cannot be built or
-            read.
+        ModelError: the checkpoint reads no images or audio, its towers cannot be built or read, or an adapter changes
+            them in a way that is not supported.
     """
     config = media_config(folder)
     if isinstance(config, str):
         raise ModelError(f"{folder.path} takes no images or audio: {config}.")
-    if spec.tower_adapters:
-        raise ModelError(
-            f"The adapter {spec.tower_adapters[0]} (--lora) changes parts of the model that read images or audio, "
-            "which is not supported. Merge it into the model, or leave out images and audio."
-        )
     cls = _without_text(library_class(config), spec.dtype)
     with silence_library(), torch.no_grad(), WeightReader(folder.tensors) as reader:
         weights = {name: LazyWeight(name, reader, spec.dtype) for name in folder.tensors}

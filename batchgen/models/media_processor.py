@@ -22,7 +22,7 @@ from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
 from batchgen.models.hf_text import first_line
-from batchgen.models.media_config import media_config, read_processor
+from batchgen.models.media_config import PREFIXED, media_config, read_processor
 from batchgen.request.media import MediaKind
 
 _KINDS: Final[tuple[MediaKind, ...]] = ("image", "audio")
@@ -97,13 +97,15 @@ class PreparedItem:
     """By the names of the library's forward."""
     last_id: int | None = None
     """Id of a token after the features that the towers embed too, as one more feature; None: there is none."""
+    adapter: int | None = None
+    """Index of the adapter that changes the towers; None: none does."""
 
     @property
     def shape(self) -> tuple[object, ...]:
         """Items of equal shape can be encoded together: none is padded by the length of another."""
         parts = ((name, tuple(value.shape), value.dtype) for name, value in sorted(self.tensors.items()))
         valid = (int(value.sum()) for name, value in sorted(self.tensors.items()) if name.endswith("mask"))
-        return (self.kind, self.token_id, self.last_id, self.features, *parts, *valid)
+        return (self.kind, self.token_id, self.last_id, self.adapter, self.features, *parts, *valid)
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +121,8 @@ class MediaProcessor:
         self._tokenizer = processor.tokenizer = _Recorder(processor.tokenizer)
         self._config = config
         self._expansions: dict[tuple[object, ...], Expansion] = {}
+        self.closing = (str(self._tokenizer.bos_token), "\n") if config.model_type in PREFIXED else ("", "")
+        """What follows the last image of a prompt, and what ends a prompt with images."""
         self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
         self._nested = True
         """Whether the images of a prompt are given as a list of one list."""
@@ -261,7 +265,11 @@ class MediaProcessor:
         else:
             options = {"audio": items, "sampling_rate": self.audio_rate}
         made = self._processor(text=[text], return_tensors="pt", **options)
-        return self._tokenizer.text, {name: _as_tensor(value) for name, value in made.items() if name not in OF_TEXT}
+        found = self._tokenizer.text
+        if self.closing != ("", ""):
+            last = found.rfind(self._placeholders["image"]) + len(self._placeholders["image"])
+            found = found[:last] + found[last:].removeprefix(self.closing[0]).removesuffix(self.closing[1])
+        return found, {name: _as_tensor(value) for name, value in made.items() if name not in OF_TEXT}
 
     def _probe_images(self) -> bool:
         """Whether images together become something else than each alone; also finds how images are given.

@@ -243,7 +243,7 @@ def native_spec(
         state_layers=config.num_layers,
         num_heads=config.num_heads,
         adapters=tuple(adapter.name for adapter in adapters),
-        tower_adapters=tuple(adapter.name for adapter in adapters if adapter.left_out),
+        tower_adapters=tuple(adapter.towers for adapter in adapters),
         tied=layout.head is None,
         windows=windows_within(config.windows, context_length),
         adapts_head=any(map(sites.changes_head, adapters)),

@@ -7,13 +7,15 @@ would run, and give wrong tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
+from batchgen.models.lora_config import unscoped
 from batchgen.models.quant_format import FULL_DTYPES
-from batchgen.models.text_part import is_packed
+from batchgen.models.text_part import find_text_tensors, is_packed
 
 _TOWERS: Final = "towers of images, video and sound, and what joins them to the text"
 UNREAD: Final[dict[str, str]] = {
@@ -40,9 +42,22 @@ _DRAFT: Final = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp\w*)(\.|$)")
 """Parts that a layer has only if it drafts further tokens. Such layers follow the others under the same names."""
 
 
-def is_tower(folder: ModelFolder, name: str) -> bool:
-    """Whether a module or tensor belongs to a part of the checkpoint that reads images or sound."""
-    return is_packed(folder.config) and re.search(UNREAD[_TOWERS], name) is not None
+def tower_test(folder: ModelFolder) -> Callable[[str], bool]:
+    """A test of whether a module belongs to a part of the checkpoint that reads images or sound.
+
+    Such parts have the usual names, or are stored next to the text decoder under others.
+    """
+
+    @cache
+    def others() -> frozenset[str]:
+        text = find_text_tensors(folder.tensors, folder.config)
+        return frozenset(unscoped(name.rpartition(".")[0]) for name in folder.tensors if not text.is_read(name))
+
+    def test(module: str) -> bool:
+        usual = re.search(UNREAD[_TOWERS], f"{module}.") is not None
+        return is_packed(folder.config) and (usual or unscoped(module) in others())
+
+    return test
 
 
 def check_unread(folder: ModelFolder, unread: Iterable[str], layers: int) -> None:
@@ -100,25 +115,40 @@ def check_library_tensors(
     Raises:
         ModelError: a tensor is read by no module and not harmless, or its dtype is not that of weights.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-
-    rules = get_model_conversion_mapping(model, None if renamed is None else dict(renamed))
     taken = model.state_dict()
     unread: dict[str, str] = {}
     """Stored name -> name in the model."""
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    for name in sorted(folder.tensors, key=dot_natural_key):  # the order of the library, whose rules keep state
-        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, taken)
-        if target not in taken and name in taken:
-            target = name
+    for name, target, _ in library_names(model, folder.tensors, renamed):
         if target not in taken:
             unread[name] = target
         elif taken[target].is_floating_point() and folder.tensors[name].dtype not in FULL_DTYPES:
             raise stored_wrongly(name, folder.tensors[name].dtype)
     left = [name for name, target in unread.items() if not is_left_out(target, model, folder)]
     check_unread(folder, [name for name in left if name not in folder.spare and not is_ignored(model, name)], layers)
+
+
+def library_names(
+    model: Any, names: Iterable[str], renamed: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str, bool]]:
+    """Stored names with those that the library gives them as it loads, and whether it converts the values.
+
+    Args:
+        model: the model, which may lack the parameter.
+        names: the stored names.
+        renamed: patterns of stored names -> names in the model, before those that the library has itself.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    rules = get_model_conversion_mapping(model, None if renamed is None else dict(renamed))
+    taken = model.state_dict()
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    for name in sorted(names, key=dot_natural_key):  # the order of the library, whose rules keep state
+        target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, taken)
+        if target not in taken and name in taken:
+            target, converter = name, None
+        yield name, target, converter is not None
 
 
 def is_ignored(model: Any, name: str) -> bool:

@@ -47,6 +47,8 @@ DTYPE_PATTERNS = {
     "str": r"\"[\w\s]*\"",
 }
 """Values of `dtype` with the pattern of the whole text: literals of Python's types, as in SGLang."""
+_TEXTS = frozenset({"text", "input_text", "output_text"})
+"""Types of parts of a message that are text: of OpenAI's chat completions, and of its responses."""
 _NO_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 """Keys that ask for nothing about the events: padding against eavesdroppers of a network."""
 
@@ -243,12 +245,12 @@ def messages(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
         checked = message_without_padding(name, message)
         parts = _content_parts(name, index, checked)
         found[index] = checked if parts is None else {**checked, "content": parts}
-        media = media or parts is not None
+        media = media or any(part["type"] != "text" for part in parts or ())
     return MediaMessages(found) if media else tuple(found)
 
 
 def _content_parts(name: str, index: int, message: Any) -> list[Any] | None:
-    """Check one message and return the parts of its content; None if all are text."""
+    """Check one message and return the parts of its content; None if they stay as they are."""
     where = f"{name}[{index}]"
     if type(message) is not dict:
         raise RowError(ErrorCode.INVALID_FIELD, f"`{where}` must be an object, got {json_type(message)}", name)
@@ -263,23 +265,23 @@ def _content_parts(name: str, index: int, message: Any) -> list[Any] | None:
         problem = f"`{where}.content` must be a string or a list of parts, got {json_type(content)}"
         raise RowError(ErrorCode.INVALID_FIELD, problem, name)
     parts = [_part(name, f"{where}.content[{number}]", part) for number, part in enumerate(content)]
-    return parts if any(part["type"] != "text" for part in parts) else None
+    return parts if any(own is not given for own, given in zip(parts, content, strict=True)) else None
 
 
 def _part(name: str, where: str, part: Any) -> Any:
-    """Check one part of a message's content; one of media is returned in the form of `MediaMessages`."""
+    """Check one part of a message's content; what is not `text` is returned in the form that templates know."""
     kind = part.get("type") if type(part) is dict else None
     if type(kind) is not str:
         problem = f'`{where}` must be an object such as {{"type": "text", "text": "..."}}'
         raise RowError(ErrorCode.INVALID_FIELD, problem, name)
-    if kind != "text":
+    if kind not in _TEXTS:
         if (found := media_part(where, part)) is not None:
             return found
         problem = f"`{where}.type` must be text, image_url, input_audio or another part of media, got {show(kind)}"
         raise RowError(ErrorCode.INVALID_FIELD, problem, name)
     if type(part.get("text")) is not str:
         raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.text` must be a string", name)
-    return part
+    return part if kind == "text" else {**part, "type": "text"}
 
 
 def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:

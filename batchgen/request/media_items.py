@@ -43,6 +43,8 @@ class DistinctItem:
     """Whether the processor treats it as one of several of a prompt, which gives other features than alone."""
     source: Any
     """Where it is, with its `size`: (width, height) of an image, (samples,) of a sound; empty if it is not decoded."""
+    adapter: int | None = None
+    """Index of the adapter that changes the towers that encode it; None: none does."""
 
     def error(self, problem: str) -> RowError:
         """`media_error` whose message is "`place` problem"."""
@@ -51,7 +53,7 @@ class DistinctItem:
     @property
     def key(self) -> Hashable:
         """Equal for items whose features are equal."""
-        return (self.digest, self.features, self.token_id, self.grouped, self.layout_key)
+        return (self.digest, self.features, self.token_id, self.grouped, self.adapter, self.layout_key)
 
     @property
     def layout_key(self) -> Hashable:
@@ -70,6 +72,8 @@ class PlacedItem(NamedTuple):
     """What the prompt's text has in its place."""
     text: str
     """What replaces the placeholder before the text is tokenised."""
+    end: str = ""
+    """What the whole prompt ends with. Then `text` holds the only BOS of the prompt, and nothing precedes it."""
 
     def error(self, problem: str) -> RowError:
         """`media_error` of its row, whose message is "`place` problem"."""

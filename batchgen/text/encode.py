@@ -349,7 +349,8 @@ class Encoder:
         """
         prefix = self._tokenizer.prefix_ids
         if isinstance(prompt, TextPrompt) and ids[: len(prefix)] != prefix:
-            ids = prefix + ids
+            items = placed_items(prompt) if prompt.media else ()
+            ids = ids if items and items[-1].end else prefix + ids
         if not ids:
             param = _field_of(row, prompt)
             message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"

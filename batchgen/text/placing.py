@@ -29,7 +29,7 @@ def expanded_text(text: str, items: Sequence[PlacedItem]) -> str:
         _check_count(own, text.count(placeholder), f"{placeholder!r} in the prompt's text")
         texts[placeholder] = iter([item.text for item in own])
     pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-    return re.sub(pattern, lambda found: next(texts[found[0]]), text)
+    return re.sub(pattern, lambda found: next(texts[found[0]]), text) + items[-1].end
 
 
 def expanded_ids(ids: Sequence[int], items: Sequence[PlacedItem], tokenizer: Tokenizer) -> list[int]:
@@ -47,6 +47,7 @@ def expanded_ids(ids: Sequence[int], items: Sequence[PlacedItem], tokenizer: Tok
         _check_count(own, 0 if many else found.count(as_ids[0]), f"{placeholder!r} (id {as_ids[0]}) in the prompt")
         each = iter([tokenizer.encode_plain([item.text])[0] for item in own])
         found = [token for given in found for token in (next(each) if given == as_ids[0] else (given,))]
+        found += tokenizer.encode_plain([own[-1].end])[0] if own[-1].end else []
     return found
 
 

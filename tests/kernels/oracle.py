@@ -40,6 +40,7 @@ def _with_span(batch: AttentionBatch, token: int, position: int, slots: Tensor, 
     for start, end in batch.spans:
         if start <= token < end:
             (chunk,) = (c for c in batch.chunks if c.q_start <= token < c.q_start + c.q_len)
+            begin = min(begin, max(0, position - token + start)) if batch.spans_exceed_window else begin
             return _slots(chunk.pages, page_size)[begin : position - token + end]
     return slots[begin:]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from batchgen.models.base import Model, ModelInput, TokenEmbeds
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import load_model
+from batchgen.models.media_config import PREFIXED
 from batchgen.models.media_encoder import MediaEncoder, load_media_encoder
 from batchgen.models.media_processor import MediaProcessor, find_media_processor
 from tests.models.packed import PagedCache
@@ -62,7 +63,7 @@ class Prompt:
 
     ids: Tensor
     spans: list[tuple[int, int]]
-    """Runs of features."""
+    """Runs of features, or the whole prompt."""
     features: Tensor
     """[E, W] of all spans in order."""
     rope: Tensor | None
@@ -82,7 +83,11 @@ class Loaded:
         """A prompt of texts and items, followed by the ids `after`."""
         items = [part for part in parts if isinstance(part, Item)]
         expansions = iter(made := self.processor.expand(items))
-        text = "".join(part if isinstance(part, str) else next(expansions).text for part in parts)
+        texts = [part if isinstance(part, str) else next(expansions).text for part in parts]
+        if items and self.processor.closing[1]:
+            last = max(index for index, part in enumerate(parts) if isinstance(part, Item))
+            texts = [*texts[: last + 1], self.processor.closing[0], *texts[last + 1 :], self.processor.closing[1]]
+        text = "".join(texts)
         ids = torch.tensor([*self.library.tokenizer(text, add_special_tokens=False)["input_ids"], *after])
         prepared = [
             self.processor.prepare(item, item.decoded, grouped=found.grouped)
@@ -105,6 +110,8 @@ class Loaded:
             at += len(rows)
             if item.kind == "image":
                 spans += runs(found)
+        if items and self.model.spec.bidirectional == "prompt":
+            spans = [(0, len(ids) - len(after))]
         return Prompt(
             ids, spans, torch.cat(features) if features else torch.zeros(0, self.model.spec.features_size), rope
         )
@@ -195,7 +202,9 @@ def _inputs(
         spans += [(a - start + at, b - start + at) for a, b in prompt.spans if start <= a < end]
         at += end - start
     attention = cache.spanned_step(
-        [(number, end - start) for number, start, end in step], spans if model.spec.bidirectional else []
+        [(number, end - start) for number, start, end in step],
+        spans if model.spec.bidirectional else [],
+        exceed=model.spec.bidirectional == "prompt",
     )
     embeds = TokenEmbeds(torch.cat(rows), torch.cat(values))
     return ModelInput(
@@ -217,6 +226,8 @@ def library_inputs(loaded: Loaded, parts: Parts) -> dict[str, Tensor]:
         options["images"] = [images]
     if sounds:
         options |= {"audio": sounds, "sampling_rate": loaded.processor.audio_rate}
+    if loaded.processor.closing[1] and not images:  # it takes no text alone
+        return dict(loaded.library.tokenizer([text], return_tensors="pt"))
     try:
         found = loaded.library(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **options)
     except TypeError:
@@ -228,11 +239,12 @@ def library_logits(model: Any, inputs: dict[str, Tensor], after: Sequence[int]) 
     """The library's logits [n, V] of a prompt and the ids `after` it."""
     model = getattr(model, "thinker", model)  # of a class whose other parts speak
     names = inspect.signature(model.forward).parameters
-    accepted = {name: value for name, value in inputs.items() if name in names}
+    accepted = {name: value for name, value in inputs.items() if name in names and name != "labels"}
     more = torch.tensor([list(after)])
     for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
         if name in accepted:
-            added = more if name == "input_ids" else torch.full_like(more, int(name == "attention_mask"))
+            is_suffix = name == "token_type_ids" and model.config.model_type in PREFIXED
+            added = more if name == "input_ids" else torch.full_like(more, is_suffix or name == "attention_mask")
             accepted[name] = torch.cat((accepted[name], added.to(accepted[name].dtype)), 1)
     with torch.no_grad():
         logits: Tensor = model(**accepted, use_cache=False).logits[0].float()

@@ -98,10 +98,12 @@ class PagedCache:
     def step(self, parts: list[tuple[int, int]]) -> TorchAttention:
         return TorchAttention(self.pool, self.batch(parts))
 
-    def spanned_step(self, parts: list[tuple[int, int]], spans: list[tuple[int, int]]) -> PagedAttention:
-        """A step some of whose tokens see one another."""
+    def spanned_step(
+        self, parts: list[tuple[int, int]], spans: list[tuple[int, int]], *, exceed: bool = False
+    ) -> PagedAttention:
+        """A step some of whose tokens see one another; `exceed`: also behind their windows."""
         batch = self.batch(parts)
-        batch.spans = spans
+        batch.spans, batch.spans_exceed_window = spans, exceed
         return attention_of(TorchAttention, self.pool, batch)
 
     def compiled_step(self, parts: list[tuple[int, int]]) -> CompiledAttention:

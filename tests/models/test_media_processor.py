@@ -10,13 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.models.folder import check_model_folder
+from batchgen.models.media_config import with_sounds
 from batchgen.models.media_encoder import load_media_encoder, tower_bytes
 from batchgen.models.media_processor import ItemRefused, MediaProcessor, find_media_processor
 from tests.models.media_steps import Item, Loaded, library_inputs, load
@@ -139,7 +142,6 @@ def test_a_size_that_the_processor_refuses_is_an_error_of_the_row(tmp_path: Path
 def test_models_without_media_say_why(tmp_path: Path) -> None:
     cases = {
         "llama": "llama models read text alone",
-        "paligemma": "paligemma: its whole prompt attends in both directions",
         "chameleon": "codebook",
         "gemma3": "processor cannot be used",  # the folder has none
     }
@@ -240,3 +242,18 @@ def test_wrong_files_of_a_processor_are_a_reason_and_run_nothing(name: str, tmp_
     assert isinstance(found, str)
     assert reason in found
     assert not (tmp_path / "ran").exists()
+
+
+def test_sounds_of_voxtral_are_whole_chunks_of_30_seconds() -> None:
+    """As mistral-common pads and counts them; the spectrograms are the library's."""
+    tokenizer = byte_tokenizer(["<pad>", "[AUDIO]", "[BEGIN_AUDIO]"], {})
+    made = with_sounds(transformers.VoxtralProcessor)(transformers.WhisperFeatureExtractor(128), tokenizer)
+    processor = MediaProcessor(made, transformers.VoxtralConfig(audio_token_id=257))
+    for samples, chunks in ((1, 1), (16000, 1), (480000, 1), (480001, 2), (960001, 3)):
+        item = Item("audio", (samples,))
+        (found,) = processor.expand([item])
+        assert (found.text, found.features) == ("[BEGIN_AUDIO]" + "[AUDIO]" * 375 * chunks, 375 * chunks)
+        features = processor.prepare(item, item.decoded).tensors["input_features"]
+        padded = np.pad(item.decoded, (0, 480000 * chunks - samples))
+        whole = made.feature_extractor(padded, sampling_rate=16000, truncation=False, return_tensors="pt")
+        assert torch.equal(features, torch.cat(whole["input_features"][0].split(3000, -1)).view(chunks, 128, 3000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.smolvlm import processing_smolvlm
 
+from batchgen.models.media_config import with_sounds
 from tests.models.tiny_media import (
     GRID,
     IMAGE,
@@ -137,6 +139,27 @@ GEMMA3N = ["boi", "boa", "eoi", "image", "eoa", "audio"]
 """Special tokens from id 257 on: from the third on, towers embed them."""
 OMNI: dict[str, Any] = {"tokens": OMNI_TOKENS, "ids": OMNI_IDS, "named": OMNI_NAMES, "kinds": ("image", "audio")}
 DEEP = vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1])
+
+
+def _paligemma(tokenizer: Any) -> Any:
+    images = transformers.SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    images.image_seq_length = 4
+    tokenizer.bos_token = "<bos>"
+    return transformers.PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer)
+
+
+def _granite4(tokenizer: Any) -> Any:
+    images = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}, image_grid_pinpoints=_TILES
+    )
+    return transformers.Granite4VisionProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        downsample_rate="1/2",
+    )
 
 
 def _glm4v(cls: str, images: str) -> Callable[[Any], Any]:
@@ -310,6 +333,29 @@ MORE: dict[str, Family] = {
     ),
 }
 """Family -> how its small checkpoint is made."""
+_PALIGEMMA = Family(_paligemma, ["<image>", "<bos>"], IMAGE, {"image_token": "<image>"}, change=vision(28, 14))
+MORE["paligemma"] = _PALIGEMMA
+MORE["paligemma2"] = replace(
+    _PALIGEMMA,
+    parts={"text_config": "gemma2"},
+    change=all_of(vision(28, 14), lambda config: setattr(config.text_config, "sliding_window", 6)),
+    model_type="paligemma",
+)
+_TILES = [[2 * height, 2 * width] for height, width in GRID]
+MORE["granite4_vision"] = Family(
+    _granite4,
+    ["<image>"],
+    IMAGE,
+    change=all_of(vision(56, 14), fields(image_grid_pinpoints=_TILES, deepstack_layer_map=[[-1, 0], [0, 2]])),
+)
+MORE["voxtral"] = Family(
+    lambda tokenizer: with_sounds(transformers.VoxtralProcessor)(whisper(chunk_length=2), tokenizer),
+    ["[AUDIO]", "[BEGIN_AUDIO]"],
+    {"audio_token_id": "[AUDIO]"},
+    change=audio(num_mel_bins=16, max_source_positions=100, intermediate_size=256),
+    kinds=("audio",),
+)
+
 REFUSED: dict[str, Family] = {
     "idefics2": Family(
         lambda tokenizer: transformers.Idefics2Processor(

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.plan.cache_groups import window_of, window_pages
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
-from batchgen.plan.spans import Spans
+from batchgen.plan.spans import ItemSpans, PromptSpans, Spans
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.plan.tree import build_tree
 
@@ -33,17 +33,23 @@ class Simulator:
         lag: int = 0,
         kinds: list[int] | None = None,
         features: dict[int, int] | None = None,
+        lengths: list[int] | None = None,
     ) -> None:
-        """`features`: item -> number of its features; ids from `FIRST_ITEM` on are features of items."""
+        """`features`: item -> number of its features; ids from `FIRST_ITEM` on are features of items.
+
+        `lengths`: tokens of each prompt that see one another, from its start.
+        """
         tokens = np.array([t for p in prompts for t in p], np.int32)
         offsets = np.cumsum([0] + [len(p) for p in prompts]).astype(np.int64)
         self.tree = build_tree(tokens, offsets, None if keys is None else np.array(keys, np.int64))
         samples = np.array([len(t) for t in targets], np.int32)
         ends = None if kinds is None else np.array(kinds, np.int32)
-        self.spans = None
+        self.spans: Spans | None = None
         if features is not None:
             sizes = np.array([features[item] for item in sorted(features)], np.int64)
-            self.spans = Spans(tokens, offsets, FIRST_ITEM, sizes)
+            self.spans = ItemSpans(tokens, offsets, FIRST_ITEM, sizes)
+        if lengths is not None:
+            self.spans = PromptSpans(np.array(lengths, np.int64))
         self.scheduler = Scheduler(self.tree, samples, np.array(max_new, np.int32), config, ends, self.spans)
         self.prompts, self.targets, self.config, self.lag = prompts, targets, config, lag
         self.keys = keys or [0] * len(prompts)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.plan.cache_groups import least_window_pages
 from batchgen.plan.scheduler import SchedulerConfig
-from batchgen.plan.spans import Spans
+from batchgen.plan.spans import ItemSpans, PromptSpans
 from batchgen.plan.step_plan import StepPlan, split_plan
 from tests.plan.simulator import FIRST_ITEM, Simulator
 from tests.plan.test_scheduler import configs
@@ -50,12 +50,25 @@ def naive_spans(ids: list[int]) -> list[tuple[int, int]]:
 class WholeSimulator(SplittingSimulator):
     """Checks that every part of a step has whole spans, as far as they were not computed before."""
 
+    def spans_of(self, request: int) -> list[tuple[int, int]]:
+        """The spans of a request's prompt."""
+        return naive_spans(self.prompts[request])
+
     def execute(self, plan: StepPlan) -> None:
         for part in self.parts(plan):
             for chunk in part.prefills:
-                for start, end in naive_spans(self.prompts[chunk.request]):
+                for start, end in self.spans_of(chunk.request):
                     assert not start < chunk.end < end, (chunk, start, end)
             Simulator.execute(self, part)
+
+
+class PromptSimulator(WholeSimulator):
+    """As above, of prompts that begin with 0: each of them is one span."""
+
+    def spans_of(self, request: int) -> list[tuple[int, int]]:
+        """The spans of a request's prompt."""
+        prompt = self.prompts[request]
+        return [(0, len(prompt))] if prompt[0] == 0 else []
 
 
 parts = st.lists(st.integers(-4, 2), min_size=1, max_size=9)
@@ -104,12 +117,40 @@ def test_chunks_hold_whole_spans_in_models_with_windows(
     run_job(job, config, window)
 
 
+words = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(words, samples), min_size=1, max_size=10), configs(), st.integers(0, 2))
+def test_chunks_hold_whole_prompts(job: list[tuple[list[int], list[int]]], config: SchedulerConfig, seed: int) -> None:
+    """Prompts that are one span share with equal ones alone; others share as ever."""
+    prompts = [row[0] for row in job]
+    keys = [1 + prompts.index(prompt) if prompt[0] == 0 else 0 for prompt in prompts]
+    lengths = [len(prompt) if key else 0 for key, prompt in zip(keys, prompts, strict=True)]
+    limits = [max(row[1], default=1) for row in job]
+    needed = max(-(-(len(p) + n) // config.page_size) for p, n in zip(prompts, limits, strict=True))
+    most = max(config.max_tokens_per_step, *lengths, 1)
+    config = replace(config, max_tokens_per_step=most, num_pages=max(config.num_pages, needed + 2))
+    sim = PromptSimulator(prompts, [row[1] for row in job], limits, config, keys, lengths=lengths)
+    sim.random.seed(seed)
+    sim.run()
+
+
+def test_whole_prompts_are_their_only_span() -> None:
+    spans = PromptSpans(np.array([0, 5]))
+    assert (spans.longest, spans.within(0, 0, 9), spans.within(1, 0, 9)) == (5, [], [(0, 5)])
+    assert [spans.whole(0, end) for end in (1, 4)] == [1, 4]
+    assert [spans.whole(1, end) for end in (0, 1, 4, 5, 6)] == [0, 0, 0, 5, 6]
+    assert spans.within(1, 4, 7) == [(4, 5)]  # the last token is computed again, and sees all of the others
+    assert spans.within(1, 5, 7) == []
+
+
 @given(parts, parts)
 def test_spans_are_those_found_position_by_position(first: list[int], second: list[int]) -> None:
     prompts = [with_items(first), with_items(second)]
     offsets = np.array([0, len(prompts[0]), len(prompts[0]) + len(prompts[1])])
     sizes = np.array([FEATURES[item] for item in sorted(FEATURES)])
-    spans = Spans(np.array([*prompts[0], *prompts[1]], np.int32), offsets, FIRST_ITEM, sizes)
+    spans = ItemSpans(np.array([*prompts[0], *prompts[1]], np.int32), offsets, FIRST_ITEM, sizes)
     for request, ids in enumerate(prompts):
         expected = naive_spans(ids)
         assert spans.within(request, 0, len(ids)) == expected
@@ -120,7 +161,7 @@ def test_spans_are_those_found_position_by_position(first: list[int], second: li
 
 def test_a_step_that_does_not_fit_is_cut_around_a_span() -> None:
     ids = [1, 2, *[FIRST_ITEM] * 5, 3]
-    spans = Spans(np.array(ids, np.int32), np.array([0, len(ids)]), FIRST_ITEM, np.array([5]))
+    spans = ItemSpans(np.array(ids, np.int32), np.array([0, len(ids)]), FIRST_ITEM, np.array([5]))
     sim = Simulator([ids], [[1]], [1], SchedulerConfig(9, 2, 4, 16), features={0: 5})
     plan = sim.scheduler.step()
     assert plan is not None

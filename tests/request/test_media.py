@@ -318,3 +318,18 @@ def user(*parts: Any) -> list[Any]:
 )
 def test_items_that_no_place_takes_are_refused(row: Any, code: ErrorCode) -> None:
     assert refusal(row)[:2] == (code, "image_data")
+
+
+@pytest.mark.field("messages")
+@pytest.mark.parametrize("kind", ["input_text", "output_text"])
+def test_text_of_responses_is_text(kind: str) -> None:
+    """With an image next to it or without one, as templates test for `text`."""
+    image = {"type": "input_image", "image_url": PNG}
+    for more in ([], [image]):
+        (found,) = parse({"messages": [{"role": "user", "content": [{"type": kind, "text": "a"}, *more]}]})
+        (usual,) = parse({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, *more]}]})
+        assert found.messages == usual.messages
+        assert len(found.media) == len(more)
+    code, param, message = refusal({"messages": [{"role": "user", "content": [{"type": kind, "text": 3}]}]})
+    assert (code, param) == ("invalid_field", "messages")
+    assert "messages[0].content[0].text" in message

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from batchgen.engine.embeds_reader import TensorFiles
-from batchgen.engine.media.sources import Floats, GivenItems, Source, StoredItem
+from batchgen.engine.media.sources import Floats, GivenFeatures, GivenItems, Source, StoredItem
 from batchgen.errors import ErrorCode, RowError
 from batchgen.media.sources import is_url
 from batchgen.media.store import MediaStore
@@ -73,7 +74,15 @@ class MediaSupport:
         """An item as its tower reads it, or the features that its row gives."""
         assert not isinstance(self.found, str)
         source: Source = item.source
-        return source.prepare(self.found, item)
+        made = source.prepare(self.found, item)
+        return replace(made, adapter=item.adapter) if isinstance(made, PreparedItem) else made
+
+    def adapter_of(self, name: str | None) -> int | None:
+        """Index of the adapter of this name, if it changes the towers."""
+        if name is None or self.spec is None or not any(self.spec.tower_adapters):
+            return None
+        index = self.spec.adapters.index(name)
+        return None if self.spec.tower_adapters[index] is None else index
 
 
 def no_media(reason: str) -> MediaSupport:
@@ -136,17 +145,18 @@ class MediaReader:
         Raises:
             RowError: `unsupported_field` if the model takes no such items, `media_error` if one cannot be used.
         """
-        return row._replace(prompts=tuple(map(self._with_items, row.prompts)))
+        adapter = self._support.adapter_of(row.params.lora_path)
+        return row._replace(prompts=tuple(self._with_items(prompt, adapter) for prompt in row.prompts))
 
-    def _with_items(self, prompt: Prompt) -> Prompt:
+    def _with_items(self, prompt: Prompt, adapter: int | None) -> Prompt:
         if not isinstance(prompt, TextPrompt | TokenPrompt | ChatPrompt) or not prompt.media:
             return prompt
-        placed = tuple(self._placed(prompt, [item for item in prompt.media if isinstance(item, MediaItem)]))
+        placed = tuple(self._placed(prompt, [item for item in prompt.media if isinstance(item, MediaItem)], adapter))
         if isinstance(prompt, TokenPrompt):
             return TokenPrompt(prompt.ids, placed)
         return prompt._replace(media=placed)
 
-    def _placed(self, prompt: Prompt, items: Sequence[MediaItem]) -> list[PlacedItem]:
+    def _placed(self, prompt: Prompt, items: Sequence[MediaItem], adapter: int | None) -> list[PlacedItem]:
         processor, spec = self._support.found, self._support.spec
         for item in items:
             _check(item, processor)
@@ -158,9 +168,11 @@ class MediaReader:
         found = []
         for item in items:
             distinct, text = next(raw) if item.form == "raw" else self._given.read(item, prompt, items)
+            if adapter is not None and not isinstance(distinct.source, GivenFeatures):
+                distinct = replace(distinct, adapter=adapter)
             number = self._table.media.add(distinct)
             found.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), text))
-        return found
+        return [*found[:-1], found[-1]._replace(text=found[-1].text + processor.closing[0], end=processor.closing[1])]
 
     def _raw(self, items: Sequence[MediaItem], processor: MediaProcessor) -> list[tuple[DistinctItem, str]]:
         """The images and sounds themselves of a prompt, and the text that each becomes."""

@@ -139,6 +139,7 @@ class StepMedia:
             within = self._spans.within(chunk.request, chunk.start, chunk.end)
             attention.spans += [(start + shift, end + shift) for start, end in within]
             at += chunk.end - chunk.start
+        attention.spans_exceed_window = self._spans.exceed_window
         if attention.window is not None:
             attention.window.spans = attention.spans
 

@@ -1,8 +1,8 @@
 """Attention in which runs of tokens see one another: the features of an image in Gemma 3 and its like.
 
 A backend attends causally; the rows of the runs are computed again, in plain PyTorch and float32, over what each of
-them sees: the positions that a causal token sees, within its window, and the later tokens of its run, which are in
-the pool by then. A run is computed alone, so that its results do not depend on what else is in the step.
+them sees: the positions that a causal token sees, within its window, and the later tokens of its run, or all of them,
+which are in the pool by then. A run is computed alone, so that its results do not depend on what else is in the step.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class SpanAttention(PooledAttention):
         batch: AttentionBatch,
         spans: Sequence[tuple[int, int]],
         start: int = 0,
+        *,
+        exceed: bool = False,
     ) -> None:
         """Wrap a backend's attention of a step, or of a tile of it.
 
@@ -52,12 +54,14 @@ class SpanAttention(PooledAttention):
             batch: the step.
             spans: flat tokens [start, end) of each run in the step; each lies in one chunk.
             start: flat token of the step that is the first of the queries.
+            exceed: whether a token sees those of its run that are behind its window.
         """
         self._causal = causal
         self._pool = pool
         self._batch = batch
         self._spans = spans
         self._start = start
+        self._exceed = exceed
         self._plans: dict[int | None, list[_Part]] = {}
         """By window, planned at the first layer that needs it."""
 
@@ -79,7 +83,8 @@ class SpanAttention(PooledAttention):
         """See `TorchAttention.tile`, which the causal part must be; a run is in one tile."""
         assert isinstance(self._causal, TorchAttention)
         inside = [span for span in self._spans if start <= span[0] and span[1] <= end]
-        return SpanAttention(self._causal.tile(start, end, height), self._pool, self._batch, inside, start)
+        causal = self._causal.tile(start, end, height)
+        return SpanAttention(causal, self._pool, self._batch, inside, start, exceed=self._exceed)
 
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """See `PagedAttention.attend_stored`."""
@@ -100,10 +105,11 @@ class SpanAttention(PooledAttention):
         for token in range(start, end, _ROWS):
             first, last = token + ahead, min(token + _ROWS, end) + ahead  # positions
             low = 0 if window is None else max(0, first - window + 1)
+            low = min(low, start + ahead) if self._exceed else low
             at, places = np.arange(first, last)[:, None], np.arange(low, end + ahead)
             hidden = (places > at) & (places < start + ahead)  # [n, S]: what comes later in the run is seen
             if window is not None:
-                hidden |= places <= at - window
+                hidden |= (places <= at - window) & ((places < start + ahead) | (not self._exceed))
             slots = chunk.pages[places // size] * size + places % size
             rows = slice(token - self._start, last - ahead - self._start)
             yield _Part(rows, *self._batch.device.upload(slots, hidden))

@@ -71,6 +71,7 @@ class FakeMedia:
 
     kinds = frozenset({"image"})
     audio_rate = 0
+    closing = ("", "")
 
     def __init__(self, *, wrapped: bool = True) -> None:
         self.counted = Counted()

@@ -28,8 +28,10 @@ def step_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> Step:
 
 @pytest.mark.parametrize("factory", [TorchAttention, CompiledAttention])
 @pytest.mark.parametrize("window", [None, 1, 5, 20])
-def test_a_step_with_runs_equals_the_oracle(factory: type[TorchAttention], window: int | None) -> None:
+@pytest.mark.parametrize("exceed", [False, True])
+def test_a_step_with_runs_equals_the_oracle(factory: type[TorchAttention], window: int | None, exceed: bool) -> None:
     step = step_of()
+    step.batch.spans_exceed_window = exceed
     if window is not None:
         free_behind(step, window)
     args = AttentionArgs(0.3, window)
