@@ -74,6 +74,13 @@ def halved(tensors: dict[str, Any]) -> dict[str, Any]:
     return tensors
 
 
+def with_unread_keys(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Keys and values of layers that take those of others, as the checkpoints have them."""
+    for part in ("attn_k", "attn_v", "attn_k_norm"):
+        tensors[f"blk.3.{part}.weight"] = tensors[f"blk.1.{part}.weight"]
+    return tensors
+
+
 def scaled(tensors: dict[str, Any]) -> dict[str, Any]:
     """Weights that have a scale, or one for each expert, as NVFP4 has them; scales of inputs."""
     for name, factors in (("attn_q", [3.0]), ("ffn_up_exps", [0.5, 2.0, 3.0, 5.0]), ("attn_v", [0.25])):
@@ -115,6 +122,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "phi3 without a window": ("phi3", {"sliding_window": None}, {"metadata": {"phi3.attention.sliding_window": 0}}),
     "dense deepseek2": ("youtu", {}, {"architecture": "deepseek2"}),
     "mistral3 of mistral": ("mistral", {"sliding_window": None}, {"architecture": "mistral3"}),
+    "gemma3n as published": ("gemma3n_text", {"altup_num_inputs": 4}, {"change": with_unread_keys}),
     "gemma4 with experts": (
         "gemma4_text", {"global_head_dim": 32, "hidden_size_per_layer_input": 0, **GEMMA4_MOE}, {},
     ),
