@@ -96,15 +96,10 @@ GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "m
 OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internlm2": ("llama", {}, {"architecture": "internlm2"}),
     "xverse": ("llama", {}, {"architecture": "xverse"}),
-    "baichuan": ("llama", {}, {"architecture": "baichuan"}),
     "pangu-embedded": ("llama", {"attention_bias": True}, {"architecture": "pangu-embedded"}),
     "minicpm": (
         "granite", {**GRANITE, "attention_multiplier": 0.25},
         {"architecture": "minicpm", "metadata": {"minicpm.attention.scale": None}},
-    ),
-    "qwen": (
-        "qwen2", FULL,
-        {"architecture": "qwen", "change": fused, "metadata": {"qwen.feed_forward_length": 192}},
     ),
     "bailingmoe2": (
         "glm4_moe", {"use_qk_norm": True},
@@ -153,7 +148,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 RARE = frozenset(
     (
         "olmo", "jais2", "gpt_bigcode", "solar_open", "minicpm3", "exaone_moe", "phimoe", "glm4_moe_lite", "xverse",
-        "pangu-embedded", "baichuan",
+        "pangu-embedded",
     )
 )  # fmt: skip
 """Those that the slow tests cover."""
