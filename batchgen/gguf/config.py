@@ -213,7 +213,10 @@ def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
     found = _latent(read, config)
-    if read.value("expert_gating_func") != _SIGMOID:
+    scoring = read.value("expert_gating_func")
+    if scoring is None and any(".exp_probs_b." in name for name in read.header.tensors):
+        scoring = _SIGMOID  # GLM-4.7-Flash does not state it; only this generation corrects scores
+    if scoring != _SIGMOID:
         groups = read.integer("expert_group_count") if "n_group" in config else 1
         method = "group_limited_greedy" if groups > 1 else "greedy"
         found |= {"model_type": "deepseek_v2", "topk_method": method}

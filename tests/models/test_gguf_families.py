@@ -115,6 +115,9 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "glm4", {}, {"change": halved, "metadata": {"glm4.rope.dimension_sections": [1, 1, 2, 0]}},
     ),
     "phi3 without a window": ("phi3", {"sliding_window": None}, {"metadata": {"phi3.attention.sliding_window": 0}}),
+    "deepseek2 that does not say how it scores": (
+        "glm4_moe_lite", {}, {"metadata": {"deepseek2.expert_gating_func": None}},
+    ),
     "dense deepseek2": ("youtu", {}, {"architecture": "deepseek2"}),
     "mistral3 of mistral": ("mistral", {"sliding_window": None}, {"architecture": "mistral3"}),
     "gemma3n as published": ("gemma3n_text", {"altup_num_inputs": 4}, {"change": with_unread_keys}),
