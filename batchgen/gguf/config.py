@@ -31,8 +31,6 @@ _LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
 """Layers of the model of 27 billion parameters, which scales its queries by another size than its siblings."""
 _MAVERICK_EXPERTS: Final = 128
 """Experts of the Llama 4 that does not normalise queries and keys."""
-_LARGE_BAICHUAN: Final = 40
-"""Layers of the Baichuan that has no rotated positions."""
 _UNROTATED: Final = 1e10
 """Factors from here on stop a rotary frequency."""
 
@@ -215,7 +213,10 @@ def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
     found = _latent(read, config)
-    if read.value("expert_gating_func") != _SIGMOID:
+    scoring = read.value("expert_gating_func")
+    if scoring is None and any(".exp_probs_b." in name for name in read.header.tensors):
+        scoring = _SIGMOID  # GLM-4.7-Flash does not state it; only this generation corrects scores
+    if scoring != _SIGMOID:
         groups = read.integer("expert_group_count") if "n_group" in config else 1
         method = "group_limited_greedy" if groups > 1 else "greedy"
         found |= {"model_type": "deepseek_v2", "topk_method": method}
@@ -351,19 +352,9 @@ def _minicpm3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _baichuan(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    if config["num_hidden_layers"] >= _LARGE_BAICHUAN:
-        raise read.wrong("block_count", "that of the small model: attention of the large one is by distance (ALiBi)")
-    return {}
-
-
 def _chatglm(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     tensors = read.header.tensors
     return {"attention_bias": "blk.0.attn_qkv.bias" in tensors or "blk.0.attn_q.bias" in tensors}
-
-
-def _qwen(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"intermediate_size": read.integer("feed_forward_length") // 2}
 
 
 def _gpt(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -407,8 +398,8 @@ _Adjust = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
 _ADJUST: Final[Mapping[str, _Adjust]] = {
     "gemma2": _gemma2, "gemma3": _gemma3, "gemma3n": _gemma3n, "gemma4": _gemma4, "cohere2": _cohere2, "phi3": _phi3,
     "gpt-oss": _gpt_oss, "deepseek2": _deepseek, "exaone4": _exaone4, "olmo2": _olmo2, "llama4": _llama4,
-    "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm, "qwen": _qwen,
+    "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm,
     "gpt2": _gpt, "starcoder": _starcoder, "granite": _granite, "granitemoe": _granitemoe, "phimoe": _phimoe,
-    "exaone-moe": _exaone_moe, "afmoe": _exaone_moe, "mistral4": _mistral4, "baichuan": _baichuan,
+    "exaone-moe": _exaone_moe, "afmoe": _exaone_moe, "mistral4": _mistral4,
 }  # fmt: skip
 """Architecture -> configuration that follows from several keys."""

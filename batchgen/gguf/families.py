@@ -143,7 +143,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "exaone": Family("llama"),
     "internlm2": Family("llama", flags=_LLAMA_FLAGS, paired_rotary=True),
     "xverse": Family("llama", paired_rotary=True),
-    "baichuan": Family("llama", paired_rotary=True),
     "pangu-embedded": Family("llama", flags=_LLAMA_FLAGS),
     "minicpm": Family(
         "granite",
@@ -162,7 +161,6 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "chatglm": Family(
         "glm", names={"ffn_up": "mlp.gate_up_proj"}, splits=QKV,
     ),
-    "qwen": Family("qwen2", constants={"use_sliding_window": False}, splits=QKV),
     "apertus": Family(
         "apertus", names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
         flags={"attention_bias": "attn_q.bias"},
@@ -383,6 +381,8 @@ _REASONS: Final[Mapping[str, str]] = {
     "it denoises blocks of tokens instead of writing them in order": "dream llada llada-moe rnd1",
     "it selects the keys of its attention by a learned index": "glm-dsa",
     "its attention weights keys by their distance (ALiBi), not by rotated positions": "bloom mpt refact jais",
+    "its attention or its positions are scaled by the length of the text": "qwen",
+    "its head is normalised, or its attention weights keys by their distance": "baichuan",
     "its attention in transformers does not go through the library's attention interface": "falcon",
     "its layers have different numbers of heads, and some have no attention": "deci openelm",
     "it encodes images or sounds, and writes no text": "clip wavtokenizer-dec",

@@ -37,6 +37,7 @@ _SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     "interleave_moe_layer_step": _SCALE,
     "leading_dense_block_count": _OFF,
     "expert_weights_norm": (None, True),
+    "rope.scaling.yarn_ext_factor": (None, 1, -1),
 }
 """Keys that change what a model computes, with the values that change nothing. Those of an architecture that does
 not read them would be ignored."""

@@ -127,12 +127,17 @@ def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubT
         factors = scales.get(name.removesuffix(".weight") + ".scale", [1.0])
         if form is None or (targets and len(entry.shape) < 1 + ("{}" in targets[0])):
             raise _misshapen(header, name, entry)
-        if whole is not None and len(factors) == 1:
+        if len(factors) > 1 and (whole is not None or len(factors) != _matrices(targets, entry)):
+            raise ModelError(
+                f"{header.path}: {name[:80]} has {len(factors)} scales, which is not supported for this architecture. "
+                "Use the checkpoint in safetensors form."
+            )
+        if whole is not None:
             form = replace(form, factor=factors[0])
             parts.setdefault(whole, {})[name.partition("blk.")[2].partition(".")[2]] = (entry, form)
             continue
-        sizes = _sizes(targets, entry, config) if whole is None else []
-        if not sizes or sum(sizes) != _rows(targets, entry) or len(factors) not in (1, _matrices(targets, entry)):
+        sizes = _sizes(targets, entry, config)
+        if sum(sizes) != _rows(targets, entry):
             raise _misshapen(header, name, entry)
         forms = [replace(form, factor=factor) for factor in factors] * (_matrices(targets, entry) // len(factors))
         held = {

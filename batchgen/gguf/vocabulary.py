@@ -24,7 +24,7 @@ _TURN_ENDS: Final = frozenset(
     (
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
         "<|end_of_text|>", "<|eom_id|>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<|user|>",
-        "<|observation|>",
+        "<|observation|>", "<|eot|>", "<|eom|>", "[EOT]",
     )
 )  # fmt: skip
 """Control tokens that end a turn. A file states one end of sequence, which need not be that of a conversation."""
@@ -206,7 +206,7 @@ def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
         for name, role in _ROLES.items()
         if (found := vocabulary.special_id(role, defaults.get(role))) is not None
     }
-    stated = vocabulary.value("add_bos_token")
+    stated = None if kind == "gemma4" else vocabulary.value("add_bos_token")  # its first files say no by mistake
     if (add_bos if stated is None else stated is True) and "bos_token" in special:
         backend.post_processor = _with_bos(special["bos_token"], vocabulary.special_id("bos", defaults.get("bos")))
     return GgufVocabulary(backend, special, _templates(header))

@@ -28,7 +28,6 @@ ARCHITECTURES = {
 _PAIRED = frozenset(
     (
         "llama", "granite", "smollm3", "arcee", "granitemoe", "mistral3", "internlm2", "xverse", "minicpm", "olmo",
-        "baichuan",
     )
 )  # fmt: skip
 """Architectures whose q and k rows the converter reorders."""

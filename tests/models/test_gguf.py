@@ -225,6 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another scaling": ({"metadata": {"llama.rope.scaling.type": "su"}}, "must be none, linear, yarn or longrope"),
     "odd heads": ({"metadata": {"llama.attention.head_count_kv": 3}}, "attn_k.weight has the shape"),
     "factor of zero": ({"extra": {"rope_freqs.weight": np.zeros(8)}}, "finite factors"),
+    "many scales": ({"extra": {"blk.0.ffn_up.scale": np.ones(3)}}, "ffn_up.weight has 3 scales"),
     "misshapen": ({"extra": {"blk.0.ffn_up.weight": np.ones((4, 4))}}, r"has shape \[4, 4\]"),
 }  # fmt: skip
 
