@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,10 +17,13 @@ from unittest.mock import patch
 import batchgen.job.setup as setup
 from batchgen.cli.app import run_command
 from tests.e2e import instant
+from tests.e2e.model import save_model
 from tests.e2e.rows import read, write_lines
 from tests.e2e.runner import ProcessResult, run
 from tests.faults.disk import Tree
 from tests.faults.layer import Kill, Layer, in_place
+from tests.media.samples import pixels, saved
+from tests.models.tiny_media import save_media
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.e2e.warm", "tests.faults.jobs"])
@@ -46,6 +51,10 @@ LINES: list[bytes | dict[str, Any]] = [
     {"custom_id": "b", **_LINE, "body": {**_BODY, "messages": [{"role": "user", "content": "Two"}], "n": 2}},
     {"custom_id": "c", **_LINE, "body": {**_BODY, "messages": [{"role": "user", "content": "Three"}]}},
 ]
+IMAGES: list[bytes | dict[str, Any]] = [
+    {"id": f"image {i}", "text": "<image> One", "image_data": base64.b64encode(png).decode(), **_SHORT}
+    for i, png in enumerate(saved(pixels(seed=seed), "PNG") for seed in range(6))
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,8 @@ class FaultJob:
     rows: list[bytes | dict[str, Any]]
     words: tuple[str, ...]
     """Its options."""
+    save_model: Callable[[Path], object] = save_model
+    """Saves its model in a folder."""
 
     def write_input(self, folder: Path) -> None:
         """Write its input file."""
@@ -72,6 +83,7 @@ JOBS = [
     FaultJob("parquet", ROWS, ("-o", "out.parquet", "--events", "events.jsonl", "--report", "report.json")),
     FaultJob("lines", LINES, ("-o", "out.jsonl")),
     FaultJob("shard", ROWS, ("-o", "out", "--shard", "0/2", "--events", "events.jsonl")),
+    FaultJob("pictures", IMAGES, ("-o", "out.parquet", "--deterministic"), partial(save_media, "llava")),
 ]
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.model import save_model
 from tests.faults.disk import Recorder, Tree, tree_of, write_tree
 from tests.faults.jobs import JOBS, STREAMED, FaultJob, results_of, run_killed, run_short_of_memory, run_with
 from tests.faults.layer import Fail, Layer, ShortWrite, SillyRename
@@ -58,7 +57,8 @@ class Undisturbed:
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     job: FaultJob = request.param
     folder = tmp_path_factory.mktemp("undisturbed")
-    model = save_model(tmp_path_factory.mktemp("model") / "model")
+    model = tmp_path_factory.mktemp("model") / "model"
+    job.save_model(model)
     job.write_input(folder)
     recorder = Recorder(folder)
     run_with(recorder, job, folder, model)
