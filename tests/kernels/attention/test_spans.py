@@ -27,8 +27,9 @@ def step_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> Step:
 
 
 @pytest.mark.parametrize("factory", [TorchAttention, CompiledAttention])
-@pytest.mark.parametrize("window", [None, 1, 5, 20])
-@pytest.mark.parametrize("exceed", [False, True])
+@pytest.mark.parametrize(
+    ("window", "exceed"), [(None, False), (1, False), (5, False), (20, False), (1, True), (20, True)]
+)
 def test_a_step_with_runs_equals_the_oracle(factory: type[TorchAttention], window: int | None, exceed: bool) -> None:
     step = step_of()
     step.batch.spans_exceed_window = exceed
