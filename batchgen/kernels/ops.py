@@ -15,7 +15,6 @@ from torch import Tensor
 
 from batchgen.kernels import (
     activation,
-    bitmask,
     counts,
     filtering,
     heads,
@@ -106,8 +105,8 @@ class Ops:
     """Ids and log-probabilities of the k most likely tokens of each row; see `logprobs.top_logprobs`."""
     gather_logprobs: Callable[[Tensor, Tensor, int], GatheredLogprobs] = logprobs.gather_logprobs
     """Log-softmax at one token per row, and the k most likely tokens, in one pass; see `logprobs.gather_logprobs`."""
-    apply_bitmask: _ApplyBitmask = bitmask.apply_bitmask
-    """Mask by packed bits, in place; see `bitmask.apply_bitmask`."""
+    apply_bitmask: _ApplyBitmask = shaping.apply_bitmask
+    """Mask by packed bits, in place; see `shaping.apply_bitmask`."""
     row_keys: Callable[[Tensor, Tensor, Tensor], Tensor] = noise.row_keys
     """Noise keys of the rows' next draws; see `noise.row_keys`."""
     nan_rows: Callable[[Tensor], Tensor] = sampling.nan_rows

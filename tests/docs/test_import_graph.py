@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
         "__init__",
     },
     "bench": {
-        "errors", "request", "config", "kernels", "plan", "text", "media", "data", "demo", "models", "engine", "__init__",
+        "errors", "request", "config", "kernels", "plan", "text", "media", "data", "demo", "models", "engine",
+        "__init__",
     },
     "cli": {"errors", "library_settings", "request", "config", "engine", "data", "job", "bench", "__init__"},
     "__main__": {"cli"},

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchgen.kernels.bitmask import bitmask_width
 from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.device import device_for
 from batchgen.kernels.heads import HeadNorms
@@ -22,6 +21,7 @@ from batchgen.kernels.moe import Experts, Gating, Routing
 from batchgen.kernels.noise import row_keys as keys_of
 from batchgen.kernels.rope import rope_tables
 from batchgen.kernels.sampling import SamplingColumns
+from batchgen.kernels.shaping import bitmask_width
 from batchgen.kernels.types import KVPool
 from tests.kernels.numbers import Numbers, laid_out
 

@@ -10,10 +10,9 @@ import xgrammar
 from torch import Tensor
 from transformers import SequenceBiasLogitsProcessor, SuppressTokensLogitsProcessor
 
-from batchgen.kernels.bitmask import apply_bitmask, bitmask_width
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, sample
-from batchgen.kernels.shaping import add_bias, drew_masked, keep_only
+from batchgen.kernels.shaping import add_bias, apply_bitmask, bitmask_width, drew_masked, keep_only
 
 
 def drawn_logits(rows: int, vocab: int, seed: int) -> Tensor:

@@ -69,7 +69,9 @@ class Engine(PeerEngine):
         from PIL import Image  # runs without pictures do not need it
 
         if self._processor is None:
-            self._processor = transformers.AutoProcessor.from_pretrained(self._folder, local_files_only=True)
+            self._processor = transformers.AutoProcessor.from_pretrained(
+                self._folder, local_files_only=True, trust_remote_code=False
+            )
         found = self._processor.image_processor([Image.open(io.BytesIO(file)) for file in files], return_tensors="pt")
         tensors: dict[str, torch.Tensor] = found.to(self.device, self._model.dtype)
         return tensors

@@ -199,7 +199,8 @@ def load_transformers(request: dict[str, Any]) -> Any:
 
     torch.set_num_threads(request["threads"])
     transformers.utils.logging.disable_progress_bar()
-    packed = hasattr(transformers.AutoConfig.from_pretrained(request["model"], local_files_only=True), "text_config")
+    config = transformers.AutoConfig.from_pretrained(request["model"], local_files_only=True, trust_remote_code=False)
+    packed = hasattr(config, "text_config")
     kind = transformers.AutoModelForImageTextToText if packed else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(
         request["model"],

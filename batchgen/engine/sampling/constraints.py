@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ErrorCode, ErrorInfo, row_error
-from batchgen.kernels.bitmask import bitmask_width
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
+from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.constraint import Constraint
 from batchgen.request.params import SamplingParams
 from batchgen.text.grammar.grammars import Grammars

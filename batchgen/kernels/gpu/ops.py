@@ -10,7 +10,6 @@ from torch import Tensor
 from batchgen.kernels.chips import fixed_tuning
 from batchgen.kernels.gpu import (
     activation,
-    bitmask,
     counts,
     filtering,
     heads,
@@ -49,7 +48,7 @@ TRITON_OPS: Final = replace(
     token_logprobs=logprobs.token_logprobs,
     top_logprobs=logprobs.top_logprobs,
     gather_logprobs=logprobs.gather_logprobs,
-    apply_bitmask=bitmask.apply_bitmask,
+    apply_bitmask=shaping.apply_bitmask,
     row_keys=noise.row_keys,
     nan_rows=sampling.nan_rows,
     sample=sampling.sample,

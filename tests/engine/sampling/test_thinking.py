@@ -11,7 +11,7 @@ import pytest
 from batchgen.engine.sampling.constraints import GrammarState
 from batchgen.engine.sampling.thinking import ThinkingMask
 from batchgen.engine.sequence import Sequence
-from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt

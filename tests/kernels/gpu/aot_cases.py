@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.bitmask import bitmask_width
 from batchgen.kernels.chips import GroupedTile, chip_tuning
 from batchgen.kernels.counts import CountLists, Penalties
-from batchgen.kernels.gpu import bitmask, counts, filtering, logprobs, noise, sampling, shaping, top
+from batchgen.kernels.gpu import counts, filtering, logprobs, noise, sampling, shaping, top
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
@@ -35,6 +34,7 @@ from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, 
 from batchgen.kernels.moe import Experts, Gating, Routing
 from batchgen.kernels.quantization import FP8, INT4, INT8, GroupedWeight, Scheme
 from batchgen.kernels.sampling import SamplingColumns
+from batchgen.kernels.shaping import bitmask_width
 from batchgen.kernels.types import E4M3, AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 META = torch.device("meta")
@@ -181,8 +181,8 @@ def _logits(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:
     for vocab in (512, 50_257, 151_936):
         logits, masks = empty(rows, vocab, dtype=dtype), empty(rows, bitmask_width(vocab), dtype=torch.int32)
         twice = empty(2 * rows, vocab, dtype=dtype)
-        yield f"apply_bitmask[{name},V={vocab}]", partial(bitmask.apply_bitmask, logits, masks)
-        yield f"apply_bitmask[{name},V={vocab},rows]", partial(bitmask.apply_bitmask, twice, masks, tokens)
+        yield f"apply_bitmask[{name},V={vocab}]", partial(shaping.apply_bitmask, logits, masks)
+        yield f"apply_bitmask[{name},V={vocab},rows]", partial(shaping.apply_bitmask, twice, masks, tokens)
     yield f"keep_only[{name}]", partial(shaping.keep_only, logits, tokens, pairs, pairs)
     yield f"drew_masked[{name}]", partial(shaping.drew_masked, logits, tokens, tokens)
     for room in top.GROUPS:  # every capacity for k; rows without groups use the same kernels

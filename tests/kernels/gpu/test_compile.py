@@ -54,7 +54,7 @@ MULTIPLY = {
 """Kernels of matrix products, which run on tensor cores for 2-byte operands."""
 
 FIXED_BY_THE_MODEL = {
-    "bitmask._bitmask_kernel": {"vocab", "blocks"},
+    "shaping._bitmask_kernel": {"vocab", "blocks"},
     # Room in a list of counts is a power of two from 64 on, and so always a multiple of 16.
     "counts._count_kernel": {"width"},
     "counts._penalise_kernel": {"width"},

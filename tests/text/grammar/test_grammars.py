@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from batchgen.errors import BatchgenError, ErrorInfo, OutputError
-from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.constraint import Constraint, ConstraintKind
 from batchgen.text.grammar import compiler as grammar_compiler
 from batchgen.text.grammar.compiler import stop_compiler
