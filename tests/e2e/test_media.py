@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from batchgen.data.write import feature_files
+from tests.e2e.model import save_model
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import ProcessResult, parts_of, run, start
 from tests.models.tiny_media import save_media
@@ -109,7 +110,8 @@ def test_a_run_counts_its_images_as_planned(folder: Path, model: Path) -> None:
     }  # fmt: skip
     assert {name: media[name] for name in checked} == checked
     assert (media["encoded"], media["failed"]) == (PICTURES, 0)
-    assert "6 distinct images (0.0 megapixels), 6 encoded to 24 tokens" in done.stderr
+    assert "media     6 distinct images (0.0" in done.stderr
+    assert " megapixels), 6 encoded to 24 tokens; " in done.stderr
     *found, words = rows_of(folder / "out.parquet")
     assert {row["media_tokens"] for row in found} == {4}
     assert words["media_tokens"] is None
@@ -329,7 +331,7 @@ def test_events_of_rows_with_images(folder: Path, model: Path) -> None:
 
 def test_a_model_without_towers_says_so(folder: Path) -> None:
     write_lines(folder / "in.jsonl", rows(1))
-    run(["run", "in.jsonl", "-o", "out.parquet", "--media-root", "pictures"], folder)
+    run(command(save_model(folder / "text model")), folder)
     refused, words = rows_of(folder / "out.parquet")
     assert refused["error"]["code"] == "unsupported_field"
     assert "`image_data` cannot be given to this model" in refused["error"]["message"]
