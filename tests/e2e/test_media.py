@@ -330,8 +330,7 @@ def test_events_of_rows_with_images(folder: Path, model: Path) -> None:
 
 def test_a_model_without_towers_says_so(folder: Path) -> None:
     write_lines(folder / "in.jsonl", rows(1))
-    text = save_model(folder / "text")
-    run(["run", "in.jsonl", "-o", "out.parquet", "--media-root", "pictures", "--model", text], folder)
+    run(command(save_model(folder / "text model")), folder)
     refused, words = rows_of(folder / "out.parquet")
     assert refused["error"]["code"] == "unsupported_field"
     assert "`image_data` cannot be given to this model" in refused["error"]["message"]
