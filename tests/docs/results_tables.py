@@ -126,7 +126,8 @@ def _peers(figures: dict[tuple[str, str], Figure]) -> list[str]:
 def _setting(figures: dict[tuple[str, str], Figure]) -> str:
     """Model, dtype and machine of the figures, in words."""
     figure = next(iter(figures.values()))
+    model = "The demonstration model" if figure.model == "demo" else f"Llama shape `{figure.model}`"
     return (
-        f"Llama shape `{figure.model}`, {figure.dtype}, {figure.threads} threads of an {figure.cpu} "
+        f"{model}, {figure.dtype}, {figure.threads} threads of an {figure.cpu} "
         f"({figure.gemm_gflops:,.0f} GFLOP/s)"
     )
