@@ -127,7 +127,4 @@ def _setting(figures: dict[tuple[str, str], Figure]) -> str:
     """Model, dtype and machine of the figures, in words."""
     figure = next(iter(figures.values()))
     model = "The demonstration model" if figure.model == "demo" else f"Llama shape `{figure.model}`"
-    return (
-        f"{model}, {figure.dtype}, {figure.threads} threads of an {figure.cpu} "
-        f"({figure.gemm_gflops:,.0f} GFLOP/s)"
-    )
+    return f"{model}, {figure.dtype}, {figure.threads} threads of an {figure.cpu} ({figure.gemm_gflops:,.0f} GFLOP/s)"
