@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, UsageError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
 from batchgen.models.hf_text import first_line
@@ -367,12 +367,16 @@ def _placeholder(processor: Any, kind: MediaKind) -> str | None:
 
 
 def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
-    """The processor of a model; else why images and audio cannot be given to the model, in words."""
+    """The processor of a model; else why images and audio cannot be given to the model, in words.
+
+    Raises:
+        UsageError: the library that all processors need is missing.
+    """
     config = media_config(folder)
     if isinstance(config, str):
         return config
     if importlib.util.find_spec("PIL") is None:
-        return "the package Pillow is missing: pip install 'batchgen[media]'"
+        raise UsageError("images and sounds need the library Pillow; pip install 'batchgen[media]'")
     try:
         with silence_library():
             processor, missing = read_processor(folder, config)

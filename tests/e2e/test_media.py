@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -326,6 +327,15 @@ def test_events_of_rows_with_images(folder: Path, model: Path) -> None:
     run(command(model, "--events", "events.jsonl"), folder)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert {event["id"] for event in events} == {"r0", "r1", "r2", "words"}
+
+
+def test_a_missing_library_ends_the_run(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not the rows' fault, so none of them has an error."""
+    write_lines(folder / "in.jsonl", rows(1))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    ended = run(command(model), folder, expect=2)
+    assert "need the library Pillow; pip install 'batchgen[media]'" in ended.stderr
+    assert not (folder / "out.parquet").exists()
 
 
 def test_a_model_without_towers_says_so(folder: Path) -> None:
