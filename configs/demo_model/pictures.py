@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -204,4 +205,4 @@ def sample_rows(count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     for row in sample_rows(12, 5):
-        print(json.dumps(row))
+        sys.stdout.write(json.dumps(row) + "\n")

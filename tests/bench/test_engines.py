@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM
 from batchgen.bench.correctness import Check, returned_counts
 from batchgen.bench.engines.engine_transformers_continuous import cpu_batching
 from batchgen.bench.shapes import adapter_folders, merge_adapter
-from batchgen.bench.workload_defs import MORE_WORKLOADS
+from batchgen.bench.workload_defs import MORE_WORKLOADS, DemoWorkload, PictureRows
 from batchgen.bench.workloads import AdapterSet, BenchRow
+from batchgen.demo import model_path
 from batchgen.text.tokenizer import Tokenizer
 from tests.bench.fakes import InProcess, in_process
 
 ROWS = [BenchRow([7, 11, 300 + i], 12) for i in range(4)]
+_WITH_PICTURES = ("batchgen", "transformers")
 BYTES_OF_POSITION = 2 * 2 * 2 * 8 * 4
 """Bytes per cached position: keys and values of two layers with two heads of 8, in float32."""
 
@@ -58,6 +60,13 @@ def test_rows_of_an_adapter_equal_those_of_the_merged_model(
     )
     rows = [replace(row, fields={"lora_path": pairs[1][0]}) for row in ROWS]
     Check("toy", in_process("batchgen", folder, lora=pairs), {}).adapter(rows, merged, bare)
+
+
+def test_engines_read_the_pictures_of_rows() -> None:
+    rows = DemoWorkload("toy", "toy", PictureRows(3, 1, (5, 5), (6, 6))).rows(2048)
+    ours, reference = (in_process(name, model_path()).generate(rows, {"batch": 2}) for name in _WITH_PICTURES)
+    assert ours.outputs == reference.outputs
+    assert len({tuple(ids) for ids in ours.outputs}) > 1, "prompts differ in their pictures alone"
 
 
 def test_disabling_prefix_groups_changes_no_token(folder: Path) -> None:
