@@ -57,7 +57,7 @@ _HEADS: Final = {
 }
 _GPT: Final = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
 _LLAMA_FLAGS: Final = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
-_GEMMA: Final = {**RMS, "attention.sliding_window": "sliding_window"}
+_WINDOWED: Final = {**RMS, "attention.sliding_window": "sliding_window"}
 _CAPS: Final = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -71,15 +71,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
     "qwen3vl": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
     "gemma": Family("gemma", norms_plus_one=True),
-    "gemma2": Family("gemma2", {**_GEMMA, **_CAPS}, names=SANDWICH, norms_plus_one=True),
-    "gemma3": Family("gemma3_text", {**_GEMMA, **_CAPS}, names=SANDWICH, norms_plus_one=True),
+    "gemma2": Family("gemma2", {**_WINDOWED, **_CAPS}, names=SANDWICH, norms_plus_one=True),
+    "gemma3": Family("gemma3_text", {**_WINDOWED, **_CAPS}, names=SANDWICH, norms_plus_one=True),
     "phi2": Family(
         "phi", _LAYER_NORM,
         names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         top_names={"output_norm": "model.final_layernorm"},
     ),
     "phi3": Family(
-        "phi3", {**RMS, "attention.sliding_window": "sliding_window"},
+        "phi3", _WINDOWED,
         names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
     "starcoder2": Family(
@@ -92,7 +92,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "olmo": Family("olmo", {"attention.clamp_kqv": "clip_qkv"}, paired_rotary=True),
     "olmo2": Family(
-        "olmo2", {**RMS, "attention.sliding_window": "sliding_window"}, flags={"attention_bias": "attn_q.bias"},
+        "olmo2", _WINDOWED, flags={"attention_bias": "attn_q.bias"},
         names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     ),
     "command-r": Family(
@@ -132,7 +132,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         },
     ),
     "exaone4": Family(
-        "exaone4", {**RMS, "attention.sliding_window": "sliding_window"},
+        "exaone4", _WINDOWED,
         names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
     ),
     "hunyuan-dense": Family(
@@ -175,7 +175,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3n": Family(
         "gemma3n_text",
         {
-            **_GEMMA, "final_logit_softcapping": "final_logit_softcapping", "altup.active_idx": "altup_active_idx",
+            **_WINDOWED, "final_logit_softcapping": "final_logit_softcapping", "altup.active_idx": "altup_active_idx",
             "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         },
@@ -188,7 +188,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gemma4": Family(
         "gemma4_text",
         {
-            **_GEMMA, "final_logit_softcapping": "final_logit_softcapping",
+            **_WINDOWED, "final_logit_softcapping": "final_logit_softcapping",
             "attention.shared_kv_layers": "num_kv_shared_layers", "attention.key_length": "global_head_dim",
             "embedding_length_per_layer_input": "hidden_size_per_layer_input",
             "expert_count": "num_experts", "expert_used_count": "top_k_experts",
@@ -230,7 +230,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt-oss": Family(
         "gpt_oss",
         {
-            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            **_WINDOWED, "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
         },
         names={
@@ -324,7 +324,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "exaone-moe": Family(
         "exaone_moe",
         {
-            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_experts",
+            **_WINDOWED, "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
             "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
             "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
@@ -335,7 +335,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "phimoe": Family(
         "phimoe",
         {
-            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
+            **_WINDOWED, "expert_count": "num_local_experts",
             "expert_used_count": "num_experts_per_tok",
         },
         names=MIXTRAL_NAMES, flags={"attention_bias": "attn_q.bias"},
@@ -343,7 +343,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "afmoe": Family(
         "afmoe",
         {
-            **RMS, "attention.sliding_window": "sliding_window", "expert_count": "num_experts",
+            **_WINDOWED, "expert_count": "num_experts",
             "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
             "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "route_scale",
             "leading_dense_block_count": "num_dense_layers",
