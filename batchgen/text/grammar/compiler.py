@@ -4,60 +4,33 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import Connection
 
 from batchgen.errors import BatchgenError, ErrorInfo
 from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary
+from batchgen.text.helper_process import HelperProcess
 
 _MAX_WORKERS = 8
-# sys.path is passed on, since a new interpreter may not find the modules of this one.
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[4:]; from batchgen.text.grammar.worker import serve; "
-    "serve(*map(int, sys.argv[1:4]))"
-)
 _compiler_ids = count()
 _closed: deque[int] = deque()
 """Ids of compilers that were closed and whose vocabularies the process may still have."""
 
 
-class _CompilerProcess:
-    """The compiler process, with pipes to and from it."""
+class _CompilerProcess(HelperProcess):
+    """The compiler process."""
 
     def __init__(self) -> None:
-        request_end, requests = os.pipe()
-        results, result_end = os.pipe()
-        workers = min(_MAX_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-        command = [sys.executable, "-c", _PROGRAM, str(request_end), str(result_end), str(workers), *sys.path]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # the library's warnings repeat errors that are reported
-            pass_fds=(request_end, result_end),
-            start_new_session=True,  # a keyboard interrupt is for the run to handle
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process with several threads must not fork
-        )
-        os.close(request_end)
-        os.close(result_end)
-        self.owner = os.getpid()
-        self.requests, self.results = Connection(requests, readable=False), Connection(results, writable=False)
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+        super().__init__("batchgen.text.grammar.worker", min(_MAX_WORKERS, workers))
         self.vocabularies: set[tuple[int, str]] = set()
         self._sender: threading.Thread | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def start_sending(self, jobs: list[CompileJob]) -> None:
         """Send `jobs` on a thread while the caller reads: with both pipes full, two writers would deadlock."""
@@ -76,14 +49,11 @@ class _CompilerProcess:
                 self.requests.send(job)
 
     def close(self) -> None:
-        """Kill the process and its forks."""
-        if self.owner == os.getpid():
-            with suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """See `HelperProcess.close`."""
+        if self.is_ours:
+            self.kill()
             self.wait_until_sent()  # before the descriptor is closed, as its number may be reused
-        self.requests.close()
-        self.results.close()
+        super().close()
 
 
 _lock = threading.RLock()
@@ -93,7 +63,7 @@ _process: _CompilerProcess | None = None
 def _running_process() -> _CompilerProcess:
     """The compiler process, started if there is none or it belongs to the parent of this forked process."""
     global _process
-    if _process is not None and _process.owner != os.getpid():
+    if _process is not None and not _process.is_ours:
         stop_compiler()
     if _process is None:
         _process = _CompilerProcess()

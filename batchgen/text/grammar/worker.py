@@ -10,9 +10,7 @@ never starts the process. It imports xgrammar without torch and transformers.
 from __future__ import annotations
 
 import json
-import math
 import os
-import resource
 import signal
 import struct
 import sys
@@ -28,6 +26,7 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.compilation import compile_constraint, invalid_grammar
+from batchgen.text.helper_process import ignore_signals, limit_memory, limit_seconds
 
 _STUBBED_MODULES = ("torch", "transformers")
 """Modules that xgrammar imports for device masks and tokenizers, which the compiler does not use."""
@@ -83,7 +82,7 @@ _LENGTH = struct.Struct("<Q")
 class CompileLimits:
     """Limits for compiling one grammar."""
 
-    seconds: int = 20
+    seconds: float = 20
     """Processor time in seconds."""
     memory: int = 2 << 30
     """Bytes of memory while compiling."""
@@ -147,8 +146,7 @@ def serve(source: int, sink: int, workers: int) -> None:
             order of completion.
         workers: number of jobs to run at a time.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the run decides when to stop and closes the pipe
+    ignore_signals()
     xgrammar = import_compiler()  # before forking, so that forks share it
 
     requests, results = Connection(source, writable=False), Connection(sink, readable=False)
@@ -199,9 +197,9 @@ def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) ->
         status = 1
         try:
             os.close(descriptor)
-            _limit_memory(jobs[0].limits)
+            limit_memory(jobs[0].limits.memory)
             for job in jobs:
-                _limit_seconds(job.limits)
+                limit_seconds(job.limits.seconds)
                 result = _compile(job, tokenizers[job.vocabulary])
                 if isinstance(result, ErrorInfo) and job is not jobs[0]:
                     break  # its next fork says whether it is an error
@@ -217,21 +215,6 @@ def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) ->
 
 def _compile(job: CompileJob, tokenizer: Any) -> bytes | ErrorInfo:
     return compile_constraint(job.constraint, tokenizer, lenient=job.lenient, max_size=job.limits.size)
-
-
-def _limit_memory(limits: CompileLimits) -> None:
-    pages = int(open("/proc/self/statm").read().split()[0]) if sys.platform == "linux" else 0  # noqa: PTH123, SIM115
-    if pages:
-        size = pages * resource.getpagesize() + limits.memory
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _limit_seconds(limits: CompileLimits) -> None:
-    """Limit the processor time from now on; the signal at the limit ends the process."""
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    soft = math.ceil(time.process_time()) + limits.seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _write_result(descriptor: int, result: bytes | ErrorInfo) -> None:
@@ -286,7 +269,7 @@ def _result(data: bytes) -> bytes | ErrorInfo:
 
 def _death(job: CompileJob, code: int) -> ErrorInfo:
     """The error of a grammar whose fork ended before its result."""
-    if -code in (signal.SIGXCPU, signal.SIGKILL):
+    if -code in (signal.SIGPROF, signal.SIGKILL):
         problem = f"takes more than {job.limits.seconds} seconds to compile; make it smaller"
     else:
         problem = (

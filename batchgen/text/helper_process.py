@@ -1,0 +1,94 @@
+"""Helper processes: foreign grammars and templates are worked on under limits of processor time and memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+# sys.path is passed on, since a new interpreter may not find the modules of this one.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[{first}:]; from {module} import serve; serve(*map(int, sys.argv[1:{first}]))"
+)
+
+
+class HelperProcess:
+    """A process that runs `serve(source, sink, *numbers)` of a module, with pipes to and from it.
+
+    Args:
+        module: name of the module; `source` and `sink` are descriptors of the pipes in its process.
+        numbers: further arguments of `serve`.
+    """
+
+    def __init__(self, module: str, *numbers: int) -> None:
+        request_end, requests = os.pipe()
+        results, result_end = os.pipe()
+        given = [*map(str, (request_end, result_end, *numbers))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(module=module, first=len(given) + 1), *given, *sys.path],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # the libraries' warnings repeat errors that are reported
+            pass_fds=(request_end, result_end),
+            start_new_session=True,  # a keyboard interrupt is for the run to handle
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process with several threads must not fork
+        )
+        os.close(request_end)
+        os.close(result_end)
+        self._owner = os.getpid()
+        self.requests, self.results = Connection(requests, readable=False), Connection(results, writable=False)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started it, and not the parent from which this one is forked."""
+        return self._owner == os.getpid()
+
+    def exit_code(self) -> int:
+        """Exit code after its end, for which this waits; the negative number of the signal that ended it."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """Kill the process and its forks, and wait for its end."""
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Kill the process, if it is ours, and close the pipes."""
+        if self.is_ours:
+            self.kill()
+        self.requests.close()
+        self.results.close()
+
+
+def ignore_signals() -> None:
+    """In a helper process: leave it to the run to decide when to stop; it closes the pipe then."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def limit_memory(size: int) -> None:
+    """Let this process have `size` more bytes of memory than it has now, and leave no core files."""
+    pages = int(open("/proc/self/statm").read().split()[0]) if sys.platform == "linux" else 0  # noqa: PTH123, SIM115
+    if pages:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = pages * resource.getpagesize() + size
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_seconds(seconds: float) -> None:
+    """Let this process have so much processor time from now on; the signal SIGPROF ends it then.
+
+    A fork has no such limit until it sets its own. 0 lifts the limit.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
