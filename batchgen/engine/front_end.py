@@ -26,8 +26,10 @@ from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
 from batchgen.text.fit import Truncate
+from batchgen.text.grammar.compiler import stop_compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.reasoning import reasoning_of
+from batchgen.text.template_process import stop_renderer
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tools.rows import tool_parser_of
 
@@ -99,6 +101,11 @@ class FrontEnd:
 
         found = MediaSupport(self.spec, partial(find_media_processor, folder), load, self.media_store)
         return replace(self, media=found)
+
+    def release(self) -> None:
+        """Stop the processes of grammars and templates to free their memory; they are started again when needed."""
+        stop_compiler()
+        stop_renderer()
 
     def defaults(
         self,

@@ -262,7 +262,7 @@ class _Job:
             rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row, self.in_work)
             save_tokenized(rows, work.tokenized, key)
         self.opened.callback(rows.close, keep=True)
-        setup.front_end.grammars.release()
+        setup.front_end.release()
         after = rows.expected.keep_committed(self.in_work.refused, committed)
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)

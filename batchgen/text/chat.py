@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
-from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.errors import BatchgenError, ErrorCode, ErrorInfo, RowError
 from batchgen.request.checks import show
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.chat_forms import (
@@ -31,11 +31,10 @@ from batchgen.text.chat_forms import (
     shape,
 )
 from batchgen.text.chat_template import ChatTemplate
-from batchgen.text.template_budget import OverBudget
+from batchgen.text.template_process import OverLimit, TemplateFailure
 
 _MAX_SHAPES: Final = 4096
 """Most kinds of conversations that are remembered."""
-_PLAIN_KEYS: Final = {"role", "content"}
 _HELLO: Final = {"role": "user", "content": "Hello"}
 _THOUGHT: Final = {"role": "assistant", "content": "Hi", "reasoning_content": "Greet."}
 _FUNCTION: Final = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
@@ -67,8 +66,6 @@ class ChatRenderer:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._verdicts: dict[Hashable, Verdict] = {}
-        self._lost_of_plain: dict[tuple[str, ...], tuple[int, ...]] = {}
-        """Roles of a plain conversation -> indexes of the messages that the template leaves out."""
 
     def render(self, prompt: ChatPrompt) -> str:
         """Text of a conversation, with everything that the row gives.
@@ -77,25 +74,29 @@ class ChatRenderer:
             RowError: `invalid_field`: the template refuses the conversation; `unsupported_field`: it leaves out a
                 part of it.
         """
-        self._template.budget.renew()
-        try:
-            return self._render(prompt)
-        except RowError:
-            raise
-        except (Exception, OverBudget) as error:  # a template may raise anything about any message
-            raise _refused(error) from None
+        (found,) = self.render_all([prompt])
+        if isinstance(found, ErrorInfo):
+            raise RowError(found.code, found.message, found.param)
+        return found
 
     def render_all(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
-        """Text of each conversation as by `render`, or its error; plain ones go directly to the template."""
-        return [self._render_plain(prompt) or self._render_one(prompt) for prompt in prompts]
+        """Text of each conversation as by `render`, or its error."""
+        given = [self._given(prompt) for prompt in prompts]
+        asked = [(prompt, each) for prompt, each in zip(prompts, given, strict=True) if not isinstance(each, ErrorInfo)]
+        texts = iter(self._template.render_all(asked))
+        return [
+            each if isinstance(each, ErrorInfo) else _finished(prompt, next(texts))
+            for prompt, each in zip(prompts, given, strict=True)
+        ]
 
-    def _render_one(self, prompt: ChatPrompt) -> str | ErrorInfo:
+    def _given(self, prompt: ChatPrompt) -> list[dict[str, Any]] | ErrorInfo:
+        """The messages in the form in which the template writes all of them, or the row's error."""
         try:
-            return self.render(prompt)
-        except RowError as error:
-            return error.info
+            return apply_form(prompt.messages, self._verdict(prompt).form)
+        except (Exception, OverLimit) as error:  # a template may raise anything about any message
+            return _refused(error)
 
-    def _render(self, prompt: ChatPrompt) -> str:
+    def _verdict(self, prompt: ChatPrompt) -> Verdict:
         key = shape(prompt)
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -108,40 +109,7 @@ class ChatRenderer:
             raise _lost(prompt, verdict.lost)
         if verdict.misspelt:
             raise _not_an_object(prompt)
-        self._template.budget.renew()  # what looking at the shape took must not change the outcome
-        text = self._template.render(prompt, apply_form(prompt.messages, verdict.form))
-        absent = [loss for name, loss in names(prompt).items() if not _is_written(name, text)]
-        if absent:
-            raise _lost(prompt, absent)
-        return text
-
-    @cached_property
-    def _call_plain(self) -> Any:
-        return self._template.plain_call()
-
-    def _render_plain(self, prompt: ChatPrompt) -> str | None:
-        """Text of a conversation with default settings and messages of a role and a string; None for any other."""
-        roles = _plain_roles(prompt)
-        if not roles or self._call_plain is None:
-            return None
-        self._template.budget.renew()
-        try:
-            lost = self._lost_of_plain.get(roles)
-            if lost is None:
-                lost = self._find_lost(prompt, roles)
-            if lost and any(prompt.messages[index]["content"].strip() for index in lost):
-                return None
-            self._template.budget.renew()  # as in `_render`
-            return str(self._call_plain(list(prompt.messages)))
-        except (Exception, OverBudget):  # `render` reports it
-            return None
-
-    def _find_lost(self, prompt: ChatPrompt, roles: tuple[str, ...]) -> tuple[int, ...]:
-        verdict = _assess(self._template, ChatPrompt(tuple({"role": role, "content": "text"} for role in roles)))
-        if len(self._lost_of_plain) >= _MAX_SHAPES:
-            self._lost_of_plain.clear()
-        found = self._lost_of_plain[roles] = tuple(loss.message for loss in verdict.lost)
-        return found
+        return verdict
 
     def _check_settings(self, prompt: ChatPrompt, verdict: Verdict) -> None:
         """Refuse an entry of `chat_template_kwargs` that changes nothing although it asks for something.
@@ -198,25 +166,30 @@ class ChatRenderer:
         return found
 
 
-def _plain_roles(prompt: ChatPrompt) -> tuple[str, ...] | None:
-    """Roles of a conversation with default settings and messages of just a role and a string; None for any other."""
-    if prompt.tools or prompt.template_kwargs or not prompt.add_generation_prompt or prompt.continue_final_message:
-        return None
-    roles = []
-    for message in prompt.messages:
-        role = message.get("role")
-        if message.keys() != _PLAIN_KEYS or type(role) is not str or type(message["content"]) is not str:
-            return None
-        roles.append(role)
-    return tuple(roles)
+def _finished(prompt: ChatPrompt, text: str | Exception | OverLimit) -> str | ErrorInfo:
+    """The text, or the row's error: also of a text without the name of a tool."""
+    if isinstance(text, BaseException):
+        return _refused(text)
+    absent = [loss for name, loss in names(prompt).items() if not _is_written(name, text)]
+    return _lost(prompt, absent).info if absent else text
 
 
-def _refused(error: Exception | OverBudget) -> RowError:
+def _refused(error: Exception | OverLimit) -> ErrorInfo:
+    """The row's error.
+
+    Raises:
+        BatchgenError: the error is not the row's.
+    """
+    if isinstance(error, RowError):
+        return error.info
+    if isinstance(error, BatchgenError):
+        raise error
     lines = str(error).strip().splitlines()
-    reason = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-    reason = str(error) if isinstance(error, OverBudget) else reason
+    kind = error.kind if isinstance(error, TemplateFailure) else type(error).__name__
+    reason = f"{kind}: {lines[0][:200]}" if lines else kind
+    reason = str(error) if isinstance(error, OverLimit) else reason
     message = f"`messages` cannot be rendered by the model's chat template: {reason}"
-    return RowError(ErrorCode.INVALID_FIELD, message, "messages")
+    return ErrorInfo(ErrorCode.INVALID_FIELD, message, "messages")
 
 
 def _not_an_object(prompt: ChatPrompt) -> RowError:
@@ -276,7 +249,7 @@ def _assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
 
 def _is_own_refusal(error: Exception) -> bool:
     """Whether the template itself refuses a conversation, by `raise_exception`, in words that say why."""
-    return type(error).__name__ == "TemplateError"
+    return isinstance(error, TemplateFailure) and error.kind == "TemplateError"
 
 
 def _assess_form(template: ChatTemplate, given: Labelled, form: Form) -> Verdict:

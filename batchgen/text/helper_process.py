@@ -70,19 +70,22 @@ class HelperProcess:
         self.results.close()
 
 
-def ignore_signals() -> None:
-    """In a helper process: leave it to the run to decide when to stop; it closes the pipe then."""
+def begin(source: int, sink: int) -> tuple[Connection, Connection]:
+    """In a helper process: the connections for what it receives and sends, by descriptor.
+
+    It ignores signals: the run decides when to stop, and closes the pipes then.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    return Connection(source, writable=False), Connection(sink, readable=False)
 
 
-def limit_memory(size: int) -> None:
-    """Let this process have `size` more bytes of memory than it has now, and leave no core files."""
+def limit_memory(size: int | None) -> None:
+    """Let this process have `size` more bytes of memory than it has now, and leave no core files; None: no limit."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     pages = int(open("/proc/self/statm").read().split()[0]) if sys.platform == "linux" else 0  # noqa: PTH123, SIM115
-    if pages:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        soft = pages * resource.getpagesize() + size
-        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    soft = hard if size is None or not pages else pages * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

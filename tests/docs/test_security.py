@@ -42,10 +42,10 @@ ALLOWED = {
     "torch.load": {"models/pickled_weights.py"},  # with --allow-pickle-weights, by the restricted reader
     "torch.ops.load_library": {"kernels/flash/library.py"},  # what the command names with --flash-library
     "subprocess.Popen": {
-        *("kernels/cpu/build.py", "text/grammar/compiler.py", "bench/process.py", "bench/subprocess_timing.py")
+        *("kernels/cpu/build.py", "text/helper_process.py", "bench/process.py", "bench/subprocess_timing.py")
     },
     "subprocess.run": {"bench/machine.py", "bench/peers.py"},
-    "Connection": {"text/grammar/compiler.py", "text/grammar/worker.py"},  # pickles, between a run and its own helper
+    "Connection": {"text/helper_process.py"},  # pickles, between a run and its own helper
     "Pipe": set(),
 }
 """Calls that run code or programs: the files that may make them, below batchgen/, and why."""

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 from batchgen.errors import ErrorInfo, OutputError, RowError, apart
 from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.compilation import LLGUIDANCE
-from batchgen.text.grammar.compiler import GrammarCompiler, stop_compiler
+from batchgen.text.grammar.compiler import GrammarCompiler
 from batchgen.text.grammar.guidance import GuidanceMatcher, GuidanceVocabulary, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Check
 from batchgen.text.grammar.vocabulary import Vocabularies
@@ -102,10 +102,6 @@ class Grammars:
         """Error of a prepared constraint; None if it can be used."""
         known = self._results[constraint]
         return known if isinstance(known, ErrorInfo) else None
-
-    def release(self) -> None:
-        """Stop the compiler process to free its memory; it is started again when needed."""
-        stop_compiler()
 
     def matcher(self, constraint: Constraint, stop_ids: Collection[int]) -> Any:
         """New matcher of a constraint; `stop_ids` are allowed where the text may end.

@@ -26,7 +26,7 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.compilation import compile_constraint, invalid_grammar
-from batchgen.text.helper_process import ignore_signals, limit_memory, limit_seconds
+from batchgen.text.helper_process import begin, limit_memory, limit_seconds
 
 _STUBBED_MODULES = ("torch", "transformers")
 """Modules that xgrammar imports for device masks and tokenizers, which the compiler does not use."""
@@ -146,10 +146,8 @@ def serve(source: int, sink: int, workers: int) -> None:
             order of completion.
         workers: number of jobs to run at a time.
     """
-    ignore_signals()
+    requests, results = begin(source, sink)
     xgrammar = import_compiler()  # before forking, so that forks share it
-
-    requests, results = Connection(source, writable=False), Connection(sink, readable=False)
     tokenizers: dict[VocabularyKey, Any] = {}
     queue: deque[CompileJob] = deque()
     running: dict[int, _Fork] = {}

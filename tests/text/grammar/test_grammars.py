@@ -103,7 +103,7 @@ def test_each_constraint_is_compiled_once_by_a_process_that_starts_when_needed(t
     assert grammars.compiled == 5
     grammars.prepare([*several, GOOD])
     assert grammars.compiled == 6
-    grammars.release()
+    stop_compiler()
     grammars.prepare(several)
     assert children() == before, "no new constraints, so no process is started"
     assert grammars.compiled == 6

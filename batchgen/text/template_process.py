@@ -1,0 +1,215 @@
+"""Process that renders chat templates, separate from the run; its main function is `serve`.
+
+A template is a program: it may loop for hours, or make a text that fills the memory. So the templates of a model run in
+the library's sandbox in this process, under limits of processor time and memory. Texts are rendered several at a time;
+those that exceed the limits together, which ends the process, are rendered again in another one, each under its own. A
+run without conversations never starts it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, NamedTuple, NoReturn
+
+from batchgen.errors import BatchgenError
+from batchgen.text.helper_process import HelperProcess, begin, limit_memory, limit_seconds
+
+CLOCK: Final = "strftime_now"
+"""Name of the function by which templates read the time."""
+_MAX_TEMPLATES: Final = 16
+"""Most compiled templates that are kept."""
+_MAX_REASON: Final = 2000
+"""Most characters of an error's message."""
+_ADDRESS: Final = re.compile(r"[^\n]{0,60}( at 0x[0-9a-f]{6,16}>)")
+"""How Python shows what has no text: a method, a generator, an object. The group is the address."""
+
+
+class TemplateFailure(Exception):
+    """An error that a template raises, or the library about it.
+
+    Attributes:
+        kind: name of the error's class.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.kind, str(self))
+
+
+class OverLimit(BaseException):
+    """A template exceeds its limits; no `Exception`, so that it is not taken for an error that it raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """Limits for rendering one text."""
+
+    seconds: float = 5
+    """Processor time in seconds."""
+    memory: int = 1 << 30
+    """Bytes of memory while rendering."""
+    characters: int = 1 << 26
+    """Most characters of the text."""
+
+
+class Rendering(NamedTuple):
+    """A text to render."""
+
+    source: str
+    """Source of the template."""
+    variables: Mapping[str, Any]
+    """Plain JSON values that the template sees."""
+
+
+class _Job(NamedTuple):
+    renderings: Sequence[Rendering]
+    clock: datetime
+    limits: RenderLimits
+
+
+def serve(source: int, sink: int) -> None:
+    """Receive jobs and send the results of their renderings, until the other side closes.
+
+    Args:
+        source: descriptor of the pipe from which `_Job`s are received.
+        sink: descriptor of the pipe to which a list of texts or errors is sent for each job.
+    """
+    requests, results = begin(source, sink)
+    templates: dict[str, Any] = {}
+    while True:
+        try:
+            job: _Job = requests.recv()
+        except EOFError:
+            return
+        if not templates:
+            _compile("")  # imports the library, before there is a limit
+        limit_memory(job.limits.memory)
+        limit_seconds(job.limits.seconds)
+        found = [_render(rendering, job, templates) for rendering in job.renderings]
+        limit_seconds(0)
+        limit_memory(None)
+        results.send(found)
+
+
+def _render(rendering: Rendering, job: _Job, templates: dict[str, Any]) -> str | TemplateFailure | OverLimit:
+    try:
+        template = templates.get(rendering.source)
+        if template is None:
+            if len(templates) >= _MAX_TEMPLATES:
+                templates.clear()
+            template = templates[rendering.source] = _compile(rendering.source)
+        own = {CLOCK: job.clock.strftime, "lipsum": _refuse_chance}
+        text = str(template.render({**own, **rendering.variables}))
+        if len(text) > job.limits.characters:
+            return _over(f"makes more than {job.limits.characters} characters")
+        if " at 0x" in text:
+            _check_addresses(text, rendering.variables)
+        return text
+    except MemoryError:
+        return _no_memory(job.limits)
+    except Exception as error:  # a template may raise anything about any message
+        return TemplateFailure(type(error).__name__, str(error)[:_MAX_REASON])
+
+
+def _compile(source: str) -> Any:
+    if re.search(r"\|\s*random\b", source):
+        _refuse_chance()
+    from transformers.utils import chat_template_utils  # slow to import, and only this process needs it
+
+    return chat_template_utils._compile_jinja_template(source)
+
+
+def _refuse_chance(*_: object) -> NoReturn:
+    raise ValueError("the template draws at random, so equal conversations would give different prompts")
+
+
+def _check_addresses(text: str, variables: Mapping[str, Any]) -> None:
+    """Refuse a text with an address in memory that the row did not give: it would be another one in each run."""
+    given = "\n".join(_texts(variables))
+    for found in _ADDRESS.finditer(text):
+        if found[1] not in given:
+            raise ValueError(f"the template prints an object, with another address in each run: {found[0]}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (*_texts(key), *_texts(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _over(problem: str) -> OverLimit:
+    return OverLimit(f"the chat template {problem} for this conversation; shorten it")
+
+
+def _no_memory(limits: RenderLimits) -> OverLimit:
+    return _over(f"needs more than {limits.memory >> 20} MiB of memory")
+
+
+_lock = threading.RLock()
+_process: HelperProcess | None = None
+
+
+@atexit.register
+def stop_renderer() -> None:
+    """Stop the process to free its memory; it is started again when needed."""
+    global _process
+    with _lock:
+        if _process is not None:
+            _process.close()
+            _process = None
+
+
+def render_templates(
+    renderings: Sequence[Rendering], clock: datetime, limits: RenderLimits
+) -> list[str | TemplateFailure | OverLimit]:
+    """The text of each rendering, or its error. `clock` is the time that templates see.
+
+    Raises:
+        BatchgenError: the process could not be started, or ended without reaching a limit.
+    """
+    with _lock:
+        process = _running_process()
+        try:
+            process.requests.send(_Job(renderings, clock, limits))
+            found: list[str | TemplateFailure | OverLimit] = process.results.recv()
+            return found
+        except (EOFError, OSError):
+            error = _death(process.exit_code(), limits)
+            stop_renderer()
+        except BaseException:
+            stop_renderer()  # discard its pending results
+            raise
+    if len(renderings) == 1:
+        return [error]
+    return [result for each in renderings for result in render_templates([each], clock, limits)]
+
+
+def _death(code: int, limits: RenderLimits) -> OverLimit:
+    """The error of the text at which the process ended."""
+    if code >= 0:
+        raise BatchgenError("the process that renders chat templates ended; check that transformers is installed")
+    return _over(f"takes more than {limits.seconds:g} seconds") if -code == signal.SIGPROF else _no_memory(limits)
+
+
+def _running_process() -> HelperProcess:
+    """The process, started if there is none or it belongs to the parent of this forked process."""
+    global _process
+    if _process is not None and not _process.is_ours:
+        stop_renderer()
+    if _process is None:
+        _process = HelperProcess("batchgen.text.template_process")
+    return _process

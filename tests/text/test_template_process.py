@@ -1,0 +1,110 @@
+"""Chat templates give the library's text within their limits; beyond them, or with chance in it, the row's error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.request.prompts import ChatPrompt
+from batchgen.text.template_process import RenderLimits, stop_renderer
+from batchgen.text.tokenizer import Tokenizer
+from tests.text.conftest import save_tokenizer
+
+pytestmark = pytest.mark.field("messages")
+
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def load(folder: Path, template: Any, **limits: Any) -> Tokenizer:
+    tokenizer = Tokenizer.load(save_tokenizer(folder, "bytelevel", template=template))
+    assert tokenizer.template is not None
+    tokenizer.template.limits = RenderLimits(**limits)
+    return tokenizer
+
+
+def user(text: str, **settings: Any) -> ChatPrompt:
+    return ChatPrompt(({"role": "user", "content": text},), **settings)
+
+
+LIMITS = {
+    "characters": ("more than 50 characters", "{{ n * 'ab' }}", {"characters": 50}),
+    "seconds": (
+        "more than 0.1 seconds",
+        "{% for i in range(n * 1000) %}{% for j in range(100) %}{% endfor %}{% endfor %}",
+        {"seconds": 0.1},
+    ),
+    "memory": ("more than 32 MiB", "{{ ('a' * (n * 2_000_000)) | length }}", {"memory": 32 << 20}),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_row_beyond_a_limit_is_refused_alone(name: str, tmp_path: Path) -> None:
+    message, template, limits = LIMITS[name]
+    tokenizer = load(tmp_path, EACH + template, **limits)
+    rows = [user("a", template_kwargs={"n": n}) for n in (0, 40, 1)]
+    first, refused, last = tokenizer.render_chats(rows)
+    assert isinstance(refused, ErrorInfo)
+    assert (refused.code, refused.param) == (ErrorCode.INVALID_FIELD, "messages")
+    assert f"{message}" in refused.message
+    assert "shorten it" in refused.message
+    assert isinstance(first, str)
+    assert isinstance(last, str)
+    assert tokenizer.render_chats(rows[:2]) == [first, refused], "the next process renders on"
+
+
+def test_a_text_at_the_limit_is_rendered(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, EACH, characters=20)
+    found = tokenizer.render_chats([user("a" * 20), user("a" * 21)])
+    assert found[0] == "a" * 20
+    assert isinstance(found[1], ErrorInfo)
+
+
+def test_long_conversations_are_within_the_limits(tmp_path: Path) -> None:
+    gathering = (
+        "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
+        "{% for m in ns.all %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = load(tmp_path, gathering)
+    turns = tuple({"role": "user" if i % 2 == 0 else "assistant", "content": "word " * 10} for i in range(3_000))
+    assert tokenizer.render_chats([ChatPrompt(turns)]) == ["word " * 30_000]
+    assert tokenizer.render_chats([user("word " * 2_000_000)]) == ["word " * 2_000_000]
+
+
+def test_a_process_that_ended_is_started_again(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, EACH)
+    assert tokenizer.render_chats([user("a")]) == ["a"]
+    stop_renderer()
+    assert tokenizer.render_chats([user("b")]) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].items }}",
+        "{{ 'x' ~ messages[0].content.strip }}",
+        "{{ messages | map(attribute='content') }}",
+        "{{ '%s' % messages[0].keys }}",
+        "{{ [raise_exception] | string }}",
+    ],
+)
+def test_a_text_with_an_address_in_memory_is_refused(template: str, tmp_path: Path) -> None:
+    """The text would be another one in each run."""
+    (found,) = load(tmp_path, EACH + template).render_chats([user("Hi")])
+    assert isinstance(found, ErrorInfo)
+    assert " at 0x" in found.message
+    assert "another address in each run" in found.message
+
+
+def test_an_address_that_the_row_gives_is_its_text(tmp_path: Path) -> None:
+    text = "Why does it print <built-in method items of dict object at 0x7f0f8c2b1240>?"
+    assert load(tmp_path, EACH).render_chats([user(text)]) == [text]
+
+
+@pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_draws_at_random_is_refused(template: str, tmp_path: Path) -> None:
+    (found,) = load(tmp_path, EACH + template).render_chats([user("Hi")])
+    assert isinstance(found, ErrorInfo)
+    assert "draws at random" in found.message
