@@ -8,8 +8,10 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import (
+    Check,
     Integer,
     Number,
+    boolean,
     ids,
     invalid,
     json_type,
@@ -19,6 +21,7 @@ from batchgen.request.checks import (
     one_of,
     short_strings,
     show,
+    string_or_mapping,
     strings,
     whole,
 )
@@ -47,6 +50,8 @@ DTYPE_PATTERNS = {
     "str": r"\"[\w\s]*\"",
 }
 """Values of `dtype` with the pattern of the whole text: literals of Python's types, as in SGLang."""
+_TOOL_SCHEMAS = ("parameters", "input_schema", "inputSchema")
+"""Names of the schema of a tool's arguments: OpenAI's, Anthropic's and MCP's."""
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 """Types of parts of a message that are text: of OpenAI's chat completions, and of its responses."""
 _NO_STREAM_OPTIONS = frozenset({"include_obfuscation"})
@@ -172,6 +177,30 @@ def response_format(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
+_STRUCTURED: dict[str, tuple[str, Check]] = {
+    "json": ("json_schema", string_or_mapping),
+    "regex": ("regex", nonempty_string),
+    "choice": ("choice", choice),
+    "grammar": ("ebnf", nonempty_string),
+    "json_object": ("json_schema", boolean),
+    "structural_tag": ("structural_tag", string_or_mapping),
+}
+"""Keys of vLLM's `structured_outputs`: the constraint that each is here, and the check of its values."""
+
+
+def structured_outputs(name: str, value: Any) -> dict[str, Any]:
+    """Check vLLM's object with one constraint, and give that constraint by its name here."""
+    given = {key: item for key, item in mapping(name, value).items() if item is not None and item is not False}
+    known = ", ".join(_STRUCTURED)
+    _reject_other_keys(given, set(_STRUCTURED), name, f"has one of the keys {known}, not")
+    if len(given) != 1:
+        raise invalid(name, f"must have one of the keys {known}, got {len(given)} of them")
+    ((key, item),) = given.items()
+    kind, check = _STRUCTURED[key]
+    checked = check(name, item)
+    return {kind: {"type": "object"} if key == "json_object" else checked}
+
+
 def _reject_other_keys(value: dict[str, Any], known: set[str], name: str, problem: str) -> None:
     """Refuse keys that would be ignored."""
     odd = next((key for key in value if key not in known), None)
@@ -288,7 +317,23 @@ def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     """Check a list of tool descriptions, each an object that the chat template renders, and remove their null keys."""
     if type(value) not in (list, tuple) or any(type(tool) is not dict for tool in value):
         raise invalid(name, f"must be a list of objects, got {show(value)}")
-    return tuple(schema_without_nulls(name, value))
+    return tuple(_standard_tool(name, tool) for tool in schema_without_nulls(name, value))
+
+
+def _standard_tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with its schema as `parameters` of its function, where APIs have it under another name or next to it."""
+    function = tool.get("function")
+    is_wrapped = type(function) is dict
+    inner: dict[str, Any] = function if type(function) is dict else tool
+    found = [(part, key) for part in ((inner, tool) if is_wrapped else (tool,)) for key in _TOOL_SCHEMAS if key in part]
+    if not found or (found[0][0] is inner and [key for _, key in found] == ["parameters"]):
+        return tool
+    if len(found) > 1:
+        raise invalid(name, f"has a tool with `{found[0][1]}` and `{found[1][1]}`; keep one of them")
+    part, key = found[0]
+    described = {known: item for known, item in inner.items() if known not in ("type", key)} | {"parameters": part[key]}
+    others = {known: item for known, item in tool.items() if known not in (*inner, key)} if is_wrapped else {}
+    return {**others, "type": "function", "function": described}
 
 
 def template_kwargs(name: str, value: Any) -> dict[str, Any]:

@@ -81,8 +81,12 @@ _TRANSLATED = (
     Field("top_logprobs", _TOP, ("row", "params", "chat")),
 )
 
-# The oldest form of a constraint.
-_OLDEST = (Field("dtype", field_checks.python_type),)
+# Forms of a constraint: the oldest, and those of vLLM.
+_CONSTRAINT_FORMS = (
+    Field("dtype", field_checks.python_type),
+    Field("structured_outputs", field_checks.structured_outputs, aliases=("guided_decoding",)),
+    Field("guided_json_object", boolean),
+)
 
 # Fields that exist only in the bodies of the two endpoints. The first six describe the caller.
 _OPENAI = (
@@ -113,7 +117,7 @@ _OPENAI = (
     _unsupported("moderation", mapping, _IN_CHAT),
 )
 
-FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_OLDEST, *_OPENAI)
+FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_CONSTRAINT_FORMS, *_OPENAI)
 """All row fields. A name is listed twice if its values differ by place."""
 
 ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
@@ -122,7 +126,10 @@ ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""
 
-CONSTRAINTS = (*(kind for kind in CONSTRAINT_KINDS if kind in PARAMETERS), "response_format", "dtype")
+CONSTRAINTS = (
+    *(kind for kind in CONSTRAINT_KINDS if kind in PARAMETERS),
+    *("response_format", "dtype", "structured_outputs", "guided_json_object"),
+)
 """Canonical names of the constraint fields; a row has at most one."""
 
 

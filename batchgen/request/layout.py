@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from batchgen.request.endpoints import ENVELOPE
-from batchgen.request.fields import LOOKUP, SOURCES, Field, Place
+from batchgen.request.fields import CONSTRAINTS, LOOKUP, SOURCES, Field, Place
 from batchgen.request.media import MEDIA_FIELDS
 from batchgen.request.params import SAMPLING_FIELDS
 from batchgen.request.unknown_keys import suspects
@@ -25,10 +25,9 @@ _CONTAINERS: dict[Kind, tuple[str, ...]] = {
 }
 """Keys that are not fields by kind."""
 _OPTIONS = (frozenset(item.name for item in SAMPLING_FIELDS) - {"seed"}) | {
+    *CONSTRAINTS,
     "logprobs",
     "top_logprobs",
-    "response_format",
-    "dtype",
     "model",
 }
 """Fields of a row that determine its parameter set. The seed is separate: rows with different seeds share one."""

@@ -186,6 +186,7 @@ class SamplingParams(_HashedOnce):
         string_or_mapping,
         "JSON Schema that the text must satisfy, given as JSON or as @ and the path of a file. "
         "Example: --json-schema @person.json",
+        aliases=("guided_json",),
     )
     """JSON text; a mapping is accepted, too. At most one constraint may be given."""
     separate_reasoning: bool | None = sampling(
@@ -212,6 +213,7 @@ class SamplingParams(_HashedOnce):
         None,
         nonempty_string,
         "Regular expression that the whole text must match. Example: --regex '[0-9]{4}'",
+        aliases=("guided_regex",),
     )
     ebnf: str | None = sampling(
         None,
@@ -219,6 +221,7 @@ class SamplingParams(_HashedOnce):
         "EBNF grammar that the text must follow, given as text or as @ and the path of a file. "
         "Example: --ebnf @answer.gbnf",
         metavar="TEXT|@PATH",
+        aliases=("guided_grammar",),
     )
     structural_tag: str | None = sampling(
         None,
@@ -231,6 +234,7 @@ class SamplingParams(_HashedOnce):
         None,
         field_checks.choice,
         "String that the whole text may be; repeat it for each choice. Example: --choice yes --choice no",
+        aliases=("guided_choice",),
     )
     stop_regex: tuple[str, ...] = sampling(
         (),

@@ -18,7 +18,7 @@ from typing import Any
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid, json_type, mapping
 from batchgen.request.endpoints import CHAT, COMPLETIONS, endpoint_of
-from batchgen.request.fields import SOURCES
+from batchgen.request.fields import CONSTRAINTS, SOURCES
 from batchgen.request.json_text import text_remedy
 from batchgen.request.layout import Layout, new_layout, params_key
 from batchgen.request.media import MediaMessages
@@ -35,12 +35,12 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 _NESTED = "sampling_params"
 _SCORING_FIELDS = frozenset({"lora_path"})
 _DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(CONSTRAINTS),
     **{item.name: item.default for item in fields(SamplingParams)},
     "max_new_tokens": 0,
     "logprobs": False,
     "top_logprobs": 0,
     "response_format": {"type": "text"},
-    "dtype": None,
     "tool_choice": AUTO,
     "parallel_tool_calls": True,
 }

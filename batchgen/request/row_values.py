@@ -300,7 +300,7 @@ class RowValues:
 
     def _merge_constraint(self, merged: dict[str, Any]) -> None:
         """Check that the row has one constraint at most, replace a run-wide one by it, translate `response_format`."""
-        given = [name for name in CONSTRAINTS if name in self.values]
+        given = [name for name in CONSTRAINTS if self.values.get(name, False) is not False]
         response_format = self.values.get("response_format")
         if len(given) > 1 and response_format is not None and response_format["type"] == "text":
             given.remove("response_format")
@@ -316,6 +316,10 @@ class RowValues:
             merged.update(_from_response_format(response_format))
         elif given == ["dtype"]:
             merged["regex"] = DTYPE_PATTERNS[self.values["dtype"]]
+        elif given == ["structured_outputs"]:
+            merged.update(self.values["structured_outputs"])
+        elif given == ["guided_json_object"]:
+            merged["json_schema"] = {"type": "object"}
 
     def _respelled(self, error: RowError) -> RowError:
         """The same error with the alias that the row uses."""

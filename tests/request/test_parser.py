@@ -104,6 +104,18 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100.0))}),
     ({"bad_words": ["a", [1, 2]]}, {"bad_words": ("a", (1, 2))}),
     ({"dtype": "int"}, {"regex": "[-+]?[0-9]+"}),
+    ({"guided_json": {"type": "integer"}}, {"json_schema": {"type": "integer"}}),
+    ({"guided_json": '{"type": "integer"}'}, {"json_schema": '{"type": "integer"}'}),
+    ({"guided_json_object": True}, {"json_schema": {"type": "object"}}),
+    ({"guided_json_object": False, "guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
+    ({"guided_grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+    ({"structured_outputs": {"json": {"type": "integer"}}}, {"json_schema": {"type": "integer"}}),
+    ({"structured_outputs": {"json_object": True, "regex": None}}, {"json_schema": {"type": "object"}}),
+    ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": False}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a"]}}, {"choice": ("a",)}),
+    ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"ebnf": 'root ::= "a"'}),
+    ({"guided_decoding": {"structural_tag": "{}"}}, {"structural_tag": "{}"}),
     ({"allowed_token_ids": [3, 1]}, {"allowed_token_ids": (3, 1)}),
     (
         {"return_logprob": True, "token_ids_logprob": [4, 2, 4]},
@@ -123,7 +135,8 @@ NO_OP: list[dict[str, Any]] = [
 VALID = [*((fields, fields) for fields in SAME), *OTHERS, *((fields, {}) for fields in NO_OP)]
 
 
-@pytest.mark.field("sampling_params", "dtype", "return_cached_tokens_details")
+@pytest.mark.field("sampling_params", "dtype", "return_cached_tokens_details", "structured_outputs")
+@pytest.mark.field("guided_json_object")
 @pytest.mark.parametrize(("fields", "expected"), VALID)
 def test_sampling_fields_mean_the_same_in_every_place(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     wanted = SamplingParams(**expected)
@@ -512,6 +525,40 @@ def test_what_a_row_says_about_calls_goes_with_its_conversation(value: Any, expe
             (prompt,) = parse(row).prompts
             assert isinstance(prompt, ChatPrompt)
             assert (prompt.tools, prompt.tool_choice, prompt.parallel_tool_calls) == (tuple(TOOLS), expected, False)
+
+
+SCHEMA = {"type": "object", "properties": {"tz": {"enum": ["UTC"]}}, "required": ["tz"]}
+
+
+@pytest.mark.field("tools")
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"name": "now", "description": "d", "input_schema": SCHEMA},
+        {"type": "custom", "name": "now", "description": "d", "input_schema": SCHEMA},
+        {"name": "now", "description": "d", "inputSchema": SCHEMA},
+        {"type": "function", "function": {"name": "now", "description": "d"}, "parameters": SCHEMA},
+        {"type": "function", "function": {"name": "now", "description": "d", "input_schema": SCHEMA}},
+    ],
+)
+def test_the_schema_of_a_tool_has_one_place(tool: dict[str, Any]) -> None:
+    (prompt,) = parse(line(CHAT, tools=[tool])).prompts
+    assert isinstance(prompt, ChatPrompt)
+    function = {"name": "now", "description": "d", "parameters": SCHEMA}
+    assert prompt.tools == ({"type": "function", "function": function},)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"name": "now", "input_schema": SCHEMA, "parameters": SCHEMA},
+        {"type": "function", "function": {"name": "now", "parameters": SCHEMA}, "inputSchema": SCHEMA},
+    ],
+)
+def test_a_tool_with_two_schemas_is_refused(tool: dict[str, Any]) -> None:
+    with pytest.raises(RowError, match="keep one of them") as caught:
+        parse(line(CHAT, tools=[tool]))
+    assert caught.value.info.param == "tools"
 
 
 def test_tools_that_must_not_be_called_are_not_shown() -> None:

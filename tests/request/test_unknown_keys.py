@@ -87,7 +87,7 @@ CONTAINERS: list[tuple[dict[str, Any], bool]] = [
     ({"generationConfig": {"topP": 1}}, True),
     ({"parameters": {"do_sample": True}}, True),
     ({"options": {"num_predict": 3}}, True),
-    ({"extra_body": {"guided_json": {}}}, True),
+    ({"extra_body": {"prompt_logprobs": 1}}, True),
     ({"config": {"temperature": 0}}, True),
     ({"sampling_param": {"seed": 3}}, True),
     ({"options": ["Paris", "Rome"]}, False),
@@ -105,7 +105,7 @@ def test_an_object_counts_if_it_holds_options(keys: dict[str, Any], is_counted: 
 
 
 def test_keys_next_to_a_body_are_counted_too() -> None:
-    assert counted({**line(CHAT), "guided_json": {}, "idx": 3}) == {"guided_json": 1}
+    assert counted({**line(CHAT), "prompt_logprobs": 1, "idx": 3}) == {"prompt_logprobs": 1}
 
 
 def test_a_row_with_an_error_is_not_counted() -> None:

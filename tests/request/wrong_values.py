@@ -47,6 +47,10 @@ _BY_CHECK: dict[Check, list[Any]] = {
         "json", [], {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "schema": {"type": "object"}},
         {"type": "text", "json_schema": {}}, {"type": "json_schema", "json_schema": {"name": "x", "type": "integer"}},
     ],
+    field_checks.structured_outputs: [
+        5, "json", [], {}, {"xml": "a"}, {"json": {"type": "integer"}, "regex": "a"}, {"json": 5}, {"regex": ""},
+        {"choice": "a"}, {"json_object": "yes"}, {"regex": "a", "whitespace_pattern": " "}, {"json_object": False},
+    ],
     field_checks.boolean_or_count: [-1, "all", 1.5, [], {}, 2**21],
     field_checks.python_type: [5, True, "list", "", "Int", ["int"], {"a": 1}],
     field_checks.stream_options: [5, "all", [], {"include_usage": 1}, {"usage": True}, {"include_usage": "true"}],
