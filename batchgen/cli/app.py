@@ -15,6 +15,7 @@ from typer.main import get_command
 
 from batchgen import __version__
 from batchgen.cli import bench, help, jobs, results
+from batchgen.cli.flags import translated
 from batchgen.errors import BatchgenError, Interrupted, OutputError, UsageError
 from batchgen.request.printable import EscapedText, printable
 
@@ -142,8 +143,11 @@ def _invoke(arguments: Sequence[str]) -> int:
     """Run a command like typer's `main`, without its handling of errors, interrupts and broken pipes."""
     command = get_command(app)
     status = 0
+    words, notes = translated(arguments)
+    for line in notes:
+        print(line, file=sys.stderr)
     try:
-        with command.make_context("batchgen", list(arguments)) as context:
+        with command.make_context("batchgen", words) as context:
             command.invoke(context)
     except typer.Exit as done:
         status = done.exit_code

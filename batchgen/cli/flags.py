@@ -18,6 +18,43 @@ from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
 
+FLAGS_OF_OTHERS: Mapping[str, str] = {
+    "--allowed-local-media-path": "--media-root",
+    "--block-size": "--page-size",
+    "--chunked-prefill-size": "--max-tokens-per-step",
+    "--context-length": "--max-model-len",
+    "--enable-deterministic-inference": "--deterministic",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--lora-modules": "--lora",
+    "--lora-paths": "--lora",
+    "--max-num-batched-tokens": "--max-tokens-per-step",
+    "--max-prefill-tokens": "--max-tokens-per-step",
+    "--max-running-requests": "--max-num-seqs",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--model-path": "--model",
+    "--random-seed": "--seed",
+    "--tokenizer-path": "--tokenizer",
+    "--tool-call-parser": "--tool-parser",
+    "--reasoning-parser": "--reasoning",
+}
+"""Flag of vLLM or SGLang -> the flag here that means the same."""
+
+
+def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line with the flags of other systems as those here, and a line about each."""
+    found: list[str] = []
+    notes: dict[str, None] = {}
+    for place, word in enumerate(arguments):
+        if word == "--":
+            return [*found, *arguments[place:]], list(notes)
+        flag, equals, value = word.partition("=")
+        own = FLAGS_OF_OTHERS.get(flag, flag)
+        if own != flag:
+            notes[f"{flag} is read as {own}"] = None
+        found.append(own + equals + value)
+    return found, list(notes)
+
+
 _INPUT_HELP = (
     "Input files in order: JSONL, JSON, CSV, TSV or .txt (also .gz, .zst), Parquet, folders, glob patterns, or - for "
     "stdin. Example: prompts.jsonl"

@@ -15,6 +15,7 @@ from batchgen.config.option_types import (
     NUMBER,
     PATH,
     POSITIVE_DURATION,
+    TOTAL_SHARE,
     URL_PREFIX,
     Group,
     coerce,
@@ -141,6 +142,17 @@ class EngineConfig:
         (), "Further name by which rows may name the model; repeatable. Example: --served-model-name gpt-4o-mini", NAME
     )
     any_model: bool = MODEL.option(False, "Accept every name in the `model` of rows. Example: --any-model")
+    chat_template_name: str | None = INPUT.option(
+        None,
+        "Chat template for conversations, of a model that has several; the default is `tool_use` for rows with tools "
+        "if there is one, else `default`. Example: --chat-template-name rag",
+        NAME,
+    )
+    ignore_template_options: bool = INPUT.option(
+        False,
+        "Ignore `chat_template_kwargs`, `reasoning_effort` and `verbosity` where the chat template does not read them, "
+        "instead of refusing the row. Example: --ignore-template-options",
+    )
     media_root: str | None = INPUT.option(
         None, "Only folder whose files rows may name, such as images. Example: --media-root ./pictures", PATH
     )
@@ -213,6 +225,12 @@ class EngineConfig:
         None, "Memory of the KV cache, as a size or a share of the device's memory. Example: --kv-memory 85%", MEMORY
     )
     """Memory of the KV cache. int: bytes; float: share of the device's memory in (0, 1]."""
+    gpu_memory_utilization: float | None = ENGINE.option(
+        None,
+        "Share of the device's memory that may be in use in all, weights included, as in vLLM; in place of "
+        "--kv-memory. Example: --gpu-memory-utilization 0.9",
+        TOTAL_SHARE,
+    )
     page_size: int = ENGINE.option(16, "Tokens per KV cache page. Example: --page-size 32", int_range(1, 4096))
     cpu_threads: int | None = ENGINE.option(
         None,
@@ -236,12 +254,19 @@ class EngineConfig:
             value = getattr(self, item.name)
             if value is not None or item.default is not None:
                 object.__setattr__(self, item.name, coerce(_BY_NAME[item.name], value, item.name))
+        if self.gpu_memory_utilization is not None and self.kv_memory is not None:
+            raise UsageError("`--gpu-memory-utilization` and `--kv-memory` cannot be combined; keep one of them")
         seqs, tokens = self.max_num_seqs, self.max_tokens_per_step
         if seqs is not None and tokens is not None and tokens < seqs:
             raise UsageError(
                 f"`--max-tokens-per-step` ({tokens}) must be at least `--max-num-seqs` ({seqs}): every "
                 "sequence computes a token in every step"
             )
+
+    @property
+    def kv_budget(self) -> int | float | None:
+        """Memory of the KV cache, as `DeviceMemory.budget` takes it."""
+        return self.kv_memory if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 ENGINE_OPTIONS = declared_options(EngineConfig, "engine")

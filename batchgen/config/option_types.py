@@ -25,6 +25,7 @@ from batchgen.config.units import (
     parse_size,
     parse_threshold,
     parse_token_ids,
+    parse_total_share,
 )
 from batchgen.errors import UsageError
 from batchgen.request.checks import INT64_HIGH, describe_range, json_type
@@ -201,6 +202,7 @@ BOOL = ValueType("", parse_bool, (str, bool))
 NUMBER = ValueType("X", parse_float, (str, int, float))
 SIZE = ValueType("SIZE", parse_size, (str, int))
 MEMORY = ValueType("SIZE|SHARE", parse_memory, (str, int, float))
+TOTAL_SHARE = ValueType("SHARE", parse_total_share, (str, int, float))
 DURATION = ValueType("DURATION", parse_duration, (str, int, float))
 POSITIVE_DURATION = ValueType("DURATION", _positive_duration, (str, int, float))
 CLOCK = ValueType("TIME", parse_clock, (str, date))

@@ -45,13 +45,19 @@ _MAX_DAYS = 36500
 _SLURM_DAYS = re.compile(r"([0-9]+)-([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", re.ASCII)
 _CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-9]+)", re.ASCII)
 _SHARD = re.compile(r"([0-9]+)/([0-9]+)", re.ASCII)
-_INT = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*", re.ASCII)
+_INT = re.compile(r"([+-]?[0-9]+(?:_[0-9]+)*)([kmgKMG]?)", re.ASCII)
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+"""Multiples of a whole number, as vLLM's options have them."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
 _MIN_MEMORY = 2**20
 _SHOWN = 40
 """Characters of a long path in a message."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+
+
+class TotalShare(float):
+    """Share of a device's memory that may be in use in all: by weights, steps, keys and values, and other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +93,11 @@ class Shard:
 
 
 def parse_int(text: str) -> int:
-    """Parse a decimal integer; underscores between digits are allowed."""
-    if not _INT.fullmatch(text.strip()):
+    """Parse a decimal integer; underscores between digits are allowed, and `4k` is 4,000, `4K` is 4,096."""
+    match = _INT.fullmatch(text.strip())
+    if match is None:
         raise ValueError(f"must be a whole number, got {text!r}")
-    return int(text)
+    return int(match[1]) * _THOUSANDS[match[2]]
 
 
 def parse_float(text: str) -> float:
@@ -122,17 +129,20 @@ def parse_size(text: str) -> int:
     return int(whole + fraction) * _SIZE_UNITS[unit] // int(10 ** len(fraction))
 
 
+def parse_total_share(text: str) -> TotalShare:
+    """Parse a share of the device's memory in (0, 1]: `0.85` or `85%`."""
+    number = re.fullmatch(rf"({_SHARE})\s*(%?)", text.strip())
+    share = float(number[1]) / (100 if number[2] else 1) if number else math.nan
+    if not 0 < share <= 1:
+        raise ValueError(f"must be a share above 0 and up to 1 (0.85, 85%), got {text!r}")
+    return TotalShare(share)
+
+
 def parse_memory(text: str) -> int | float:
     """Parse a size in bytes (int), or a share of the device's memory in (0, 1] (float): `0.85` or `85%`."""
     stripped = text.strip()
-    percent = stripped.endswith("%")
-    digits = stripped[:-1].strip() if percent else stripped
-    number = re.fullmatch(_SHARE, digits)
-    if percent or (number and not digits.isdecimal()):
-        share = float(digits) / (100 if percent else 1) if number else math.nan
-        if not 0 < share <= 1:
-            raise ValueError(f"must be a share above 0 and up to 1 (0.85, 85%), got {text!r}")
-        return share
+    if stripped.endswith("%") or (re.fullmatch(_SHARE, stripped) and not stripped.isdecimal()):
+        return float(parse_total_share(text))
     size = parse_size(stripped)
     if size < _MIN_MEMORY:
         raise ValueError(f"must be at least 1MiB, or a share such as 0.85 or 85%, got {text!r}")

@@ -219,8 +219,9 @@ class Engine:
             if row.error is not None:
                 failed.append(Completion(row.raw.index, error=row.error))
 
-        for note in carried_notes(defaults.carried_options.rows, "none"):
-            warnings.warn(note_line(note), UserWarning, stacklevel=2)
+        carried = map(note_line, carried_notes(defaults.carried_options.rows, "none"))
+        for line in (*self.tokenizer.chat_notes, *carried):
+            warnings.warn(line, UserWarning, stacklevel=2)
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:
@@ -308,9 +309,9 @@ class Engine:
         memory, tokens = self._memory(workload, seqs, tokens)
         reserved = device_feature_bytes(workload.table, spec, self.device)
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
-        limits, budget = (seqs, tokens), memory.budget(config.kv_memory)
+        limits, budget = (seqs, tokens), memory.budget(config.kv_budget)
         planned = with_windows_in(with_job_windows(spec, workload), workload, config.page_size, budget)
-        full = pool_pages(workload, planned, config.page_size, config.kv_memory, memory, limits)
+        full = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
         pages = page_counts(workload, planned, config.page_size, full, limits, min(budget, memory.room))
         pool = None if kept is None else first_pages(kept, planned.windows, (pages.full, pages.window))
         if pool is None:

@@ -78,12 +78,13 @@ class FrontEnd:
             grammars: grammars compiled for the same model and options.
 
         Raises:
-            UsageError: `media_root` is not a folder, `allow_media_url` is not the beginning of a URL, or `reasoning` or
-                `tool_parser` is not a name.
+            UsageError: `media_root` is not a folder, `allow_media_url` is not the beginning of a URL, or `reasoning`,
+                `tool_parser` or `chat_template_name` is not a name.
         """
         media = MediaRoot(config.media_root), MediaUrls(config.allow_media_url)
         if config.clock is not None:
             tokenizer.clock = datetime.fromisoformat(config.clock)
+        tokenizer.use_template(config.chat_template_name, keep_unread=config.ignore_template_options)
         grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
         reasoning = reasoning_of(tokenizer, config.reasoning)
         limits = spec.state_limits
@@ -139,6 +140,7 @@ class FrontEnd:
             events=events,
             processors=frozenset(self.processors),
             template_reads=self.tokenizer.template_reads,
+            ignore_template_options=self.config.ignore_template_options,
         )
 
     def media_store(self, audio_rate: int, folder: Path | None = None) -> MediaStore:

@@ -77,10 +77,10 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         options["clock"] = config.engine.clock
     # Options that are new are left out at their defaults, too.
     options |= {"input_format": config.input_format} if config.input_format != AUTO_FORMAT else {}
-    options |= {"include_source": True} if config.include_source else {}
+    options |= {name: True for name in ("include_source", "strict_fields") if getattr(config, name)}
+    for name in ("chat_template_name", "ignore_template_options"):
+        options |= {name: value} if (value := getattr(config.engine, name)) else {}
     # Source and digest: a processor whose code changes makes another job.
-    if config.strict_fields:  # left out otherwise, for equal fingerprints with older versions
-        options["strict_fields"] = True
     processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
     info = {
         "schema_version": SCHEMA_VERSION,

@@ -224,8 +224,8 @@ def prepare(
         if spec.device.type == "cpu" and engine.attention != "torch":
             load_library(compiling)
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
-        if engine.kv_memory is not None:
-            allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
+        if engine.kv_budget is not None:
+            allowed_pages(spec, engine.page_size, engine.kv_budget)  # raises now rather than after all rows are read
     found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
     tokenizer = Tokenizer.load(found, model=folder, config=job.model.folder.config)
     front_end = FrontEnd.build(

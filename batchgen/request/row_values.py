@@ -62,6 +62,8 @@ class RowDefaults:
     """Names of the run's logit processors."""
     template_reads: Callable[[str], bool] = lambda name: False
     """Whether the model's chat template names a variable."""
+    ignore_template_options: bool = False
+    """Whether fields for the chat template that it does not read are ignored."""
     prompt_column: str | None = None
     """The field that the run reads prompts from, for errors."""
     carried_options: CarriedOptions = field(default_factory=CarriedOptions, repr=False, compare=False)
@@ -411,7 +413,7 @@ def _template_variables(row: RowValues, layout: Layout, defaults: RowDefaults) -
             raise invalid(name, "is given twice (also in `chat_template_kwargs`); keep one of them")
         if defaults.template_reads(name):
             found[name] = row.values[name]
-        elif not known.requests_nothing(row.values[name], row.values):
+        elif not (defaults.ignore_template_options or known.requests_nothing(row.values[name], row.values)):
             message = f"`{name}` cannot reach the prompt: the model's chat template does not read it; leave it out"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
     return found

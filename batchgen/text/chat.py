@@ -50,6 +50,8 @@ _PROBES: Final = (
 )
 """Conversations on which a variable of the template may have an effect if it has none on a row's own."""
 
+_AS_SYSTEM: Final = "messages of the role developer, which the model's chat template does not have, are given as system"
+
 
 class Verdict(NamedTuple):
     """How conversations of one shape are given to the template, and what it then leaves out."""
@@ -66,6 +68,10 @@ class ChatRenderer:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._verdicts: dict[Hashable, Verdict] = {}
+        self.keep_unread = False
+        """Whether variables that the template does not read are accepted."""
+        self.notes: set[str] = set()
+        """What users should know of the conversations so far."""
 
     def render(self, prompt: ChatPrompt) -> str:
         """Text of a conversation, with everything that the row gives.
@@ -101,10 +107,13 @@ class ChatRenderer:
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = _assess(self._template, prompt)
-            self._check_settings(prompt, verdict)
+            if not self.keep_unread:
+                self._check_settings(prompt, verdict)
             if len(self._verdicts) >= _MAX_SHAPES:
                 self._verdicts.clear()
             self._verdicts[key] = verdict
+            if verdict.form.developer == "system":
+                self.notes.add(_AS_SYSTEM)
         if verdict.lost:
             raise _lost(prompt, verdict.lost)
         if verdict.misspelt:

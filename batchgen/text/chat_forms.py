@@ -26,6 +26,7 @@ IGNORED_KEYS: Final = frozenset(
     {"role", "id", "tool_call_id", "type", "index", "weight", "annotations", "cache_control"}
 )
 """Keys of a message that ask for nothing in its text: links between messages, and notes for other programs."""
+_DEVELOPER: Final = "developer"
 RESULT_ROLES: Final = ("tool", "function")
 _FIRST_LABEL: Final = 805_730_000_000
 LABEL: Final = re.compile(r"80573\d{7}")
@@ -41,6 +42,8 @@ class Form(NamedTuple):
     """Content of messages that have no text."""
     arguments: Literal["own", "object", "text"] = "own"
     """Arguments of tool calls; what cannot be converted keeps its form."""
+    developer: Literal["own", "system"] = "own"
+    """Role of messages of the role developer, which OpenAI's newer models have in place of system."""
 
 
 def forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Form]:
@@ -48,14 +51,14 @@ def forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Form]:
     parts = any(isinstance(message.get("content"), list | tuple) for message in messages)
     calls = any(message.get("tool_calls") for message in messages)
     blank = any(_may_vary(message) for message in messages)
-    yield from map(
-        Form._make,
-        product(
-            ("own", "text") if parts else ("own",),
-            ("own", "null", "missing", "empty") if blank else ("own",),
-            ("own", "object", "text") if calls else ("own",),
-        ),
-    )
+    developer = any(message.get("role") == _DEVELOPER for message in messages)
+    for role, *spelling in product(
+        ("own", "system") if developer else ("own",),
+        ("own", "text") if parts else ("own",),
+        ("own", "null", "missing", "empty") if blank else ("own",),
+        ("own", "object", "text") if calls else ("own",),
+    ):
+        yield Form._make((*spelling, role))
 
 
 def apply_form(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[str, Any]]:
@@ -75,6 +78,8 @@ def apply_form(messages: Sequence[Mapping[str, Any]], form: Form) -> list[dict[s
 def _apply(message: Mapping[str, Any], index: int, form: Form) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     copy = {key: plain_json(value, f"messages[{index}]") for key, value in kept.items()}
+    if form.developer == "system" and copy.get("role") == _DEVELOPER:
+        copy["role"] = "system"
     content = copy.get("content")
     if isinstance(content, list) and form.parts == "text":
         copy["content"] = "\n".join(str(part["text"]) for part in content)

@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError
 from batchgen.gguf.header import SUFFIX, read_gguf
 from batchgen.library_settings import short_openmp_spins
 from batchgen.request.foreign_text import read_json
@@ -217,6 +217,28 @@ class Tokenizer:
     def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
         """Text of each conversation as by `render_chat`, or its error."""
         return [_NO_TEMPLATE] * len(prompts) if self._chat is None else self._chat.render_all(prompts)
+
+    def use_template(self, name: str | None, *, keep_unread: bool = False) -> None:
+        """Select the chat template of conversations.
+
+        Args:
+            name: its name; None: the one that fits each conversation.
+            keep_unread: accept variables that it does not read.
+
+        Raises:
+            UsageError: the model has no template of this name.
+        """
+        known = {} if self.template is None else self.template.named
+        if name is not None and name not in known:
+            names = ", ".join(map(repr, sorted(known))) or "no chat template"
+            raise UsageError(f"`--chat-template-name` is {name!r}, and the model has {names}")
+        if self.template is not None and self._chat is not None:
+            self.template.name, self._chat.keep_unread = name, keep_unread
+
+    @property
+    def chat_notes(self) -> list[str]:
+        """What users should know of the conversations that were rendered, a line each."""
+        return [] if self._chat is None else sorted(self._chat.notes)
 
     @property
     def has_chat_template(self) -> bool:

@@ -16,6 +16,7 @@ import pytest
 
 from batchgen import __version__
 from batchgen.cli.app import _replace_closed_streams, command_names, run_command
+from batchgen.cli.flags import FLAGS_OF_OTHERS, translated
 from batchgen.cli.reference import reference
 from batchgen.config.run_config import OPTIONS, RunConfig
 from batchgen.config.units import Shard
@@ -161,6 +162,34 @@ def test_flags_reach_the_job(job: Any, capsys: pytest.CaptureFixture[str]) -> No
     captured = capsys.readouterr()
     assert captured.out == "", "the summary is not a result"
     assert "2 (ok 2, errors 0)" in captured.err
+
+
+def test_flags_of_other_systems_are_named_and_reach_the_job(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    received = job(SUMMARY)
+    words = ["--block-size", "32", "--max-num-batched-tokens=8k", "--gpu-memory-utilization", "0.9", "-o", "b.parquet"]
+    words += ["--block-size", "64", "--max-model-len", "1k"]
+    assert run_command(["run", "p.jsonl", *words]) == 0
+    engine = received[0].engine
+    assert (engine.page_size, engine.max_tokens_per_step, engine.max_model_len) == (64, 8000, 1000)
+    assert engine.gpu_memory_utilization == engine.kv_budget == 0.9
+    lines = capsys.readouterr().err.splitlines()
+    expected = ["--block-size is read as --page-size", "--max-num-batched-tokens is read as --max-tokens-per-step"]
+    assert lines[:2] == expected
+    assert run_command(["run", "p.jsonl", "--gpu-memory-utilization", "0.9", "--kv-memory", "1GiB"]) == 2
+    assert "cannot be combined" in capsys.readouterr().err
+    assert run_command(["run", "p.jsonl", "--gpu-memory-utilization", "2"]) == 2
+    assert "must be a share above 0 and up to 1" in capsys.readouterr().err
+
+
+def test_words_behind_two_dashes_are_no_flags() -> None:
+    assert translated(["run", "--", "--block-size"]) == (["run", "--", "--block-size"], [])
+
+
+@pytest.mark.parametrize(("flag", "own"), FLAGS_OF_OTHERS.items())
+def test_flags_of_other_systems_are_none_here_and_mean_one(flag: str, own: str) -> None:
+    ours = {spelling for option in OPTIONS for spelling in option.flags}
+    assert flag not in ours
+    assert own in ours
 
 
 def test_environment_and_files_reach_the_job(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ HARMLESS = {
     *("dtype", "device", "attention", "quantization", "kv_dtype", "model_impl", "reasoning", "tool_parser"),
     *("hidden_states_dtype", "repetition_penalty_scope", "logprobs_mode"),
     *("chat", "strict_fields", "include_source", "include_prompt", "include_prompt_ids", "retry_errors", "dry_run"),
-    *("any_model", "lenient_schemas", "dedup", "deterministic"),
+    *("any_model", "lenient_schemas", "dedup", "deterministic", "chat_template_name", "ignore_template_options"),
 }
 """Options of the run and of the engine that take words or switches, and reach nothing. Sampling fields, which any row
 may set, and numbers, sizes and times reach nothing by their kind."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from batchgen.config.units import (
     Shard,
     Threshold,
+    TotalShare,
     parse_bool,
     parse_columns,
     parse_duration,
@@ -22,6 +23,7 @@ from batchgen.config.units import (
     parse_size,
     parse_threshold,
     parse_token_ids,
+    parse_total_share,
 )
 from batchgen.request.printable import format_size
 
@@ -37,7 +39,8 @@ VALUES: dict[Parser, dict[str, Any]] = {
         "1d": 86400.0, "1-02:00:00": 93600.0, "1-02": 93600.0, "1-02:30": 95400.0, "02:00:30": 7230.0, "05:30": 330.0,
         "36500d": 36500 * 86400.0,
     },
-    parse_int: {"7": 7, "-3": -3, "1_000": 1000, " 8 ": 8},
+    parse_total_share: {"0.9": TotalShare(0.9), "85%": TotalShare(0.85), "1": TotalShare(1)},
+    parse_int: {"7": 7, "-3": -3, "1_000": 1000, " 8 ": 8, "4k": 4000, "4K": 4096, "-1m": -1_000_000},
     parse_columns: {"a, b,c": ("a", "b", "c")},
     parse_token_ids: {"2, 13": (2, 13)},
     parse_name_path: {"fr=./a=b": ("fr", "./a=b")},
@@ -52,7 +55,11 @@ WRONG: dict[Parser, tuple[str, list[str]]] = {
         "must be a duration such as 90, 90s, 30m, 2h or 1-02:00:00, got ",
         ["", "h", "-5", "5x", "30m1h", "1-", "1:2:3:4", "1 h 3", "inf", "1h-2"],
     ),
-    parse_int: ("must be a whole number, got ", ["", "1.0", "1e3", "True", "_1", "1__0", "0x1", "٣"]),
+    parse_total_share: ("must be a share above 0 and up to 1 (0.85, 85%), got ", ["0", "2", "1.5", "4.5GiB", "101%"]),
+    parse_int: (
+        "must be a whole number, got ",
+        ["", "1.0", "1e3", "4kb", "4 k", "k", "True", "_1", "1__0", "0x1", "٣"],
+    ),
     parse_threshold: (
         "must be a count such as 10 or a share such as 5%, got ", ["", "-1", "1.5", "101%", "%", "ten"],
     ),

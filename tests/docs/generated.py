@@ -38,6 +38,7 @@ PARTS = (
     Part(DOCS / "reference.md", reference),
     Part(DOCS / "conformance.md", conformance.page),
     Part(DOCS / "model-types.md", model_types.table, "types"),
+    Part(DOCS / "other-systems.md", other_systems.flags, "flags"),
     Part(DOCS / "other-systems.md", other_systems.tables, "names"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchgen.cli.flags import FLAGS_OF_OTHERS
 from batchgen.request.fields import LOOKUP
 from batchgen.request.other_systems import ANSWERS, NAMES, snake_case
 
@@ -9,6 +10,12 @@ from batchgen.request.other_systems import ANSWERS, NAMES, snake_case
 def tables() -> str:
     """For each system a table of its names, those with the same outcome in one row."""
     return "\n".join(map(_table, NAMES)) + "\n"
+
+
+def flags() -> str:
+    """The table of other systems' flags."""
+    rows = (f"| `{flag}` | `{own}` |" for flag, own in FLAGS_OF_OTHERS.items())
+    return "\n".join(["| flag | here |", "|---|---|", *rows, ""])
 
 
 def _table(system: str) -> str:

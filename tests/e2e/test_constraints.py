@@ -26,7 +26,7 @@ PERSON = {
 CHAT = [{"role": "user", "content": "Extract the fields as JSON: Anna is 31 and lives in Oslo."}]
 
 
-@pytest.mark.field("json_schema", "response_format", "choice", "regex")
+@pytest.mark.field("json_schema", "response_format", "choice", "regex", "structured_outputs", "guided_json_object")
 def test_the_demonstration_model_fills_a_schema(tmp_path: Path) -> None:
     body = {"model": "*", "messages": CHAT, "temperature": 0, "max_completion_tokens": 80}
     line = {"method": "POST", "url": "/v1/chat/completions"}
@@ -38,6 +38,9 @@ def test_the_demonstration_model_fills_a_schema(tmp_path: Path) -> None:
         {"id": "inside", "messages": CHAT, "sampling_params": {"temperature": 0, "json_schema": PERSON}},
         {"custom_id": "openai", **line, "body": {**body, "response_format": wrapped}},
         {"custom_id": "object", **line, "body": {**body, "response_format": {"type": "json_object"}}},
+        {"custom_id": "vllm", **line, "body": {**body, "structured_outputs": {"json": PERSON}}},
+        {"custom_id": "older", **line, "body": {**body, "guided_json": PERSON}},
+        {"custom_id": "any", **line, "body": {**body, "guided_json_object": True}},
         {"custom_id": "free", **line, "body": {**body, "response_format": {"type": "text"}}},
         {"custom_id": "pick", "method": "POST", "url": "/v1/completions", "body": completion},
         {"id": "drawn", "messages": CHAT, "temperature": 1.0, "n": 3, "regex": "[A-Z][a-z]{2,7}, [0-9]{2}"},
@@ -46,10 +49,12 @@ def test_the_demonstration_model_fills_a_schema(tmp_path: Path) -> None:
     run(["run", source, "-o", "out.parquet"], tmp_path)
     rows = rows_of(tmp_path / "out.parquet")
     found = {row["id"]: row for row in rows if row["sample_index"] == 0}
-    for name in ("flat", "text", "inside", "openai"):
+    same = ("flat", "text", "inside", "openai", "vllm", "older")
+    for name in same:
         jsonschema.validate(json.loads(found[name]["text"]), PERSON)
         assert (found[name]["constraint_ok"], found[name]["finish_reason"]) == (True, "stop")
-    assert len({found[name]["text"] for name in ("flat", "text", "inside", "openai")}) == 1
+    assert len({found[name]["text"] for name in same}) == 1
+    assert found["any"]["text"] == found["object"]["text"]
     if found["object"]["constraint_ok"]:
         assert isinstance(json.loads(found["object"]["text"]), dict)
     assert found["free"]["constraint_ok"] is None

@@ -211,6 +211,40 @@ def test_a_variable_has_an_effect_or_asks_for_what_happens_anyway(
     assert all(name in found.message for name in kwargs)
 
 
+def test_a_run_may_ignore_variables_that_the_template_does_not_read(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=FAMILIES["plain"]))
+    rows = [ChatPrompt((ASK,), template_kwargs=settings) for settings in ({}, {"mood": "dark"})]
+    plain, refused = tokenizer.render_chats(rows)
+    assert isinstance(refused, ErrorInfo)
+    tokenizer.use_template(None, keep_unread=True)
+    assert tokenizer.render_chats(rows) == [plain, plain]
+
+
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+
+
+def test_a_developer_is_the_system_where_the_template_has_no_such_role(tmp_path: Path) -> None:
+    strict = (
+        "{% for m in messages %}{% if m.role not in ['system', 'user'] %}{{ raise_exception(m.role) }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    silent = "{% for m in messages %}{% if m.role != 'developer' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    for number, template in enumerate((strict, silent)):
+        tokenizer = Tokenizer.load(save_tokenizer(tmp_path / str(number), "bytelevel", template=template))
+        assert tokenizer.render_chats([ChatPrompt((ASK,))]) == ["<user>What is it?"]
+        assert not tokenizer.chat_notes
+        assert tokenizer.render_chats([ChatPrompt((DEVELOPER, ASK))]) == ["<system>Be brief.<user>What is it?"]
+        (note,) = tokenizer.chat_notes
+        assert "developer" in note
+
+
+def test_a_template_that_has_the_role_developer_gets_it(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
+    assert tokenizer.render_chats([ChatPrompt((DEVELOPER, ASK))]) == ["<developer>Be brief.<user>What is it?"]
+    assert not tokenizer.chat_notes
+
+
 @pytest.mark.field("chat_template_kwargs")
 def test_a_variable_that_would_have_an_effect_elsewhere_is_accepted(render: Render) -> None:
     """Settings of a whole file fit all its rows: this one opens no turn in which the model could think."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from random import Random
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from batchgen.errors import ErrorInfo
+from batchgen.errors import ErrorInfo, UsageError
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import CHAT_TEMPLATE, SENTENCES, save_tokenizer
@@ -65,3 +66,53 @@ def test_the_error_of_a_template_is_the_rows(tmp_path: Path, template: str) -> N
     (found,) = tokenizer.render_chats([ChatPrompt(({"role": "user", "content": "b"},))])
     assert isinstance(found, ErrorInfo)
     assert "cannot be rendered by the model's chat template" in found.message
+
+
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+TOOL = {"type": "function", "function": {"name": "now", "description": "d", "parameters": {"type": "object"}}}
+HELLO = ChatPrompt(({"role": "user", "content": "Hi"},))
+NAMED = [
+    # (names of the model's templates, --chat-template-name, that of a row without tools, and of one with tools)
+    (["default", "tool_use"], None, "default", "tool_use"),
+    (["default", "rag"], None, "default", "default"),
+    (["default", "tool_use", "rag"], "rag", "rag", "rag"),
+    (["tool_use"], None, None, "tool_use"),
+    (["rag", "tool_use"], "rag", "rag", "rag"),
+]
+
+
+@pytest.mark.field("tools")
+@pytest.mark.parametrize(("names", "wanted", "plain", "calling"), NAMED)
+def test_a_model_with_several_templates_renders_with_the_one_that_fits(
+    names: list[str], wanted: str | None, plain: str | None, calling: str, tmp_path: Path
+) -> None:
+    templates = {name: f"{name}: {EACH}" for name in names}
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=templates))
+    tokenizer.use_template(wanted)
+    first, second = tokenizer.render_chats([HELLO, HELLO._replace(tools=(TOOL,))])
+    if plain is None:
+        assert isinstance(first, ErrorInfo)
+        assert (first.code, first.param) == ("invalid_field", "messages")
+        assert "--chat-template-name" in first.message
+        assert all(repr(name) in first.message for name in names)
+    else:
+        assert first == f"{plain}: Hi"
+    assert str(second).startswith(f"{calling}: Hi")
+
+
+def test_a_list_of_named_templates_and_files_next_to_one_are_the_same(tmp_path: Path) -> None:
+    templates = {"default": f"default: {EACH}", "tool_use": f"tool_use: {EACH}"}
+    folder = save_tokenizer(tmp_path, "bytelevel", template=templates)
+    listed = save_tokenizer(tmp_path / "listed", "bytelevel", template=None)
+    config = json.loads((listed / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    (listed / "tokenizer_config.json").write_text(json.dumps(config))
+    assert [path.name for path in (folder / "additional_chat_templates").iterdir()] == ["tool_use.jinja"]
+    prompts = [HELLO, HELLO._replace(tools=(TOOL,))]
+    assert Tokenizer.load(folder).render_chats(prompts) == Tokenizer.load(listed).render_chats(prompts)
+
+
+def test_a_name_of_no_template_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template={"default": EACH, "rag": EACH}))
+    with pytest.raises(UsageError, match="'default', 'rag'"):
+        tokenizer.use_template("tool")

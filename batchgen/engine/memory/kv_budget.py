@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import torch
 
+from batchgen.config.units import TotalShare
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
@@ -57,10 +58,13 @@ class DeviceMemory:
     def budget(self, kv_memory: int | float | None) -> int:
         """Bytes allowed by `--kv-memory`: a number of bytes, a share of the device's memory, or None for the default.
 
+        A `TotalShare` is what the weights, the largest step and other programs leave of it.
         The default is all room on a GPU; on a CPU it is `AUTO_SHARE` of the free memory, at most what the step leaves.
         """
         if kv_memory is None:
             return self.room if self.exclusive else max(0, min(int(self.free * AUTO_SHARE), self.free - self.step))
+        if isinstance(kv_memory, TotalShare):
+            return max(0, int(self.total * kv_memory) - (self.total - self.free) - self.step)
         return int(self.total * kv_memory) if isinstance(kv_memory, float) else kv_memory
 
 

@@ -15,6 +15,7 @@ import torch
 
 import batchgen
 from batchgen.config.engine_config import EngineConfig
+from batchgen.config.units import TotalShare
 from batchgen.engine.engine import Engine
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import (
@@ -127,6 +128,8 @@ def test_a_gpu_pool_uses_what_the_largest_step_leaves() -> None:
     assert memory.room == memory.budget(None) == pytest.approx(room, abs=2)
     assert memory.budget(0.5) == 40 * GIB
     assert memory.budget(7 * GIB) == 7 * GIB
+    assert memory.budget(TotalShare(0.5)) == 40 * GIB - 20 * GIB - 5 * GIB, "20 GiB are in use"
+    assert memory.budget(TotalShare(0.25)) == 0
     assert DeviceMemory(free=4 * GIB, total=80 * GIB, step=5 * GIB, exclusive=True).room == 0
 
 
