@@ -134,7 +134,7 @@ def _tags(
     """Pattern of these markers, in groups by what they begin. What ends the answer never matches in full."""
     texts = {"end": ends, "thoughts": starts, "answer": answers}
     found = [f"(?P<{name}>{'|'.join(map(regex.escape, each))})" for name, each in texts.items() if each]
-    found += [rf"(?:{'|'.join(map(regex.escape, closers))})\s*(?!)"] if closers else []
+    found += [rf"(?:{'|'.join(map(regex.escape, closers))})\s{0, 256}(?!)"] if closers else []
     return regex.compile("|".join(found)) if found else None
 
 

@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
                 f"<|channel|>analysis<|message|>{THOUGHTS}<|end|><|start|>assistant<|chan", answer=""
             ),
             "a call": Case(
-                f"<|channel|>analysis<|message|>{THOUGHTS}<|end|><|start|>assistant to=f<|channel|>commentary<|message|>{{}}",
+                f"{_ANALYSIS}<|end|><|start|>assistant to=f<|channel|>commentary<|message|>{{}}",
                 answer="to=fcommentary{}",
             ),
         },

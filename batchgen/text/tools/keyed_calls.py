@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, Final
 
 from batchgen.errors import ErrorCode, RowError
@@ -34,6 +35,8 @@ _KEYWORDS_OF_OBJECTS: Final = (
 )  # fmt: skip
 RAW_STRING: Final = "raw_string"
 """Type of a part that is a string without quotes and escapes; the grammar compiler has none of this type."""
+_MAX_PARTS: Final = 256
+"""Most texts inside a value that are looked at as beginnings of arguments."""
 _CALL: Final = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\s*\(")
 
 
@@ -87,7 +90,7 @@ class TagCalls(ToolFormat):
         close: text behind a value.
         end: text of a call's end.
         pattern: regular expression of a beginning, with the group `name`.
-        argument: regular expression of an argument, with the groups `key` and `value`.
+        opening: regular expression of what is in front of a value, with the group `key`.
         finish: regular expression of an end.
     """
 
@@ -96,37 +99,101 @@ class TagCalls(ToolFormat):
     close: str = ""
     end: str = ""
     pattern: str = ""
-    argument: str = ""
+    opening: str = ""
     finish: str = ""
     padded: bool = False
     """Whether there is a line break in front of and behind each value."""
 
     @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-        return re.compile(self.pattern), re.compile(self.argument, re.DOTALL), re.compile(self.finish)
+    def _starts(self) -> re.Pattern[str]:
+        return re.compile(self.pattern)
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
-        return list(found_at(text, self._patterns[0], partial(self._read, schemas)))
+    @cached_property
+    def _parts(self) -> re.Pattern[str]:
+        """The beginning of a value, or the end of the call, with the group `finish`."""
+        return re.compile(f"{self.opening}|(?P<finish>{self.finish})")
+
+    @cached_property
+    def _closing(self) -> re.Pattern[str]:
+        """The end of a value, with what must follow it."""
+        following = re.sub(r"\?P<\w+>", "?:", f"{self.opening}|{self.finish}")
+        return re.compile(rf"{re.escape(self.close.strip())}(?=\s*(?:{following}|\Z))")
+
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
+        return list(found_at(text, self._starts, partial(self._read, schemas)))
 
     def _read(self, schemas: Schemas, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
-        _, argument, finish = self._patterns
         name, at = match["name"].strip(), skip_blanks(text, match.end())
+        lines = "\n" in text[match.end() - 1 : at]
         known, found = schemas.get(name) or {}, dict[str, Any]()
-        while (end := finish.match(text, at)) is None:
-            # Without the end of a value, the expression would look for it up to the text's end, in every call.
-            one = argument.match(text, at) if text.find(self.close.strip(), at) >= 0 else None
-            if one is None:
+        while (part := self._parts.match(text, at)) is None or part["finish"] is None:
+            if part is None:
                 raise CallError("an argument or the end of the call is missing")
-            key, value = one["key"].strip(), one["value"]
-            if self.padded:
-                value = value.removeprefix("\n").removesuffix("\n")
+            key = part["key"].strip()
             if key in found:
                 raise CallError(f"the argument {key[:60]!r} is given twice")
-            as_text = "string" in one.groupdict() and one["string"] == "true"
+            found[key] = None  # it is given
+            value, at = self._value(text, part.end(), lines, known, found)
+            if self.padded:
+                value = value.removeprefix("\n").removesuffix("\n")
+            as_text = "string" in part.groupdict() and part["string"] == "true"
             found[key] = value if as_text else typed(value, known.get(key, {}))
-            at = skip_blanks(text, one.end())
-        return (ToolCall(name, found),), end.end()
+            at = skip_blanks(text, at)
+        return (ToolCall(name, found),), part.end()
+
+    def _value(
+        self, text: str, begin: int, lines: bool, known: Container[str], found: Container[str]
+    ) -> tuple[str, int]:
+        """The text of a value, and where its argument ends, also where the text that closes it is left out.
+
+        Then the next argument or the end of the call ends it. In the middle of a line, and where that argument is given
+        behind the value, they are a part of it.
+
+        Args:
+            text: the output.
+            begin: where the value begins.
+            lines: whether the call has its arguments on lines.
+            known: names of the function's arguments.
+            found: names of the arguments so far.
+
+        Raises:
+            CallError: the value has no end, or what looks like an argument may be one or a part of the value.
+        """
+        # Without any end, the expression would look for it up to the text's end, in every call.
+        close = self._closing.search(text, begin) if text.find(self.close.strip(), begin) >= 0 else None
+        later: set[str] | None = None
+        end = len(text) if close is None else close.start()
+        for part in islice(self._parts.finditer(text, begin, end), _MAX_PARTS):
+            at_line = text[begin : part.start()].rstrip(" \t").endswith("\n")
+            if part["finish"] is not None:
+                splits = self._may_follow(text, part.end())
+            else:
+                later = self._later(text, close) if later is None else later
+                key = part["key"].strip()
+                splits = key in known and key not in found and key not in later
+                if at_line and key not in known:
+                    raise CallError(f"{part[0][:60]!r} inside a value may begin an argument")
+            if splits and (at_line or not lines):
+                return text[begin : part.start()].removesuffix("\n"), part.start()
+        if close is None:
+            raise CallError("an argument or the end of the call is missing")
+        return text[begin:end], close.end()
+
+    def _may_follow(self, text: str, at: int) -> bool:
+        """Whether what is at a position can be behind a call."""
+        at = skip_blanks(text, at)
+        after = self.around[1].strip()
+        return at == len(text) or bool(after and text.startswith(after, at)) or self._starts.match(text, at) is not None
+
+    def _later(self, text: str, close: re.Match[str] | None) -> set[str]:
+        """Names of the arguments behind a value up to the end of the call."""
+        found: set[str] = set()
+        for part in islice(self._parts.finditer(text, close.end()) if close else (), _MAX_PARTS):
+            if part["finish"] is not None:
+                break
+            found.add(part["key"].strip())
+        return found
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See `ToolFormat.write`."""
@@ -175,8 +242,8 @@ class PythonCalls(ToolFormat):
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         return re.compile(self.pattern), re.compile(self.finish)
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
         calls = found_at(text, self._patterns[0], self._read)
         if not self.whole:
             return list(calls)
@@ -244,8 +311,8 @@ class GemmaCalls(ToolFormat):
     def _starts(self) -> re.Pattern[str]:
         return re.compile(re.escape(self.begin) + r"\s*(?P<name>[\w.:/-]+)\s*\{")
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
         return list(found_at(text, self._starts, self._read))
 
     def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:

@@ -21,7 +21,8 @@ from batchgen.text.tools.calls import (
 _MAX_DEPTH: Final = 100
 _CONSTANTS: Final = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
-_NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER: Final = re.compile(r"[+-]?(?:(?:0|[1-9]\d*)(?!\d)\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DIGITS: Final = re.compile(r"[+-]?\d{1,4000}")
 _PYTHON_STRING: Final = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|\n|.)", re.DOTALL)
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/"}
@@ -103,6 +104,10 @@ def typed(text: str, schema: Any) -> Any:
     if types == {"string"}:
         return text
     stripped = text.strip()
+    if _DIGITS.fullmatch(stripped) and types & {"integer", "number"} and "string" not in types:
+        return int(stripped)
+    if stripped.startswith("+"):
+        return text
     try:
         value, end = LITERALS.read(stripped, 0)
         if end == len(stripped) and (not types or any(_is(value, name) for name in types)):
