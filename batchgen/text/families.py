@@ -110,6 +110,7 @@ _HEADS: Final = (
     rf"(?:{_ROLE}(?:<\|channel\|>[^<]{{0,64}}?)?|<\|channel\|>[^<]{{0,64}}?)\s?\b(?P<call>to=)"
     rf"|(?:{_ROLE}(?:{_CHANNEL_HEAD})?|{_CHANNEL_HEAD})<\|message\|>"
 )
+_K3_ENDS: Final = ("<|close|>response<|sep|>", "<|close|>message<|sep|>")
 _FAMILIES: Final = (
     _Family(
         "gpt_oss",
@@ -146,6 +147,18 @@ _FAMILIES: Final = (
     _tags("think", "<response>", name="ernie45", answer="response"),
     _tags("think", "<answer>", name="hunyuan", answer="answer"),
     _tags("think", "<|im_middle|>", name="kimi_k2"),
+    _Family(
+        "kimi_k3",
+        ReasoningFormat(
+            "kimi_k3",
+            ("<|open|>think<|sep|>",),
+            ("<|close|>think<|sep|>",),
+            ("<|open|>response<|sep|>",),
+            tuple(map("".join, (_K3_ENDS, *zip(_K3_ENDS, strict=True)))),
+        ),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    _tags("mm:think", name="minimax_m3"),
     _tags("think", "]~b]ai", name="minimax_m2", opened=True),
     _tags("think", "<｜Assistant｜>", name="deepseek_r1", opened=True),
     _tags("think", "[gMASK]", name="glm45"),
@@ -164,10 +177,15 @@ _FAMILIES: Final = (
     _calls("mistral", "[TOOL_CALLS]"),
     _calls("cohere", "<|START_ACTION|>"),
     _calls("command_r", "Action: ```json", "Action:```json"),
+    _calls("deepseek_v4", "<｜DSML｜tool_calls>"),
     _calls("deepseek_v32", "<｜DSML｜"),
     _calls("deepseek_v3", "<｜tool▁calls▁begin｜>", tells=("```json",)),
     _calls("deepseek_v31", "<｜tool▁calls▁begin｜>"),
     _calls("kimi_k2", "<|tool_calls_section_begin|>"),
+    _calls("kimi_k3", "<|open|>tools<|sep|>"),
+    _calls("minimax_m3", "]<]minimax[>[<tool_call>"),
+    _calls("step3", "<steptml:invoke"),
+    _calls("functionary", "<function=example_function_name>{"),
     _calls("minimax_m2", "<minimax:tool_call>"),
     _calls("seed_oss", "<seed:tool_call>"),
     _calls("lfm2", "<|tool_call_start|>"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -38,18 +39,18 @@ class FirstOf(ToolFormat):
 
 _HERMES: Final = JsonCalls(begins=("<tool_call>\n", "<tool_call>"), end="\n</tool_call>", separator="\n")
 _FUNCTION_TAGS: Final = TagCalls(
+    mark="<tool_call>|<function=",
     needs="arguments",
-    begin="<tool_call>\n<function={}>\n",
+    wrap=("<tool_call>\n", "\n</tool_call>"),
+    begin="<function={}>\n",
     key="<parameter={}>\n",
     close="\n</parameter>\n",
-    end="</function>\n</tool_call>",
+    end="</function>",
     separator="\n",
-    pattern=r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-    opening=r"<parameter=(?P<key>[^>\n]+)>",
-    finish=r"</function>(?:\s*</tool_call>)?|</tool_call>",
-    mark="<tool_call>|<function=",
     padded=True,
 )
+_M3: Final = "]<]minimax[>["
+"""In front of each tag of MiniMax M3."""
 _DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_V31: Final = NamedCalls(
     mark="<｜tool▁calls?▁begin｜>",
@@ -58,18 +59,9 @@ _DEEPSEEK_V31: Final = NamedCalls(
     begin="<｜tool▁call▁begin｜>",
     middle="<｜tool▁sep｜>",
     end="<｜tool▁call▁end｜>",
-    pattern=r"<｜tool▁call▁begin｜>(?:(?P<name>[^<\n]+)<｜tool▁sep｜>(?!\s*[\w.-]+\s*```)|(?P<near>[\w.:/-]+)\s*(?=\{))",
-)
-_DEEPSEEK_V3: Final = NamedCalls(
-    mark="<｜tool▁calls?▁begin｜>",
-    needs="functions",
-    around=_DEEPSEEK,
-    separator="\n",
-    begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-    middle="\n```json\n",
-    end="\n```<｜tool▁call▁end｜>",
-    pattern=r"<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>\s*(?:(?P<name>[^<\s]+)\s*```json|(?P<near>[\w.:/-]+)\s*(?=\{))",
-    other_ends=("<｜tool▁call▁end｜>",),
+    other_ends=("```<｜tool▁call▁end｜>", "```"),
+    pattern=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>\s*(?=[^\s{]))?"
+    r"(?:(?P<name>[^<\s]+)(?:<｜tool▁sep｜>\s*(?:```json)?|\s*```json)|(?P<near>[\w.:/-]+)\s*(?=\{))",
 )
 _MISTRAL_LIST: Final = JsonCalls(begins=("[TOOL_CALLS]",), listed=True, id_length=9)
 _MISTRAL_NAMED: Final = NamedCalls(
@@ -80,6 +72,7 @@ _MISTRAL_NAMED: Final = NamedCalls(
     pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\s*\[ARGS\])?\s*(?=\{)",
 )
 _GLM45: Final = TagCalls(
+    mark="<tool_call>",
     ends=("<|observation|>",),
     needs="arguments",
     begin="<tool_call>{}\n",
@@ -87,10 +80,15 @@ _GLM45: Final = TagCalls(
     close="</arg_value>\n",
     end="</tool_call>",
     separator="\n",
-    pattern=r"<tool_call>\s*(?P<name>[^\s<]+)\s*(?=<arg_key>|</tool_call>)",
-    opening=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
-    finish=r"</tool_call>",
-    mark="<tool_call>",
+)
+_DSML: Final = TagCalls(
+    mark="<｜DSML｜",
+    around=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    needs="arguments",
+    begin='<｜DSML｜invoke name="{}">\n',
+    key='<｜DSML｜parameter name="{}" string="{string}">',
+    close="</｜DSML｜parameter>\n",
+    end="</｜DSML｜invoke>\n",
 )
 _LLAMA_JSON: Final = JsonCalls(begins=("<|python_tag|>",), separator="; ", keys=("name", "parameters"), whole=True)
 _PYTHONIC: Final = PythonCalls(
@@ -114,8 +112,15 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     "pythonic": FirstOf(ends=("<|eom_id|>", "<|eom|>"), needs="functions", formats=(_PYTHONIC, _LLAMA_JSON)),
     "mistral": FirstOf(id_length=9, formats=(_MISTRAL_LIST, _MISTRAL_NAMED)),
     "mistral_v11": FirstOf(id_length=9, formats=(_MISTRAL_NAMED, _MISTRAL_LIST)),
-    "deepseek_v3": FirstOf(needs="functions", around=_DEEPSEEK, formats=(_DEEPSEEK_V3, _DEEPSEEK_V31)),
-    "deepseek_v31": FirstOf(needs="functions", around=_DEEPSEEK, formats=(_DEEPSEEK_V31, _DEEPSEEK_V3)),
+    "deepseek_v3": replace(
+        _DEEPSEEK_V31,
+        separator="\n",
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        other_ends=("<｜tool▁call▁end｜>", "```"),
+    ),
+    "deepseek_v31": _DEEPSEEK_V31,
     "gpt_oss": NamedCalls(
         ends=("<|call|>",),
         needs="functions",
@@ -160,41 +165,63 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         whole=True,
     ),
     "minimax_m2": TagCalls(
+        mark="<minimax:tool_call>|<invoke ",
         needs="arguments",
         around=("<minimax:tool_call>\n", "</minimax:tool_call>"),
         begin='<invoke name="{}">\n',
         key='<parameter name="{}">',
         close="</parameter>\n",
         end="</invoke>\n",
-        pattern=r'<invoke name="?(?P<name>[^">\n]+)"?>',
-        opening=r'<parameter name="?(?P<key>[^">\n]+)"?>',
-        finish=r"</invoke>",
-        mark="<minimax:tool_call>|<invoke ",
     ),
-    "deepseek_v32": TagCalls(
-        around=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    "minimax_m3": TagCalls(
+        mark=rf"{re.escape(_M3)}<(?:tool_call>|invoke\b)",
         needs="arguments",
-        begin='<｜DSML｜invoke name="{}">\n',
-        key='<｜DSML｜parameter name="{}" string="{string}">',
-        close="</｜DSML｜parameter>\n",
-        end="</｜DSML｜invoke>\n",
-        pattern=r'<｜DSML｜invoke name="(?P<name>[^">\n]+)">',
-        opening=r'<｜DSML｜parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">',
-        finish=r"</｜DSML｜invoke>",
-        mark="<｜DSML｜",
+        around=(f"{_M3}<tool_call>\n", f"\n{_M3}</tool_call>"),
+        separator="\n",
+        begin=_M3 + '<invoke name="{}">',
+        key=_M3 + "<{}>",
+        close=_M3 + "</{}>",
+        end=f"{_M3}</invoke>",
+    ),
+    "deepseek_v32": _DSML,
+    "deepseek_v4": replace(_DSML, around=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>")),
+    "kimi_k3": TagCalls(
+        mark=r"<\|open\|>(?:tools|call|argument)\b",
+        needs="arguments",
+        around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        begin='<|open|>call tool="{}" index="{number}"<|sep|>',
+        key='<|open|>argument key="{}" type="{type}"<|sep|>',
+        close="<|close|>argument<|sep|>",
+        end="<|close|>call<|sep|>",
+        extra=r"(?:<\|close\|>response<\|sep\|>\s*)?(?:<\|open\|>tools<\|sep\|>\s*)?",
+    ),
+    "step3": TagCalls(
+        mark="<｜tool_calls?_begin｜>|<steptml:invoke",
+        needs="arguments",
+        around=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+        wrap=("<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>\n"),
+        begin='<steptml:invoke name="{}">\n',
+        key='<steptml:parameter name="{}">',
+        close="</steptml:parameter>\n",
+        end="</steptml:invoke>",
+    ),
+    "functionary": NamedCalls(
+        begin="<function=",
+        middle=">",
+        end="</function>",
+        pattern=r"<function=(?P<name>[\w.:/-]+)>",
+        mark="<function=",
     ),
     "hunyuan": _listed("<tool_calls>", "</tool_calls>"),
     "seed_oss": TagCalls(
+        mark="<seed:tool_call>|<function=",
         needs="arguments",
-        begin="<seed:tool_call>\n<function={}>\n",
+        wrap=("<seed:tool_call>\n", "\n</seed:tool_call>"),
+        begin="<function={}>\n",
         key="<parameter={}>",
         close="</parameter>\n",
-        end="</function>\n</seed:tool_call>",
+        end="</function>",
         separator="\n",
-        pattern=r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-        opening=r"<parameter=(?P<key>[^>\n]+)>",
-        finish=r"</function>(?:\s*</seed:tool_call>)?|</seed:tool_call>",
-        mark="<seed:tool_call>|<function=",
     ),
     "longcat": JsonCalls(
         begins=("<longcat_tool_call>\n", "<longcat_tool_call>"), end="\n</longcat_tool_call>", separator="\n"

@@ -78,6 +78,13 @@ def types_of(schema: Any) -> frozenset[str]:
     return frozenset(found)
 
 
+def key_text(text: str, name: str, schema: Any) -> str:
+    """The text in front of a value, with the name of its key, and what the format writes of its type."""
+    types = {"number" if each == "integer" else each for each in types_of(schema)}
+    kind = types.pop() if len(types) == 1 else "object"
+    return text.format(name, string=str(kind == "string").lower(), type=kind)
+
+
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
@@ -291,16 +298,16 @@ class Values(NamedTuple):
         Args:
             schema: the object's schema.
             key: text in front of a value, with `{}` for the name of its key, and perhaps `{string}` for whether the
-                value is a string.
-            close: text behind a value.
+                value is a string, or `{type}` for its type.
+            close: text behind a value, perhaps with `{}`, too.
             comma: text between a value and the next key.
         """
         schema = resolved(schema, schema) if isinstance(schema, Mapping) else {}
         required = set(schema.get("required") or ())
         pairs: list[tuple[Format, bool]] = []
         for name, each in property_schemas(schema).items():
-            begin = key.format(name, string=str(types_of(each) == {"string"}).lower())
-            pairs.append((sequence(constant(begin), self.part(each), constant(close)), name in required))
+            begin = key_text(key, name, each)
+            pairs.append((sequence(constant(begin), self.part(each), constant(close.format(name))), name in required))
         return _joined(pairs, comma)
 
 

@@ -104,31 +104,37 @@ def _of_tags(begin: str, key: str, close: str, end: str, name: str = "get_weathe
     """Transcripts of calls with a tag for each argument; `key` and `begin` have `{}` for a name, `mark` begins them."""
 
     def call(*pairs: tuple[str, str], name: str = name) -> str:
-        return begin.format(name) + "".join(f"{key.format(each)}{value}{close}" for each, value in pairs) + end
+        return (
+            begin.format(name)
+            + "".join(f"{key.format(each)}{value}{close.format(each)}" for each, value in pairs)
+            + end
+        )
 
     def error(output: str) -> Case:
         return Case(output, (), output, "")
 
     paris, days, quoted = ("city", "Paris"), ("days", "3"), f"a {key.format('days').strip()} b"
-    one, left_out = call(paris, days), close.strip()
-    first, last = one.find(left_out), one.rfind(left_out)
+    one, ends = call(paris, days), [close.strip().format(each) for each in ("city", "days")]
+    first, last = one.find(ends[0]), one.rfind(ends[1])
+    other = call(("city", f"a\n{key.format('other')}b"), days)
+    left_out = one[:last] + one[last + len(ends[1]) :]
     return {
         "one": Case(one),
         "two": Case(f"I look.\n{one}{call(name='now')}", (PARIS, NOW), "I look."),
         "doubled": Case(one + one, (PARIS, PARIS)),
         "none": Case("It rains.", (), "It rains."),
-        "a close left out": Case(one[:first] + one[first + len(left_out) :]),
-        "the last close left out": Case(one[:last] + one[last + len(left_out) :]),
-        "both left out": Case(one.replace(left_out, "")),
+        "a close left out": Case(one[:first] + one[first + len(ends[0]) :]),
+        "the last close left out": Case(left_out),
+        "both left out": Case(left_out[:first] + left_out[first + len(ends[0]) :]),
         "a close left out, and a call": Case(
-            one[:last] + one[last + len(left_out) :] + call(("city", "Oslo"), name="now"),
-            (PARIS, ("now", {"city": "Oslo"})),
+            left_out + call(("city", "Oslo"), name="now"), (PARIS, ("now", {"city": "Oslo"}))
         ),
+        "text behind a value": error(one[:first] + ends[0] + "and" + one[first + len(ends[0]) :]),
         "a mark in a value": Case(call(("city", quoted), days), (("get_weather", {"city": quoted, "days": 3}),)),
         "a mark in a last value": Case(call(days, ("city", quoted)), (("get_weather", {"city": quoted, "days": 3}),)),
-        "what may be an argument": error(call(("city", f"a\n{key.format('other')}b"), days)),
+        "what may be an argument": error(other if "{}" not in close else other.replace(ends[0], "", 1)),
         "cut in a value": error(one[: one.find("ris")]),
-        "cut behind a value": error(one[: first + len(left_out)]),
+        "cut behind a value": error(one[: first + len(ends[0])]),
         "a mark alone": error(f"The mark {mark} begins a call."),
         "untyped": Case(
             call(*((f"a{number}", text) for number, text in enumerate(UNTYPED)), name="now"),
@@ -411,6 +417,98 @@ FAMILIES: dict[str, Family] = {
         _of_dsml("function_calls"),
         (),
         ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
+    ),
+    "deepseek v4": Family(
+        "deepseek_v4",
+        _template(_DS_TURN, "<｜DSML｜tool_calls>", "<｜Assistant｜>"),
+        _of_dsml("tool_calls"),
+        (),
+        ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
+    ),
+    "kimi k3": Family(
+        "kimi_k3",
+        _template("<|open|>{{ m.role }}<|sep|>{{ m.content }}", "<|open|>tools<|sep|>"),
+        {
+            **_of_tags(
+                '<|open|>tools<|sep|><|open|>call tool="{}" index="1"<|sep|>',
+                '<|open|>argument key="{}" type="number"<|sep|>',
+                "<|close|>argument<|sep|>",
+                "<|close|>call<|sep|><|close|>tools<|sep|>",
+                mark='<|open|>call tool="',
+            ),
+            "a reply": Case(
+                "<|open|>think<|sep|>I call.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
+                '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+                '<|open|>argument key="city" type="string"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+                '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+                "<|close|>message<|sep|>",
+                (("get_weather", {"city": "3"}), NOW),
+                "I look.",
+            ),
+            "no call": Case(
+                "<|open|>response<|sep|>It rains.<|close|>response<|sep|><|close|>message<|sep|>", (), "It rains."
+            ),
+        },
+        (),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    "minimax m3": Family(
+        "minimax_m3",
+        _template("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "]<]minimax[>[<tool_call>"),
+        {
+            **_of_tags(
+                ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="{}">',
+                "]<]minimax[>[<{}>",
+                "]<]minimax[>[</{}>",
+                "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+                mark="]<]minimax[>[<tool_call>",
+            ),
+            "tags inside": Case(
+                ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="now">]<]minimax[>[<a>]<]minimax[>[<b>x'
+                "]<]minimax[>[</b>]<]minimax[>[<c>]<]minimax[>[<item>1]<]minimax[>[</item>]<]minimax[>[<item>y"
+                "]<]minimax[>[</item>]<]minimax[>[</c>]<]minimax[>[</a>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+                (("now", {"a": {"b": "x", "c": [1, "y"]}}),),
+            ),
+            "a list": Case(
+                ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<dates>]<]minimax[>[<item>true'
+                "]<]minimax[>[</item>]<]minimax[>[</dates>]<]minimax[>[</invoke>",
+                (("get_weather", {"dates": [True]}),),
+            ),
+        },
+        ("<mm:think>", "</mm:think>"),
+        ("]~b]", "[e~[", "]<]minimax[>["),
+    ),
+    "step 3": Family(
+        "step3",
+        _template(_DS_TURN, '<steptml:invoke name="', "<｜Assistant｜>"),
+        _of_tags(
+            '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n',
+            '<steptml:parameter name="{}">',
+            "</steptml:parameter>\n",
+            "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
+            mark="<｜tool_calls_begin｜>",
+        ),
+        (),
+        (
+            "<｜tool_calls_begin｜>",
+            "<｜tool_call_begin｜>",
+            "<｜tool_sep｜>",
+            "<｜tool_call_end｜>",
+            "<｜tool_calls_end｜>",
+        ),
+    ),
+    "functionary": Family(
+        "functionary",
+        _template(_LLAMA_TURN, '<function=example_function_name>{"example_name": "example_value"}</function>'),
+        {
+            "one": Case(f"<function=get_weather>{P}</function>"),
+            "two": Case(
+                f"I look.\n<function=get_weather>{P}</function><function=now>{{}}</function>", (PARIS, NOW), "I look."
+            ),
+            "unended": Case(f"<function=get_weather>{P}"),
+            "cut": Case(f"<function=get_weather>{P[:-3]}", (), f"<function=get_weather>{P[:-3]}", "cannot be read"),
+            "tags": Case("<function=now>\n<parameter=a>1", (), "<function=now>\n<parameter=a>1", "cannot be read"),
+        },
     ),
     "gpt-oss": Family(
         "gpt_oss",
@@ -695,7 +793,9 @@ _IN_FRONT = {
     "minimax_m2": "<minimax:tool_call>", "deepseek_v32": "<｜DSML｜function_calls>", "hunyuan": "<tool_calls>",
     "seed_oss": "<seed:tool_call>", "longcat": "<longcat_tool_call>", "nemotron": "<TOOLCALL>",
     "internlm": "<|action_start|>", "cohere": "<|START_ACTION|>", "command_r": "Action: ```json",
-    "lfm2": "<|tool_call_start|>", "olmo3": "<function_calls>",
+    "lfm2": "<|tool_call_start|>", "olmo3": "<function_calls>", "deepseek_v4": "<｜DSML｜tool_calls>",
+    "kimi_k3": "<|open|>tools<|sep|>", "minimax_m3": "]<]minimax[>[<tool_call>", "step3": "<｜tool_call_begin｜>",
+    "functionary": "<function=",
 }  # fmt: skip
 """By the name of a format: what is in front of calls only."""
 MARKS = {name: _IN_FRONT[family.name] for name, family in FAMILIES.items()}
