@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import regex
+
 from batchgen.errors import UsageError
 
 AUTO: Final = "auto"
@@ -28,11 +30,16 @@ class ReasoningFormat(NamedTuple):
     answers: tuple[str, ...] = ()
     """Begin the answer behind the thoughts."""
     closers: tuple[str, ...] = ()
-    """End the answer."""
+    """End an answer that one of `answers` begins."""
     header: str | None = None
     """For a format of channels, in which thoughts and answers may alternate: the text between two of them."""
     calls: tuple[str, ...] = ()
     """In a format of channels, begin a call of a tool, which is a part of the answer with the marker itself."""
+    heads: str | None = None
+    """In a format of channels, a regular expression of all texts that begin a part, with the group `thoughts` for
+    thoughts and `call` for the recipient of a call; None: `starts` and `answers`."""
+    body: str = ""
+    """In a format of channels, the text that ends the head of a call."""
     opened: bool = False
     """Whether outputs begin with thoughts where the prompt says nothing: for a model named by the user."""
 
@@ -45,6 +52,12 @@ class ReasoningFormat(NamedTuple):
         if self.header is None:
             return self.ends[0]
         return f"{self.ends[0]}{self.header}{self.next_parts(calls=calls)[-1]}"
+
+    @property
+    def begins(self) -> str:
+        """In a format of channels, the regular expression of what begins a part: `heads`, or the markers themselves."""
+        starts, answers = ("|".join(map(regex.escape, texts)) for texts in (self.starts, self.answers))
+        return self.heads or f"(?:{regex.escape(self.header or '')})?(?:(?P<thoughts>{starts})|{answers})"
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -89,6 +102,15 @@ def _sentences(name: str, *tells: str) -> _Family:
 
 
 _CHANNEL: Final = "<|channel|>"
+_ROLE: Final = r"<\|start\|>[\w.-]{0,40}"
+_CHANNEL_HEAD: Final = (
+    r"<\|channel\|>\s?(?:(?P<thoughts>analysis)\b)?[^<]{0,64}(?:<\|constrain\|>[^<]{0,64})?"  # what it is, and as what
+)
+_HEADS: Final = (
+    rf"(?:{_ROLE}(?:<\|channel\|>[^<]{{0,64}}?)?|<\|channel\|>[^<]{{0,64}}?)\s?\b(?P<call>to=)"
+    rf"|(?:{_ROLE}(?:{_CHANNEL_HEAD})?|{_CHANNEL_HEAD})<\|message\|>"
+)
+_K3_ENDS: Final = ("<|close|>response<|sep|>", "<|close|>message<|sep|>")
 _FAMILIES: Final = (
     _Family(
         "gpt_oss",
@@ -98,7 +120,9 @@ _FAMILIES: Final = (
             ("<|end|>",),
             (f"{_CHANNEL}final<|message|>", f"{_CHANNEL}commentary<|message|>"),
             header="<|start|>assistant",
-            calls=(f"{_CHANNEL}commentary to=", f"{_CHANNEL}analysis to=", " to=functions."),
+            calls=(f"{_CHANNEL}commentary to=",),
+            heads=_HEADS,
+            body="<|message|>",
         ),
         (_CHANNEL, "<|message|>", "<|start|>"),
         calls="gpt_oss",
@@ -123,6 +147,18 @@ _FAMILIES: Final = (
     _tags("think", "<response>", name="ernie45", answer="response"),
     _tags("think", "<answer>", name="hunyuan", answer="answer"),
     _tags("think", "<|im_middle|>", name="kimi_k2"),
+    _Family(
+        "kimi_k3",
+        ReasoningFormat(
+            "kimi_k3",
+            ("<|open|>think<|sep|>",),
+            ("<|close|>think<|sep|>",),
+            ("<|open|>response<|sep|>",),
+            tuple(map("".join, (_K3_ENDS, *zip(_K3_ENDS, strict=True)))),
+        ),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    _tags("mm:think", name="minimax_m3"),
     _tags("think", "]~b]ai", name="minimax_m2", opened=True),
     _tags("think", "<｜Assistant｜>", name="deepseek_r1", opened=True),
     _tags("think", "[gMASK]", name="glm45"),
@@ -141,10 +177,15 @@ _FAMILIES: Final = (
     _calls("mistral", "[TOOL_CALLS]"),
     _calls("cohere", "<|START_ACTION|>"),
     _calls("command_r", "Action: ```json", "Action:```json"),
+    _calls("deepseek_v4", "<｜DSML｜tool_calls>"),
     _calls("deepseek_v32", "<｜DSML｜"),
     _calls("deepseek_v3", "<｜tool▁calls▁begin｜>", tells=("```json",)),
     _calls("deepseek_v31", "<｜tool▁calls▁begin｜>"),
     _calls("kimi_k2", "<|tool_calls_section_begin|>"),
+    _calls("kimi_k3", "<|open|>tools<|sep|>"),
+    _calls("minimax_m3", "]<]minimax[>[<tool_call>"),
+    _calls("step3", "<steptml:invoke"),
+    _calls("functionary", "<function=example_function_name>{"),
     _calls("minimax_m2", "<minimax:tool_call>"),
     _calls("seed_oss", "<seed:tool_call>"),
     _calls("lfm2", "<|tool_call_start|>"),

@@ -7,8 +7,11 @@ Rules (one `ReasoningState` per sample receives each token once):
   marker that no end marker follows.
 - Else thoughts begin at a start marker with nothing but blanks in front of it, and end at the first end marker. What
   follows is the answer, whatever it quotes. In a format of channels, thoughts and answers may alternate.
-- Tokens of markers belong to neither side, but for the marker of a call, which is a part of the answer. Other
-  characters of a marker's first or last token belong to the text that they are in.
+- A marker that ends the answer is one at the output's end only, and only where a marker has begun the answer.
+- In a format of channels a part is the answer's unless its channel is that of thoughts, and so is a call, with its
+  head. What is in no part is the answer's, too.
+- Tokens of markers belong to neither side. Other characters of a marker's first or last token belong to the text that
+  they are in; where they cannot be cut, the answer has the whole token.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Final, Literal
+
+import regex
 
 from batchgen.text.detokenize import Detokenizer
 from batchgen.text.families import ReasoningFormat, find_format
@@ -118,6 +123,31 @@ def _last(text: str, markers: Sequence[str]) -> int:
     return max((at + len(marker) for marker in markers if (at := text.rfind(marker)) >= 0), default=-1)
 
 
+_NO_MARKER: Final = "\0"
+"""In place of the text of a token, where markers are found by their ids."""
+
+
+@lru_cache(maxsize=64)
+def _tags(
+    ends: tuple[str, ...], starts: tuple[str, ...], answers: tuple[str, ...], closers: tuple[str, ...]
+) -> regex.Pattern[str] | None:
+    """Pattern of these markers, in groups by what they begin. What ends the answer never matches in full."""
+    texts = {"end": ends, "thoughts": starts, "answer": answers}
+    found = [f"(?P<{name}>{'|'.join(map(regex.escape, each))})" for name, each in texts.items() if each]
+    found += [rf"(?:{'|'.join(map(regex.escape, closers))})\s{0, 256}(?!)"] if closers else []
+    return regex.compile("|".join(found)) if found else None
+
+
+@lru_cache(maxsize=64)
+def _channels(form: ReasoningFormat, *, in_head: bool, first: bool) -> regex.Pattern[str]:
+    """Pattern of what begins and ends parts. `in_head`: inside the head of a call; `first`: in front of a part."""
+    ends = f"(?P<end>{'|'.join(map(regex.escape, form.ends))})"
+    if in_head:
+        return regex.compile(f"(?P<body>{regex.escape(form.body)})|{ends}")
+    bare = r"|^\s?(?P<call>to=)" if first and form.body else ""
+    return regex.compile(f"{form.begins}|{ends}{bare}")
+
+
 class ReasoningState:
     """What the tokens of one sample belong to."""
 
@@ -138,8 +168,10 @@ class ReasoningState:
         """Whether the answer has no text but blanks yet."""
         self._marked = inside
         """Whether the answer is behind a marker, with blanks that belong to it."""
-        self._closed = False
-        """Whether it is in front of one."""
+        self._wrapped = self._closed = False
+        """Whether a marker has begun the answer, and whether one has ended it."""
+        self._in_head = False
+        """Whether the tokens are those of the head of a call."""
         self._thoughts: list[tuple[list[int], list[str]]] = [([], ["", ""])] if inside else []
         """Per stretch of thoughts: its tokens, and its characters in the tokens of the markers around it."""
         self._held: list[tuple[int, str]] = []
@@ -150,19 +182,19 @@ class ReasoningState:
         """Number of tokens in front of an end marker that is being written; None if it is the model's choice."""
         self._settled: list[int] = []
         """Tokens of the answer that the next call returns."""
-        self._shown = None if parser.by_id else Detokenizer(parser.tokenizer, False, False)
+        by_id = parser.by_id and parser.format.header is None
+        self._shown = None if by_id else Detokenizer(parser.tokenizer, False, False)
         self._live = self._find_live()
-        """Markers that count next."""
+        """Pattern of the markers that count next; None if none does."""
 
-    def _find_live(self) -> tuple[str, ...]:
-        form = self._form
-        if self.part == "thoughts":
-            return form.ends if form.header is None else (*form.ends, *form.answers)
+    def _find_live(self) -> regex.Pattern[str] | None:
+        form, in_answer = self._form, self.part == "answer"
         if form.header is not None:
-            return (*form.starts, *form.answers, *form.ends, *form.calls)
-        if not self._blank:
-            return form.closers
-        return (*(() if self.begun else form.starts), *form.answers, *form.closers)
+            return _channels(form, in_head=self._in_head, first=self.part == "header" or (in_answer and self._blank))
+        if not in_answer:
+            return _tags(form.ends, (), (), ())
+        starts = () if self.begun or not self._blank else form.starts
+        return _tags((), starts, form.answers if self._blank else (), form.closers if self._wrapped else ())
 
     @property
     def pending(self) -> int:
@@ -172,17 +204,17 @@ class ReasoningState:
     def append(self, token: int) -> list[int]:
         """Add the next token; return the tokens that are now known to be the answer's, in order."""
         self._count += 1
-        if not self._live:
+        if self._live is None:
             self._add(token)
-        elif self._shown is None:
-            marker = self.parser.marker_ids.get(token)
-            if marker is not None and marker in self._live:
-                self._enter(marker, "")
-            else:
-                self._add(token)
-        else:
+        elif self._shown is not None:
             self._held.append((token, self._shown.append(token)))
             self._search()
+        elif token in self.parser.marker_ids or self._held:
+            blank = " " if self.parser.blank(token) else _NO_MARKER
+            self._held.append((token, self.parser.marker_ids.get(token, blank)))
+            self._search()
+        else:
+            self._add(token)
         return self._take()
 
     def begin_closing(self) -> None:
@@ -192,7 +224,7 @@ class ReasoningState:
     def end_search(self) -> None:
         """Take all tokens from here on, and the last ones that may belong to a marker, for the answer's."""
         self._settle()
-        self._live = ()
+        self._live = None
 
     def _settle(self) -> None:
         """Add the held tokens to the part that they are in, which has more than blanks then."""
@@ -209,96 +241,117 @@ class ReasoningState:
         What a special token begins of a marker of channels is in no part, though the marker is not complete. Nor is an
         end marker that is being written.
         """
-        held, self._held = self._held, []
+        form, window = self._form, self._window
         if self._closing_from is not None and self.part == "thoughts":
-            held = held[: max(0, self._closing_from - (self._count - len(held)))]
-        if self._form.header is None or not (held and held[0][0] in self.parser.tokenizer.special_ids):
-            for token, _ in held:
-                self._add(token)
+            self._held = self._held[: max(0, self._closing_from - (self._count - len(self._held)))]
+        found = None if self._live is None else self._live.search(window, partial=True)
+        if found is not None and found.partial and window[found.start() :].strip() in form.closers:
+            self._trail += window[self._release(found.start()) : found.start()]
+            self._held.clear()
+            self._closed = True
+        elif form.header is not None and self._held and self._held[0][0] in self.parser.tokenizer.special_ids:
+            texts = (*form.markers, *(f"{form.header}{each}" for each in (*form.starts, *form.answers, *form.calls)))
+            if any(text.startswith(window) for text in texts):
+                self._held.clear()
+        self._release(len(window))
         return self._take()
+
+    @property
+    def _window(self) -> str:
+        return "".join(text for _, text in self._held)
 
     def _take(self) -> list[int]:
         taken, self._settled = self._settled, []
         return taken
 
     def _search(self) -> None:
-        """Look for a marker in the text of the held tokens, and release those that cannot belong to one."""
-        form, in_answer, window = self._form, self.part == "answer", "".join(text for _, text in self._held)
-        found = min(((at, -len(m), m) for m in self._live if (at := window.find(m)) >= 0), default=None)
-        if found is not None:
-            at, _, marker = found
-            if marker in form.calls:
-                self._begin_call(at)
-                return
-            if in_answer and form.header is None and marker not in form.closers and window[:at].strip():
-                self._settle()  # the answer has begun in the token that the marker begins in
-                return
-            begin = self._release(at)
-            if self.part == "thoughts":
-                self._thoughts[-1][1][1] = window[begin:at]
-            elif in_answer and window[begin:at].strip():
-                self._trail += window[begin:at]
-            self._held.clear()
-            self._enter(marker, window[at + len(marker) :])
-            return
-        longest = max(map(len, self._live)) - 1
-        kept = next(
-            (
-                size
-                for size in range(min(longest, len(window)), 0, -1)
-                if any(marker.startswith(window[-size:]) for marker in self._live)
-            ),
-            0,
-        )
-        self._release(len(window) - kept)
-        if not self._live:
+        """Look for markers in the text of the held tokens, and release those that cannot belong to one."""
+        while self._held and self._live is not None:
+            live, window = self._live, self._window
+            found = live.search(window, partial=True)
+            if found is None or found.partial:
+                self._release(len(window) if found is None else found.start())
+                if self._live is live:
+                    return
+            else:
+                self._begin(found, window)
+        if self._held:
             self._settle()
 
-    def _begin_call(self, at: int) -> None:
-        """Begin an answer with the marker of a call, at a position of the text of the held tokens."""
-        self._release(at)
-        self.part, self._marked = "answer", True
+    def _begin(self, found: regex.Match[str], window: str) -> None:
+        """Go on behind a marker that is found in the text of the held tokens."""
+        in_answer, channels = self.part == "answer", self._form.header is not None
+        groups = found.groupdict()
+        kind = next((name for name in ("call", "body", "end", "thoughts") if groups.get(name)), "answer")
+        if kind in ("call", "body"):
+            self._begin_call(found, in_head=kind == "call")
+            return
+        if in_answer and not channels and window[: found.start()].strip():
+            self._settle()  # the answer has begun in the token that the marker begins in
+            return
+        at = self._release(found.start())
+        before = window[at : found.start()]
+        if self.part == "thoughts":
+            self._thoughts[-1][1][1] = before
+        elif before.strip():
+            self._add(self._held[0][0])
+        last = 0
+        while at < found.end():
+            last, text = self._held.pop(0)
+            at += len(text)
+        rest = window[found.end() : at]
+        self._enter(kind, rest if rest.strip() else "", last)
+
+    def _begin_call(self, found: regex.Match[str], *, in_head: bool) -> None:
+        """Make what is found of a call's head, or its end, a part of the answer."""
+        self._release(found.start())
+        self._in_head, self.part = in_head, "answer"
+        self._marked |= self._blank
+        self._release(found.end())
         self._settle()
         self._live = self._find_live()
 
     def _release(self, end: int) -> int:
         """Add the held tokens whose text ends at `end` or before; returns where the text of the others begins."""
-        at = count = 0
-        for _, text in self._held:
-            if at + len(text) > end:
-                break
+        header, window = self._form.header, self._window
+        skipped = len(header) if header and window.startswith(header) else 0
+        at = 0
+        while self._held and at + len(self._held[0][1]) <= end:
+            token, text = self._held.pop(0)
             at += len(text)
-            count += 1
-        released, self._held = self._held[:count], self._held[count:]
-        for token, _ in released:
-            self._add(token)
+            if not skipped or at > skipped:
+                self._add(token)
         return at
 
     def _add(self, token: int) -> None:
+        if self.part == "header" and not self.parser.blank(token):
+            self.part = "answer"  # without a head
+            self._marked |= self._blank
         if self.part == "thoughts":
             self._thoughts[-1][0].append(token)
             self.thinking_tokens += 1
         elif self.part == "answer":
             self.answer_ids.append(token)
             self._settled.append(token)
-            if self._blank and self._live and not self.parser.blank(token):
+            if self._blank and self._live is not None and not self.parser.blank(token):
                 self._blank = False
                 self._live = self._find_live()
 
-    def _enter(self, marker: str, rest: str) -> None:
+    def _enter(self, kind: str, rest: str, last: int) -> None:
         """Begin the part behind a marker, whose last token also has the characters `rest`."""
-        form = self._form
-        rest = rest if rest.strip() else ""
-        self._marked |= marker not in form.closers
-        if marker in form.starts:
+        channels = self._form.header is not None
+        self._marked |= self._blank
+        self._in_head = False
+        if kind == "thoughts":
             self.part, self.begun = "thoughts", True
             self._thoughts.append(([], [rest, ""]))
-        elif marker in form.ends and form.header is not None:
-            self.part = "header"
         else:
-            self._closed |= marker in form.closers
-            self.part, self._lead = "answer", self._lead + rest
-            self._blank = self._blank and not rest
+            self.part = "header" if kind == "end" and channels else "answer"
+            self._wrapped |= kind == "answer"
+            if channels and rest:
+                self._add(last)
+            elif rest:
+                self._lead, self._blank = self._lead + rest, False
         self._live = self._find_live()
 
     def reasoning(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:

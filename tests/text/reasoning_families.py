@@ -65,6 +65,7 @@ def _by_template(name: str, turn: str, opening: str, *special: str, **cases: Cas
     return Family(name, _turns(turn, opening), {**_OPENED, **cases}, _TAGS, special)
 
 
+_ANALYSIS = f"<|channel|>analysis<|message|>{THOUGHTS}"
 _CHANNELS = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}"
 
 FAMILIES: dict[str, Family] = {
@@ -97,9 +98,29 @@ FAMILIES: dict[str, Family] = {
                 "Add.",
                 f"Let me add. {ANSWER}",
             ),
+            **{
+                head: Case(f"{_ANALYSIS}<|end|><|start|>assistant{head}{ANSWER}")
+                for head in (
+                    "<|channel|>final json<|message|>",
+                    "<|channel|>final <|constrain|>json<|message|>",
+                    "<|channel|>commentary <|constrain|>json<|message|>",
+                    "<|channel|>comment<|message|>",
+                    "<|message|>",
+                    " ",
+                )
+            },
+            "without a head": Case(f"<|channel|>analysis<|message|>{THOUGHTS}<|end|>{ANSWER}"),
+            "without an end": Case(f"<|channel|>analysis<|message|>{THOUGHTS}<|channel|>final<|message|>{ANSWER}"),
+            "cut in a head": Case(
+                f"<|channel|>analysis<|message|>{THOUGHTS}<|end|><|start|>assistant<|chan", answer=""
+            ),
+            "a call": Case(
+                f"{_ANALYSIS}<|end|><|start|>assistant to=f<|channel|>commentary<|message|>{{}}",
+                answer="to=fcommentary{}",
+            ),
         },
         (),
-        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>"),
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),
     ),
     "gemma4": Family(
         "gemma4",
@@ -136,6 +157,13 @@ FAMILIES: dict[str, Family] = {
             "no response": Case(f"<think>{THOUGHTS}</think>\n{ANSWER}"),
             "unfinished": Case(f"<think>{THOUGHTS}</think><response>{ANSWER}"),
             "none": Case(ANSWER, None),
+            "a quoted end": Case(
+                f"<think>{THOUGHTS}</think><response>Write </response>. {ANSWER} </response>\n",
+                answer=f"Write </response>. {ANSWER}",
+            ),
+            "an answer about tags": Case(
+                f"<think>{THOUGHTS}</think>\nUse <response> and </response>", answer="Use <response> and </response>"
+            ),
         },
         (),
         ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,10 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
         parser = reasoning_of(tokenizer, "auto")
         assert parser is not None, name
         found[name] = Known(tokenizer, parser)
-    return found
+    channels = find_format("auto", RESPONSE_TEMPLATES["channels"][0], [], lambda text: False)
+    assert channels is not None
+    tokenizer = found["any other"].tokenizer
+    return {**found, "channels": Known(tokenizer, ReasoningParser(channels, tokenizer))}
 
 
 def finished(known: Known, case: Case, **params: object) -> tuple[FinishedText, list[int]]:
@@ -174,26 +178,63 @@ def test_what_the_prompt_ends_with_decides_where_the_output_begins(
     assert found.parser.opens_thoughts(found.tokenizer.encode_plain([prompt])[0]) == PROMPTS[prompt]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "any other", "gpt_oss", "granite", "hunyuan", "granite_sentences"])
-def test_all_tokens_of_any_output_are_accounted_for(known: dict[str, Known], name: str) -> None:
-    """Whatever is written: text that is neither marker nor blank is in one of the two parts, once."""
-    tokenizer, parser = known[name].tokenizer, known[name].parser
-    draw = random.Random(7)
-    words = [*parser.format.markers, *["<", "<th", "</", "think>", "Here", "a", "bé", "東京", "<|"], ">\n\n", "\n", " "]
-    for _ in range(150):
-        output = "".join(draw.choices(words, k=draw.randrange(1, 12)))
-        case = Case(output)
-        done, ids = finished(known[name], case)
-        again, _ = finished(known[name], case, stop=("not there",))
-        assert done == again
-        state = parser.start([])
-        for token in ids:
-            state.append(token)
-        state.flush()
-        assert len(state.answer_ids) + state.thinking_tokens <= len(ids)
-        if not any(marker in output for marker in parser.format.markers):
-            assert done.text == tokenizer.decode_output(ids)
-            assert done.reasoning is None
+HEADS = re.compile(r"<\|(?:start|channel)\|>[^<]{0,64}(?:<\|(?:channel|constrain)\|>[^<]{0,64})*<\|message\|>")
+"""Heads of the messages of gpt-oss, which belong to their markers."""
+PARTS = [
+    "<",
+    "<th",
+    "</",
+    "think>",
+    "<|",
+    "\n\n",
+    " ",
+    "to=",
+    " to=f",
+    "<|channel|>",
+    "<|message|>",
+    "<|start|>",
+    " json",
+]
+"""What looks like a marker, and what a head has."""
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "channels"])
+def test_all_that_is_written_is_in_a_column(known: dict[str, Known], name: str) -> None:
+    """Whatever is written: each word is in the thoughts or in the answer, once, and events join to the answer."""
+    tokenizer, parser = known[name]
+    form, draw = parser.format, random.Random(7)
+    heads = [
+        "<|channel|>final json<|message|>",
+        "<|channel|>x<|message|>",
+        "<|channel|>final <|constrain|>json<|message|>",
+    ]
+    markers = [*form.markers, *form.markers, *([form.header, *heads] if form.header else [])]
+    for number in range(120):
+        words = [f"{draw.choice(['', ' ', chr(10)])}word{each}{chr(0x6771)}." for each in range(8)]
+        pieces = [*words, *draw.choices(markers, k=draw.randrange(7)), *draw.choices(PARTS, k=draw.randrange(4))]
+        draw.shuffle(pieces)
+        output = "".join(pieces[: draw.randrange(1, 16)])
+        ids = tokenizer.encode_plain([output])[0]
+        prompt = tokenizer.encode_plain(["<think>" if number % 5 == 0 else "Hi"])[0]
+        found = set()
+        for fields in ({}, {"stop": "not there"}, {"stream": True}):
+            row = SamplingParams(separate_reasoning=True, **fields)  # type: ignore[arg-type]
+            stops, sent = StopState(row, frozenset(), tokenizer, parser.start(prompt)), ""
+            for at, token in enumerate(ids, 1):
+                stops.append(token, last=at == len(ids))
+                sent += stops.next_output_text() if "stream" in fields and at < len(ids) else ""
+            done = stops.finish("length")
+            assert done.text.startswith(sent), output
+            found.add(done)
+        assert len(found) == 1, output
+        (done,) = found
+        kept = re.findall(r"word\d", f"{done.reasoning or ''} {done.text}")
+        outside = re.findall(r"word\d", HEADS.sub("", output) if form.header else output)
+        assert len(kept) == len(set(kept)), output
+        assert set(kept) >= set(outside), output
+        assert (done.reasoning_tokens or 0) <= len(ids)
+        if form.header is None and not any(marker in output for marker in form.markers) and number % 5:
+            assert (done.reasoning, done.text) == (None, tokenizer.decode_output(ids))
 
 
 @pytest.mark.parametrize("stop", ["It", " is", "5", "It is 5"])

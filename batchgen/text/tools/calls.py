@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -61,6 +62,7 @@ class ToolFormat(ABC):
     """How models of a family write calls.
 
     Attributes:
+        mark: regular expression of what models write in front of calls only: an error where no call follows.
         ends: special tokens that end an output behind its calls.
         needs: what `spans` must know of the row's functions.
         around: texts in front of all calls and behind them, which the row's text does not have.
@@ -68,6 +70,7 @@ class ToolFormat(ABC):
         id_length: length of the ids that the family's templates expect; None: any.
     """
 
+    mark: str = ""
     ends: tuple[str, ...] = ()
     needs: Literal["nothing", "functions", "arguments"] = "nothing"
     around: tuple[str, str] = ("", "")
@@ -75,8 +78,20 @@ class ToolFormat(ABC):
     id_length: int | None = None
 
     @abstractmethod
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
         """Calls in a text with special tokens shown, and what begins like one, in order."""
+
+    def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """As `find`, and marks that no call follows."""
+        found = self.find(text, schemas)
+        marks = list(re.finditer(self.mark, text)) if self.mark else []
+        begins, alone = [span.begin for span in found], []
+        for mark, following in zip(marks, [*(each.start() for each in marks[1:]), len(text)], strict=False):
+            at = bisect_right(begins, mark.start())
+            inside = at > 0 and mark.start() < found[at - 1].end
+            if not inside and following < (begins[at] if at < len(found) else len(text) + 1):
+                alone.append(Span(mark.start(), mark.end(), error=f"no call that can be read follows {mark[0][:60]!r}"))
+        return sorted([*found, *alone], key=lambda span: span.begin) if alone else found
 
     @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -17,8 +18,8 @@ class FirstOf(ToolFormat):
 
     formats: tuple[ToolFormat, ...] = ()
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
         found = [each.spans(text, schemas) for each in self.formats]
         with_calls = (spans for spans in found if any(span.calls for span in spans))
         return next(with_calls, next(filter(None, found), []))
@@ -38,41 +39,40 @@ class FirstOf(ToolFormat):
 
 _HERMES: Final = JsonCalls(begins=("<tool_call>\n", "<tool_call>"), end="\n</tool_call>", separator="\n")
 _FUNCTION_TAGS: Final = TagCalls(
+    mark="<tool_call>|<function=",
     needs="arguments",
-    begin="<tool_call>\n<function={}>\n",
+    wrap=("<tool_call>\n", "\n</tool_call>"),
+    begin="<function={}>\n",
     key="<parameter={}>\n",
     close="\n</parameter>\n",
-    end="</function>\n</tool_call>",
+    end="</function>",
     separator="\n",
-    pattern=r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-    argument=r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>(?=\s*(?:<parameter=|</function>|$))",
-    finish=r"</function>(?:\s*</tool_call>)?",
     padded=True,
 )
+_M3: Final = "]<]minimax[>["
+"""In front of each tag of MiniMax M3."""
 _DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_V31: Final = NamedCalls(
+    mark="<｜tool▁calls?▁begin｜>",
+    needs="functions",
     around=_DEEPSEEK,
     begin="<｜tool▁call▁begin｜>",
     middle="<｜tool▁sep｜>",
     end="<｜tool▁call▁end｜>",
-    pattern=r"<｜tool▁call▁begin｜>(?P<name>[^<\n]+)<｜tool▁sep｜>(?!\s*[\w.-]+\s*```)",
-)
-_DEEPSEEK_V3: Final = NamedCalls(
-    around=_DEEPSEEK,
-    separator="\n",
-    begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-    middle="\n```json\n",
-    end="\n```<｜tool▁call▁end｜>",
-    pattern=r"<｜tool▁call▁begin｜>\w*<｜tool▁sep｜>\s*(?P<name>[^<\s]+)\s*```json",
+    other_ends=("```<｜tool▁call▁end｜>", "```"),
+    pattern=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>\s*(?=[^\s{]))?"
+    r"(?:(?P<name>[^<\s]+)(?:<｜tool▁sep｜>\s*(?:```json)?|\s*```json)|(?P<near>[\w.:/-]+)\s*(?=\{))",
 )
 _MISTRAL_LIST: Final = JsonCalls(begins=("[TOOL_CALLS]",), listed=True, id_length=9)
 _MISTRAL_NAMED: Final = NamedCalls(
     id_length=9,
+    mark=r"\[TOOL_CALLS\]",
     begin="[TOOL_CALLS]",
     middle="[ARGS]",
     pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\s*\[ARGS\])?\s*(?=\{)",
 )
 _GLM45: Final = TagCalls(
+    mark="<tool_call>",
     ends=("<|observation|>",),
     needs="arguments",
     begin="<tool_call>{}\n",
@@ -80,15 +80,16 @@ _GLM45: Final = TagCalls(
     close="</arg_value>\n",
     end="</tool_call>",
     separator="\n",
-    pattern=r"<tool_call>\s*(?P<name>[^\s<]+)\s*(?=<arg_key>|</tool_call>)",
-    argument=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-    finish=r"</tool_call>",
 )
-_DSML_ARGUMENT: Final = (
-    r'<｜DSML｜parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">(?P<value>.*?)</｜DSML｜parameter>'
+_DSML: Final = TagCalls(
+    mark="<｜DSML｜",
+    around=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    needs="arguments",
+    begin='<｜DSML｜invoke name="{}">\n',
+    key='<｜DSML｜parameter name="{}" string="{string}">',
+    close="</｜DSML｜parameter>\n",
+    end="</｜DSML｜invoke>\n",
 )
-
-
 _LLAMA_JSON: Final = JsonCalls(begins=("<|python_tag|>",), separator="; ", keys=("name", "parameters"), whole=True)
 _PYTHONIC: Final = PythonCalls(
     around=("[", "]"),
@@ -96,6 +97,7 @@ _PYTHONIC: Final = PythonCalls(
     pattern=r"(?:<\|python_start\|>)?\s*\[|```(?:tool_code|python)\s*\[?",
     finish=r"\s*(?:\]\s*)?(?:<\|python_end\|>|```)?",
     whole=True,
+    mark=r"<\|python_start\|>",
 )
 
 
@@ -110,13 +112,22 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     "pythonic": FirstOf(ends=("<|eom_id|>", "<|eom|>"), needs="functions", formats=(_PYTHONIC, _LLAMA_JSON)),
     "mistral": FirstOf(id_length=9, formats=(_MISTRAL_LIST, _MISTRAL_NAMED)),
     "mistral_v11": FirstOf(id_length=9, formats=(_MISTRAL_NAMED, _MISTRAL_LIST)),
-    "deepseek_v3": FirstOf(around=_DEEPSEEK, formats=(_DEEPSEEK_V3, _DEEPSEEK_V31)),
-    "deepseek_v31": FirstOf(around=_DEEPSEEK, formats=(_DEEPSEEK_V31, _DEEPSEEK_V3)),
+    "deepseek_v3": replace(
+        _DEEPSEEK_V31,
+        separator="\n",
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        other_ends=("<｜tool▁call▁end｜>", "```"),
+    ),
+    "deepseek_v31": _DEEPSEEK_V31,
     "gpt_oss": NamedCalls(
         ends=("<|call|>",),
+        needs="functions",
+        mark=r"(?:^\s?|<\|(?:start|channel)\|>[^<]{0,64}?)\bto=",
         begin="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
-        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}to=functions\.(?P<name>[\w.-]+)"
+        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}to=(?:functions\.(?P<name>[\w.-]+)|(?P<near>[\w.:/-]+))"
         r"(?:<\|channel\|>\w{1,20})?\s{0,2}(?:<\|constrain\|>)?\s{0,2}\w{0,20}\s{0,2}<\|message\|>",
     ),
     "glm45": _GLM45,
@@ -124,16 +135,22 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         _GLM45, begin="<tool_call>{}", key="<arg_key>{}</arg_key><arg_value>", close="</arg_value>", separator=""
     ),
     "kimi_k2": NamedCalls(
+        needs="functions",
+        mark=r"<\|tool_calls_section_begin\|>|<\|tool_call_begin\|>",
         around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         begin="<|tool_call_begin|>functions.",
         middle="<|tool_call_argument_begin|>",
         end="<|tool_call_end|>",
         counted=True,
-        pattern=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w./-]+):\d+)\s*<\|tool_call_argument_begin\|>",
+        pattern=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w./-]+):\d+|(?P<near>[^\s<]{0,128}))\s*"
+        r"<\|tool_call_argument_begin\|>",
     ),
-    "gemma4": GemmaCalls(ends=("<|tool_response>",), begin="<|tool_call>call:", end="<tool_call|>", quote='<|"|>'),
+    "gemma4": GemmaCalls(
+        ends=("<|tool_response>",), mark=r"<\|tool_call>", begin="<|tool_call>call:", end="<tool_call|>", quote='<|"|>'
+    ),
     "functiongemma": GemmaCalls(
         ends=("<start_function_response>",),
+        mark="<start_function_call>",
         begin="<start_function_call>call:",
         end="<end_function_call>",
         quote="<escape>",
@@ -148,44 +165,70 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         whole=True,
     ),
     "minimax_m2": TagCalls(
+        mark="<minimax:tool_call>|<invoke ",
         needs="arguments",
         around=("<minimax:tool_call>\n", "</minimax:tool_call>"),
         begin='<invoke name="{}">\n',
         key='<parameter name="{}">',
         close="</parameter>\n",
         end="</invoke>\n",
-        pattern=r'<invoke name="?(?P<name>[^">\n]+)"?>',
-        argument=r'<parameter name="?(?P<key>[^">\n]+)"?>(?P<value>.*?)</parameter>',
-        finish=r"</invoke>",
     ),
-    "deepseek_v32": TagCalls(
-        around=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    "minimax_m3": TagCalls(
+        mark=rf"{re.escape(_M3)}<(?:tool_call>|invoke\b)",
         needs="arguments",
-        begin='<｜DSML｜invoke name="{}">\n',
-        key='<｜DSML｜parameter name="{}" string="{string}">',
-        close="</｜DSML｜parameter>\n",
-        end="</｜DSML｜invoke>\n",
-        pattern=r'<｜DSML｜invoke name="(?P<name>[^">\n]+)">',
-        argument=_DSML_ARGUMENT,
-        finish=r"</｜DSML｜invoke>",
+        around=(f"{_M3}<tool_call>\n", f"\n{_M3}</tool_call>"),
+        separator="\n",
+        begin=_M3 + '<invoke name="{}">',
+        key=_M3 + "<{}>",
+        close=_M3 + "</{}>",
+        end=f"{_M3}</invoke>",
+    ),
+    "deepseek_v32": _DSML,
+    "deepseek_v4": replace(_DSML, around=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>")),
+    "kimi_k3": TagCalls(
+        mark=r"<\|open\|>(?:tools|call|argument)\b",
+        needs="arguments",
+        around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+        begin='<|open|>call tool="{}" index="{number}"<|sep|>',
+        key='<|open|>argument key="{}" type="{type}"<|sep|>',
+        close="<|close|>argument<|sep|>",
+        end="<|close|>call<|sep|>",
+        extra=r"(?:<\|close\|>response<\|sep\|>\s*)?(?:<\|open\|>tools<\|sep\|>\s*)?",
+    ),
+    "step3": TagCalls(
+        mark="<｜tool_calls?_begin｜>|<steptml:invoke",
+        needs="arguments",
+        around=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+        wrap=("<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>\n"),
+        begin='<steptml:invoke name="{}">\n',
+        key='<steptml:parameter name="{}">',
+        close="</steptml:parameter>\n",
+        end="</steptml:invoke>",
+    ),
+    "functionary": NamedCalls(
+        begin="<function=",
+        middle=">",
+        end="</function>",
+        pattern=r"<function=(?P<name>[\w.:/-]+)>",
+        mark="<function=",
     ),
     "hunyuan": _listed("<tool_calls>", "</tool_calls>"),
     "seed_oss": TagCalls(
+        mark="<seed:tool_call>|<function=",
         needs="arguments",
-        begin="<seed:tool_call>\n<function={}>\n",
+        wrap=("<seed:tool_call>\n", "\n</seed:tool_call>"),
+        begin="<function={}>\n",
         key="<parameter={}>",
         close="</parameter>\n",
-        end="</function>\n</seed:tool_call>",
+        end="</function>",
         separator="\n",
-        pattern=r"(?:<seed:tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-        argument=r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>",
-        finish=r"</function>(?:\s*</seed:tool_call>)?",
     ),
     "longcat": JsonCalls(
         begins=("<longcat_tool_call>\n", "<longcat_tool_call>"), end="\n</longcat_tool_call>", separator="\n"
     ),
     "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
     "internlm": JsonCalls(
+        mark=r"<\|action_start\|>",
         begins=("<|action_start|><|plugin|>\n", "<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
         end="<|action_end|>",
         keys=("name", "parameters"),
@@ -199,7 +242,11 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         numbered="tool_call_id",
     ),
     "command_r": JsonCalls(
-        begins=("Action: ```json\n", "Action:```json"), end="\n```", listed=True, keys=("tool_name", "parameters")
+        mark="Action: ?```json",
+        begins=("Action: ```json\n", "Action:```json"),
+        end="\n```",
+        listed=True,
+        keys=("tool_name", "parameters"),
     ),
     "lfm2": PythonCalls(
         around=("<|tool_call_start|>[", "]<|tool_call_end|>"),

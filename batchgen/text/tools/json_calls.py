@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from batchgen.request.foreign_text import read_json
@@ -55,8 +55,8 @@ class JsonCalls(ToolFormat):
     def _starts(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.begins)))
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
         found = list(found_at(text, self._starts, self._read)) if self.begins else []
         return found or (self._whole(text, schemas) if self.whole else [])
 
@@ -155,6 +155,19 @@ def _unquoted(text: str) -> Any:
         return None
 
 
+def _known(written: str, functions: Schemas) -> str:
+    """The one of the row's functions that a text can name: perhaps behind `functions` and in front of a number.
+
+    Raises:
+        CallError: it is none, or may be several.
+    """
+    core = written.removeprefix("functions").lstrip("._:/-") if re.match(r"functions[._:/-]", written) else written
+    found = {name for each in (written, core) for name in (each, re.sub(r"[._:/-]\d+$", "", each)) if name in functions}
+    if len(found) != 1:
+        raise CallError(f"{written[:60]!r} names {'several' if found else 'none'} of the row's functions")
+    return found.pop()
+
+
 @dataclass(frozen=True)
 class NamedCalls(ToolFormat):
     """Calls whose name is in front of a JSON object of arguments.
@@ -163,8 +176,8 @@ class NamedCalls(ToolFormat):
         begin: text in front of the name.
         middle: text between the name and the arguments.
         end: text behind the arguments.
-        pattern: regular expression of what is in front of the arguments, with the group `name`, and `id` if the model
-            writes ids.
+        pattern: regular expression of what is in front of the arguments, with the groups `name`, or `near` where only
+            the row's functions can tell the name, and `id` if the model writes ids.
     """
 
     begin: str = ""
@@ -180,13 +193,15 @@ class NamedCalls(ToolFormat):
     def _starts(self) -> re.Pattern[str]:
         return re.compile(self.pattern)
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
-        return list(found_at(text, self._starts, self._read))
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
+        return list(found_at(text, self._starts, partial(self._read, schemas)))
 
-    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+    def _read(self, schemas: Schemas, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+        groups = match.groupdict()
+        name = groups["name"].strip() if groups.get("name") else _known(groups["near"].strip(), schemas)
         value, end = read_json_at(text, match.end())
-        call = ToolCall(match["name"].strip(), arguments_of(value), match.groupdict().get("id"))
+        call = ToolCall(name, arguments_of(value), groups.get("id"))
         return (call,), behind(text, end, (self.end.strip(), *self.other_ends)) if self.end else end
 
     def write(self, calls: Sequence[ToolCall]) -> str:

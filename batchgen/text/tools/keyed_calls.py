@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice, takewhile
 from typing import Any, Final
 
 from batchgen.errors import ErrorCode, RowError
@@ -26,7 +27,16 @@ from batchgen.text.tools.calls import (
     sequence,
     skip_blanks,
 )
-from batchgen.text.tools.values import LITERALS, Literals, Values, property_schemas, resolved, typed
+from batchgen.text.tools.values import (
+    LITERALS,
+    Literals,
+    Values,
+    key_text,
+    property_schemas,
+    resolved,
+    typed,
+    types_of,
+)
 
 _KEYWORDS_OF_OBJECTS: Final = (
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
@@ -34,6 +44,8 @@ _KEYWORDS_OF_OBJECTS: Final = (
 )  # fmt: skip
 RAW_STRING: Final = "raw_string"
 """Type of a part that is a string without quotes and escapes; the grammar compiler has none of this type."""
+_MAX_PARTS: Final = 256
+"""Most texts inside a value that are looked at as beginnings of arguments."""
 _CALL: Final = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\s*\(")
 
 
@@ -81,80 +93,182 @@ def python_string(schema: Any) -> Format:
 class TagCalls(ToolFormat):
     """Calls with a tag for each argument, in which strings have no quotes.
 
+    In `begin` and `key`, `{}` is a name, and other braces have what is written there.
+
     Attributes:
-        begin: text of a call's beginning, with `{}` for the name.
-        key: text in front of a value, with `{}` for the name of its argument, and perhaps `{string}`.
-        close: text behind a value.
+        wrap: texts in front of a call and behind it; they may be missing.
+        begin: text of a call's beginning.
+        key: text in front of a value, perhaps with `{string}` (whether it is a string) or `{type}`.
+        close: text behind a value, perhaps with `{}`: then values may have tags inside.
         end: text of a call's end.
-        pattern: regular expression of a beginning, with the group `name`.
-        argument: regular expression of an argument, with the groups `key` and `value`.
-        finish: regular expression of an end.
+        extra: regular expression of what may be in front of a call, too.
     """
 
+    wrap: tuple[str, str] = ("", "")
     begin: str = ""
     key: str = ""
     close: str = ""
     end: str = ""
-    pattern: str = ""
-    argument: str = ""
-    finish: str = ""
+    extra: str = ""
     padded: bool = False
     """Whether there is a line break in front of and behind each value."""
 
     @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-        return re.compile(self.pattern), re.compile(self.argument, re.DOTALL), re.compile(self.finish)
+    def _starts(self) -> re.Pattern[str]:
+        wrap = f"(?:{_pattern(self.wrap[0])}\\s*)?" if self.wrap[0] else ""
+        return re.compile(f"{self.extra}{wrap}{_pattern(self.begin, 'name')}")
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
-        return list(found_at(text, self._patterns[0], partial(self._read, schemas)))
+    @cached_property
+    def _parts(self) -> re.Pattern[str]:
+        """The beginning of a value, or the end of the call, with the group `finish`."""
+        end, wrap = _pattern(self.end), _pattern(self.wrap[1])
+        finish = rf"{end}(?:\s*{wrap})?|{wrap}" if wrap else end
+        return re.compile(f"(?P<finish>{finish})|{_pattern(self.key, 'key')}")
+
+    @property
+    def _ending(self) -> str:
+        """What the end of a value begins with."""
+        return self.close.partition("{}")[0].strip()
+
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
+        return list(found_at(text, self._starts, partial(self._read, schemas)))
 
     def _read(self, schemas: Schemas, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
-        _, argument, finish = self._patterns
         name, at = match["name"].strip(), skip_blanks(text, match.end())
+        lines = "\n" in text[match.end() - 1 : at]
         known, found = schemas.get(name) or {}, dict[str, Any]()
-        while (end := finish.match(text, at)) is None:
-            # Without the end of a value, the expression would look for it up to the text's end, in every call.
-            one = argument.match(text, at) if text.find(self.close.strip(), at) >= 0 else None
-            if one is None:
+        while (part := self._parts.match(text, at)) is None or part["finish"] is None:
+            if part is None:
                 raise CallError("an argument or the end of the call is missing")
-            key, value = one["key"].strip(), one["value"]
-            if self.padded:
-                value = value.removeprefix("\n").removesuffix("\n")
+            key = part["key"].strip()
             if key in found:
                 raise CallError(f"the argument {key[:60]!r} is given twice")
-            as_text = "string" in one.groupdict() and one["string"] == "true"
-            found[key] = value if as_text else typed(value, known.get(key, {}))
-            at = skip_blanks(text, one.end())
-        return (ToolCall(name, found),), end.end()
+            found[key] = None  # it is given
+            value, at = self._value(text, part, lines, known, found)
+            if self.padded:
+                value = value.removeprefix("\n").removesuffix("\n")
+            is_text = part.groupdict().get("string") == "true" or part.groupdict().get("type") == "string"
+            found[key] = value if is_text else self._read_value(value, known.get(key, {}))
+            at = skip_blanks(text, at)
+        return (ToolCall(name, found),), part.end()
+
+    def _value(
+        self, text: str, start: re.Match[str], lines: bool, known: Container[str], found: Container[str]
+    ) -> tuple[str, int]:
+        """The text of a value, and where its argument ends, also where the text that closes it is left out.
+
+        Then the next argument or the end of the call ends it. In the middle of a line, and where that argument is given
+        behind the value, they are a part of it.
+
+        Args:
+            text: the output.
+            start: what is in front of the value.
+            lines: whether the call has its arguments on lines.
+            known: names of the function's arguments.
+            found: names of the arguments so far.
+
+        Raises:
+            CallError: the value has no end, or what looks like an argument may be one or a part of the value.
+        """
+        begin, close = start.end(), self._close(text, start)
+        if close is not None and "{}" in self.close:
+            return text[begin : close.start()], close.end()
+        end = len(text) if close is None else close.start()
+        for part in islice(self._parts.finditer(text, begin, end), _MAX_PARTS):
+            at_line = text[begin : part.start()].rstrip(" \t").endswith("\n")
+            if part["finish"] is not None:
+                splits = self._may_follow(text, part.end())
+            else:
+                key = part["key"].strip()
+                rest = takewhile(lambda each: each["finish"] is None, self._parts.finditer(text, end))
+                splits = key in known and key not in found and all(each["key"].strip() != key for each in rest)
+                if at_line and key not in known:
+                    raise CallError(f"{part[0][:60]!r} inside a value may begin an argument")
+            if splits and (at_line or not lines):
+                value = text[begin : part.start()].removesuffix("\n")
+                if self._ending in value:
+                    raise CallError("text follows the end of a value")
+                return value, part.start()
+        if close is None:
+            raise CallError("an argument or the end of the call is missing")
+        return text[begin:end], close.end()
+
+    def _close(self, text: str, start: re.Match[str]) -> re.Match[str] | None:
+        """The end of a value, behind which is what may follow it; None if it is left out."""
+        close, at = self.close.strip().format(start["key"]), start.end()
+        # Without any end, the expression would look for it up to the text's end, in every call.
+        while (begin := text.find(close, at)) >= 0:
+            at = begin + len(close)
+            if self._parts.match(text, end := skip_blanks(text, at)) is not None or end == len(text):
+                return re.compile(re.escape(close)).match(text, begin)
+        return None
+
+    def _may_follow(self, text: str, at: int) -> bool:
+        """Whether what is at a position can be behind a call."""
+        at = skip_blanks(text, at)
+        after = self.around[1].strip()
+        return at == len(text) or bool(after and text.startswith(after, at)) or self._starts.match(text, at) is not None
+
+    def _read_value(self, text: str, schema: Any) -> Any:
+        """What a text is: with tags inside a list of items or an object, else what its schema says."""
+        pairs: list[tuple[str, str]] = []
+        at = skip_blanks(text, 0)
+        while "{}" in self.close and (part := self._parts.match(text, at)) is not None and part["finish"] is None:
+            close = self._close(text, part)
+            if close is None:
+                raise CallError(f"the end of {part[0][:60]!r} is missing")
+            pairs.append((part["key"], text[part.end() : close.start()]))
+            at = skip_blanks(text, close.end())
+        if not pairs:
+            return typed(text, schema)
+        if at < len(text):
+            raise CallError("a value has tags and other text")
+        schema = resolved(schema, schema) if isinstance(schema, Mapping) else {}
+        if {key for key, _ in pairs} == {"item"} and "object" not in types_of(schema):
+            return [self._read_value(value, schema.get("items", {})) for _, value in pairs]
+        known = property_schemas(schema)
+        return {key: self._read_value(value, known.get(key, {})) for key, value in pairs}
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """See `ToolFormat.write`."""
-        texts = [
-            self.begin.format(call.name)
-            + "".join(
-                self.key.format(key, string=str(isinstance(value, str)).lower())
+        texts = []
+        for call in calls:
+            pairs = [
+                key_text(self.key, key, {"const": value})
                 + (value if isinstance(value, str) else dumps(value))
-                + self.close
+                + self.close.format(key)
                 for key, value in call.arguments.items()
-            )
-            + self.end
-            for call in calls
-        ]
+            ]
+            texts.append("".join([self._begin(call.name), *pairs, self.end, self.wrap[1]]))
         return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+
+    def _begin(self, name: str) -> str:
+        return self.wrap[0] + self.begin.format(name, number=1)
 
     def tags(self, functions: Sequence[Function]) -> list[Format]:
         """See `ToolFormat.tags`."""
-        values = Values(partial(raw_string, self.close.strip(), ""))
+        values = Values(partial(raw_string, self._ending, ""))
         return [
             {
                 "type": "tag",
-                "begin": self.begin.format(check_name(function.name)),
+                "begin": self._begin(check_name(function.name)),
                 "content": values.object(_checked(function), self.key, self.close) or sequence(),
-                "end": self.end,
+                "end": self.end + self.wrap[1],
             }
             for function in functions
         ]
+
+
+def _pattern(text: str, group: str = "") -> str:
+    """Regular expression of a text of `TagCalls`, in which blanks and quotes may be missing."""
+    names = {"{}": rf"(?P<{group}>[^\s\"<>/][^\"<>\n]*)", '"': '"?'}
+    pieces = re.split(r'(\{\w*\}|\s+|")', text.strip())
+    return "".join(
+        names.get(each)
+        or (rf"(?P<{each[1:-1]}>\w*)" if each[:1] == "{" else r"\s*" if each.isspace() else re.escape(each))
+        for each in pieces
+    )
 
 
 @dataclass(frozen=True)
@@ -175,8 +289,8 @@ class PythonCalls(ToolFormat):
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         return re.compile(self.pattern), re.compile(self.finish)
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
         calls = found_at(text, self._patterns[0], self._read)
         if not self.whole:
             return list(calls)
@@ -244,8 +358,8 @@ class GemmaCalls(ToolFormat):
     def _starts(self) -> re.Pattern[str]:
         return re.compile(re.escape(self.begin) + r"\s*(?P<name>[\w.:/-]+)\s*\{")
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
         return list(found_at(text, self._starts, self._read))
 
     def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:

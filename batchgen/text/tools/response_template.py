@@ -77,8 +77,8 @@ class TemplateCalls(ToolFormat):
         field = read_json(self.template)["fields"][_FIELD]
         return _pattern(field, "open"), _pattern(field, "close")
 
-    def spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.spans`."""
+    def find(self, text: str, schemas: Schemas) -> list[Span]:
+        """See `ToolFormat.find`."""
         found: list[Span] = []
         at, (begin, end) = 0, self._patterns
         template = read_json(self.template)

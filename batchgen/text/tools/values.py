@@ -21,7 +21,8 @@ from batchgen.text.tools.calls import (
 _MAX_DEPTH: Final = 100
 _CONSTANTS: Final = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _WORD: Final = re.compile(r"[A-Za-z_]\w*")
-_NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER: Final = re.compile(r"[+-]?(?:(?:0|[1-9]\d*)(?!\d)\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_DIGITS: Final = re.compile(r"[+-]?\d{1,4000}")
 _PYTHON_STRING: Final = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|\n|.)", re.DOTALL)
 _ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/"}
@@ -77,6 +78,13 @@ def types_of(schema: Any) -> frozenset[str]:
     return frozenset(found)
 
 
+def key_text(text: str, name: str, schema: Any) -> str:
+    """The text in front of a value, with the name of its key, and what the format writes of its type."""
+    types = {"number" if each == "integer" else each for each in types_of(schema)}
+    kind = types.pop() if len(types) == 1 else "object"
+    return text.format(name, string=str(kind == "string").lower(), type=kind)
+
+
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
@@ -103,6 +111,10 @@ def typed(text: str, schema: Any) -> Any:
     if types == {"string"}:
         return text
     stripped = text.strip()
+    if _DIGITS.fullmatch(stripped) and types & {"integer", "number"} and "string" not in types:
+        return int(stripped)
+    if stripped.startswith("+"):
+        return text
     try:
         value, end = LITERALS.read(stripped, 0)
         if end == len(stripped) and (not types or any(_is(value, name) for name in types)):
@@ -286,16 +298,16 @@ class Values(NamedTuple):
         Args:
             schema: the object's schema.
             key: text in front of a value, with `{}` for the name of its key, and perhaps `{string}` for whether the
-                value is a string.
-            close: text behind a value.
+                value is a string, or `{type}` for its type.
+            close: text behind a value, perhaps with `{}`, too.
             comma: text between a value and the next key.
         """
         schema = resolved(schema, schema) if isinstance(schema, Mapping) else {}
         required = set(schema.get("required") or ())
         pairs: list[tuple[Format, bool]] = []
         for name, each in property_schemas(schema).items():
-            begin = key.format(name, string=str(types_of(each) == {"string"}).lower())
-            pairs.append((sequence(constant(begin), self.part(each), constant(close)), name in required))
+            begin = key_text(key, name, each)
+            pairs.append((sequence(constant(begin), self.part(each), constant(close.format(name))), name in required))
         return _joined(pairs, comma)
 
 

@@ -100,6 +100,57 @@ def _of_lists(begin: str, end: str = "", keys: tuple[str, str] = ("name", "argum
     }
 
 
+def _of_tags(begin: str, key: str, close: str, end: str, name: str = "get_weather", mark: str = "") -> Any:
+    """Transcripts of calls with a tag for each argument; `key` and `begin` have `{}` for a name, `mark` begins them."""
+
+    def call(*pairs: tuple[str, str], name: str = name) -> str:
+        return (
+            begin.format(name)
+            + "".join(f"{key.format(each)}{value}{close.format(each)}" for each, value in pairs)
+            + end
+        )
+
+    def error(output: str) -> Case:
+        return Case(output, (), output, "")
+
+    paris, days, quoted = ("city", "Paris"), ("days", "3"), f"a {key.format('days').strip()} b"
+    one, ends = call(paris, days), [close.strip().format(each) for each in ("city", "days")]
+    first, last = one.find(ends[0]), one.rfind(ends[1])
+    other = call(("city", f"a\n{key.format('other')}b"), days)
+    left_out = one[:last] + one[last + len(ends[1]) :]
+    return {
+        "one": Case(one),
+        "two": Case(f"I look.\n{one}{call(name='now')}", (PARIS, NOW), "I look."),
+        "doubled": Case(one + one, (PARIS, PARIS)),
+        "none": Case("It rains.", (), "It rains."),
+        "a close left out": Case(one[:first] + one[first + len(ends[0]) :]),
+        "the last close left out": Case(left_out),
+        "both left out": Case(left_out[:first] + left_out[first + len(ends[0]) :]),
+        "a close left out, and a call": Case(
+            left_out + call(("city", "Oslo"), name="now"), (PARIS, ("now", {"city": "Oslo"}))
+        ),
+        "text behind a value": error(one[:first] + ends[0] + "and" + one[first + len(ends[0]) :]),
+        "a mark in a value": Case(call(("city", quoted), days), (("get_weather", {"city": quoted, "days": 3}),)),
+        "a mark in a last value": Case(call(days, ("city", quoted)), (("get_weather", {"city": quoted, "days": 3}),)),
+        "what may be an argument": error(other if "{}" not in close else other.replace(ends[0], "", 1)),
+        "cut in a value": error(one[: one.find("ris")]),
+        "cut behind a value": error(one[: first + len(ends[0])]),
+        "a mark alone": error(f"The mark {mark} begins a call."),
+        "untyped": Case(
+            call(*((f"a{number}", text) for number, text in enumerate(UNTYPED)), name="now"),
+            (("now", {f"a{number}": value for number, value in enumerate(UNTYPED.values())}),),
+        ),
+        "typed": Case(call(paris, ("days", "007")), (("get_weather", {"city": "Paris", "days": 7}),)),
+    }
+
+
+UNTYPED = {
+    "00123": "00123", "007": "007", "1_000": "1_000", "0x1F": "0x1F", "+5": "+5", "-01": "-01", "1.2.3": "1.2.3",
+    "12": 12, "-1.5": -1.5, "1e3": 1000.0, "0": 0, "true": True, "[1, 'a']": [1, "a"], "[007]": "[007]",
+}  # fmt: skip
+"""Texts of arguments whose type is not known, and their values: what is neither JSON nor Python is a string."""
+
+
 def _without_text_of(cases: Any, special: tuple[str, ...]) -> Any:
     """The same cases with texts as they are where markers are special tokens, which the text leaves out."""
     found = {}
@@ -141,10 +192,18 @@ _MINIMAX = (
     '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
     '<parameter name="days">3</parameter>\n</invoke>\n'
 )
-_DSML = (
-    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-)
+
+
+def _of_dsml(around: str) -> Any:
+    """Transcripts of DeepSeek V3.2 and V4; each argument says whether it is a string."""
+    cases = _of_tags(
+        f'<｜DSML｜{around}>\n<｜DSML｜invoke name="{{}}">\n', '<｜DSML｜parameter name="{}" string="false">',
+        "</｜DSML｜parameter>\n", f"</｜DSML｜invoke>\n</｜DSML｜{around}>", mark="<｜DSML｜invoke",
+    )  # fmt: skip
+    text = cases["one"].output.replace('"days" string="false"', '"days" string="true"')
+    return {**cases, "a string": Case(text, (("get_weather", {"city": "Paris", "days": "3"}),))}
+
+
 _OSS = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + P
 _THOUGHTS = "<|channel|>analysis<|message|>I call get_weather.<|end|><|start|>assistant"
 _GRANITE_TURN = "<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
@@ -208,15 +267,24 @@ FAMILIES: dict[str, Family] = {
         "qwen3_coder",
         _template(_CHATML, "<tool_call>\n<function=", _CHATML_OPENING),
         {
-            "one": Case(_PARIS_XML),
-            "two": Case(f"I look.\n\n{_PARIS_XML}\n{_OSLO_XML}", (PARIS, OSLO), "I look."),
-            "no arguments": Case(_XML.format("now", ""), (NOW,)),
+            **_of_tags(
+                "<tool_call>\n<function={}>\n",
+                "<parameter={}>\n",
+                "\n</parameter>\n",
+                "</function>\n</tool_call>",
+                mark="<tool_call>",
+            ),
+            "all types": Case(f"I look.\n\n{_PARIS_XML}\n{_OSLO_XML}", (PARIS, OSLO), "I look."),
+            "an end left out": Case(_PARIS_XML.replace("</function>\n", "")),
+            "one line, a close left out": Case(
+                "<tool_call><function=get_weather><parameter=city>Paris<parameter=days>3</parameter></function>"
+                "</tool_call>"
+            ),
             "one line": Case(
                 "<tool_call><function=get_weather><parameter=city>Paris</parameter><parameter=days>3</parameter>"
                 "</function></tool_call>"
             ),
             "without a tag": Case(_PARIS_XML.removeprefix("<tool_call>\n")),
-            "cut": Case(_PARIS_XML[:60], (), _PARIS_XML[:60], "the end of the call is missing"),
             "hermes": Case(f'<tool_call>\n{{"name": "get_weather", "arguments": {P}}}\n</tool_call>'),
         },
     ),
@@ -335,6 +403,10 @@ FAMILIES: dict[str, Family] = {
                 "get_weather[]",
                 "not an object",
             ),
+            "without a separator": Case(f"{_DS[0]}{_DS[1]}get_weather{P}{_DS[3]}{_DS[4]}"),
+            "as v3, without a fence": Case(f"{_DS[0]}{_DS[1]}function{_DS[2]}get_weather\n{P}{_DS[3]}{_DS[4]}"),
+            "another name": Case(f"{_DS[0]}{_DS[1]}weather{P}{_DS[3]}{_DS[4]}", (), f"weather{P}", "none of the"),
+            "no name": Case(f"{_DS[0]}{P}{_DS[4]}", (), P, "no call"),
         },
         ("<think>", "</think>"),
         ("<｜User｜>", "<｜Assistant｜>", *_DS),
@@ -342,9 +414,101 @@ FAMILIES: dict[str, Family] = {
     "deepseek v3.2": Family(
         "deepseek_v32",
         _template(_DS_TURN, "<｜DSML｜", "<｜Assistant｜>"),
-        {"one": Case(f"\n\n<｜DSML｜function_calls>\n{_DSML}</｜DSML｜function_calls>")},
+        _of_dsml("function_calls"),
         (),
         ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
+    ),
+    "deepseek v4": Family(
+        "deepseek_v4",
+        _template(_DS_TURN, "<｜DSML｜tool_calls>", "<｜Assistant｜>"),
+        _of_dsml("tool_calls"),
+        (),
+        ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
+    ),
+    "kimi k3": Family(
+        "kimi_k3",
+        _template("<|open|>{{ m.role }}<|sep|>{{ m.content }}", "<|open|>tools<|sep|>"),
+        {
+            **_of_tags(
+                '<|open|>tools<|sep|><|open|>call tool="{}" index="1"<|sep|>',
+                '<|open|>argument key="{}" type="number"<|sep|>',
+                "<|close|>argument<|sep|>",
+                "<|close|>call<|sep|><|close|>tools<|sep|>",
+                mark='<|open|>call tool="',
+            ),
+            "a reply": Case(
+                "<|open|>think<|sep|>I call.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
+                '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+                '<|open|>argument key="city" type="string"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+                '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+                "<|close|>message<|sep|>",
+                (("get_weather", {"city": "3"}), NOW),
+                "I look.",
+            ),
+            "no call": Case(
+                "<|open|>response<|sep|>It rains.<|close|>response<|sep|><|close|>message<|sep|>", (), "It rains."
+            ),
+        },
+        (),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    "minimax m3": Family(
+        "minimax_m3",
+        _template("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "]<]minimax[>[<tool_call>"),
+        {
+            **_of_tags(
+                ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="{}">',
+                "]<]minimax[>[<{}>",
+                "]<]minimax[>[</{}>",
+                "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+                mark="]<]minimax[>[<tool_call>",
+            ),
+            "tags inside": Case(
+                ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="now">]<]minimax[>[<a>]<]minimax[>[<b>x'
+                "]<]minimax[>[</b>]<]minimax[>[<c>]<]minimax[>[<item>1]<]minimax[>[</item>]<]minimax[>[<item>y"
+                "]<]minimax[>[</item>]<]minimax[>[</c>]<]minimax[>[</a>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+                (("now", {"a": {"b": "x", "c": [1, "y"]}}),),
+            ),
+            "a list": Case(
+                ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<dates>]<]minimax[>[<item>true'
+                "]<]minimax[>[</item>]<]minimax[>[</dates>]<]minimax[>[</invoke>",
+                (("get_weather", {"dates": [True]}),),
+            ),
+        },
+        ("<mm:think>", "</mm:think>"),
+        ("]~b]", "[e~[", "]<]minimax[>["),
+    ),
+    "step 3": Family(
+        "step3",
+        _template(_DS_TURN, '<steptml:invoke name="', "<｜Assistant｜>"),
+        _of_tags(
+            '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n',
+            '<steptml:parameter name="{}">',
+            "</steptml:parameter>\n",
+            "</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>",
+            mark="<｜tool_calls_begin｜>",
+        ),
+        (),
+        (
+            "<｜tool_calls_begin｜>",
+            "<｜tool_call_begin｜>",
+            "<｜tool_sep｜>",
+            "<｜tool_call_end｜>",
+            "<｜tool_calls_end｜>",
+        ),
+    ),
+    "functionary": Family(
+        "functionary",
+        _template(_LLAMA_TURN, '<function=example_function_name>{"example_name": "example_value"}</function>'),
+        {
+            "one": Case(f"<function=get_weather>{P}</function>"),
+            "two": Case(
+                f"I look.\n<function=get_weather>{P}</function><function=now>{{}}</function>", (PARIS, NOW), "I look."
+            ),
+            "unended": Case(f"<function=get_weather>{P}"),
+            "cut": Case(f"<function=get_weather>{P[:-3]}", (), f"<function=get_weather>{P[:-3]}", "cannot be read"),
+            "tags": Case("<function=now>\n<parameter=a>1", (), "<function=now>\n<parameter=a>1", "cannot be read"),
+        },
     ),
     "gpt-oss": Family(
         "gpt_oss",
@@ -363,6 +527,20 @@ FAMILIES: dict[str, Family] = {
             "no arguments": Case(_OSS.replace("get_weather", "now").replace(P, "{}"), (NOW,)),
             "none": Case(f"{_THOUGHTS}<|channel|>final<|message|>It rains.", (), "It rains."),
             "cut": Case(_OSS[:-3], (), f"commentary to=functions.get_weather json{P[:-3]}", "cannot be read"),
+            "cut in the head": Case(_OSS[:40], (), "commentary to=functions.get_w", "no call"),
+            "a known name": Case(_OSS.replace("functions.", "")),
+            "a role, another channel": Case(
+                f"{_THOUGHTS} to=functions.get_weather<|channel|>commentary<|message|>{P}<|call|>"
+            ),
+            **{
+                name: Case(
+                    _OSS.replace("functions.get_weather", name), (), f"commentary to={name} json{P}", "none of the"
+                )
+                for name in ("browser.search", "python", "get_weather2")
+            },
+            "code": Case(
+                "<|channel|>analysis to=python code<|message|>now()", (), "analysis to=python codenow()", "none of the"
+            ),
         },
         (),
         ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
@@ -371,8 +549,13 @@ FAMILIES: dict[str, Family] = {
         "glm45",
         _template("<|{{ m.role }}|>\n{{ m.content }}", "[gMASK]<arg_key></arg_key>\n<arg_value>", "<|assistant|>"),
         {
-            "one": Case(f"\n{_GLM}"),
-            "two": Case(f"I look.\n{_GLM}\n<tool_call>now\n</tool_call>", (PARIS, NOW), "I look."),
+            **_of_tags(
+                "\n<tool_call>{}\n",
+                "<arg_key>{}</arg_key>\n<arg_value>",
+                "</arg_value>\n",
+                "</tool_call>",
+                mark="<tool_call>",
+            ),
             "one line": Case(_GLM.replace("\n", "")),
             "thoughts": Case(f"<think>I write <tool_call>.</think>\n{_GLM}"),
             "quoted": Case(_GLM.replace("Paris", '"Paris"'), (("get_weather", {"city": '"Paris"', "days": 3}),)),
@@ -395,10 +578,9 @@ FAMILIES: dict[str, Family] = {
     "glm 4.7": Family(
         "glm47",
         _template("<|{{ m.role }}|>{{ m.content }}", "[gMASK]<arg_key>k</arg_key><arg_value>", "<|assistant|>"),
-        {
-            "one": Case(_GLM.replace("\n", "")),
-            "two": Case(_GLM.replace("\n", "") + "<tool_call>now</tool_call>", (PARIS, NOW)),
-        },
+        _of_tags(
+            "<tool_call>{}", "<arg_key>{}</arg_key><arg_value>", "</arg_value>", "</tool_call>", mark="<tool_call>"
+        ),
         ("<think>", "</think>"),
         ("<|user|>", "<|assistant|>", "<|observation|>"),
     ),
@@ -413,6 +595,31 @@ FAMILIES: dict[str, Family] = {
                 f"I look.{_KIMI[0]}{_K.format('get_weather:0', P)}{_K.format('now:1', '{}')}{_KIMI[1]}",
                 (PARIS, NOW),
                 "I look.",
+            ),
+            **{
+                name: Case(f"{_KIMI[0]}{_K.replace('functions.', '').format(name, P)}{_KIMI[1]}")
+                for name in (
+                    *(
+                        "functions_get_weather_1",
+                        "functions.get_weather",
+                        "get_weather",
+                        "get_weather_0",
+                        "get_weather:2",
+                    ),
+                    *(" functions:get_weather:0 ", "functions-get_weather-12"),
+                )
+            },
+            **{
+                name: Case(
+                    f"{_KIMI[0]}{_K.replace('functions.', '').format(name, P)}{_KIMI[1]}",
+                    (),
+                    f"{name}{P}",
+                    "none of the",
+                )
+                for name in ("functionsget_weather5", "call00003", "", "functions.0", "get_weather5")
+            },
+            "without arguments": Case(
+                f"{_KIMI[0]}{_KIMI[2]}functions.now:0{_KIMI[4]}", (), "functions.now:0", "no call"
             ),
         },
         (),
@@ -486,6 +693,19 @@ FAMILIES: dict[str, Family] = {
         ("<think>", "</think>"),
         ("]~b]", "[e~["),
     ),
+    "minimax m2 without thoughts": Family(
+        "minimax_m2",
+        _template("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "<minimax:tool_call>", "]~b]ai\n"),
+        _of_tags(
+            '<minimax:tool_call>\n<invoke name="{}">\n',
+            '<parameter name="{}">',
+            "</parameter>\n",
+            "</invoke>\n</minimax:tool_call>",
+            mark="<minimax:tool_call>",
+        ),
+        ("<think>", "</think>"),
+        ("]~b]", "[e~["),
+    ),
     "hunyuan": Family(
         "hunyuan",
         _template(_PLAIN, "<tool_calls>"),
@@ -501,12 +721,13 @@ FAMILIES: dict[str, Family] = {
     "seed-oss": Family(
         "seed_oss",
         _template("<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>", "<seed:tool_call>\n<function="),
-        {
-            "one": Case(
-                "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3</parameter>\n"
-                "</function>\n</seed:tool_call>"
-            ),
-        },
+        _of_tags(
+            "<seed:tool_call>\n<function={}>\n",
+            "<parameter={}>",
+            "</parameter>\n",
+            "</function>\n</seed:tool_call>",
+            mark="<seed:tool_call>",
+        ),
     ),
     "longcat": Family(
         "longcat", _template(_PLAIN, "<longcat_tool_call>"), _of_json("<longcat_tool_call>\n", "\n</longcat_tool_call>")
@@ -561,6 +782,24 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 """By a name of the case; `Family.name` is the format that batchgen finds."""
+_IN_FRONT = {
+    "hermes": "<tool_call>", "qwen3_coder": "<function=", "llama3_json": "<|python_tag|>",
+    "pythonic": "<|python_start|>",
+    "mistral": "[TOOL_CALLS]", "mistral_v11": "[TOOL_CALLS]", "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>", "gpt_oss": "<|channel|>commentary to=", "glm45": "<tool_call>",
+    "glm47": "<tool_call>", "kimi_k2": "<|tool_calls_section_begin|>", "gemma4": "<|tool_call>",
+    "functiongemma": "<start_function_call>", "granite": "<|tool_call|>", "phi4": "<|tool_call|>",
+    "xlam": "[TOOL_CALLS]",
+    "minimax_m2": "<minimax:tool_call>", "deepseek_v32": "<｜DSML｜function_calls>", "hunyuan": "<tool_calls>",
+    "seed_oss": "<seed:tool_call>", "longcat": "<longcat_tool_call>", "nemotron": "<TOOLCALL>",
+    "internlm": "<|action_start|>", "cohere": "<|START_ACTION|>", "command_r": "Action: ```json",
+    "lfm2": "<|tool_call_start|>", "olmo3": "<function_calls>", "deepseek_v4": "<｜DSML｜tool_calls>",
+    "kimi_k3": "<|open|>tools<|sep|>", "minimax_m3": "]<]minimax[>[<tool_call>", "step3": "<｜tool_call_begin｜>",
+    "functionary": "<function=",
+}  # fmt: skip
+"""By the name of a format: what is in front of calls only."""
+MARKS = {name: _IN_FRONT[family.name] for name, family in FAMILIES.items()}
+"""The same by a name of the case."""
 FAMILIES = {
     name: family._replace(cases=_without_text_of(family.cases, family.special)) for name, family in FAMILIES.items()
 }

@@ -24,7 +24,7 @@ from batchgen.text.tools.rows import ToolParser, params_with_tools, tool_parser_
 from batchgen.text.tools.values import property_schemas
 from tests.text.conftest import save_tokenizer
 from tests.text.grammar.walk import compile_constraint_of
-from tests.text.tools.families import FAMILIES, OSLO, PARIS, RESPONSE_TEMPLATES, TOOLS
+from tests.text.tools.families import FAMILIES, MARKS, OSLO, PARIS, RESPONSE_TEMPLATES, TOOLS
 
 CHAT = ChatPrompt(({"role": "user", "content": "How is the weather in Paris?"},), tuple(TOOLS))
 
@@ -57,10 +57,14 @@ def finished(known: Known, output: str, prompt: ChatPrompt = CHAT, **fields: Any
     prompt_ids, ids = tokenizer.encode_chat(prompt), tokenizer.encode_plain([output])[0]
     thoughts = None if known.thoughts is None else known.thoughts.start(prompt_ids)
     stops = StopState(params, frozenset(), tokenizer, thoughts)
+    sent = ""
     for number, token in enumerate(ids, 1):
         if stops.append(token, last=number == len(ids)) is not None:
             break
-    return stops.finish("length")
+        sent += stops.next_output_text() if params.stream and number < len(ids) else ""
+    done = stops.finish("length")
+    assert done.text.startswith(sent), "events do not join to the text"
+    return done
 
 
 def named(calls: Any) -> list[tuple[str, Any]]:
@@ -76,11 +80,43 @@ def test_a_family_is_known_by_its_template_and_vocabulary(known: dict[str, Known
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, one in FAMILIES.items() for case in one.cases])
 def test_a_transcript_has_calls_and_text(known: dict[str, Known], name: str, case: str) -> None:
     expected = FAMILIES[name].cases[case]
-    for stop in ((), ("not there",)):  # at the end, and token by token
-        done = finished(known[name], expected.output, stop=stop)
+    for fields in ({}, {"stop": "not there"}, {"stream": True}):  # at the end, token by token, and in events
+        done = finished(known[name], expected.output, **fields)
         assert (named(done.tool_calls), done.text) == (list(expected.calls), expected.text)
         assert (done.tool_calls_error is None) == (expected.error is None), done.tool_calls_error
         assert expected.error is None or expected.error in (done.tool_calls_error or "")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_begins_like_a_call_and_is_none_is_an_error(known: dict[str, Known], name: str) -> None:
+    """A mark alone, and a call that is cut anywhere or written twice: nothing that is written gets lost."""
+    mark, plain, thoughts = MARKS[name], CHAT._replace(tools=None), known[name].thoughts
+    opened = thoughts is not None and thoughts.opens_thoughts(known[name].tokenizer.encode_chat(CHAT))
+    done = finished(known[name], f"{'</think>' if opened else ''}{mark} is what I write.")
+    assert not done.tool_calls
+    assert done.tool_calls_error
+    assert "is what I write." in done.text
+    expected = next(case for case in FAMILIES[name].cases.values() if case.calls)
+    twice = finished(known[name], expected.output * 2)
+    assert named(twice.tool_calls) == [*expected.calls] * 2 or twice.tool_calls_error
+    ids = known[name].tokenizer.encode_plain([expected.output])[0]
+    for number in range(1, len(ids), 2):
+        output = known[name].tokenizer.decode(ids[:number], skip_special_tokens=False)
+        done, without = finished(known[name], output), finished(known[name], output, plain)
+        if done.tool_calls:
+            assert named(done.tool_calls) == [*expected.calls][: len(done.tool_calls)]
+        else:
+            assert (done.reasoning, done.text) == (without.reasoning, without.text)
+            assert done.tool_calls_error or mark not in without.text
+
+
+def test_an_id_that_may_name_two_functions_is_an_error(known: dict[str, Known]) -> None:
+    tools = tuple({"type": "function", "function": {"name": name}} for name in ("now", "now_1"))
+    for written, name in (("functions_now_1", None), ("functions.now_1:0", "now_1"), ("functions_now_2", "now")):
+        output = f"<|tool_call_begin|>{written}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        done = finished(known["kimi k2"], output, CHAT._replace(tools=tools))
+        assert named(done.tool_calls) == ([] if name is None else [(name, {})])
+        assert (done.tool_calls_error or "").endswith("names several of the row's functions") == (name is None)
 
 
 def test_calls_and_text_with_special_tokens_shown(known: dict[str, Known]) -> None:
