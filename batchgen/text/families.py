@@ -40,6 +40,8 @@ class ReasoningFormat(NamedTuple):
     thoughts and `call` for the recipient of a call; None: `starts` and `answers`."""
     body: str = ""
     """In a format of channels, the text that ends the head of a call."""
+    gap: str = ""
+    """Line breaks that templates write between thoughts and answer."""
     opened: bool = False
     """Whether outputs begin with thoughts where the prompt says nothing: for a model named by the user."""
 
@@ -91,7 +93,10 @@ def _tags(tag: str, *tells: str, name: str, answer: str | None = None, opened: b
     around = () if answer is None else (f"<{answer}>",)
     behind = () if answer is None else (f"</{answer}>",)
     return _Family(
-        name, ReasoningFormat(name, (f"<{tag}>",), ends, around, behind, opened=opened), (f"<{tag}>", *ends), tells
+        name,
+        ReasoningFormat(name, (f"<{tag}>",), ends, around, behind, gap="\n\n", opened=opened),
+        (f"<{tag}>", *ends),
+        tells,
     )
 
 

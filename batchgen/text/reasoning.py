@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Final, Literal
 
 import regex
@@ -63,6 +64,9 @@ class ReasoningParser:
         """Ids of a marker."""
         self.blank = lru_cache(1 << 12)(self._blank)
         """Whether a token has no text but blanks."""
+        gaps = {self.encode(text): text for text in accumulate(form.gap)}
+        self.gaps = {ids[0]: text for ids, text in gaps.items() if len(ids) == 1}
+        """Tokens of what may be between thoughts and answer, with their texts."""
 
     def close_ids(self, *, calls: bool) -> tuple[int, ...]:
         """Ids of the text that ends the thoughts and begins the answer; `calls`: which must call a tool."""
@@ -134,7 +138,7 @@ def _tags(
     """Pattern of these markers, in groups by what they begin. What ends the answer never matches in full."""
     texts = {"end": ends, "thoughts": starts, "answer": answers}
     found = [f"(?P<{name}>{'|'.join(map(regex.escape, each))})" for name, each in texts.items() if each]
-    found += [rf"(?:{'|'.join(map(regex.escape, closers))})\s{0, 256}(?!)"] if closers else []
+    found += [rf"(?:{'|'.join(map(regex.escape, closers))})\s{{0,256}}(?!)"] if closers else []
     return regex.compile("|".join(found)) if found else None
 
 

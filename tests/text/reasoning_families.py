@@ -158,7 +158,7 @@ FAMILIES: dict[str, Family] = {
             "unfinished": Case(f"<think>{THOUGHTS}</think><response>{ANSWER}"),
             "none": Case(ANSWER, None),
             "a quoted end": Case(
-                f"<think>{THOUGHTS}</think><response>Write </response>. {ANSWER} </response>\n",
+                f"<think>{THOUGHTS}</think><response>Write </response>. {ANSWER} </response>\n\n",
                 answer=f"Write </response>. {ANSWER}",
             ),
             "an answer about tags": Case(

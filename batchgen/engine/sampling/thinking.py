@@ -1,8 +1,9 @@
 """Masks of samples that think: the budget of their thoughts, and a constraint that holds for the answer alone.
 
 Where an answer is constrained, its first token may be one of the grammar or the first of a marker that begins thoughts.
-Inside the thoughts anything goes but an end of the output, so that there is an answer. Between two parts of a format of
-channels only the markers of the next part are allowed.
+Inside the thoughts anything goes but an end of the output, so that there is an answer. Behind them the blank lines that
+templates of the family write there are allowed. Between two parts of a format of channels only the markers of the next
+part are allowed.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class ThinkingMask:
         """Rests of the markers that may be written next."""
         self._bound = False
         """Whether nothing but one of them may be written."""
+        self._gap = ""
+        """Line breaks that may be written in front of the answer."""
+        self._skipped = 0
+        """Number of their tokens so far."""
         self.cut = False
         self.error: ErrorInfo | None = None if grammar is None else grammar.error
         if state.part == "answer" and grammar is not None:
@@ -70,7 +75,7 @@ class ThinkingMask:
     @property
     def fills_in_batches(self) -> bool:
         """As of `GrammarState`."""
-        return self._answers and self._grammar is not None and self._grammar.fills_in_batches
+        return self._answers and not self._gap and self._grammar is not None and self._grammar.fills_in_batches
 
     @property
     def has_mask(self) -> bool:
@@ -101,6 +106,9 @@ class ThinkingMask:
                 _allow(words, route[0])
         elif self._state.part == "answer":
             self._grammar.fill(words)
+            for token, text in self._state.parser.gaps.items():
+                if self._gap.startswith(text):
+                    _allow(words, token)
         else:
             self._grammar.forbid_stops(words)
 
@@ -115,7 +123,12 @@ class ThinkingMask:
             self._follow_route(token)
         if self._answers:  # what the grammar allows belongs to the answer, even if it looks like a marker
             self._state.end_search()
-            ended = self._accept_answer()
+            text = self._state.parser.gaps.get(token)
+            if text and self._gap.startswith(text) and self._grammar and not self._grammar.allows(token):
+                self._gap = self._gap[len(text) :]
+                self._skipped = self._given = self._skipped + 1
+            else:
+                ended = self._accept_answer()
         self._plan()
         return ended
 
@@ -135,7 +148,7 @@ class ThinkingMask:
         if state.lead and not self._given:
             grammar.accept_text(state.lead)
         for token in state.answer_ids[self._given :]:
-            ended = grammar.accept(token)
+            ended, self._gap = grammar.accept(token), ""
         self._given = len(state.answer_ids)
         self.error = grammar.error
         return ended
@@ -146,7 +159,7 @@ class ThinkingMask:
         if self._forced or self.error is not None:
             return
         if state.part == "thoughts":
-            self._routes = ()
+            self._routes, self._gap = (), state.parser.format.gap
             if self._budget is not None and state.thinking_tokens + state.pending >= self._budget:
                 self._forced = list(state.parser.close_ids(calls=self._calls))
                 state.begin_closing()
@@ -169,6 +182,8 @@ class ThinkingMask:
         """Whether a finished answer satisfies the constraint (None: not known); false without an answer."""
         if self._grammar is None:
             return None
+        if self._skipped:
+            text, ids = text.lstrip(), ids and ids[self._skipped :]
         return self._state.part == "answer" and self._grammar.satisfied(text, ids)
 
 

@@ -111,3 +111,30 @@ def test_a_token_that_a_marker_and_the_grammar_begin_with_is_the_answers(model: 
         mask.accept(token)
     assert mask.error is None
     assert state.answer_ids == [first, second]
+
+
+def test_blank_lines_of_the_template_may_be_in_front_of_a_constrained_answer(model: ReasoningParser) -> None:
+    """As many as the family's template writes there; they are no part of the answer, which the grammar begins."""
+    tokenizer, gap = model.tokenizer, model.format.gap
+    ((line,),) = tokenizer.encode_plain(["\n"])
+    params = SamplingParams(separate_reasoning=True, json_schema='{"type": "integer"}')
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    assert params.constraint is not None
+    grammars.prepare([params.constraint])
+    for breaks in range(len(gap) + 2):
+        state = model.start(tokenizer.encode_plain(["Hi"])[0])
+        mask = ThinkingMask(state, None, GrammarState(grammars, params, params.constraint))
+        words, allowed = np.zeros(bitmask_width(tokenizer.vocab_size), np.int32), True
+        starts = model.encode(model.format.starts[0] if state.part == "answer" else "")
+        tokens = [*starts, *model.close_ids(calls=False), *[line] * breaks, *tokenizer.encode_plain(["12"])[0]]
+        for token in tokens:
+            mask.fill(words)
+            allowed = allowed and bool(np.unpackbits(words.view(np.uint8), bitorder="little")[token])
+            if allowed:
+                state.append(token)
+                mask.accept(token)
+        assert allowed == (breaks <= len(gap))
+        if allowed:
+            assert mask.error is None
+            assert mask.satisfied("12", state.answer_ids)
+            assert state.answer(tokenizer.decode_output(state.answer_ids)) == "12"
