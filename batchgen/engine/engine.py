@@ -220,7 +220,7 @@ class Engine:
                 failed.append(Completion(row.raw.index, error=row.error))
 
         carried = map(note_line, carried_notes(defaults.carried_options.rows, "none"))
-        for line in (*self.tokenizer.chat_notes, *carried):
+        for line in (*self._front_end.notes, *carried):
             warnings.warn(line, UserWarning, stacklevel=2)
 
         def emit(events: Sequence[StreamEvent]) -> None:

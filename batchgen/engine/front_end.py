@@ -25,6 +25,7 @@ from batchgen.request.processors import LoadedProcessor
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
+from batchgen.text.families import AUTO
 from batchgen.text.fit import Truncate
 from batchgen.text.grammar.compiler import stop_compiler
 from batchgen.text.grammar.grammars import Grammars
@@ -91,6 +92,7 @@ class FrontEnd:
         encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
         encoder.reasoning = reasoning
         encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
+        encoder.calls_are_unknown = encoder.tools is None and config.tool_parser == AUTO
         called, support = config.model or name or "", no_media("its folder is not known")
         return cls(config, spec, tokenizer, processors, *media, grammars, encoder, called, support)
 
@@ -102,6 +104,11 @@ class FrontEnd:
 
         found = MediaSupport(self.spec, partial(find_media_processor, folder), load, self.media_store)
         return replace(self, media=found)
+
+    @property
+    def notes(self) -> list[str]:
+        """What users should know of the rows that were read, a line each."""
+        return [*self.tokenizer.chat_notes, *sorted(self.encoder.notes)]
 
     def release(self) -> None:
         """Stop the processes of grammars and templates to free their memory; they are started again when needed."""

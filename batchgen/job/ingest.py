@@ -161,7 +161,7 @@ def ingest(
             if option == "--id-column" and selection.selects_all:
                 raise UsageError(problem)
             result.notes.append(problem)
-        result.notes += setup.front_end.tokenizer.chat_notes
+        result.notes += setup.front_end.notes
         result.truncated = setup.front_end.encoder.truncated
         result.grammar_backends = dict(sorted(setup.front_end.grammars.backends.items()))
         result.carried_options = dict(setup.defaults.carried_options.rows)

@@ -313,18 +313,22 @@ def _part(name: str, where: str, part: Any) -> Any:
     return part if kind == "text" else {**part, "type": "text"}
 
 
-def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+def tools(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
     """Check a list of tool descriptions, each an object that the chat template renders, and remove their null keys."""
     if type(value) not in (list, tuple) or any(type(tool) is not dict for tool in value):
         raise invalid(name, f"must be a list of objects, got {show(value)}")
-    return tuple(_standard_tool(name, tool) for tool in schema_without_nulls(name, value))
+    return tuple(standard_tool(name, tool) for tool in schema_without_nulls(name, value))
 
 
-def _standard_tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with its schema as `parameters` of its function, where APIs have it under another name or next to it."""
+def standard_tool(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool with its schema as `parameters` of its function, where APIs have it under another name or next to it.
+
+    Raises:
+        RowError: `invalid_field`: it has two schemas.
+    """
     function = tool.get("function")
     is_wrapped = type(function) is dict
-    inner: dict[str, Any] = function if type(function) is dict else tool
+    inner: Mapping[str, Any] = function if type(function) is dict else tool
     found = [(part, key) for part in ((inner, tool) if is_wrapped else (tool,)) for key in _TOOL_SCHEMAS if key in part]
     if not found or (found[0][0] is inner and [key for _, key in found] == ["parameters"]):
         return tool

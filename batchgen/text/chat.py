@@ -106,7 +106,7 @@ class ChatRenderer:
         key = shape(prompt)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = _assess(self._template, prompt)
+            verdict = assess(self._template, prompt)
             if not self.keep_unread:
                 self._check_settings(prompt, verdict)
             if len(self._verdicts) >= _MAX_SHAPES:
@@ -169,7 +169,7 @@ class ChatRenderer:
         found = []
         for probe in _PROBES:
             try:
-                found.append((probe, apply_form(probe.messages, _assess(self._template, probe).form)))
+                found.append((probe, apply_form(probe.messages, assess(self._template, probe).form)))
             except Exception:  # the template has no such conversations
                 continue
         return found
@@ -231,7 +231,7 @@ def _lost(prompt: ChatPrompt, lost: Sequence[Loss]) -> RowError:
     return RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tools" if first.message < 0 else "messages")
 
 
-def _assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
+def assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
     """The form in which the template writes most of a conversation, and what it leaves out then.
 
     Raises:

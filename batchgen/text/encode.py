@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 from threading import Event
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -92,6 +92,12 @@ class _Batch(NamedTuple, Generic[_Tag]):
     """Place in `items` -> error of a row whose tools cannot be called as it says."""
 
 
+_UNKNOWN_CALLS: Final = (
+    "rows have tools, and the format in which the model calls them is not known: calls stay in the text; name the "
+    "format with --tool-parser"
+)
+
+
 class Encoder:
     """Tokenizer of rows for one model.
 
@@ -133,6 +139,10 @@ class Encoder:
         self._limits = limits
         self.tools: ToolParser | None = None
         """The model's format of calls, set by `FrontEnd`."""
+        self.calls_are_unknown = False
+        """Whether the format was looked for and not found."""
+        self.notes: set[str] = set()
+        """What users should know of the rows so far."""
         self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
         self._fitter = PromptFitter(tokenizer, context_length, truncate)
 
@@ -215,6 +225,9 @@ class Encoder:
                 found = self._finish_scored_row(row, of_row) if row.completions else self._finish_row(row, of_row)
             except Exception as error:
                 found = row_error(error, "checking the tokens of the prompt")
+            first = row.prompts[0]
+            if self.calls_are_unknown and type(first) is ChatPrompt and first.tools and isinstance(found, list):
+                self.notes.add(_UNKNOWN_CALLS)
             yield tag, found
 
     def _finish_scored_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:

@@ -1,12 +1,12 @@
-"""How model families write their thoughts and call tools: the table of families, and which of them a model is.
+"""How model families write their thoughts: the table of families, and which of them a model is.
 
-A model is known by the response template of its tokenizer, if it has one, else by its chat template and its vocabulary.
-Families that write alike have the same markers under their own names. How calls are written is in `tools/formats.py`.
+A model is known by the response template of its tokenizer, if it has one, else by what its chat template writes and by
+its vocabulary. Families that write alike have the same markers under their own names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import regex
@@ -69,26 +69,18 @@ class ReasoningFormat(NamedTuple):
 
 class _Family(NamedTuple):
     name: str
-    format: ReasoningFormat | None
-    """How it writes thoughts; None: another entry says it."""
+    format: ReasoningFormat
     spelled: tuple[str, ...]
-    """Texts of which one is in its chat template, or which all are added tokens of its vocabulary."""
+    """Texts of which its chat template writes one, or which all are added tokens of its vocabulary."""
     tells: tuple[str, ...] = ()
-    """Texts that it has in its chat template."""
-    calls: str | None = None
-    """Name of the format in which it calls tools; None: another entry says it."""
-
-    def is_model(self, source: str, is_added: Callable[[str], bool]) -> bool:
-        """Whether a model with these chat templates and added tokens is of this family."""
-        spelled = any(text in source for text in self.spelled) or all(map(is_added, self.spelled))
-        return all(text in source for text in self.tells) and (spelled or not self.spelled)
+    """Texts that its chat template writes."""
+    reads: str | None = None
+    """A variable that its chat template reads."""
 
 
-def _calls(format: str, *spelled: str, tells: tuple[str, ...] = ()) -> _Family:
-    return _Family(format, None, spelled, tells, format)
-
-
-def _tags(tag: str, *tells: str, name: str, answer: str | None = None, opened: bool = False) -> _Family:
+def _tags(
+    tag: str, *tells: str, name: str, answer: str | None = None, opened: bool = False, reads: str | None = None
+) -> _Family:
     ends = (f"</{tag}>",)
     around = () if answer is None else (f"<{answer}>",)
     behind = () if answer is None else (f"</{answer}>",)
@@ -97,6 +89,7 @@ def _tags(tag: str, *tells: str, name: str, answer: str | None = None, opened: b
         ReasoningFormat(name, (f"<{tag}>",), ends, around, behind, gap="\n\n", opened=opened),
         (f"<{tag}>", *ends),
         tells,
+        reads,
     )
 
 
@@ -129,8 +122,8 @@ _FAMILIES: Final = (
             heads=_HEADS,
             body="<|message|>",
         ),
-        (_CHANNEL, "<|message|>", "<|start|>"),
-        calls="gpt_oss",
+        (_CHANNEL,),
+        ("<|start|>assistant<|channel|>final<|message|>",),
     ),
     _Family("gemma4", ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",)), ("<|channel>", "<channel|>")),
     _Family("mistral", ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",)), ("[THINK]", "[/THINK]")),
@@ -172,101 +165,53 @@ _FAMILIES: Final = (
     _tags("think", "<SPECIAL_10>", name="nemotron"),
     _tags("think", "detailed thinking", name="nemotron"),
     _tags("think", "/no_think", "<|im_start|>", name="smollm3"),
-    _tags("think", "<|im_start|>", "enable_thinking", name="qwen3"),
+    _tags("think", "<|im_start|>", name="qwen3", reads="enable_thinking"),
     _tags("think", "<|im_start|>", name="qwq", opened=True),
     _tags("think", name="think"),
-    _calls("gemma4", "<|tool_call>"),
-    _calls("functiongemma", "<start_function_call>"),
-    _calls("xlam", "Salesforce xLAM"),
-    _calls("mistral_v11", "[ARGS]", tells=("[TOOL_CALLS]",)),
-    _calls("mistral", "[TOOL_CALLS]"),
-    _calls("cohere", "<|START_ACTION|>"),
-    _calls("command_r", "Action: ```json", "Action:```json"),
-    _calls("deepseek_v4", "<｜DSML｜tool_calls>"),
-    _calls("deepseek_v32", "<｜DSML｜"),
-    _calls("deepseek_v3", "<｜tool▁calls▁begin｜>", tells=("```json",)),
-    _calls("deepseek_v31", "<｜tool▁calls▁begin｜>"),
-    _calls("kimi_k2", "<|tool_calls_section_begin|>"),
-    _calls("kimi_k3", "<|open|>tools<|sep|>"),
-    _calls("minimax_m3", "]<]minimax[>[<tool_call>"),
-    _calls("step3", "<steptml:invoke"),
-    _calls("functionary", "<function=example_function_name>{"),
-    _calls("minimax_m2", "<minimax:tool_call>"),
-    _calls("seed_oss", "<seed:tool_call>"),
-    _calls("lfm2", "<|tool_call_start|>"),
-    _calls("olmo3", "<function_calls>"),
-    _calls("internlm", "<|plugin|>"),
-    _calls("nemotron", "<TOOLCALL>"),
-    _calls("longcat", "<longcat_tool_call>"),
-    _calls("granite", "<|tool_call|>", tells=("<|start_of_role|>",)),
-    _calls("phi4", "<|tool_call|>", "<|/tool_call|>"),
-    _calls("phi4", "<|/tool|>"),
-    _calls("glm47", "</arg_key><arg_value>"),
-    _calls("glm45", "<arg_key>"),
-    _calls("qwen3_coder", "<function="),
-    _calls("hunyuan", "<tool_calls>"),
-    _calls("hermes", "<tool_call>"),
-    _calls("pythonic", "[func_name1(", "[func_name(", "[func1("),
-    _calls("llama3_json", '"parameters": dictionary', "<|python_tag|>"),
-    _calls("pythonic", "<|python_start|>"),
 )
-"""In order: the first family all of whose tells a model has, for its thoughts, and again for its calls."""
-
-_THINKING: Final = tuple((family, family.format) for family in _FAMILIES if family.format is not None)
+"""In order: a model is of the first family whose texts its template writes."""
 
 MARKERS: Final = tuple(
-    dict.fromkeys((start, end) for _, form in _THINKING for start in form.starts for end in form.ends)
+    dict.fromkeys((start, end) for _, form, *_ in _FAMILIES for start in form.starts for end in form.ends)
 )
 """Pairs of markers that begin and end thoughts in a family."""
 
-NAMES: Final = tuple(dict.fromkeys(family.name for family, _ in _THINKING))
+CUTS: Final = tuple(dict.fromkeys(mark for _, form, *_ in _FAMILIES for mark in (*form.ends, *form.answers)))
+"""Markers at which thoughts end or answers begin."""
+
+NAMES: Final = tuple(dict.fromkeys(family.name for family in _FAMILIES))
 """Names of the families, for the option `--reasoning`."""
 
 
-def find_format(
-    wanted: str,
-    response_template: Mapping[str, Any] | None,
-    templates: Sequence[str],
-    is_added: Callable[[str], bool],
-) -> ReasoningFormat | None:
-    """The format in which a model writes its thoughts; None if it has none that is known, or with `off`.
-
-    Args:
-        wanted: value of the option `--reasoning`.
-        response_template: the one of the tokenizer, if it has one.
-        templates: sources of the model's chat templates.
-        is_added: whether a text is an added token of the vocabulary.
+def named_format(name: str) -> ReasoningFormat:
+    """The format of a family, given by the option `--reasoning`.
 
     Raises:
         UsageError: no family has the name.
     """
-    if wanted == OFF:
-        return None
-    if wanted != AUTO:
-        named = next((form for family, form in _THINKING if family.name == wanted), None)
-        if named is None:
-            raise UsageError(f"`--reasoning` must be {AUTO}, {OFF} or one of {', '.join(NAMES)}, got {wanted!r}")
-        return named
-    found = None if response_template is None else _from_template(response_template)
-    if found is not None:
-        return found
-    source = "\n".join(templates)
-    found = next((form for family, form in _THINKING if family.is_model(source, is_added)), None)
-    return None if found is None else found._replace(opened=False)
+    found = next((family.format for family in _FAMILIES if family.name == name), None)
+    if found is None:
+        raise UsageError(f"`--reasoning` must be {AUTO}, {OFF} or one of {', '.join(NAMES)}, got {name!r}")
+    return found
 
 
-def find_calls(templates: Sequence[str], is_added: Callable[[str], bool]) -> str | None:
-    """Name of the format in which a model calls tools, by its templates and its vocabulary; None if none is known.
+def find_format(written: str, reads: Callable[[str], bool], is_added: Callable[[str], bool]) -> ReasoningFormat | None:
+    """The format in which a model writes its thoughts; None if it has none that is known.
 
     Args:
-        templates: sources of the model's chat templates.
+        written: what its chat template writes of conversations without tools.
+        reads: whether its chat template reads a variable.
         is_added: whether a text is an added token of the vocabulary.
     """
-    source = "\n".join(templates)
-    return next((family.calls for family in _FAMILIES if family.calls and family.is_model(source, is_added)), None)
+    for family in _FAMILIES:
+        spelled = any(text in written for text in family.spelled) or all(map(is_added, family.spelled))
+        tells = all(text in written for text in family.tells) and (family.reads is None or reads(family.reads))
+        if tells and (spelled or not family.spelled):
+            return family.format._replace(opened=False)
+    return None
 
 
-def _from_template(template: Mapping[str, Any]) -> ReasoningFormat | None:
+def response_format(template: Mapping[str, Any]) -> ReasoningFormat | None:
     """The markers that a response template of the library names as texts; None if it has none, or patterns."""
     fields = template.get("fields")
     if not isinstance(fields, Mapping):

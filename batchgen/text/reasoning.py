@@ -24,7 +24,7 @@ from typing import Final, Literal
 import regex
 
 from batchgen.text.detokenize import Detokenizer
-from batchgen.text.families import ReasoningFormat, find_format
+from batchgen.text.families import AUTO, OFF, ReasoningFormat, find_format, named_format, response_format
 from batchgen.text.tokenizer import Tokenizer
 
 Part = Literal["answer", "thoughts", "header"]
@@ -42,10 +42,17 @@ def reasoning_of(tokenizer: Tokenizer, wanted: str) -> ReasoningParser | None:
     Raises:
         UsageError: no family has the wanted name.
     """
+    if wanted == OFF:
+        return None
+    if wanted != AUTO:
+        return ReasoningParser(named_format(wanted), tokenizer)
     template = tokenizer.template
-    sources = () if template is None else template.sources
     response = None if template is None else template.response_template
-    found = find_format(wanted, response, sources, lambda text: tokenizer.token_to_id(text) in tokenizer.added_ids)
+    found = None if response is None else response_format(response)
+    if found is None:
+        turns = "" if tokenizer.written is None else tokenizer.written.turns
+        is_added = {tokenizer.id_to_token(token) for token in tokenizer.added_ids}.__contains__
+        found = find_format(turns, tokenizer.template_reads, is_added)
     return None if found is None else ReasoningParser(found, tokenizer)
 
 

@@ -3,7 +3,7 @@
 A template is a program: it may loop for hours, or make a text that fills the memory. So the templates of a model run in
 the library's sandbox in this process, under limits of processor time and memory. Texts are rendered several at a time;
 those that exceed the limits together, which ends the process, are rendered again in another one, each under its own. A
-run without conversations never starts it.
+model without templates never starts it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ from __future__ import annotations
 import atexit
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from batchgen.errors import BatchgenError
@@ -22,6 +28,7 @@ from batchgen.text.helper_process import HelperProcess, begin, limit_memory, lim
 
 CLOCK: Final = "strftime_now"
 """Name of the function by which templates read the time."""
+_MODULE: Final = "transformers.utils.chat_template_utils"
 _MAX_TEMPLATES: Final = 16
 """Most compiled templates that are kept."""
 _MAX_REASON: Final = 2000
@@ -90,8 +97,7 @@ def serve(source: int, sink: int) -> None:
             job: _Job = requests.recv()
         except EOFError:
             return
-        if not templates:
-            _compile("")  # imports the library, before there is a limit
+        _library()  # before there is a limit
         limit_memory(job.limits.memory)
         limit_seconds(job.limits.seconds)
         found = [_render(rendering, job, templates) for rendering in job.renderings]
@@ -123,9 +129,24 @@ def _render(rendering: Rendering, job: _Job, templates: dict[str, Any]) -> str |
 def _compile(source: str) -> Any:
     if re.search(r"\|\s*random\b", source):
         _refuse_chance()
-    from transformers.utils import chat_template_utils  # slow to import, and only this process needs it
+    return _library()._compile_jinja_template(source)
 
-    return chat_template_utils._compile_jinja_template(source)
+
+@cache
+def _library() -> Any:
+    """The library's module of chat templates, without the rest of the library, which takes longer to import."""
+    found = find_spec("transformers")
+    folder = Path(found.origin).parent if found is not None and found.origin is not None else Path()
+    packages = {"transformers": folder, "transformers.utils": folder / "utils"}
+    for name, path in packages.items():
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(path)]
+    try:
+        return import_module(_MODULE)
+    except Exception:  # another version needs more of it
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+            del sys.modules[name]
+        return import_module(_MODULE)
 
 
 def _refuse_chance(*_: object) -> NoReturn:

@@ -28,6 +28,7 @@ from batchgen.text.chat import ChatRenderer
 from batchgen.text.chat_template import ChatTemplate, processor_template
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 from batchgen.text.model_files import is_undescribed, plain_config
+from batchgen.text.template_probe import Written, written
 
 _MAIN: Final = "tokenizer.json"
 _SENTENCEPIECE: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -234,6 +235,12 @@ class Tokenizer:
             raise UsageError(f"`--chat-template-name` is {name!r}, and the model has {names}")
         if self.template is not None and self._chat is not None:
             self.template.name, self._chat.keep_unread = name, keep_unread
+            self.__dict__.pop("written", None)
+
+    @cached_property
+    def written(self) -> Written | None:
+        """What the chat template writes around thoughts, answers and calls; None if there is none."""
+        return None if self.template is None else written(self.template)
 
     @property
     def chat_notes(self) -> list[str]:

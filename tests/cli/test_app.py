@@ -181,7 +181,7 @@ def test_flags_of_other_systems_are_named_and_reach_the_job(job: Any, capsys: py
     assert "must be a share above 0 and up to 1" in capsys.readouterr().err
 
 
-def test_words_behind_two_dashes_are_no_flags() -> None:
+def test_words_behind_two_dashes_stay_words() -> None:
     assert translated(["run", "--", "--block-size"]) == (["run", "--", "--block-size"], [])
 
 

@@ -32,9 +32,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "template": TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n{{ '</think>' if 0 }}")
     },
     "gpt_oss": {
-        "template": "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "template": "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}"
         "{% if reasoning_effort %}<|message|>Reasoning: {{ reasoning_effort }}<|end|>{% endif %}"
-        "<|start|>assistant{{ '<|channel|>' if 0 }}",
+        "<|start|>assistant",
         "added": CHANNELS,
         "specials": 4,
     },

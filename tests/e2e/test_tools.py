@@ -129,6 +129,16 @@ def test_what_cannot_be_had_is_refused(engines: dict[str, Engine], engine: Engin
     assert (done.prompt_tokens, done.tool_calls) == (plain.prompt_tokens, None)
 
 
+def test_tools_of_a_model_whose_format_of_calls_is_not_known_are_named(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = save_model(tmp_path / "model", 1024, template=template)
+    write_lines(tmp_path / "in.jsonl", [{"messages": HELLO, "tools": TOOLS, "max_new_tokens": 2}] * 3)
+    words, line = ["in.jsonl", "--model", model], "the format in which the model calls them is not known"
+    assert run(["check", *words], tmp_path).stderr.count(line) == 1
+    assert run(["run", *words], tmp_path).stderr.count(line) == 1
+    assert line not in run(["run", *words, "-o", "off.parquet", "--tool-parser", "off"], tmp_path).stderr
+
+
 def test_a_job_of_the_demonstration_model(tmp_path: Path) -> None:
     """Columns, footer, report, verify, reuse and export of a run with tools."""
     row = {"messages": HELLO, "tools": TOOLS, "temperature": 0.8}

@@ -83,7 +83,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         "gpt_oss",
-        _turns("<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>", "<|start|>assistant"),
+        _turns(
+            "<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>{{ m.content }}<|end|>",
+            "<|start|>assistant",
+        ),
         {
             "thoughts": Case(_CHANNELS.format(THOUGHTS, ANSWER)),
             "none": Case(f"<|channel|>final<|message|>{ANSWER}", None),
@@ -224,7 +227,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         "smollm3",
-        _turns(
+        "{% set mode = '/no_think' if enable_thinking is defined and not enable_thinking else '/think' %}"
+        "<|im_start|>system\n## Metadata\n\nReasoning Mode: {{ mode }}<|im_end|>\n"
+        + _turns(
             _CHATML,
             "{% if '/no_think' in messages[0].content or (enable_thinking is defined and not enable_thinking) %}"
             "<|im_start|>assistant\n<think>\n\n</think>\n{% else %}<|im_start|>assistant\n{% endif %}",

@@ -12,11 +12,11 @@ import pytest
 from batchgen.errors import UsageError
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt
-from batchgen.text.families import NAMES, find_format
+from batchgen.text.families import NAMES, find_format, named_format, response_format
 from batchgen.text.reasoning import ReasoningParser, reasoning_of
 from batchgen.text.stops import FinishedText, StopState
 from batchgen.text.tokenizer import Tokenizer
-from tests.text.conftest import save_tokenizer
+from tests.text.conftest import CHAT_TEMPLATE, save_tokenizer
 from tests.text.reasoning_families import ANSWER, FAMILIES, RESPONSE_TEMPLATES, THOUGHTS, Case
 
 TURNS = ({"role": "user", "content": "What does <think> mean?"},)
@@ -38,7 +38,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
         parser = reasoning_of(tokenizer, "auto")
         assert parser is not None, name
         found[name] = Known(tokenizer, parser)
-    channels = find_format("auto", RESPONSE_TEMPLATES["channels"][0], [], lambda text: False)
+    channels = response_format(RESPONSE_TEMPLATES["channels"][0])
     assert channels is not None
     tokenizer = found["any other"].tokenizer
     return {**found, "channels": Known(tokenizer, ReasoningParser(channels, tokenizer))}
@@ -106,7 +106,7 @@ def test_a_token_of_a_marker_and_a_text_is_cut(name: str, tmp_path: Path) -> Non
 def test_a_response_template_names_the_markers(known: dict[str, Known], name: str) -> None:
     template, output = RESPONSE_TEMPLATES[name]
     tokenizer = known["any other"].tokenizer
-    form = find_format("auto", template, ["no marker"], lambda text: False)
+    form = response_format(template)
     assert form is not None
     parser = ReasoningParser(form, tokenizer)
     assert parser.format.name == "response_template"
@@ -128,23 +128,57 @@ def test_a_response_template_names_the_markers(known: dict[str, Known], name: st
     ],
 )
 def test_a_response_template_of_patterns_leaves_the_choice_to_the_table(template: dict[str, object]) -> None:
-    assert find_format("auto", template, ["a template"], lambda text: False) is None
-    found = find_format("auto", template, ["<|im_start|>{{ x.split('</think>') }}"], lambda text: False)
-    assert found is not None
-    assert found.name == "qwq"
+    assert response_format(template) is None
 
 
-def test_the_option_names_a_family_or_none() -> None:
-    sources = ["{{ x.split('</think>') }}"]
-    assert find_format("off", None, sources, lambda text: True) is None
-    assert [find_format(name, None, [], lambda text: False).name for name in NAMES] == list(NAMES)  # type: ignore[union-attr]
+def test_the_option_names_a_family_or_none(known: dict[str, Known]) -> None:
+    tokenizer = known["qwen3"].tokenizer
+    assert reasoning_of(tokenizer, "off") is None
+    assert [named_format(name).name for name in NAMES] == list(NAMES)
     with pytest.raises(UsageError, match=r"`--reasoning` must be auto, off or one of gpt_oss, .*, got 'gwen'"):
-        find_format("gwen", None, sources, lambda text: True)
+        reasoning_of(tokenizer, "gwen")
 
 
 @pytest.mark.parametrize("vocabulary", [["<think>"], ["</think>"], []])
 def test_a_model_without_markers_has_no_thoughts(vocabulary: list[str]) -> None:
-    assert find_format("auto", None, ["{{ messages }}"], vocabulary.__contains__) is None
+    assert find_format("user: Hi", lambda name: False, vocabulary.__contains__) is None
+
+
+WRITES_NONE = {
+    "in a comment": "{# Thoughts: <think></think> #}" + CHAT_TEMPLATE,
+    "in a condition": "{% if '</think>' in messages[0].content or x == '[THINK]' %}{% endif %}" + CHAT_TEMPLATE,
+    "around results of tools": (
+        "{% for m in messages %}{% if m.role == 'tool' %}<response>{{ m.content }}</response>{% else %}"
+        "<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "channels of another kind": (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if false %}<|channel|>{% endif %}<|start|>assistant"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES_NONE)
+def test_words_that_a_template_does_not_write_around_thoughts_mark_nothing(name: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=WRITES_NONE[name]))
+    assert reasoning_of(tokenizer, "auto") is None
+
+
+def test_a_mark_around_results_of_tools_belongs_to_no_answer(tmp_path: Path) -> None:
+    template = WRITES_NONE["around results of tools"] + "<think>\n"
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template, added=["<think>", "</think>"]))
+    parser = reasoning_of(tokenizer, "auto")
+    assert parser is not None
+    output = Case("Add.\n</think>\n\nUse <response> and </response>.")
+    done, _ = finished(Known(tokenizer, parser), output)
+    assert (done.reasoning, done.text) == ("Add.", "Use <response> and </response>.")
+
+
+def test_markers_that_are_joined_from_parts_are_found(tmp_path: Path) -> None:
+    template = "{% set tag = 'think' %}" + CHAT_TEMPLATE + "{{ '<' ~ tag ~ '>' }}\n"
+    parser = reasoning_of(Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template)), "auto")
+    assert parser is not None
+    assert parser.format.starts == ("<think>",)
 
 
 def test_a_named_family_of_models_that_always_think_needs_no_open_prompt(known: dict[str, Known]) -> None:

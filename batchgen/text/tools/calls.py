@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.field_checks import standard_tool
 
 Format = dict[str, Any]
 """A part of a structural tag."""
@@ -68,6 +69,7 @@ class ToolFormat(ABC):
         around: texts in front of all calls and behind them, which the row's text does not have.
         separator: between two calls.
         id_length: length of the ids that the family's templates expect; None: any.
+        whole: whether calls in their usual form are the whole output.
     """
 
     mark: str = ""
@@ -76,6 +78,12 @@ class ToolFormat(ABC):
     around: tuple[str, str] = ("", "")
     separator: str = ""
     id_length: int | None = None
+    whole: bool = False
+
+    @property
+    def usual(self) -> ToolFormat:
+        """The form in which the family's models write, of those that are read."""
+        return self
 
     @abstractmethod
     def find(self, text: str, schemas: Schemas) -> list[Span]:
@@ -141,6 +149,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
     """The functions among a row's `tools`."""
     found = []
     for tool in tools:
+        tool = standard_tool("tools", tool)
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             found.append(Function(function["name"], function.get("parameters") or _NOTHING))

@@ -18,6 +18,11 @@ class FirstOf(ToolFormat):
 
     formats: tuple[ToolFormat, ...] = ()
 
+    @property
+    def usual(self) -> ToolFormat:
+        """See `ToolFormat.usual`."""
+        return self.formats[0]
+
     def find(self, text: str, schemas: Schemas) -> list[Span]:
         """See `ToolFormat.find`."""
         found = [each.spans(text, schemas) for each in self.formats]

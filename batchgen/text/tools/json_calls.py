@@ -48,8 +48,6 @@ class JsonCalls(ToolFormat):
     listed: bool = False
     keys: tuple[str, str] = ("name", "arguments")
     numbered: str | None = None
-    whole: bool = False
-    """Whether calls without any of `begins` are the whole output."""
 
     @cached_property
     def _starts(self) -> re.Pattern[str]:
@@ -95,12 +93,16 @@ class JsonCalls(ToolFormat):
         """See `ToolFormat.write`."""
         texts = [self._head(json.dumps(call.name)) + dumps(call.arguments) + "}" for call in calls]
         if self.listed:
-            return f"{self._begin}[{', '.join(texts)}]{self.end}"
-        return self.separator.join(f"{self._begin}{text}{self.end}" for text in texts)
+            return f"{self._begin}[{', '.join(texts)}]{self._end}"
+        return self.separator.join(f"{self._begin}{text}{self._end}" for text in texts)
 
     @property
     def _begin(self) -> str:
         return self.begins[0] if self.begins and not self.whole else ""
+
+    @property
+    def _end(self) -> str:
+        return "" if self.whole else self.end
 
     def _head(self, name: str) -> str:
         number = "" if self.numbered is None else f'"{self.numbered}": "0", '
@@ -108,7 +110,7 @@ class JsonCalls(ToolFormat):
 
     def tags(self, functions: Sequence[Function]) -> list[Format]:
         """See `ToolFormat.tags`."""
-        around = ("", "") if self.listed else (self._begin, self.end)
+        around = ("", "") if self.listed else (self._begin, self._end)
         return [
             {
                 "type": "tag",
@@ -123,7 +125,7 @@ class JsonCalls(ToolFormat):
         """See `ToolFormat.grammar`."""
         blanks, *calls = super().grammar(functions, parallel=parallel)["elements"]
         if self.listed:
-            calls = [constant(f"{self._begin}["), {**calls[0], "separator": ", "}, constant("]" + self.end)]
+            calls = [constant(f"{self._begin}["), {**calls[0], "separator": ", "}, constant("]" + self._end)]
         return sequence(blanks, *calls)
 
 

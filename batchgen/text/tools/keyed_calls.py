@@ -278,12 +278,10 @@ class PythonCalls(ToolFormat):
     Attributes:
         pattern: regular expression of what is in front of all calls.
         finish: regular expression of what is behind them.
-        whole: whether calls are the whole output.
     """
 
     pattern: str = ""
     finish: str = ""
-    whole: bool = False
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:

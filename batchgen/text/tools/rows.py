@@ -13,9 +13,10 @@ from batchgen.request.checks import invalid, show
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt
 from batchgen.request.tool_choice import ToolChoice
-from batchgen.text.families import AUTO, FROM_TEMPLATE, OFF, find_calls
+from batchgen.text.families import AUTO, FROM_TEMPLATE, OFF
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tools.calls import Function, Schemas, functions_of
+from batchgen.text.tools.detection import format_of
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.response_template import TemplateCalls, has_calls, known_format
 from batchgen.text.tools.values import property_schemas
@@ -107,8 +108,8 @@ def tool_parser_of(tokenizer: Tokenizer, wanted: str) -> ToolParser | None:
     if response is not None and has_calls(response):
         name = known_format(response)
         return ToolParser(name or FROM_TEMPLATE, None if name else response, tokenizer)
-    sources = () if template is None else template.sources
-    found = find_calls(sources, lambda text: tokenizer.token_to_id(text) in tokenizer.added_ids)
+    special = [text for token in sorted(tokenizer.special_ids) if (text := tokenizer.id_to_token(token))]
+    found = None if tokenizer.written is None else format_of(tokenizer.written, special)
     return None if found is None else ToolParser(found, None, tokenizer)
 
 

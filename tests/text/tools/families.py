@@ -54,17 +54,58 @@ class Family(NamedTuple):
     """Special tokens."""
 
 
-def _template(turn: str, calls: str, opening: str = "") -> str:
-    """A template that names tools, and holds the text `calls` where it writes earlier calls."""
-    tools = "{% if tools %}{{ tools | tojson }}{% endif %}"
-    return f"{tools}{{% for m in messages %}}{turn}{{% endfor %}}{{% if m %}}{calls}{{% endif %}}{opening}"
+def template_of(turn: str, calls: str, opening: str = "") -> str:
+    """A template that names tools, and writes the calls of a message `m`, where it has some, as `calls` does."""
+    turn = turn.replace("{{ m.content }}", f"{{{{ m.content or '' }}}}{{% if m.tool_calls %}}{calls}{{% endif %}}")
+    return (
+        f"{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}{{% for m in messages %}}{turn}{{% endfor %}}{opening}"
+    )
 
 
+def _each(call: str, between: str = "") -> str:
+    """Each call of `m`, with its name for NAME and the JSON of its arguments for VALUES."""
+    call = call.replace("NAME", "{{ c.function.name }}").replace("VALUES", "{{ c.function.arguments | tojson }}")
+    between = f"{{% if not loop.last %}}{between}{{% endif %}}" if between else ""
+    return f"{{% for c in m.tool_calls %}}{call}{between}{{% endfor %}}"
+
+
+def json_calls(begin: str, end: str, keys: tuple[str, str] = ("name", "arguments"), between: str = "") -> str:
+    return _each(f'{begin}{{"{keys[0]}": "NAME", "{keys[1]}": VALUES}}{end}', between)
+
+
+def _tags(begin: str, key: str, close: str, end: str, around: tuple[str, str] = ("", "")) -> str:
+    value = (
+        "{% for k, v in c.function.arguments.items() %}" + key.format("{{ k }}") + "{{ v }}" + close + "{% endfor %}"
+    )
+    return around[0] + _each(begin.format("NAME") + value + end) + around[1]
+
+
+def _python(begin: str, end: str, between: str = ", ") -> str:
+    value = (
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}"
+    )
+    return begin + _each(f"NAME({value})", between) + end
+
+
+def _gemma(begin: str, end: str, quote: str) -> str:
+    value = f"{{% for k, v in c.function.arguments.items() %}}{{{{ k }}}}:{quote}{{{{ v }}}}{quote}{{% endfor %}}"
+    return _each(f"{begin}NAME{{{{ '{{' }}}}{value}{{{{ '}}' }}}}{end}")
+
+
+def _dsml(around: str) -> str:
+    """The markers are joined from a variable, as in the real templates."""
+    return "{% set d = '｜DSML｜' %}" + _tags(
+        '<{{{{ d }}}}invoke name="{}">\n', '<{{{{ d }}}}parameter name="{}" string="true">',
+        "</{{ d }}parameter>\n", "</{{ d }}invoke>\n", (f"<{{{{ d }}}}{around}>\n", f"</{{{{ d }}}}{around}>"),
+    )  # fmt: skip
+
+
+_M2 = ('<invoke name="{}">', '<parameter name="{}">', "</parameter>", "</invoke>\n")
 _CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 _CHATML_OPENING = "<|im_start|>assistant\n"
 
 
-def _of_json(begin: str, end: str = "", keys: tuple[str, str] = ("name", "arguments"), between: str = "\n") -> Any:
+def _ofjson_calls(begin: str, end: str = "", keys: tuple[str, str] = ("name", "arguments"), between: str = "\n") -> Any:
     """Transcripts of calls that are JSON objects."""
 
     def call(name: str, arguments: str) -> str:
@@ -212,13 +253,19 @@ _PLAIN = "{{ m.role }}: {{ m.content }}\n"
 
 FAMILIES: dict[str, Family] = {
     "qwen2.5": Family(
-        "hermes", _template(_CHATML, "<tool_call>", _CHATML_OPENING), _of_json("<tool_call>\n", "\n</tool_call>")
+        "hermes",
+        template_of(_CHATML, json_calls("\n<tool_call>\n", "\n</tool_call>"), _CHATML_OPENING),
+        _ofjson_calls("<tool_call>\n", "\n</tool_call>"),
     ),
     "qwen3": Family(
         "hermes",
-        _template(_CHATML, "<tool_call></think>", _CHATML_OPENING + "{{ '' if enable_thinking else '' }}"),
+        template_of(
+            _CHATML,
+            json_calls("\n<tool_call>\n", "\n</tool_call>"),
+            _CHATML_OPENING + "{{ '' if enable_thinking }}",
+        ),
         {
-            **_of_json("<tool_call>\n", "\n</tool_call>"),
+            **_ofjson_calls("<tool_call>\n", "\n</tool_call>"),
             "thoughts": Case(
                 "<think>\nI write <tool_call>.\n</think>\n\n<tool_call>\n"
                 f'{{"name": "get_weather", "arguments": {P}}}\n</tool_call>'
@@ -250,22 +297,41 @@ FAMILIES: dict[str, Family] = {
         ("<think>", "</think>", "<tool_call>", "</tool_call>"),
     ),
     "smollm3": Family(
-        "hermes", _template(_CHATML, "<tool_call>/no_think", _CHATML_OPENING), _of_json("<tool_call>", "</tool_call>")
+        "hermes",
+        template_of(_CHATML, json_calls("<tool_call>", "</tool_call>"), _CHATML_OPENING),
+        _ofjson_calls("<tool_call>", "</tool_call>"),
     ),
     "ernie 4.5": Family(
         "hermes",
-        _template(_CHATML, "<response></think><tool_call>", _CHATML_OPENING),
-        _of_json("<tool_call>\n", "\n</tool_call>\n", between=""),
+        template_of(
+            "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<response>\n{{ m.content }}\n</response>\n"
+            "{% else %}{{ m.content }}{% endif %}<|im_end|>\n",
+            json_calls("\n<tool_call>\n", "\n</tool_call>\n"),
+            _CHATML_OPENING + "{% if enable_thinking %}<think>\n{% endif %}",
+        ),
+        _ofjson_calls("<tool_call>\n", "\n</tool_call>\n", between=""),
     ),
     "exaone 4": Family(
         "hermes",
-        _template("[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n", "<tool_call>", "[|assistant|]\n"),
-        _of_json("<tool_call>", "</tool_call>"),
+        template_of(
+            "[|{{ m.role }}|]\n{{ m.content }}[|endofturn|]\n",
+            json_calls("<tool_call>", "</tool_call>\n"),
+            "[|assistant|]\n",
+        ),
+        _ofjson_calls("<tool_call>", "</tool_call>"),
     ),
-    "granite 4": Family("hermes", _template(_GRANITE_TURN, "<tool_call>"), _of_json("<tool_call>\n", "\n</tool_call>")),
+    "granite 4": Family(
+        "hermes",
+        template_of(_GRANITE_TURN, json_calls("<tool_call>\n", "\n</tool_call>\n")),
+        _ofjson_calls("<tool_call>\n", "\n</tool_call>"),
+    ),
     "qwen3 coder": Family(
         "qwen3_coder",
-        _template(_CHATML, "<tool_call>\n<function=", _CHATML_OPENING),
+        template_of(
+            _CHATML,
+            _tags("<tool_call>\n<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>\n</tool_call>"),
+            _CHATML_OPENING,
+        ),
         {
             **_of_tags(
                 "<tool_call>\n<function={}>\n",
@@ -290,7 +356,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama 3.1": Family(
         "llama3_json",
-        _template(_LLAMA_TURN, '{"name": function name, "parameters": dictionary of argument name}'),
+        template_of(_LLAMA_TURN, json_calls("", "", ("name", "parameters"))),
         {
             "one": Case(f'{{"name": "get_weather", "parameters": {P}}}'),
             "two": Case(
@@ -316,8 +382,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama 4": Family(
         "pythonic",
-        _template(
-            "<|header_start|>{{ m.role }}<|header_end|>\n\n{{ m.content }}<|eot|>", "[func_name1(params_name1=1)]"
+        template_of(
+            "<|header_start|>{{ m.role }}<|header_end|>\n\n{{ m.content }}<|eot|>",
+            _python("<|python_start|>[", "]<|python_end|>"),
         ),
         {
             "one": Case("[get_weather(city='Paris', days=3)]"),
@@ -339,7 +406,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma 3": Family(
         "pythonic",
-        _template("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n", "[func_name1(params_name1=1)]"),
+        template_of("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n", _python("[", "]")),
         {
             "list": Case("[get_weather(city='Paris', days=3)]"),
             "block": Case("```tool_code\nget_weather(city='Paris', days=3)\n```"),
@@ -347,7 +414,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral v3": Family(
         "mistral",
-        _template("[INST]{{ m.content }}[/INST]", "[TOOL_CALLS]"),
+        template_of(
+            "[INST]{{ m.content }}[/INST]",
+            "[TOOL_CALLS] [" + _each('{"name": "NAME", "arguments": VALUES, "id": "{{ c.id }}"}', ", ") + "]",
+        ),
         {
             **_of_lists("[TOOL_CALLS]"),
             "ids": Case(f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {P}, "id": "abcdefghi"}}]'),
@@ -357,7 +427,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral v11": Family(
         "mistral_v11",
-        _template("[INST]{{ m.content }}[/INST]", "[TOOL_CALLS][ARGS]"),
+        template_of("[INST]{{ m.content }}[/INST]", _each("[TOOL_CALLS]NAME[CALL_ID]{{ c.id }}[ARGS]VALUES")),
         {
             "one": Case(f"[TOOL_CALLS]get_weather[ARGS]{P}"),
             "two": Case(f"[TOOL_CALLS]get_weather[ARGS]{P}[TOOL_CALLS]now[ARGS]{{}}", (PARIS, NOW)),
@@ -373,7 +443,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek v3": Family(
         "deepseek_v3",
-        _template(_DS_TURN, "<｜tool▁calls▁begin｜>```json", "<｜Assistant｜>"),
+        template_of(_DS_TURN, _DS[0] + _each(_DS3.format("NAME", "VALUES"), "\n") + _DS[4], "<｜Assistant｜>"),
         {
             "one": Case(f"{_DS[0]}{_DS3.format('get_weather', P)}{_DS[4]}"),
             "two": Case(
@@ -389,7 +459,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek v3.1": Family(
         "deepseek_v31",
-        _template(_DS_TURN, "<｜tool▁calls▁begin｜>", "<｜Assistant｜></think>"),
+        template_of(_DS_TURN, _DS[0] + _each(_DS31.format("NAME", "VALUES")) + _DS[4], "<｜Assistant｜></think>"),
         {
             "one": Case(f"{_DS[0]}{_DS31.format('get_weather', P)}{_DS[4]}"),
             "two": Case(
@@ -413,21 +483,30 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek v3.2": Family(
         "deepseek_v32",
-        _template(_DS_TURN, "<｜DSML｜", "<｜Assistant｜>"),
+        template_of(_DS_TURN, _dsml("function_calls"), "<｜Assistant｜>"),
         _of_dsml("function_calls"),
         (),
         ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
     ),
     "deepseek v4": Family(
         "deepseek_v4",
-        _template(_DS_TURN, "<｜DSML｜tool_calls>", "<｜Assistant｜>"),
+        template_of(_DS_TURN, _dsml("tool_calls"), "<｜Assistant｜>"),
         _of_dsml("tool_calls"),
         (),
         ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
     ),
     "kimi k3": Family(
         "kimi_k3",
-        _template("<|open|>{{ m.role }}<|sep|>{{ m.content }}", "<|open|>tools<|sep|>"),
+        template_of(
+            "<|open|>{{ m.role }}<|sep|>{{ m.content }}",
+            _tags(
+                '<|open|>call tool="{}" index="{{{{ loop.index }}}}"<|sep|>',
+                '<|open|>argument key="{}" type="string"<|sep|>',
+                "<|close|>argument<|sep|>",
+                "<|close|>call<|sep|>",
+                ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+            ),
+        ),
         {
             **_of_tags(
                 '<|open|>tools<|sep|><|open|>call tool="{}" index="1"<|sep|>',
@@ -454,7 +533,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "minimax m3": Family(
         "minimax_m3",
-        _template("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "]<]minimax[>[<tool_call>"),
+        template_of(
+            "]~b]{{ m.role }}\n{{ m.content }}[e~[\n",
+            "{% set ns = ']<]minimax[>[' %}"
+            + _tags(
+                '{{{{ ns }}}}<invoke name="{}">',
+                "{{{{ ns }}}}<{}>",
+                "{{ ns }}</{{ k }}>",
+                "{{ ns }}</invoke>\n",
+                ("{{ ns }}<tool_call>\n", "{{ ns ~ '</tool_call>' }}"),
+            ),
+        ),
         {
             **_of_tags(
                 ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="{}">',
@@ -480,7 +569,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "step 3": Family(
         "step3",
-        _template(_DS_TURN, '<steptml:invoke name="', "<｜Assistant｜>"),
+        template_of(
+            _DS_TURN,
+            _tags(
+                '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n',
+                '<steptml:parameter name="{}">',
+                "</steptml:parameter>\n",
+                "</steptml:invoke><｜tool_call_end｜>\n",
+                ("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
+            ),
+            "<｜Assistant｜>",
+        ),
         _of_tags(
             '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n',
             '<steptml:parameter name="{}">',
@@ -499,7 +598,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "functionary": Family(
         "functionary",
-        _template(_LLAMA_TURN, '<function=example_function_name>{"example_name": "example_value"}</function>'),
+        template_of(_LLAMA_TURN, _each("<function=NAME>VALUES</function>")),
         {
             "one": Case(f"<function=get_weather>{P}</function>"),
             "two": Case(
@@ -512,8 +611,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt-oss": Family(
         "gpt_oss",
-        "{% if tools %}{{ tools | tojson }}{% endif %}"
-        + "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant",
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+        + _each("<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>VALUES<|call|>")
+        + "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}<|start|>assistant",
         {
             "one": Case(_OSS),
             "ended": Case(f"{_OSS}<|call|>"),
@@ -547,7 +648,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm 4.5": Family(
         "glm45",
-        _template("<|{{ m.role }}|>\n{{ m.content }}", "[gMASK]<arg_key></arg_key>\n<arg_value>", "<|assistant|>"),
+        template_of(
+            "<|{{ m.role }}|>\n{{ m.content }}",
+            "{% set arg = 'arg' %}"
+            + _tags(
+                "\n<tool_call>{}\n",
+                "<{{{{ arg }}}}_key>{}</{{{{ arg }}}}_key>\n<arg_value>",
+                "</arg_value>\n",
+                "</tool_call>",
+            ),
+            "<|assistant|>",
+        ),
         {
             **_of_tags(
                 "\n<tool_call>{}\n",
@@ -577,7 +688,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm 4.7": Family(
         "glm47",
-        _template("<|{{ m.role }}|>{{ m.content }}", "[gMASK]<arg_key>k</arg_key><arg_value>", "<|assistant|>"),
+        template_of(
+            "<|{{ m.role }}|>{{ m.content }}",
+            _tags("<tool_call>{}", "<arg_key>{}</arg_key><arg_value>", "</arg_value>", "</tool_call>"),
+            "<|assistant|>",
+        ),
         _of_tags(
             "<tool_call>{}", "<arg_key>{}</arg_key><arg_value>", "</arg_value>", "</tool_call>", mark="<tool_call>"
         ),
@@ -586,8 +701,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "kimi k2": Family(
         "kimi_k2",
-        _template(
-            "<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>", _KIMI[0], "<|im_assistant|>"
+        template_of(
+            "<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>",
+            _KIMI[0] + _each(f"{_KIMI[2]}{{{{ c.id }}}}{_KIMI[3]}VALUES{_KIMI[4]}") + _KIMI[1],
+            "<|im_assistant|>",
         ),
         {
             "one": Case(f"{_KIMI[0]}{_K.format('get_weather:0', P)}{_KIMI[1]}"),
@@ -627,7 +744,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma 4": Family(
         "gemma4",
-        _template("<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n", "<|tool_call>", "<|turn>model\n"),
+        template_of(
+            "<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n",
+            _gemma("<|tool_call>call:", "<tool_call|>", '<|"|>'),
+            "<|turn>model\n",
+        ),
         {
             "one": Case('<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'),
             "two": Case(
@@ -646,7 +767,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "functiongemma": Family(
         "functiongemma",
-        _template("<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n", "<start_function_call>"),
+        template_of(
+            "<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n",
+            _gemma("<start_function_call>call:", "<end_function_call>", "<escape>"),
+        ),
         {
             "one": Case("<start_function_call>call:get_weather{city:<escape>Paris<escape>,days:3}<end_function_call>"),
         },
@@ -654,11 +778,18 @@ FAMILIES: dict[str, Family] = {
         ("<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>"),
     ),
     "granite 3": Family(
-        "granite", _template(_GRANITE_TURN, "<|tool_call|>"), _of_lists("<|tool_call|>"), (), ("<|tool_call|>",)
+        "granite",
+        template_of(_GRANITE_TURN, "<|tool_call|>[" + json_calls("", "", between=", ") + "]"),
+        _of_lists("<|tool_call|>"),
+        (),
+        ("<|tool_call|>",),
     ),
     "phi-4-mini": Family(
         "phi4",
-        _template("<|{{ m.role }}|>{{ m.content }}<|end|>", "<|tool|><|/tool|>"),
+        template_of(
+            "<|{{ m.role }}|>{{ m.content }}<|end|>",
+            "<|tool_call|>[" + json_calls("", "", between=", ") + "]<|/tool_call|>",
+        ),
         {
             **_of_lists("<|tool_call|>", "<|/tool_call|>"),
             "functools": Case(f'functools[{{"name": "get_weather", "arguments": {P}}}]'),
@@ -668,7 +799,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "xlam": Family(
         "xlam",
-        _template(_LLAMA_TURN, "You are developed by Salesforce xLAM team."),
+        template_of(_LLAMA_TURN, "[" + json_calls("", "", between=", ") + "]"),
         {
             "one": Case(f'[{{"name": "get_weather", "arguments": {P}}}]'),
             "two": Case(
@@ -680,7 +811,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "minimax m2": Family(
         "minimax_m2",
-        _template("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "<minimax:tool_call>", "]~b]ai\n<think>\n"),
+        template_of(
+            "]~b]{{ m.role }}\n{{ m.content }}[e~[\n",
+            _tags(*_M2, ("\n<minimax:tool_call>\n", "</minimax:tool_call>")),
+            "]~b]ai\n<think>\n",
+        ),
         {
             "one": Case(f"I call.</think>\n\n<minimax:tool_call>\n{_MINIMAX}</minimax:tool_call>"),
             "two": Case(
@@ -695,7 +830,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "minimax m2 without thoughts": Family(
         "minimax_m2",
-        _template("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "<minimax:tool_call>", "]~b]ai\n"),
+        template_of(
+            "]~b]{{ m.role }}\n{{ m.content }}[e~[\n",
+            _tags(*_M2, ("\n<minimax:tool_call>\n", "</minimax:tool_call>")),
+            "]~b]ai\n",
+        ),
         _of_tags(
             '<minimax:tool_call>\n<invoke name="{}">\n',
             '<parameter name="{}">',
@@ -708,7 +847,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "hunyuan": Family(
         "hunyuan",
-        _template(_PLAIN, "<tool_calls>"),
+        template_of(_PLAIN, "<tool_calls>[" + json_calls("", "", between=", ") + "]</tool_calls>"),
         {
             **_of_lists("<tool_calls>", "</tool_calls>"),
             "JSON lines": Case(
@@ -720,7 +859,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed-oss": Family(
         "seed_oss",
-        _template("<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>", "<seed:tool_call>\n<function="),
+        template_of(
+            "<seed:bos>{{ m.role }}\n{{ m.content }}<seed:eos>",
+            _tags(
+                "<seed:tool_call>\n<function={}>\n",
+                "<parameter={}>",
+                "</parameter>\n",
+                "</function>\n</seed:tool_call>",
+            ),
+        ),
         _of_tags(
             "<seed:tool_call>\n<function={}>\n",
             "<parameter={}>",
@@ -730,18 +877,33 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "longcat": Family(
-        "longcat", _template(_PLAIN, "<longcat_tool_call>"), _of_json("<longcat_tool_call>\n", "\n</longcat_tool_call>")
+        "longcat",
+        template_of(_PLAIN, json_calls("<longcat_tool_call>\n", "\n</longcat_tool_call>\n")),
+        _ofjson_calls("<longcat_tool_call>\n", "\n</longcat_tool_call>"),
     ),
-    "nemotron": Family("nemotron", _template(_PLAIN, "<TOOLCALL>"), _of_lists("<TOOLCALL>", "</TOOLCALL>")),
+    "nemotron": Family(
+        "nemotron",
+        template_of(_PLAIN, "<TOOLCALL>[" + json_calls("", "", between=", ") + "]</TOOLCALL>"),
+        _of_lists("<TOOLCALL>", "</TOOLCALL>"),
+    ),
     "internlm": Family(
         "internlm",
-        _template(_CHATML, "<|action_start|><|plugin|>"),
-        _of_json("<|action_start|><|plugin|>\n", "<|action_end|>\n", ("name", "parameters"), ""),
+        template_of(_CHATML, json_calls("<|action_start|><|plugin|>\n", "<|action_end|>\n", ("name", "parameters"))),
+        _ofjson_calls("<|action_start|><|plugin|>\n", "<|action_end|>\n", ("name", "parameters"), ""),
     ),
-    "jamba": Family("hunyuan", _template(_PLAIN, "<|bom|><tool_calls>"), _of_lists("<tool_calls>", "</tool_calls>")),
+    "jamba": Family(
+        "hunyuan",
+        template_of(_PLAIN, "<tool_calls>[\n    " + json_calls("", "", between=",\n    ") + "\n]</tool_calls>"),
+        _of_lists("<tool_calls>", "</tool_calls>"),
+    ),
     "command a": Family(
         "cohere",
-        _template("<|START_OF_TURN_TOKEN|>{{ m.role }}{{ m.content }}<|END_OF_TURN_TOKEN|>", "<|START_ACTION|>"),
+        template_of(
+            "<|START_OF_TURN_TOKEN|>{{ m.role }}{{ m.content }}<|END_OF_TURN_TOKEN|>",
+            "<|START_ACTION|>[\n    "
+            + _each('{"tool_call_id": "{{ loop.index0 }}", "tool_name": "NAME", "parameters": VALUES}', ",\n    ")
+            + "\n]<|END_ACTION|>",
+        ),
         {
             "one": Case(
                 "<|START_THINKING|>I call.<|END_THINKING|><|START_ACTION|>[\n"
@@ -753,7 +915,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "command r": Family(
         "command_r",
-        _template(_PLAIN, "Action: ```json"),
+        template_of(
+            _PLAIN,
+            "Action: ```json\n[\n"
+            + _each('    {\n        "tool_name": "NAME",\n        "parameters": VALUES\n    }', ",\n")
+            + "]```",
+        ),
         {
             "one": Case(
                 'Action: ```json\n[\n    {\n        "tool_name": "get_weather",\n'
@@ -763,7 +930,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2": Family(
         "lfm2",
-        _template(_CHATML, "<|tool_call_start|>", _CHATML_OPENING),
+        template_of(_CHATML, _python("<|tool_call_start|>[", "]<|tool_call_end|>"), _CHATML_OPENING),
         {
             "one": Case(
                 '<|tool_call_start|>[get_weather(city="Paris", days=3)]<|tool_call_end|>I look.', text="I look."
@@ -774,7 +941,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo 3": Family(
         "olmo3",
-        _template(_CHATML, "<function_calls>", _CHATML_OPENING),
+        template_of(_CHATML, _python("<function_calls>\n", "\n</function_calls>", between="\n"), _CHATML_OPENING),
         {
             "one": Case("<function_calls>\nget_weather(city='Paris', days=3)\n</function_calls>"),
             "two": Case("<function_calls>get_weather(city='Paris', days=3)\nnow()</function_calls>", (PARIS, NOW)),
