@@ -115,7 +115,7 @@ _HEADS: Final = (
     rf"(?:{_ROLE}(?:<\|channel\|>[^<]{{0,64}}?)?|<\|channel\|>[^<]{{0,64}}?)\s?\b(?P<call>to=)"
     rf"|(?:{_ROLE}(?:{_CHANNEL_HEAD})?|{_CHANNEL_HEAD})<\|message\|>"
 )
-_K3_ENDS: Final = ("<|close|>response<|sep|>", "<|close|>message<|sep|>")
+_K3_END: Final = "<|close|>response<|sep|>"
 _FAMILIES: Final = (
     _Family(
         "gpt_oss",
@@ -159,7 +159,7 @@ _FAMILIES: Final = (
             ("<|open|>think<|sep|>",),
             ("<|close|>think<|sep|>",),
             ("<|open|>response<|sep|>",),
-            tuple(map("".join, (_K3_ENDS, *zip(_K3_ENDS, strict=True)))),
+            (f"{_K3_END}<|close|>message<|sep|>", _K3_END, "<|close|>message<|sep|>"),
         ),
         ("<|open|>", "<|close|>", "<|sep|>"),
     ),

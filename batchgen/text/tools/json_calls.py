@@ -161,8 +161,8 @@ def _known(written: str, functions: Schemas) -> str:
     Raises:
         CallError: it is none, or may be several.
     """
-    core = written.removeprefix("functions").lstrip("._:/-") if re.match(r"functions[._:/-]", written) else written
-    found = {name for each in (written, core) for name in (each, re.sub(r"[._:/-]\d+$", "", each)) if name in functions}
+    names = (written, re.sub(r"^functions[._:/-]+", "", written))
+    found = {each for name in names for each in (name, re.sub(r"[._:/-]\d+$", "", name)) if each in functions}
     if len(found) != 1:
         raise CallError(f"{written[:60]!r} names {'several' if found else 'none'} of the row's functions")
     return found.pop()
@@ -173,14 +173,12 @@ class NamedCalls(ToolFormat):
     """Calls whose name is in front of a JSON object of arguments.
 
     Attributes:
-        begin: text in front of the name.
         middle: text between the name and the arguments.
         end: text behind the arguments.
         pattern: regular expression of what is in front of the arguments, with the groups `name`, or `near` where only
             the row's functions can tell the name, and `id` if the model writes ids.
     """
 
-    begin: str = ""
     middle: str = ""
     end: str = ""
     pattern: str = ""
