@@ -115,6 +115,7 @@ _HEADS: Final = (
     rf"(?:{_ROLE}(?:<\|channel\|>[^<]{{0,64}}?)?|<\|channel\|>[^<]{{0,64}}?)\s?\b(?P<call>to=)"
     rf"|(?:{_ROLE}(?:{_CHANNEL_HEAD})?|{_CHANNEL_HEAD})<\|message\|>"
 )
+_K3_TAGS: Final = ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), ("<|open|>response<|sep|>",)
 _K3_END: Final = "<|close|>response<|sep|>"
 _FAMILIES: Final = (
     _Family(
@@ -155,11 +156,7 @@ _FAMILIES: Final = (
     _Family(
         "kimi_k3",
         ReasoningFormat(
-            "kimi_k3",
-            ("<|open|>think<|sep|>",),
-            ("<|close|>think<|sep|>",),
-            ("<|open|>response<|sep|>",),
-            (f"{_K3_END}<|close|>message<|sep|>", _K3_END, "<|close|>message<|sep|>"),
+            "kimi_k3", *_K3_TAGS, (f"{_K3_END}<|close|>message<|sep|>", _K3_END, "<|close|>message<|sep|>")
         ),
         ("<|open|>", "<|close|>", "<|sep|>"),
     ),

@@ -250,8 +250,8 @@ class ReasoningState:
             self._trail += window[self._release(found.start()) : found.start()]
             self._held.clear()
         elif form.header is not None and self._held and self._held[0][0] in self.parser.tokenizer.special_ids:
-            texts = (*form.markers, *(f"{form.header}{each}" for each in (*form.starts, *form.answers, *form.calls)))
-            if any(text.startswith(window) for text in texts):
+            rest = window.removeprefix(form.header)
+            if any(text.startswith(rest) for text in (*form.markers, form.header)):
                 self._held.clear()
         self._release(len(window))
         return self._take()
@@ -279,35 +279,39 @@ class ReasoningState:
             self._settle()
 
     def _begin(self, found: regex.Match[str], window: str) -> None:
-        """Go on behind a marker that is found in the text of the held tokens."""
-        in_answer, channels = self.part == "answer", self._form.header is not None
-        kind = found.lastgroup or "answer"
-        if kind in ("call", "body"):
-            self._begin_call(*found.span(), in_head=kind == "call")
-            return
+        """Begin the part behind a marker that is found in the text of the held tokens."""
+        kind, channels, in_answer = found.lastgroup or "answer", self._form.header is not None, self.part == "answer"
         if in_answer and not channels and window[: found.start()].strip():
             self._settle()  # the answer has begun in the token that the marker begins in
             return
         at = self._release(found.start())
-        before = window[at : found.start()]
+        self._marked |= self._blank
+        self._in_head = kind == "call"
+        if kind in ("call", "body"):  # a call's head is a part of the answer
+            self.part = "answer"
+            self._release(found.end() - at)
+            self._settle()
+            self._live = self._find_live()
+            return
         if self.part == "thoughts":
-            self._thoughts[-1][1][1] = before
-        elif before.strip():
+            self._thoughts[-1][1][1] = window[at : found.start()]
+        elif window[at : found.start()].strip():
             self._add(self._held[0][0])
         last = 0
         while at < found.end():
             last, text = self._held.pop(0)
             at += len(text)
         rest = window[found.end() : at]
-        self._enter(kind, rest if rest.strip() else "", last)
-
-    def _begin_call(self, begin: int, end: int, *, in_head: bool) -> None:
-        """Make what is found of a call's head, or its end, a part of the answer."""
-        self._release(begin)
-        self._in_head, self.part = in_head, "answer"
-        self._marked |= self._blank
-        self._release(end)
-        self._settle()
+        if kind == "thoughts":
+            self.part, self.begun = "thoughts", True
+            self._thoughts.append(([], [rest if rest.strip() else "", ""]))
+        else:
+            self.part = "header" if kind == "end" and channels else "answer"
+            self._wrapped |= kind == "answer"
+            if channels and rest.strip():
+                self._add(last)
+            elif rest.strip():
+                self._lead, self._blank = self._lead + rest, False
         self._live = self._find_live()
 
     def _release(self, end: int) -> int:
@@ -335,23 +339,6 @@ class ReasoningState:
             if self._blank and self._live is not None and not self.parser.blank(token):
                 self._blank = False
                 self._live = self._find_live()
-
-    def _enter(self, kind: str, rest: str, last: int) -> None:
-        """Begin the part behind a marker, whose last token also has the characters `rest`."""
-        channels = self._form.header is not None
-        self._marked |= self._blank
-        self._in_head = False
-        if kind == "thoughts":
-            self.part, self.begun = "thoughts", True
-            self._thoughts.append(([], [rest, ""]))
-        else:
-            self.part = "header" if kind == "end" and channels else "answer"
-            self._wrapped |= kind == "answer"
-            if channels and rest:
-                self._add(last)
-            elif rest:
-                self._lead, self._blank = self._lead + rest, False
-        self._live = self._find_live()
 
     def reasoning(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
         """The thoughts so far, without blanks around them; None if there are none. Stretches are on separate lines."""

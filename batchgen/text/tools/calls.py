@@ -91,11 +91,10 @@ class ToolFormat(ABC):
         found = self.find(text, schemas)
         pattern = self.mark or "|".join(re.escape(each[0]) for each in map(_TAG.match, self._fronts) if each)
         marks = list(re.finditer(pattern, text)) if pattern else []
-        begins, alone = [span.begin for span in found], []
+        ends, alone = [span.end for span in found], []
         for mark, following in zip(marks, [*(each.start() for each in marks[1:]), len(text)], strict=False):
-            at = bisect_right(begins, mark.start())
-            inside = at > 0 and mark.start() < found[at - 1].end
-            if not inside and following < (begins[at] if at < len(found) else len(text) + 1):
+            at = bisect_right(ends, mark.start())
+            if at == len(ends) or found[at].begin > following:
                 alone.append(Span(mark.start(), mark.end(), error=f"no call that can be read follows {mark[0][:60]!r}"))
         return sorted([*found, *alone], key=lambda span: span.begin) if alone else found
 

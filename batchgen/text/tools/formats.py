@@ -119,7 +119,8 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         mark=r"(?:^\s?|<\|(?:start|channel)\|>[^<]{0,64}?)\bto=",
         begin="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
-        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}to=(?:functions\.(?P<name>[\w.-]+)|(?P<near>[\w.:/-]+))"
+        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}"
+        r"to=(?:functions\.(?P<name>[\w.-]+)|(?P<near>[\w.:/-]+))"
         r"(?:<\|channel\|>\w{1,20})?\s{0,2}(?:<\|constrain\|>)?\s{0,2}\w{0,20}\s{0,2}<\|message\|>",
     ),
     "glm45": _GLM45,

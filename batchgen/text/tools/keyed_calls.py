@@ -27,16 +27,7 @@ from batchgen.text.tools.calls import (
     sequence,
     skip_blanks,
 )
-from batchgen.text.tools.values import (
-    LITERALS,
-    Literals,
-    Values,
-    key_text,
-    property_schemas,
-    resolved,
-    typed,
-    types_of,
-)
+from batchgen.text.tools.values import LITERALS, Literals, Values, key_text, property_schemas, resolved, typed, types_of
 
 _KEYWORDS_OF_OBJECTS: Final = (
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
@@ -161,15 +152,8 @@ class TagCalls(ToolFormat):
     ) -> tuple[str, int]:
         """The text of a value, and where its argument ends, also where the text that closes it is left out.
 
-        Then the next argument or the end of the call ends it. In the middle of a line, and where that argument is given
-        behind the value, they are a part of it.
-
-        Args:
-            text: the output.
-            start: what is in front of the value.
-            lines: whether the call has its arguments on lines.
-            known: names of the function's arguments.
-            found: names of the arguments so far.
+        Then the next argument or the end of the call ends it. They are a part of the value in the middle of a line, if
+        the call has its arguments on `lines`, and if that argument is given before or behind it.
 
         Raises:
             CallError: the value has no end, or what looks like an argument may be one or a part of the value.

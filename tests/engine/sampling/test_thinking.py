@@ -114,7 +114,7 @@ def test_a_token_that_a_marker_and_the_grammar_begin_with_is_the_answers(model: 
 
 
 def test_blank_lines_of_the_template_may_be_in_front_of_a_constrained_answer(model: ReasoningParser) -> None:
-    """As many as the family's template writes there; they are no part of the answer, which the grammar begins."""
+    """As many as the family's template writes there; the answer and its grammar begin behind them."""
     tokenizer, gap = model.tokenizer, model.format.gap
     ((line,),) = tokenizer.encode_plain(["\n"])
     params = SamplingParams(separate_reasoning=True, json_schema='{"type": "integer"}')
