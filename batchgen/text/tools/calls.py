@@ -239,7 +239,10 @@ def arguments_of(value: Any) -> Mapping[str, Any]:
         CallError: they are something else.
     """
     if isinstance(value, str):
-        value = read_json_at(value, 0)[0] if value.strip() else {}
+        text = value.strip()
+        value, end = read_json_at(text, 0) if text else ({}, 0)
+        if end < len(text):
+            raise CallError("text follows the arguments")
     if value is None:
         return {}
     if not isinstance(value, dict):

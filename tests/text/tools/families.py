@@ -228,12 +228,25 @@ FAMILIES: dict[str, Family] = {
                 '<tool_call>{"name": "get_weather", '
                 '"arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 3}"}</tool_call>'
             ),
+            "text behind the arguments": Case(
+                '<tool_call>{"name": "now", "arguments": "{} is it"}</tool_call>',
+                (),
+                '<tool_call>{"name": "now", "arguments": "{} is it"}</tool_call>',
+                "follows the arguments",
+            ),
             "quoted": Case(
                 "The tag <tool_call> begins a call.", (), "The tag <tool_call> begins a call.", "cannot be read"
             ),
             "no name": Case(
                 '<tool_call>{"arguments": {}}</tool_call>', (), '<tool_call>{"arguments": {}}</tool_call>', "`name`"
             ),
+            "no key": Case(
+                '<tool_call>{"name": "now", "args": {"a": 1}}</tool_call>',
+                (),
+                '<tool_call>{"name": "now", "args": {"a": 1}}</tool_call>',
+                "`arguments` is needed",
+            ),
+            "only a name": Case('<tool_call>{"name": "now", "id": "a"}</tool_call>', (NOW,)),
             "a list": Case(
                 '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
                 (),
