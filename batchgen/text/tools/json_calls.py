@@ -136,10 +136,9 @@ def call_of(value: Any, key: str = "name") -> ToolCall:
     value = value.get("function", value) if isinstance(value, Mapping) else value
     if not isinstance(value, Mapping) or not isinstance(value.get(key), str):
         raise CallError(f"an object with `{key}` is needed")
-    names = [name for name in ("arguments", "parameters") if name in value]
-    if not names and not value.keys() <= {key, "id", "type", "tool_call_id"}:
+    given = next((value[name] for name in ("arguments", "parameters") if name in value), None)
+    if given is None and not value.keys() <= {key, "id", "type", "tool_call_id", "arguments", "parameters"}:
         raise CallError("an object with `arguments` is needed")
-    given = value[names[0]] if names else None
     written = value.get("id")
     return ToolCall(value[key], arguments_of(given), written if isinstance(written, str) else None)
 

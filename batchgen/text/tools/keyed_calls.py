@@ -159,18 +159,23 @@ class TagCalls(ToolFormat):
             CallError: the value has no end, or what looks like an argument may be one or a part of the value.
         """
         begin, close = start.end(), self._close(text, start)
-        if close is not None and "{}" in self.close:
-            return text[begin : close[0]], close[1]
         end = len(text) if close is None else close[0]
+        if close is not None:
+            value = text[begin:end]
+            if value.rstrip().endswith(text[slice(*close)]) and not value.lstrip().startswith(start[0]):
+                raise CallError("the end of a value is written twice")
+            if "{}" in self.close:
+                return value, close[1]
         for part in islice(self._parts.finditer(text, begin, end), _MAX_PARTS):
-            at_line = text[begin : part.start()].rstrip(" \t").endswith("\n")
+            before = text[begin : part.start()].rstrip(" \t")
+            at_line = not before or before.endswith("\n")
             if part["finish"] is not None:
                 splits = self._may_follow(text, part.end())
             else:
                 key = part["key"].strip()
                 rest = takewhile(lambda each: each["finish"] is None, self._parts.finditer(text, end))
                 splits = key in known and key not in found and all(each["key"].strip() != key for each in rest)
-                if at_line and key not in known:
+                if at_line and (key not in known or key == start["key"].strip()):
                     raise CallError(f"{part[0][:60]!r} inside a value may begin an argument")
             if splits and (at_line or not lines):
                 value = text[begin : part.start()].removesuffix("\n")

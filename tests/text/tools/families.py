@@ -129,6 +129,9 @@ def _of_tags(begin: str, key: str, close: str, end: str, name: str = "get_weathe
         "a close left out, and a call": Case(
             left_out + call(("city", "Oslo"), name="now"), (PARIS, ("now", {"city": "Oslo"}))
         ),
+        "a doubled close": error(one[:first] + ends[0] + one[first:]),
+        "a doubled opening": error(call(("city", f"{key.format('city')}Paris"), days)),
+        "an empty value": Case(call(("city", ""), days), (("get_weather", {"city": "", "days": 3}),)),
         "text behind a value": error(one[:first] + ends[0] + "and" + one[first + len(ends[0]) :]),
         "a mark in a value": Case(call(("city", quoted), days), (("get_weather", {"city": quoted, "days": 3}),)),
         "a mark in a last value": Case(call(days, ("city", quoted)), (("get_weather", {"city": quoted, "days": 3}),)),
