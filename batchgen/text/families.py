@@ -108,7 +108,8 @@ _HEADS: Final = (
     rf"(?:{_ROLE}(?:<\|channel\|>[^<]{{0,64}}?)?|<\|channel\|>[^<]{{0,64}}?)\s?\b(?P<call>to=)"
     rf"|(?:{_ROLE}(?:{_CHANNEL_HEAD})?|{_CHANNEL_HEAD})<\|message\|>"
 )
-_K3_ENDS: Final = ("<|close|>response<|sep|>", "<|close|>message<|sep|>")
+_K3_TAGS: Final = ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), ("<|open|>response<|sep|>",)
+_K3_END: Final = "<|close|>response<|sep|>"
 _FAMILIES: Final = (
     _Family(
         "gpt_oss",
@@ -148,11 +149,7 @@ _FAMILIES: Final = (
     _Family(
         "kimi_k3",
         ReasoningFormat(
-            "kimi_k3",
-            ("<|open|>think<|sep|>",),
-            ("<|close|>think<|sep|>",),
-            ("<|open|>response<|sep|>",),
-            tuple(map("".join, (_K3_ENDS, *zip(_K3_ENDS, strict=True)))),
+            "kimi_k3", *_K3_TAGS, (f"{_K3_END}<|close|>message<|sep|>", _K3_END, "<|close|>message<|sep|>")
         ),
         ("<|open|>", "<|close|>", "<|sep|>"),
     ),

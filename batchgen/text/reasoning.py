@@ -134,18 +134,15 @@ def _last(text: str, markers: Sequence[str]) -> int:
     return max((at + len(marker) for marker in markers if (at := text.rfind(marker)) >= 0), default=-1)
 
 
-_NO_MARKER: Final = "\0"
-"""In place of the text of a token, where markers are found by their ids."""
-
-
 @lru_cache(maxsize=64)
 def _tags(
     ends: tuple[str, ...], starts: tuple[str, ...], answers: tuple[str, ...], closers: tuple[str, ...]
 ) -> regex.Pattern[str] | None:
     """Pattern of these markers, in groups by what they begin. What ends the answer never matches in full."""
-    texts = {"end": ends, "thoughts": starts, "answer": answers}
+    texts = {"end": ends, "thoughts": starts, "answer": answers, "closer": closers}
     found = [f"(?P<{name}>{'|'.join(map(regex.escape, each))})" for name, each in texts.items() if each]
-    found += [rf"(?:{'|'.join(map(regex.escape, closers))})\s{{0,256}}(?!)"] if closers else []
+    if closers:
+        found[-1] = rf"\s{{0,256}}{found[-1]}\s{{0,256}}(?!)"
     return regex.compile("|".join(found)) if found else None
 
 
@@ -179,8 +176,8 @@ class ReasoningState:
         """Whether the answer has no text but blanks yet."""
         self._marked = inside
         """Whether the answer is behind a marker, with blanks that belong to it."""
-        self._wrapped = self._closed = False
-        """Whether a marker has begun the answer, and whether one has ended it."""
+        self._wrapped = False
+        """Whether a marker has begun the answer, and so one may end it."""
         self._in_head = False
         """Whether the tokens are those of the head of a call."""
         self._thoughts: list[tuple[list[int], list[str]]] = [([], ["", ""])] if inside else []
@@ -220,9 +217,9 @@ class ReasoningState:
         elif self._shown is not None:
             self._held.append((token, self._shown.append(token)))
             self._search()
-        elif token in self.parser.marker_ids or self._held:
-            blank = " " if self.parser.blank(token) else _NO_MARKER
-            self._held.append((token, self.parser.marker_ids.get(token, blank)))
+        elif token in self.parser.marker_ids or self._held or (self._wrapped and self.parser.blank(token)):
+            other = " " if self.parser.blank(token) else "\0"  # what is in place of its text
+            self._held.append((token, self.parser.marker_ids.get(token, other)))
             self._search()
         else:
             self._add(token)
@@ -259,10 +256,9 @@ class ReasoningState:
         if found is not None and found.partial and window[found.start() :].strip() in form.closers:
             self._trail += window[self._release(found.start()) : found.start()]
             self._held.clear()
-            self._closed = True
         elif form.header is not None and self._held and self._held[0][0] in self.parser.tokenizer.special_ids:
-            texts = (*form.markers, *(f"{form.header}{each}" for each in (*form.starts, *form.answers, *form.calls)))
-            if any(text.startswith(window) for text in texts):
+            rest = window.removeprefix(form.header)
+            if any(text.startswith(rest) for text in (*form.markers, form.header)):
                 self._held.clear()
         self._release(len(window))
         return self._take()
@@ -290,36 +286,39 @@ class ReasoningState:
             self._settle()
 
     def _begin(self, found: regex.Match[str], window: str) -> None:
-        """Go on behind a marker that is found in the text of the held tokens."""
-        in_answer, channels = self.part == "answer", self._form.header is not None
-        groups = found.groupdict()
-        kind = next((name for name in ("call", "body", "end", "thoughts") if groups.get(name)), "answer")
-        if kind in ("call", "body"):
-            self._begin_call(found, in_head=kind == "call")
-            return
+        """Begin the part behind a marker that is found in the text of the held tokens."""
+        kind, channels, in_answer = found.lastgroup or "answer", self._form.header is not None, self.part == "answer"
         if in_answer and not channels and window[: found.start()].strip():
             self._settle()  # the answer has begun in the token that the marker begins in
             return
         at = self._release(found.start())
-        before = window[at : found.start()]
+        self._marked |= self._blank
+        self._in_head = kind == "call"
+        if kind in ("call", "body"):  # a call's head is a part of the answer
+            self.part = "answer"
+            self._release(found.end() - at)
+            self._settle()
+            self._live = self._find_live()
+            return
         if self.part == "thoughts":
-            self._thoughts[-1][1][1] = before
-        elif before.strip():
+            self._thoughts[-1][1][1] = window[at : found.start()]
+        elif window[at : found.start()].strip():
             self._add(self._held[0][0])
         last = 0
         while at < found.end():
             last, text = self._held.pop(0)
             at += len(text)
         rest = window[found.end() : at]
-        self._enter(kind, rest if rest.strip() else "", last)
-
-    def _begin_call(self, found: regex.Match[str], *, in_head: bool) -> None:
-        """Make what is found of a call's head, or its end, a part of the answer."""
-        self._release(found.start())
-        self._in_head, self.part = in_head, "answer"
-        self._marked |= self._blank
-        self._release(found.end())
-        self._settle()
+        if kind == "thoughts":
+            self.part, self.begun = "thoughts", True
+            self._thoughts.append(([], [rest if rest.strip() else "", ""]))
+        else:
+            self.part = "header" if kind == "end" and channels else "answer"
+            self._wrapped |= kind == "answer"
+            if channels and rest.strip():
+                self._add(last)
+            elif rest.strip():
+                self._lead, self._blank = self._lead + rest, False
         self._live = self._find_live()
 
     def _release(self, end: int) -> int:
@@ -348,23 +347,6 @@ class ReasoningState:
                 self._blank = False
                 self._live = self._find_live()
 
-    def _enter(self, kind: str, rest: str, last: int) -> None:
-        """Begin the part behind a marker, whose last token also has the characters `rest`."""
-        channels = self._form.header is not None
-        self._marked |= self._blank
-        self._in_head = False
-        if kind == "thoughts":
-            self.part, self.begun = "thoughts", True
-            self._thoughts.append(([], [rest, ""]))
-        else:
-            self.part = "header" if kind == "end" and channels else "answer"
-            self._wrapped |= kind == "answer"
-            if channels and rest:
-                self._add(last)
-            elif rest:
-                self._lead, self._blank = self._lead + rest, False
-        self._live = self._find_live()
-
     def reasoning(self, *, skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str | None:
         """The thoughts so far, without blanks around them; None if there are none. Stretches are on separate lines."""
         options = skip_special_tokens, spaces_between_special_tokens
@@ -385,10 +367,9 @@ class ReasoningState:
         return self._trail
 
     def answer(self, text: str, *, cut: bool = False) -> str:
-        """The answer whose tokens have this text: without the blanks behind the thoughts, and in front of a closer.
+        """The answer whose tokens have this text, without the blanks behind the thoughts.
 
         `cut`: the text does not go on to the answer's end.
         """
         text = f"{self._lead}{text}{'' if cut else self._trail}"
-        text = text.lstrip() if self._marked else text
-        return text.rstrip() if self._closed else text
+        return text.lstrip() if self._marked else text

@@ -98,9 +98,7 @@ class StopState:
         self._followed = 0
         """Number of tokens that `thoughts` has received."""
         self._blanks: str | None = ""
-        """Blanks that `next_output_text` holds back at the beginning of the answer; None behind them."""
-        self._held = ""
-        """Blanks that it holds back because a marker that ends the answer may follow."""
+        """Blanks at the beginning of the answer that `next_output_text` holds back; None behind them."""
         self.output_ids: list[int] = []
         """[C] token ids so far, including the one that stopped the sample."""
         self.event: StopEvent | None = None
@@ -184,15 +182,9 @@ class StopState:
         if self._params.tool_calls is not None:
             return ""  # any of it may turn out to be a call
         text = self._search.next_output_text()
-        if not self._separates:
+        if not self._separates or self._blanks is None:
             return text
         assert self._thoughts is not None
-        if self._thoughts.parser.format.closers:
-            text = self._held + text
-            self._held = text[len(text.rstrip()) :]
-            text = text.rstrip()
-        if self._blanks is None:
-            return text
         text = self._blanks + text
         if not text.strip():
             self._blanks = text

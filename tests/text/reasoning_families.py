@@ -218,6 +218,29 @@ FAMILIES: dict[str, Family] = {
         _TAGS,
         ("<|im_assistant|>", "<|im_user|>", "<|im_middle|>"),
     ),
+    "kimi_k3": Family(
+        "kimi_k3",
+        _turns("<|open|>{{ m.role }}<|sep|>{{ m.content }}<|close|>message<|sep|>", ""),
+        {
+            "thoughts": Case(
+                f"<|open|>think<|sep|>{THOUGHTS}<|close|>think<|sep|><|open|>response<|sep|>{ANSWER}"
+                "<|close|>response<|sep|><|close|>message<|sep|>"
+            ),
+            "unfinished": Case(f"<|open|>think<|sep|>{THOUGHTS}", THOUGHTS, ""),
+            "cut": Case(f"<|open|>think<|sep|>{THOUGHTS}<|close|>think<|sep|><|open|>response<|sep|>{ANSWER}"),
+            "no response": Case(f"<|open|>think<|sep|>{THOUGHTS}<|close|>think<|sep|>{ANSWER}"),
+            "none": Case(f"<|open|>response<|sep|>{ANSWER}<|close|>response<|sep|>", None),
+        },
+        (),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    "minimax_m3": Family(
+        "minimax_m3",
+        _turns("]~b]{{ m.role }}\n{{ m.content }}[e~[\n", "]~b]ai\n"),
+        {"thoughts": Case(f"<mm:think>{THOUGHTS}</mm:think>{ANSWER}"), "none": Case(ANSWER, None)},
+        ("<mm:think>", "</mm:think>"),
+        ("]~b]", "[e~["),
+    ),
     "minimax_m2": _by_template(
         "minimax_m2",
         "]~b]{{ m.role }}\n{{ m.content.split('</think>')[-1] }}[e~[\n",

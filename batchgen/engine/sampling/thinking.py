@@ -45,6 +45,8 @@ class ThinkingMask:
         """Tokens to write next."""
         self._given = 0
         """Number of the answer's tokens that the grammar has received."""
+        self._led = False
+        """Whether it has received the answer's characters in the token of a marker."""
         self._calls = grammar is not None and grammar.constraint.kind == "tool_choice"
         """Whether the answer must call a tool."""
         self._routes: tuple[tuple[int, ...], ...] = ()
@@ -145,8 +147,9 @@ class ThinkingMask:
         grammar, state = self._grammar, self._state
         assert grammar is not None
         ended = False
-        if state.lead and not self._given:
+        if state.lead and not self._led:
             grammar.accept_text(state.lead)
+            self._led, self._gap = True, ""
         for token in state.answer_ids[self._given :]:
             ended, self._gap = grammar.accept(token), ""
         self._given = len(state.answer_ids)

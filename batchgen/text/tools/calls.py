@@ -19,6 +19,8 @@ Schemas = Mapping[str, Any]
 """Name of a function -> the schemas of its arguments by their names; a format may need none, or only the functions."""
 
 _NAME: Final = re.compile(r"[\w.:/-]+", re.ASCII)
+_TAG: Final = re.compile(r"[<\[\]](?:\[>|[^{>])+>?")
+"""A first tag, up to a name in it."""
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of the arguments of a function without parameters."""
 
@@ -63,7 +65,9 @@ class ToolFormat(ABC):
     """How models of a family write calls.
 
     Attributes:
-        mark: regular expression of what models write in front of calls only: an error where no call follows.
+        begin: text in front of a call, in some formats with `{}` for the name.
+        mark: regular expression of what is in front of calls only, an error where no call follows; none: the first tags
+            of `around` and `begin`.
         ends: special tokens that end an output behind its calls.
         needs: what `spans` must know of the row's functions.
         around: texts in front of all calls and behind them, which the row's text does not have.
@@ -72,6 +76,7 @@ class ToolFormat(ABC):
         whole: whether calls in their usual form are the whole output.
     """
 
+    begin: str = ""
     mark: str = ""
     ends: tuple[str, ...] = ()
     needs: Literal["nothing", "functions", "arguments"] = "nothing"
@@ -92,14 +97,19 @@ class ToolFormat(ABC):
     def spans(self, text: str, schemas: Schemas) -> list[Span]:
         """As `find`, and marks that no call follows."""
         found = self.find(text, schemas)
-        marks = list(re.finditer(self.mark, text)) if self.mark else []
-        begins, alone = [span.begin for span in found], []
+        pattern = self.mark or "|".join(re.escape(each[0]) for each in map(_TAG.match, self._fronts) if each)
+        marks = list(re.finditer(pattern, text)) if pattern else []
+        ends, alone = [span.end for span in found], []
         for mark, following in zip(marks, [*(each.start() for each in marks[1:]), len(text)], strict=False):
-            at = bisect_right(begins, mark.start())
-            inside = at > 0 and mark.start() < found[at - 1].end
-            if not inside and following < (begins[at] if at < len(found) else len(text) + 1):
+            at = bisect_right(ends, mark.start())
+            if at == len(ends) or found[at].begin > following:
                 alone.append(Span(mark.start(), mark.end(), error=f"no call that can be read follows {mark[0][:60]!r}"))
         return sorted([*found, *alone], key=lambda span: span.begin) if alone else found
+
+    @property
+    def _fronts(self) -> tuple[str, ...]:
+        """Texts that begin with a tag which is in front of calls only."""
+        return self.around[0], self.begin
 
     @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -238,7 +248,10 @@ def arguments_of(value: Any) -> Mapping[str, Any]:
         CallError: they are something else.
     """
     if isinstance(value, str):
-        value = read_json_at(value, 0)[0] if value.strip() else {}
+        text = value.strip()
+        value, end = read_json_at(text, 0) if text else ({}, 0)
+        if end < len(text):
+            raise CallError("text follows the arguments")
     if value is None:
         return {}
     if not isinstance(value, dict):

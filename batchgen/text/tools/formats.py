@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -44,8 +43,6 @@ class FirstOf(ToolFormat):
 
 _HERMES: Final = JsonCalls(begins=("<tool_call>\n", "<tool_call>"), end="\n</tool_call>", separator="\n")
 _FUNCTION_TAGS: Final = TagCalls(
-    mark="<tool_call>|<function=",
-    needs="arguments",
     wrap=("<tool_call>\n", "\n</tool_call>"),
     begin="<function={}>\n",
     key="<parameter={}>\n",
@@ -58,7 +55,6 @@ _M3: Final = "]<]minimax[>["
 """In front of each tag of MiniMax M3."""
 _DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_V31: Final = NamedCalls(
-    mark="<｜tool▁calls?▁begin｜>",
     needs="functions",
     around=_DEEPSEEK,
     begin="<｜tool▁call▁begin｜>",
@@ -71,15 +67,12 @@ _DEEPSEEK_V31: Final = NamedCalls(
 _MISTRAL_LIST: Final = JsonCalls(begins=("[TOOL_CALLS]",), listed=True, id_length=9)
 _MISTRAL_NAMED: Final = NamedCalls(
     id_length=9,
-    mark=r"\[TOOL_CALLS\]",
     begin="[TOOL_CALLS]",
     middle="[ARGS]",
     pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\s*\[ARGS\])?\s*(?=\{)",
 )
 _GLM45: Final = TagCalls(
-    mark="<tool_call>",
     ends=("<|observation|>",),
-    needs="arguments",
     begin="<tool_call>{}\n",
     key="<arg_key>{}</arg_key>\n<arg_value>",
     close="</arg_value>\n",
@@ -89,7 +82,6 @@ _GLM45: Final = TagCalls(
 _DSML: Final = TagCalls(
     mark="<｜DSML｜",
     around=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-    needs="arguments",
     begin='<｜DSML｜invoke name="{}">\n',
     key='<｜DSML｜parameter name="{}" string="{string}">',
     close="</｜DSML｜parameter>\n",
@@ -132,7 +124,8 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         mark=r"(?:^\s?|<\|(?:start|channel)\|>[^<]{0,64}?)\bto=",
         begin="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
-        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}to=(?:functions\.(?P<name>[\w.-]+)|(?P<near>[\w.:/-]+))"
+        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}"
+        r"to=(?:functions\.(?P<name>[\w.-]+)|(?P<near>[\w.:/-]+))"
         r"(?:<\|channel\|>\w{1,20})?\s{0,2}(?:<\|constrain\|>)?\s{0,2}\w{0,20}\s{0,2}<\|message\|>",
     ),
     "glm45": _GLM45,
@@ -141,7 +134,6 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     ),
     "kimi_k2": NamedCalls(
         needs="functions",
-        mark=r"<\|tool_calls_section_begin\|>|<\|tool_call_begin\|>",
         around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         begin="<|tool_call_begin|>functions.",
         middle="<|tool_call_argument_begin|>",
@@ -150,12 +142,9 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         pattern=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w./-]+):\d+|(?P<near>[^\s<]{0,128}))\s*"
         r"<\|tool_call_argument_begin\|>",
     ),
-    "gemma4": GemmaCalls(
-        ends=("<|tool_response>",), mark=r"<\|tool_call>", begin="<|tool_call>call:", end="<tool_call|>", quote='<|"|>'
-    ),
+    "gemma4": GemmaCalls(ends=("<|tool_response>",), begin="<|tool_call>call:", end="<tool_call|>", quote='<|"|>'),
     "functiongemma": GemmaCalls(
         ends=("<start_function_response>",),
-        mark="<start_function_call>",
         begin="<start_function_call>call:",
         end="<end_function_call>",
         quote="<escape>",
@@ -170,8 +159,6 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         whole=True,
     ),
     "minimax_m2": TagCalls(
-        mark="<minimax:tool_call>|<invoke ",
-        needs="arguments",
         around=("<minimax:tool_call>\n", "</minimax:tool_call>"),
         begin='<invoke name="{}">\n',
         key='<parameter name="{}">',
@@ -179,8 +166,6 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         end="</invoke>\n",
     ),
     "minimax_m3": TagCalls(
-        mark=rf"{re.escape(_M3)}<(?:tool_call>|invoke\b)",
-        needs="arguments",
         around=(f"{_M3}<tool_call>\n", f"\n{_M3}</tool_call>"),
         separator="\n",
         begin=_M3 + '<invoke name="{}">',
@@ -192,7 +177,6 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     "deepseek_v4": replace(_DSML, around=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>")),
     "kimi_k3": TagCalls(
         mark=r"<\|open\|>(?:tools|call|argument)\b",
-        needs="arguments",
         around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
         begin='<|open|>call tool="{}" index="{number}"<|sep|>',
         key='<|open|>argument key="{}" type="{type}"<|sep|>',
@@ -201,8 +185,6 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         extra=r"(?:<\|close\|>response<\|sep\|>\s*)?(?:<\|open\|>tools<\|sep\|>\s*)?",
     ),
     "step3": TagCalls(
-        mark="<｜tool_calls?_begin｜>|<steptml:invoke",
-        needs="arguments",
         around=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
         wrap=("<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>\n"),
         begin='<steptml:invoke name="{}">\n',
@@ -215,12 +197,9 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         middle=">",
         end="</function>",
         pattern=r"<function=(?P<name>[\w.:/-]+)>",
-        mark="<function=",
     ),
     "hunyuan": _listed("<tool_calls>", "</tool_calls>"),
     "seed_oss": TagCalls(
-        mark="<seed:tool_call>|<function=",
-        needs="arguments",
         wrap=("<seed:tool_call>\n", "\n</seed:tool_call>"),
         begin="<function={}>\n",
         key="<parameter={}>",

@@ -139,6 +139,8 @@ def call_of(value: Any, key: str = "name") -> ToolCall:
     if not isinstance(value, Mapping) or not isinstance(value.get(key), str):
         raise CallError(f"an object with `{key}` is needed")
     given = next((value[name] for name in ("arguments", "parameters") if name in value), None)
+    if given is None and not value.keys() <= {key, "id", "type", "tool_call_id", "arguments", "parameters"}:
+        raise CallError("an object with `arguments` is needed")
     written = value.get("id")
     return ToolCall(value[key], arguments_of(given), written if isinstance(written, str) else None)
 
@@ -163,8 +165,8 @@ def _known(written: str, functions: Schemas) -> str:
     Raises:
         CallError: it is none, or may be several.
     """
-    core = written.removeprefix("functions").lstrip("._:/-") if re.match(r"functions[._:/-]", written) else written
-    found = {name for each in (written, core) for name in (each, re.sub(r"[._:/-]\d+$", "", each)) if name in functions}
+    names = (written, re.sub(r"^functions[._:/-]+", "", written))
+    found = {each for name in names for each in (name, re.sub(r"[._:/-]\d+$", "", name)) if each in functions}
     if len(found) != 1:
         raise CallError(f"{written[:60]!r} names {'several' if found else 'none'} of the row's functions")
     return found.pop()
@@ -175,14 +177,12 @@ class NamedCalls(ToolFormat):
     """Calls whose name is in front of a JSON object of arguments.
 
     Attributes:
-        begin: text in front of the name.
         middle: text between the name and the arguments.
         end: text behind the arguments.
         pattern: regular expression of what is in front of the arguments, with the groups `name`, or `near` where only
             the row's functions can tell the name, and `id` if the model writes ids.
     """
 
-    begin: str = ""
     middle: str = ""
     end: str = ""
     pattern: str = ""

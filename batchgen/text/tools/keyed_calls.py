@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice, takewhile
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.tools.calls import (
@@ -27,16 +27,7 @@ from batchgen.text.tools.calls import (
     sequence,
     skip_blanks,
 )
-from batchgen.text.tools.values import (
-    LITERALS,
-    Literals,
-    Values,
-    key_text,
-    property_schemas,
-    resolved,
-    typed,
-    types_of,
-)
+from batchgen.text.tools.values import LITERALS, Literals, Values, key_text, property_schemas, resolved, typed, types_of
 
 _KEYWORDS_OF_OBJECTS: Final = (
     "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
@@ -45,7 +36,7 @@ _KEYWORDS_OF_OBJECTS: Final = (
 RAW_STRING: Final = "raw_string"
 """Type of a part that is a string without quotes and escapes; the grammar compiler has none of this type."""
 _MAX_PARTS: Final = 256
-"""Most texts inside a value that are looked at as beginnings of arguments."""
+"""Most texts inside a value that are looked at as its end, or as the beginning of an argument."""
 _CALL: Final = re.compile(r"[\s,;]*([A-Za-z_][\w.-]*)\s*\(")
 
 
@@ -97,21 +88,24 @@ class TagCalls(ToolFormat):
 
     Attributes:
         wrap: texts in front of a call and behind it; they may be missing.
-        begin: text of a call's beginning.
         key: text in front of a value, perhaps with `{string}` (whether it is a string) or `{type}`.
         close: text behind a value, perhaps with `{}`: then values may have tags inside.
         end: text of a call's end.
         extra: regular expression of what may be in front of a call, too.
     """
 
+    needs: Literal["nothing", "functions", "arguments"] = "arguments"
     wrap: tuple[str, str] = ("", "")
-    begin: str = ""
     key: str = ""
     close: str = ""
     end: str = ""
     extra: str = ""
     padded: bool = False
     """Whether there is a line break in front of and behind each value."""
+
+    @property
+    def _fronts(self) -> tuple[str, ...]:
+        return *super()._fronts, self.wrap[0]
 
     @cached_property
     def _starts(self) -> re.Pattern[str]:
@@ -158,32 +152,30 @@ class TagCalls(ToolFormat):
     ) -> tuple[str, int]:
         """The text of a value, and where its argument ends, also where the text that closes it is left out.
 
-        Then the next argument or the end of the call ends it. In the middle of a line, and where that argument is given
-        behind the value, they are a part of it.
-
-        Args:
-            text: the output.
-            start: what is in front of the value.
-            lines: whether the call has its arguments on lines.
-            known: names of the function's arguments.
-            found: names of the arguments so far.
+        Then the next argument or the end of the call ends it. They are a part of the value in the middle of a line, if
+        the call has its arguments on `lines`, and if that argument is given before or behind it.
 
         Raises:
             CallError: the value has no end, or what looks like an argument may be one or a part of the value.
         """
         begin, close = start.end(), self._close(text, start)
-        if close is not None and "{}" in self.close:
-            return text[begin : close.start()], close.end()
-        end = len(text) if close is None else close.start()
+        end = len(text) if close is None else close[0]
+        if close is not None:
+            value = text[begin:end]
+            if value.rstrip().endswith(text[slice(*close)]) and not value.lstrip().startswith(start[0]):
+                raise CallError("the end of a value is written twice")
+            if "{}" in self.close:
+                return value, close[1]
         for part in islice(self._parts.finditer(text, begin, end), _MAX_PARTS):
-            at_line = text[begin : part.start()].rstrip(" \t").endswith("\n")
+            before = text[begin : part.start()].rstrip(" \t")
+            at_line = not before or before.endswith("\n")
             if part["finish"] is not None:
                 splits = self._may_follow(text, part.end())
             else:
                 key = part["key"].strip()
                 rest = takewhile(lambda each: each["finish"] is None, self._parts.finditer(text, end))
                 splits = key in known and key not in found and all(each["key"].strip() != key for each in rest)
-                if at_line and key not in known:
+                if at_line and (key not in known or key == start["key"].strip()):
                     raise CallError(f"{part[0][:60]!r} inside a value may begin an argument")
             if splits and (at_line or not lines):
                 value = text[begin : part.start()].removesuffix("\n")
@@ -192,16 +184,18 @@ class TagCalls(ToolFormat):
                 return value, part.start()
         if close is None:
             raise CallError("an argument or the end of the call is missing")
-        return text[begin:end], close.end()
+        return text[begin:end], close[1]
 
-    def _close(self, text: str, start: re.Match[str]) -> re.Match[str] | None:
-        """The end of a value, behind which is what may follow it; None if it is left out."""
-        close, at = self.close.strip().format(start["key"]), start.end()
-        # Without any end, the expression would look for it up to the text's end, in every call.
-        while (begin := text.find(close, at)) >= 0:
-            at = begin + len(close)
-            if self._parts.match(text, end := skip_blanks(text, at)) is not None or end == len(text):
-                return re.compile(re.escape(close)).match(text, begin)
+    def _close(self, text: str, start: re.Match[str]) -> tuple[int, int] | None:
+        """Where the end of a value begins and ends, behind which is what may follow it; None if it is left out."""
+        close, end = self.close.strip().format(start["key"]), start.end()
+        for _ in range(_MAX_PARTS):
+            begin = text.find(close, end)
+            end = begin + len(close)
+            if begin < 0:
+                break
+            if (at := skip_blanks(text, end)) == len(text) or self._parts.match(text, at) is not None:
+                return begin, end
         return None
 
     def _may_follow(self, text: str, at: int) -> bool:
@@ -218,8 +212,8 @@ class TagCalls(ToolFormat):
             close = self._close(text, part)
             if close is None:
                 raise CallError(f"the end of {part[0][:60]!r} is missing")
-            pairs.append((part["key"], text[part.end() : close.start()]))
-            at = skip_blanks(text, close.end())
+            pairs.append((part["key"], text[part.end() : close[0]]))
+            at = skip_blanks(text, close[1])
         if not pairs:
             return typed(text, schema)
         if at < len(text):
@@ -343,12 +337,10 @@ class GemmaCalls(ToolFormat):
     """Calls with bare keys and marked strings.
 
     Attributes:
-        begin: text in front of the name.
         end: text behind the arguments.
         quote: text around strings.
     """
 
-    begin: str = ""
     end: str = ""
     quote: str = ""
 

@@ -113,7 +113,7 @@ def typed(text: str, schema: Any) -> Any:
     stripped = text.strip()
     if _DIGITS.fullmatch(stripped) and types & {"integer", "number"} and "string" not in types:
         return int(stripped)
-    if stripped.startswith("+"):
+    if not types and stripped.startswith("+"):
         return text
     try:
         value, end = LITERALS.read(stripped, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ def test_a_token_that_a_marker_and_the_grammar_begin_with_is_the_answers(model: 
 
 
 def test_blank_lines_of_the_template_may_be_in_front_of_a_constrained_answer(model: ReasoningParser) -> None:
-    """As many as the family's template writes there; the grammar begins with the answer behind them."""
+    """As many as the family's template writes there; the answer and its grammar begin behind them."""
     tokenizer, gap = model.tokenizer, model.format.gap
     ((line,),) = tokenizer.encode_plain(["\n"])
     params = SamplingParams(separate_reasoning=True, json_schema='{"type": "integer"}')
@@ -138,3 +139,20 @@ def test_blank_lines_of_the_template_may_be_in_front_of_a_constrained_answer(mod
             assert mask.error is None
             assert mask.satisfied("12", state.answer_ids)
             assert state.answer(tokenizer.decode_output(state.answer_ids)) == "12"
+
+
+def test_the_grammar_receives_an_answers_characters_in_a_marker_once(tmp_path: Path) -> None:
+    family = FAMILIES["any other"]
+    save_tokenizer(tmp_path, "bytelevel", template=family.template, added=[">1"], special=family.special)
+    tokenizer = Tokenizer.load(tmp_path)
+    parser, params = reasoning_of(tokenizer, "auto"), SamplingParams(separate_reasoning=True, regex="123")
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    assert parser is not None
+    assert params.constraint is not None
+    grammars.prepare([params.constraint])
+    state = parser.start([])
+    mask = ThinkingMask(state, None, GrammarState(grammars, params, params.constraint))
+    for token in tokenizer.encode_plain(["<think>a</think>123"])[0]:
+        state.append(token)
+        mask.accept(token)
+    assert (mask.error, state.answer(tokenizer.decode_output(state.answer_ids))) == (None, "123")

@@ -170,6 +170,9 @@ def _of_tags(begin: str, key: str, close: str, end: str, name: str = "get_weathe
         "a close left out, and a call": Case(
             left_out + call(("city", "Oslo"), name="now"), (PARIS, ("now", {"city": "Oslo"}))
         ),
+        "a doubled close": error(one[:first] + ends[0] + one[first:]),
+        "a doubled opening": error(call(("city", f"{key.format('city')}Paris"), days)),
+        "an empty value": Case(call(("city", ""), days), (("get_weather", {"city": "", "days": 3}),)),
         "text behind a value": error(one[:first] + ends[0] + "and" + one[first + len(ends[0]) :]),
         "a mark in a value": Case(call(("city", quoted), days), (("get_weather", {"city": quoted, "days": 3}),)),
         "a mark in a last value": Case(call(days, ("city", quoted)), (("get_weather", {"city": quoted, "days": 3}),)),
@@ -275,12 +278,25 @@ FAMILIES: dict[str, Family] = {
                 '<tool_call>{"name": "get_weather", '
                 '"arguments": "{\\"city\\": \\"Paris\\", \\"days\\": 3}"}</tool_call>'
             ),
+            "text behind the arguments": Case(
+                '<tool_call>{"name": "now", "arguments": "{} is it"}</tool_call>',
+                (),
+                '<tool_call>{"name": "now", "arguments": "{} is it"}</tool_call>',
+                "follows the arguments",
+            ),
             "quoted": Case(
                 "The tag <tool_call> begins a call.", (), "The tag <tool_call> begins a call.", "cannot be read"
             ),
             "no name": Case(
                 '<tool_call>{"arguments": {}}</tool_call>', (), '<tool_call>{"arguments": {}}</tool_call>', "`name`"
             ),
+            "no key": Case(
+                '<tool_call>{"name": "now", "args": {"a": 1}}</tool_call>',
+                (),
+                '<tool_call>{"name": "now", "args": {"a": 1}}</tool_call>',
+                "`arguments` is needed",
+            ),
+            "only a name": Case('<tool_call>{"name": "now", "id": "a"}</tool_call>', (NOW,)),
             "a list": Case(
                 '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
                 (),

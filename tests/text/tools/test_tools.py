@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,6 +110,25 @@ def test_what_begins_like_a_call_and_is_none_is_an_error(known: dict[str, Known]
         else:
             assert (done.reasoning, done.text) == (without.reasoning, without.text)
             assert done.tool_calls_error or mark not in without.text
+
+
+MARKUP = re.compile(
+    r'(?:string|type|index)="\w*"?word7|\{"\w*word7\w*": "(?:function|0)"|"type": "?\w*word7'
+    r'|id": "\w*word7|word7id|word7[^<{]*<\|[cm]'
+)
+"""A word in an attribute of a tag, in a key of JSON that says nothing, or in the head of a message."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_word_anywhere_in_a_transcript_is_in_a_column(known: dict[str, Known], name: str) -> None:
+    draw, tokenizer = random.Random(7), known[name].tokenizer
+    for case in FAMILIES[name].cases.values():
+        ids = tokenizer.encode_plain([case.output])[0]
+        for at in draw.sample(range(len(ids) + 1), min(6, len(ids))):
+            before, after = (tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:at], ids[at:]))
+            done = finished(known[name], f"{before}word7{after}")
+            columns = (done.text, done.reasoning, done.tool_calls, done.tool_calls_error)
+            assert "word7" in repr(columns) or MARKUP.search(f"{before}word7{after}") or "<|call|>" in before
 
 
 def test_an_id_that_may_name_two_functions_is_an_error(known: dict[str, Known]) -> None:
