@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from batchgen.errors import ModelError
 from batchgen.models.quantized.tensors import (
     AWQ_ORDER,
     AssembledTensor,
@@ -251,6 +252,11 @@ def _input_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
     groups = _groups(tensor, read)
     scale = _whole(tensor.parts["scale"], read).float()  # [G, O]
     zero = _zeros(tensor, _whole(tensor.parts["zero"], read))[:, :outputs].float()  # [G, O]
+    if tensor.symmetric and bool((zero != 1 << (tensor.bits - 1)).any()):
+        raise ModelError(
+            f"{tensor.parts['zero'].file} holds zero points that the symmetric codes of its description (sym, "
+            f"zero_point) do not have. Correct the description, or use another checkpoint."
+        )
     # Codes of 32 inputs fill as many whole words as a code has bits.
     per_row, multiple = (32 // tensor.bits, tensor.bits) if tensor.layout == "gptq" else (1, 1)
     for start, end in _pieces(tensor.parts["words"].shape[0], outputs * per_row, multiple):
