@@ -28,7 +28,10 @@ _TURN_ENDS: Final = frozenset(
     )
 )  # fmt: skip
 """Control tokens that end a turn. A file states one end of sequence, which need not be that of a conversation."""
-_SAMPLING: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING: Final = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "mirostat": "mirostat",
+    "penalty_repeat": "repetition_penalty", "xtc_probability": "xtc_probability",
+}  # fmt: skip
 
 # How byte-level vocabularies split a text into words before they merge bytes: the expressions of the families'
 # tokenizer.json. Each step splits what the steps before it left.

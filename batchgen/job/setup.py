@@ -233,6 +233,8 @@ def prepare(
     ).with_media_of(job.model.folder)
     if engine.clock is not None and tokenizer.clock_text is None:
         note("--clock has no effect: the model's chat template does not read the time")
+    if config.sampling_defaults == "model" and (unapplied := tokenizer.generation.note) is not None:
+        note(unapplied)
     defaults = front_end.defaults(
         config.sampling,
         sampling_defaults=config.sampling_defaults,
