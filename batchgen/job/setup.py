@@ -247,6 +247,8 @@ def prepare(
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     weights: Weights = "none" if absent else computed_weights(engine, job.model, spec)
     setup = Setup(config, job.model, spec, front_end, defaults, job.hashes, weights)
+    if job.model.folder.note is not None:
+        note(job.model.folder.note)
     if job.model.folder.plain is not None:
         note(_quantised_note(job.model.folder.plain, setup))
     return setup

@@ -368,7 +368,8 @@ def library_model(
             first = sorted(str(entry) for entry in info[problem])[0]
             raise ModelError(
                 f"{folder.path} does not hold the weights {own}that config.json calls for "
-                f"({problem}: {first}). Copy the folder again, or check that config.json belongs to these weights."
+                f"({problem}: {first}{folder.placed(first)}). Copy the folder again, or check that config.json belongs "
+                "to these weights."
             )
     return model, info
 

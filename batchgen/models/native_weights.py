@@ -141,7 +141,8 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
     if missing:
         raise ModelError(
             f"{folder.path} lacks {len(missing)} of the {len(needed)} tensors that config.json calls for, "
-            f"{missing[0]} first. Copy the folder again, or check that config.json belongs to these weights."
+            f"{missing[0]} first{folder.placed(missing[0])}. Copy the folder again, or check that config.json belongs "
+            "to these weights."
         )
     for name, shape in needed.items():
         info = folder.tensors[name]
