@@ -134,7 +134,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "new_text is not supported",
     ),
     "aqlm": (configure(quantization_config={"quant_method": "aqlm"}), "quantised .*aqlm"),
-    "rope": (configure(rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}), "rope type 'spiral'"),
+    "rope": (configure(rope_parameters={"rope_type": "linear", "rope_theta": 1.0}), "rope type 'linear' has a missing"),
     "no heads": (configure(num_attention_heads=None), "num_attention_heads must be a positive integer"),
     "odd heads": (configure(num_key_value_heads=3), "cannot share 3 kv heads"),
     "layer type": (
