@@ -59,7 +59,9 @@ class Metadata:
         value = self.header.metadata.get(f"{self._architecture}.{key}")
         if isinstance(value, memoryview):
             if len(value) > MAX_LAYERS:
-                raise ModelError(f"{self.header.path}: {self._architecture}.{key} lists {len(value)} numbers.")
+                raise ModelError(
+                    f"{self.header.path}: {self._architecture}.{key} lists {len(value)} numbers. Copy the file again."
+                )
             return value.tolist()
         return decimal(value) if type(value) is float else value
 

@@ -70,10 +70,6 @@ class ModelFolder:
         """Tensors that a model may lack."""
         return frozenset() if self.plain is None else self.plain.spare
 
-    def placed(self, name: str) -> str:
-        """Which file should hold an absent tensor, as a part of a sentence; empty for any other."""
-        return _placed(name, self.absent)
-
     @property
     def model_type(self) -> str:
         """`model_type` of config.json."""
@@ -116,7 +112,7 @@ def check_model_folder(
     modules = {name.rpartition(".")[0] for name in tensors}
     if part := next((name for name in absent if name.rpartition(".")[0] in modules), None):
         raise ModelError(
-            f"{folder} lacks {part}, a part of a layer whose other parts are stored{_placed(part, absent)}. "
+            f"{folder} lacks {part}, a part of a layer whose other parts are stored{placed(part, absent)}. "
             "Copy the folder again."
         )
     note = unread_note(folder, index)
@@ -145,7 +141,8 @@ def check_model_folder(
     )
 
 
-def _placed(name: str, absent: Mapping[str, str]) -> str:
+def placed(name: str, absent: Mapping[str, str]) -> str:
+    """Which file should hold an absent tensor, as a part of a sentence; empty for any other."""
     return f", which its index places in {absent[name]}" if name in absent else ""
 
 

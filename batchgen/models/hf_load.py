@@ -22,7 +22,7 @@ from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.experts import ExpertsSlot, install_experts
-from batchgen.models.folder import ModelFolder
+from batchgen.models.folder import ModelFolder, placed
 from batchgen.models.fused_projections import stack_projections
 from batchgen.models.hf import (
     ATTENTION_NAME,
@@ -362,8 +362,8 @@ def library_model(
             first = sorted(str(entry) for entry in info[problem])[0]
             raise ModelError(
                 f"{folder.path} does not hold the weights {own}that config.json calls for "
-                f"({problem}: {first}{folder.placed(first)}). Copy the folder again, or check that config.json belongs "
-                "to these weights."
+                f"({problem}: {first}{placed(first, folder.absent)}). Copy the folder again, or check that "
+                "config.json belongs to these weights."
             )
     return model, info
 

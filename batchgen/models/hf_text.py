@@ -31,7 +31,8 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    config = _library_config(folder)
+    with _guard(folder):
+        config = _library_config(folder)
     unset_quantisation(config)
     text = decoder_config(config)
     contexts = library_contexts(text, context_length)
@@ -90,8 +91,7 @@ def _library_config(folder: ModelFolder) -> Any:
         thinker = getattr(config, "thinker_config", None)  # of a class whose other parts speak
         return config if thinker is None else thinker
     text = dict(text_config(folder.config))
-    with _guard(folder):
-        config = AutoConfig.for_model(**text) if config is None else decoder_config(config)
+    config = AutoConfig.for_model(**text) if config is None else decoder_config(config)
     head = f"{find_text_tensors(folder.tensors, folder.config).head}lm_head."
     config.tie_word_embeddings = text["tie_word_embeddings"] and not any(n.startswith(head) for n in folder.tensors)
     return config

@@ -391,7 +391,7 @@ def _layer(name: str, config: Mapping[str, Any], module: str, parts: Mapping[str
     if (magnitude is not None) != bool(config.get("use_dora")) or (magnitude and magnitude.shape != up.shape[:1]):
         raise _error(name, f"the magnitude of {module} (lora_magnitude_vector) does not fit use_dora in {_CONFIG}")
     bias = parts.get("bias")
-    if (bias is not None) != bool(config.get("lora_bias")) or (bias and bias.shape != up.shape[:1]):
+    if (bias is not None) != bool(config.get("lora_bias")) or (bias and (magnitude or bias.shape != up.shape[:1])):
         raise _error(name, f"the bias of {module} (lora_B.bias) does not fit lora_bias in {_CONFIG}")
     return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), magnitude, bias)
 

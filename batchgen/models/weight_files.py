@@ -33,13 +33,16 @@ def find_weight_files(folder: Path, *, pickles: bool = False) -> tuple[dict[str,
         ModelError: there are none, those of several models, or no shards of all; the message says how to run what is
             there.
     """
-    indexes = [folder / INDEX] if (folder / INDEX).is_file() else sorted(folder.glob(_VARIANT_INDEX))
-    if (folder / SINGLE).is_file():
-        index = _read_index(folder / INDEX) if folder / INDEX in indexes else {}
-        files = _existing(index)
-        return (index, files) if files else ({}, [folder / SINGLE])
-    if len(indexes) == 1:
-        return _indexed(indexes[0])
+    single = folder / SINGLE
+    if (folder / INDEX).is_file():
+        index, files = _indexed(folder / INDEX, needed=not single.is_file())
+        if files:
+            return index, files
+    if single.is_file():
+        return {}, [single]
+    variants = sorted(folder.glob(_VARIANT_INDEX))
+    if len(variants) == 1:
+        return _indexed(variants[0])
     files = sorted(file for file in folder.glob("*.safetensors") if not any(map(file.match, _NOT_MODEL)))
     if not files and pickles:
         if (folder / PICKLE).is_file():
@@ -64,21 +67,14 @@ def find_weight_files(folder: Path, *, pickles: bool = False) -> tuple[dict[str,
     return {}, files
 
 
-def _read_index(file: Path) -> dict[str, Path]:
+def _indexed(file: Path, *, needed: bool = True) -> tuple[dict[str, Path], list[Path]]:
+    """An index and those of its files that exist, of which one must if they are `needed`."""
     try:
-        return {name: file.parent / shard for name, shard in read_weight_map(file).items()}
+        index = {name: file.parent / shard for name, shard in read_weight_map(file).items()}
     except (OSError, ForeignTextError) as error:
         raise ModelError(f"{file} is not an index of weights ({error}). Copy the file again.") from None
-
-
-def _existing(index: Mapping[str, Path]) -> list[Path]:
-    return sorted(file for file in set(index.values()) if file.is_file())
-
-
-def _indexed(file: Path) -> tuple[dict[str, Path], list[Path]]:
-    index = _read_index(file)
-    files = _existing(index)
-    if not files:
+    files = sorted(shard for shard in set(index.values()) if shard.is_file())
+    if needed and not files:
         count, first = len(set(index.values())), min(index.values()).name
         raise ModelError(f"{file.parent} lacks {count} of its {count} weight files, {first} first. Copy it again.")
     return index, files

@@ -77,16 +77,10 @@ class GenerationConfig:
     def note(self) -> str | None:
         """The settings that would change results and are not applied, in one line; None if there are none."""
         given = ((key, self.raw.get(key), same) for key, same in _NO_CHANGE.items())
-        left = [
-            f"`{key}` {json.dumps(value)[:_SHOWN]}" for key, value, same in given if value not in (None, [], {}, same)
-        ]
+        left = [f"`{key}` {json.dumps(value)[:60]}" for key, value, same in given if value not in (None, [], {}, same)]
         if not left:
             return None
         return f"not applied, though generation_config.json sets it: {', '.join(left)}; set what is needed in the rows"
-
-
-_SHOWN: Final = 60
-"""Most characters of a value in a note."""
 
 
 def _may_be_sampled(ids: Any, vocab_size: int) -> bool:

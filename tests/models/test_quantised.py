@@ -19,7 +19,7 @@ from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
 from batchgen.models.load import load_model
 from batchgen.models.probe import ProbeAttention
-from tests.models.quantised import CASES, Case, described, gptq, mxfp4, save_quantised, write_stored
+from tests.models.quantised import CASES, Case, by_groups, described, gptq, mxfp4, save_quantised, write_stored
 from tests.models.test_load import write_large
 from tests.models.tiny import save_tiny
 
@@ -72,13 +72,28 @@ def test_symmetric_zeros_show_the_version_of_gptq(
     assert_same(*save_quantised(case, "llama", tmp_path, num_hidden_layers=1))
 
 
-def test_symmetric_zeros_are_checked_in_every_row(tmp_path: Path) -> None:
-    case = Case(gptq(4, 32, symmetric=True), described("gptq", bits=4, sym=True), "")
+@pytest.mark.parametrize(
+    ("case", "zeros", "value"),
+    [
+        (Case(gptq(4, 32, symmetric=True), described("gptq", bits=4, sym=True), ""), "qzeros", 0x77777777),
+        (
+            Case(CASES["compressed int4 with zeros"].pack, by_groups("pack-quantized", num_bits=4, symmetric=True), ""),
+            "weight_zero_point",
+            -0x77777778,
+        ),
+    ],
+    ids=["gptq", "compressed-tensors"],
+)
+def test_symmetric_zeros_are_checked_in_every_row(case: Case, zeros: str, value: int, tmp_path: Path) -> None:
     quantised, _ = save_quantised(case, "llama", tmp_path, num_hidden_layers=1)
     tensors = load_file(quantised / "model.safetensors")
-    tensors[f"{FIRST}.qzeros"][-1, -1] += 1
+    for name in [name for name in tensors if name.endswith(zeros)]:
+        tensors[name].fill_(value)
     save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"model.safetensors holds zero points that .* \(sym, zero_point\)"):
+    load_model(quantised, device="cpu", dtype="float32")
+    tensors[f"{FIRST}.{zeros}"][-1, -1] += 1
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model.safetensors holds zero points that the symmetric codes .* do not"):
         load_model(quantised, device="cpu", dtype="float32")
 
 
@@ -197,6 +212,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "awq symmetric",
         with_tensor("qzeros", lambda words: words - 0x11111111),
         "down_proj.qweight .* its zero points are not those of symmetric codes",
+    ),
+    "zeros of int8 values that symmetric ones do not have": (
+        "compressed int8 with zeros",
+        lambda tensors, config: config["config_groups"]["group_0"]["weights"].update(symmetric=True),
+        "weight .* its zero points are not those of symmetric values",
     ),
     "an order of values for one kernel": (
         "bitsandbytes int8",

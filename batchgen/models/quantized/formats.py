@@ -184,6 +184,8 @@ class _Checkpoint:
             return None
         if "zero" in parts and not any(_bytes(parts["zero"])):
             parts.pop("zero")
+        if "zero" in parts and self.symmetric():
+            raise _refused(name, "its zero points are not those of symmetric values, which its description names")
         tensor = self.scaled(name, parts, pairs=info.dtype == "U8", factor=1 / 127 if scale.endswith(".SCB") else 1.0)
         used = (name, scale, f"{name}_zero_point", f"{name}_g_idx", f"{name}_scale_2", f"{name}_shape")
         return name, tensor, used
@@ -235,8 +237,8 @@ class _Checkpoint:
         if any("sym" in entry for entry in each if isinstance(entry, dict)):
             return None
         zeros = self.settings.get("zero_point")
-        said = self.settings.get("sym", not zeros if type(zeros) is bool else None)
-        return said if type(said) is bool else None
+        said = (self.settings.get("sym"), _group_setting(self.settings, "symmetric"), zeros is False or None)
+        return next((each for each in said if type(each) is bool), None)
 
 
 def _values(entry: Any) -> list[Any]:
@@ -281,7 +283,9 @@ def _compressed(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
     if not bits or not group or axes[0] != rows or not fits:
         raise _refused(name, f"its scale {list(scale.shape)} or its zeros do not fit the shape {shape}")
     label = f"int{bits} {granularity((rows, inputs), (1, group))}"
-    return plain, PackedTensor((rows, inputs), parts, label, bits, "columns", group), used
+    symmetric = checkpoint.symmetric() is True
+    packed = PackedTensor((rows, inputs), parts, label, bits, "columns", group, symmetric=symmetric)
+    return plain, packed, used
 
 
 def _by_inputs(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
