@@ -21,7 +21,8 @@ A message says what is wrong and how to fix it, in one or two sentences, and is 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Final, TypeVar
@@ -174,8 +175,7 @@ def row_error(error: Exception, step: str) -> ErrorInfo:
         return ErrorInfo(ErrorCode.OOM, f"{step} ran out of memory; make the row smaller, or give the run more memory")
     if isinstance(error, BatchgenError) or _is_of_machine(error):
         raise error
-    message = (str(error).strip().splitlines() or [""])[0][:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
-    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    what = first_line(error).encode(errors="backslashreplace").decode()
     return ErrorInfo(ErrorCode.INTERNAL, f"{step} raised {what}; change the row, or report this as a bug of batchgen")
 
 
@@ -185,6 +185,37 @@ def _is_of_machine(error: Exception) -> bool:
     if type(error).__module__.partition(".")[0] in ("torch", "triton"):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _DEVICE_WORDS)
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error, and the first line of its message, shortened."""
+    line = (str(error).strip().splitlines() or [""])[0][:_MAX_MESSAGE].rstrip(".")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+@contextmanager
+def library_errors(problem: str, remedy: str = "") -> Iterator[None]:
+    """The one guard of calls that give a library what a foreign file holds: whatever they raise says what is wrong.
+
+    Libraries read configurations, tokenizers, processors and weights with code of many authors, which raises errors of
+    any type. Those of memory, of the machine and of the device are not the file's, and pass.
+
+    Args:
+        problem: what cannot be done, such as "the tokenizer of X cannot be loaded".
+        remedy: a sentence, with its full stop.
+
+    Raises:
+        ModelError: with the problem, the library's words and the remedy.
+    """
+    try:
+        yield
+    except (BatchgenError, MemoryError):
+        raise
+    except BaseException as error:
+        of_file = isinstance(error, Exception) and not _is_of_machine(error)
+        if not of_file and type(error).__name__ != "PanicException":  # as libraries in Rust fail
+            raise
+        raise ModelError(f"{problem}: {first_line(error)}.{remedy and ' ' + remedy}") from error
 
 
 def apart(items: Sequence[_T], work: Callable[[Sequence[_T]], Sequence[_R]], step: str) -> list[_R | ErrorInfo]:

@@ -154,7 +154,7 @@ class RunConfig:
     )
     sampling_defaults: Literal["model", "openai"] = SAMPLING.option(
         "model",
-        "Defaults of temperature, top_p, top_k and min_p: the model's generation_config.json, or 1.0, 1.0, -1, 0.0. "
+        "Defaults of sampling fields: the model's generation_config.json where it sets them, or those of the fields. "
         "Example: --sampling-defaults openai",
     )
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)

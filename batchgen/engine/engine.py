@@ -212,6 +212,8 @@ class Engine:
     ) -> Iterator[Completion]:
         table = RequestTable(EmbedsStore(self.model.spec.embeds_size))
         defaults = self._front_end.defaults(default_fields(params), events=on_event is not None)
+        if (unapplied := self.tokenizer.generation.note) is not None:
+            warnings.warn(unapplied, UserWarning, stacklevel=2)
         ids: dict[int, str] = {}
         failed: list[Completion] = []
         for row in self._front_end.row_reader(table, defaults).read(raw):

@@ -137,9 +137,10 @@ class FrontEnd:
             ModelError: a value of generation_config.json is out of range.
             UsageError: a flag is.
         """
+        generation = self.tokenizer.generation
         return RowDefaults(
             flags=flags,
-            model=self.tokenizer.generation.sampling_defaults() if sampling_defaults == "model" else {},
+            model=generation.sampling_defaults(self.spec.vocab_size) if sampling_defaults == "model" else {},
             names=ModelNames.of(self.name, self.config.served_model_name, accept_all=self.config.any_model),
             adapters=frozenset(self.spec.adapters),
             chat=chat,

@@ -77,7 +77,7 @@ class InputBatch:
         self.temperature, self.top_p, self.min_p = np.zeros((3, _INITIAL_SLOTS), np.float32)
         self.top_k, self.seed, self.sample = np.zeros((3, _INITIAL_SLOTS), np.int64)
         self.edits_logits = np.zeros(_INITIAL_SLOTS, np.bool_)
-        """Whether sampling changes logits: rules, a grammar or `min_new_tokens`."""
+        """Whether sampling changes logits: rules, a grammar or masks of first tokens."""
         self.wants_logprobs = np.zeros(_INITIAL_SLOTS, np.bool_)
         """Whether logprobs of the sampled tokens are computed."""
         self.top_logprobs, self.num_logprob_ids = np.zeros((2, _INITIAL_SLOTS), np.int64)

@@ -268,7 +268,7 @@ class OpenPrompts:
             # Its place in the step is kept, by a sequence without any of the row's options.
             plain = SamplingParams()
             stops = StopState(plain, self._tokenizer.eos_ids, self._tokenizer)
-            sequence = Sequence(replace(request, params=plain), sample_index, stops, ())
+            sequence = Sequence(replace(request, params=plain), sample_index, stops, {})
             sequence.fail(row_error(error, "starting the row"))
             return sequence
 
@@ -278,12 +278,12 @@ class OpenPrompts:
         if self._reasoning is not None and (params.separate_reasoning or params.thinking_budget is not None):
             thoughts = self._reasoning.start(request.known_ids.tolist())
         stops = StopState(params, eos, self._tokenizer, thoughts)
-        masked: tuple[int, ...] = ()
+        masked = dict.fromkeys(params.begin_suppress_tokens, 1)
         if params.min_new_tokens:
             vocab = self._model.spec.vocab_size
-            masked = tuple(sorted(i for i in all_stop_token_ids(params, eos) if i < vocab))
+            masked |= {i: params.min_new_tokens for i in sorted(all_stop_token_ids(params, eos)) if i < vocab}
             if len(masked) == vocab:
-                masked = ()  # no token would be left; `min_new_tokens_unmet` reports an early end
+                masked = {}  # no token would be left; `min_new_tokens_unmet` reports an early end
         logits_state = self._rules.start(request, stops.output_ids)
         grammar = self._mask(params, thoughts)
         return Sequence(request, sample_index, stops, masked, self._repeat_span, logits_state, grammar)

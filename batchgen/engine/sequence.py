@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from batchgen.engine.sampling.constraints import TokenMask
 from batchgen.engine.sampling.logits_processor import RowLogitsState
@@ -34,7 +34,7 @@ class Sequence:
 
     Attributes:
         stops: stop conditions and output ids.
-        masked_ids: ids that cannot be sampled before `params.min_new_tokens` tokens.
+        masked_ids: id -> number of tokens before which it cannot be sampled.
         repeat_span: number of last tokens that are checked for repetition; None: no check.
         logits_state: logits rules and token counts; None: no rules.
         grammar: mask of the row's constraint, and of the budget of its thoughts; None: neither.
@@ -45,6 +45,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "_masked_until",
         "_num_sampled_at",
         "_slot",
         "error",
@@ -67,7 +68,7 @@ class Sequence:
         request: Request,
         sample_index: int,
         stops: StopState,
-        masked_ids: tuple[int, ...],
+        masked_ids: Mapping[int, int],
         repeat_span: int | None = None,
         logits_state: RowLogitsState | None = None,
         grammar: TokenMask | None = None,
@@ -76,6 +77,7 @@ class Sequence:
         self.sample_index = sample_index
         self.stops = stops
         self.masked_ids = masked_ids
+        self._masked_until = max(masked_ids.values(), default=0)
         self.repeat_span = repeat_span
         self.logits_state = logits_state
         self.grammar = grammar
@@ -106,7 +108,7 @@ class Sequence:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether sampling changes its logits: rules, a grammar or `min_new_tokens`."""
+        """Whether sampling changes its logits: rules, a grammar or masks of first tokens."""
         return self.logits_state is not None or self.grammar is not None or bool(self.masked_ids)
 
     @property
@@ -115,9 +117,9 @@ class Sequence:
         return self.stops.output_ids
 
     @property
-    def below_min_tokens(self) -> bool:
-        """Whether stop ids are masked for the next token."""
-        return self.num_sampled < self.request.params.min_new_tokens and bool(self.masked_ids)
+    def masks_early(self) -> bool:
+        """Whether any of `masked_ids` is masked for the next token."""
+        return self.num_sampled < self._masked_until
 
     @property
     def ended(self) -> bool:

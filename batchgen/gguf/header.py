@@ -24,10 +24,10 @@ _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_HEADER: Final = 256 << 20
 """Largest header in bytes; a vocabulary of 262,144 tokens needs about 10 MB."""
-_MAX_ITEMS: Final = 1 << 22
-"""Most entries of one array."""
-_MAX_ENTRIES: Final = 1 << 20
-"""Most tensors, and most keys."""
+MAX_ITEMS = 1 << 22
+"""Most entries of all lists of one file; those of a vocabulary of 262,144 tokens have 1.3 million."""
+MAX_ENTRIES = 1 << 18
+"""Most keys and tensors of all files of a model."""
 _MAX_AXES: Final = 4
 _PIECE: Final = 1 << 20
 """Bytes that are read at a time."""
@@ -58,7 +58,7 @@ class GgufHeader:
     status: Mapping[Path, os.stat_result]
     """Status of each file before it was read."""
     metadata: Mapping[str, Any]
-    """Metadata of the first file: numbers, strings, and lists of them."""
+    """Metadata of the first file: numbers, strings, lists of strings, and lists of numbers as memory views."""
     listed: Mapping[str, TensorEntry]
     """The lists of float32 in the metadata as tensors with one axis."""
     tensors: Mapping[str, TensorEntry]
@@ -96,6 +96,8 @@ def read_gguf(path: Path) -> GgufHeader:
         if double := tensors.keys() & held.keys():
             raise _damaged(file, f"it holds {_short(min(double))}, which another part holds too")
         tensors.update(held)
+        if len(tensors) > MAX_ENTRIES:
+            raise _damaged(file, f"the parts hold more than {MAX_ENTRIES} tensors")
     if not len(files) > 1 and metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(f"{path} is a part of a split model under another name. Name it NAME-00001-of-0000N.gguf.")
     return GgufHeader(tuple(files), status, metadata, listed, tensors, digest.hexdigest())
@@ -149,6 +151,8 @@ class _Reader:
         self.listed: dict[str, TensorEntry] = {}
         self._data = bytearray()
         self._at = 0
+        self._items = 0
+        """Entries of the lists so far."""
 
     def counts(self) -> tuple[int, int]:
         """Numbers of tensors and of metadata keys."""
@@ -160,8 +164,8 @@ class _Reader:
             what = "is big-endian" if big_endian else f"has version {version}"
             raise ModelError(f"{self._file} {what}; GGUF files of version 2 and 3, little-endian, are supported.")
         tensors, keys = self._number("Q"), self._number("Q")
-        if max(tensors, keys) > _MAX_ENTRIES:
-            raise _damaged(self._file, f"its header counts {max(tensors, keys)} entries")
+        if tensors + keys > MAX_ENTRIES:
+            raise _damaged(self._file, f"its header counts {tensors} tensors and {keys} keys")
         return tensors, keys
 
     def metadata(self, count: int) -> dict[str, Any]:
@@ -261,16 +265,17 @@ class _Reader:
         if kind != _ARRAY:
             raise _damaged(self._file, f"{_short(key)} has a value of the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
-        if count > _MAX_ITEMS:
-            raise _damaged(self._file, f"{_short(key)} has {count} entries")
+        self._items += count
+        if self._items > MAX_ITEMS:
+            raise _damaged(self._file, f"its lists up to {_short(key)} have {self._items} entries")
         if kind == _STRING:
             return self._strings(count)
         if kind not in _NUMBERS:
             raise _damaged(self._file, f"{_short(key)} has entries of the unknown type {kind}")
-        form = f"<{count}{_NUMBERS[kind]}"
+        form: Any = _NUMBERS[kind]
         if kind == _FLOAT32:
             self.listed[key] = TensorEntry(self._file, "F32", (count,), self._at, 4 * count)
-        return list(struct.unpack(form, self._take(struct.calcsize(form))))
+        return memoryview(self._take(count * struct.calcsize(f"<{form}"))).cast(form)
 
 
 def _short(text: str) -> str:

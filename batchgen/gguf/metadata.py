@@ -12,6 +12,8 @@ from batchgen.errors import ModelError
 from batchgen.gguf.header import GgufHeader
 from batchgen.gguf.tensors import read_factors
 
+MAX_LAYERS = 1 << 16
+"""Most numbers that a key of an architecture lists, one for each layer."""
 _SCALE: Final = (None, 0, 1)
 _OFF: Final = (None, 0)
 _SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -55,6 +57,12 @@ class Metadata:
         """The value of a key; None if it is absent."""
         self._read.add(key)
         value = self.header.metadata.get(f"{self._architecture}.{key}")
+        if isinstance(value, memoryview):
+            if len(value) > MAX_LAYERS:
+                raise ModelError(
+                    f"{self.header.path}: {self._architecture}.{key} lists {len(value)} numbers. Copy the file again."
+                )
+            return value.tolist()
         return decimal(value) if type(value) is float else value
 
     def one(self, key: str) -> Any:
@@ -108,8 +116,7 @@ class Metadata:
             ModelError: the file states one that the architecture is not known to have.
         """
         for key, neutral in _SETTINGS.items():
-            value = self.header.metadata.get(f"{self._architecture}.{key}")
-            if key not in self._read and value not in neutral:
+            if key not in self._read and (value := self.value(key)) not in neutral:
                 raise ModelError(
                     f"{self.header.path} states {self._architecture}.{key} = {f'{value!r}'[:80]}, which batchgen does "
                     "not compute for this architecture. Use the checkpoint in safetensors form."

@@ -28,7 +28,10 @@ _TURN_ENDS: Final = frozenset(
     )
 )  # fmt: skip
 """Control tokens that end a turn. A file states one end of sequence, which need not be that of a conversation."""
-_SAMPLING: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING: Final = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "mirostat": "mirostat",
+    "penalty_repeat": "repetition_penalty", "xtc_probability": "xtc_probability",
+}  # fmt: skip
 
 # How byte-level vocabularies split a text into words before they merge bytes: the expressions of the families'
 # tokenizer.json. Each step splits what the steps before it left.
@@ -156,11 +159,11 @@ class _Vocabulary:
         found = self.value(key)
         if found is None:
             return None
-        if not isinstance(found, list) or any(type(each) is not kind for each in found):
+        if not isinstance(found, list | memoryview) or any(type(each) is not kind for each in found):
             raise self.error(f"has a list tokenizer.ggml.{key} with other entries than {kind.__name__}")
         if size is not None and len(found) != size:
             raise self.error(f"has {len(found)} entries in tokenizer.ggml.{key} for {size} tokens")
-        return found
+        return list(found)
 
     def special_id(self, role: str, default: int | None = None) -> int | None:
         """Id of a special token that the vocabulary has; None for none."""
@@ -324,10 +327,10 @@ def _templates(header: GgufHeader) -> str | dict[str, str] | None:
 def gguf_end_ids(header: GgufHeader) -> frozenset[int]:
     """Ids that end a sequence or a turn."""
     tokens, types = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
-    stated = {header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")}
+    stated = [header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     size = len(tokens) if isinstance(tokens, list) else 0
     found = {each for each in stated if type(each) is int and 0 <= each < size}
-    if isinstance(tokens, list) and isinstance(types, list):
+    if isinstance(tokens, list) and isinstance(types, memoryview):
         found |= {
             i
             for i, (token, kind) in enumerate(zip(tokens, types, strict=False))

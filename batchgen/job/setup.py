@@ -233,6 +233,8 @@ def prepare(
     ).with_media_of(job.model.folder)
     if engine.clock is not None and tokenizer.clock_text is None:
         note("--clock has no effect: the model's chat template does not read the time")
+    if config.sampling_defaults == "model" and (unapplied := tokenizer.generation.note) is not None:
+        note(unapplied)
     defaults = front_end.defaults(
         config.sampling,
         sampling_defaults=config.sampling_defaults,
@@ -245,6 +247,8 @@ def prepare(
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     weights: Weights = "none" if absent else computed_weights(engine, job.model, spec)
     setup = Setup(config, job.model, spec, front_end, defaults, job.hashes, weights)
+    if job.model.folder.note is not None:
+        note(job.model.folder.note)
     if job.model.folder.plain is not None:
         note(_quantised_note(job.model.folder.plain, setup))
     return setup

@@ -42,7 +42,7 @@ class LoraPair:
     factor: Tensor | None = None
     """[O] by which the layer's own product is multiplied (DoRA), included in `up`; None: 1"""
     shift: Tensor | None = None
-    """[O] to add to it then: what the factor takes of the layer's bias; None: 0"""
+    """[O] to add to it then: what the factor takes of the layer's bias, or a bias of the adapter; None: 0"""
 
 
 @dataclass(frozen=True, slots=True)

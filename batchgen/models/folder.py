@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
@@ -27,7 +27,7 @@ from batchgen.models.quant_format import QuantFormat, find_quant_format
 from batchgen.models.quantized.formats import PlainTensors, plain_tensors
 from batchgen.models.quantized.tensors import AssembledTensor, StoredTensor
 from batchgen.models.safetensors_header import TensorInfo, read_header
-from batchgen.models.weight_files import INDEX, find_weight_files, foreign_form
+from batchgen.models.weight_files import find_weight_files, foreign_form, unread_note
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
 
 TYPE_ALIASES: Final = {"kimi_k2": "deepseek_v3"}
@@ -60,6 +60,10 @@ class ModelFolder:
     """Whether the weights are in GGUF files, and the configuration in their metadata."""
     overrides: Overrides = NO_OVERRIDES
     """What has replaced values of the configuration."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that the index names and that are not stored -> name of the file that it names."""
+    note: str | None = None
+    """What a user should know of the files, in one line."""
 
     @property
     def spare(self) -> frozenset[str]:
@@ -100,16 +104,24 @@ def check_model_folder(
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         held, stamps[file] = read_pickle_header(file) if file.suffix == ".bin" else read_header(file)
+        held = {name: info for name, info in held.items() if index.get(name, file) == file}  # without old copies
         if double := tensors.keys() & held.keys():
             raise ModelError(f"{min(double)} is stored in two files of {folder}, {file.name} and another. Remove one.")
         tensors.update(held)
-    for name, file in index.items():
-        if name not in tensors or tensors[name].file != file:
-            raise ModelError(f"{file} lacks {name}, which {INDEX} says it holds. Copy the folder again.")
+    absent = {name: file.name for name, file in index.items() if name not in tensors}
+    modules = {name.rpartition(".")[0] for name in tensors}
+    if part := next((name for name in absent if name.rpartition(".")[0] in modules), None):
+        raise ModelError(
+            f"{folder} lacks {part}, a part of a layer whose other parts are stored{placed(part, absent)}. "
+            "Copy the folder again."
+        )
+    note = unread_note(folder, index)
     found = find_quant_format(folder, config, tensors)
     if found is None:
         digest = hashlib.sha256(raw).hexdigest()
-        return ModelFolder(folder, config, tuple(files), tensors, digest, stamps, overrides=overrides)
+        return ModelFolder(
+            folder, config, tuple(files), tensors, digest, stamps, overrides=overrides, absent=absent, note=note
+        )
     plain = plain_tensors(tensors, found)
     form = found if plain.labels else None
     # Of a description in another file, too, so that its change makes another job.
@@ -124,7 +136,14 @@ def check_model_folder(
         form,
         plain if form else None,
         overrides=overrides,
+        absent=absent,
+        note=note,
     )
+
+
+def placed(name: str, absent: Mapping[str, str]) -> str:
+    """Which file should hold an absent tensor, as a part of a sentence; empty for any other."""
+    return f", which its index places in {absent[name]}" if name in absent else ""
 
 
 def _gguf_folder(path: Path, overrides: Overrides) -> ModelFolder:

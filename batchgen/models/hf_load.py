@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, first_line, library_errors
 from batchgen.kernels.device import device_for
 from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
@@ -22,7 +22,7 @@ from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.experts import ExpertsSlot, install_experts
-from batchgen.models.folder import ModelFolder
+from batchgen.models.folder import ModelFolder, placed
 from batchgen.models.fused_projections import stack_projections
 from batchgen.models.hf import (
     ATTENTION_NAME,
@@ -35,7 +35,6 @@ from batchgen.models.hf import (
 from batchgen.models.hf_text import (
     causal_part,
     decoder_config,
-    first_line,
     is_unread,
     library_class,
     library_contexts,
@@ -152,12 +151,9 @@ def meta_model(config: Any, cls: Any) -> Any:
     Raises:
         ModelError: the library cannot build it.
     """
-    try:
-        with torch.device("meta"):
-            # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
-            model = cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
-    except Exception as error:  # constructors raise errors of many types
-        raise ModelError(f"transformers cannot build this {config.model_type} model: {first_line(error)}.") from None
+    with library_errors(f"transformers cannot build this {config.model_type} model"), torch.device("meta"):
+        # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
+        model = cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
     freeze_rope(model)  # which would read positions
     return model.eval()
 
@@ -348,7 +344,7 @@ def library_model(
         ModelError: the library cannot load it, or weights are missing.
     """
     named, own = (f"the {part} of ", f"of the {part} ") if part else ("", "")
-    try:
+    with library_errors(f"transformers cannot load {named}{folder.path}"):
         model, info = cls.from_pretrained(
             None,
             config=config,
@@ -361,14 +357,13 @@ def library_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are listed in the loading info
         )
-    except Exception as error:  # loading raises errors of many types
-        raise ModelError(f"transformers cannot load {named}{folder.path}: {first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
             first = sorted(str(entry) for entry in info[problem])[0]
             raise ModelError(
                 f"{folder.path} does not hold the weights {own}that config.json calls for "
-                f"({problem}: {first}). Copy the folder again, or check that config.json belongs to these weights."
+                f"({problem}: {first}{placed(first, folder.absent)}). Copy the folder again, or check that "
+                "config.json belongs to these weights."
             )
     return model, info
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from copy import deepcopy
 from typing import Any, Final
 
 from torch import nn
 
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, library_errors
 from batchgen.models.architectures import runs_alone
 from batchgen.models.context import Contexts, contexts_of
 from batchgen.models.folder import ModelFolder
@@ -31,11 +31,8 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
     Raises:
         ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
-    try:
+    with _guard(folder):
         config = _library_config(folder)
-    except Exception as error:  # configuration classes validate with errors of many types
-        source = folder.path if folder.is_gguf else folder.path / "config.json"
-        raise ModelError(f"transformers cannot read {source}: {first_line(error)}.") from None
     unset_quantisation(config)
     text = decoder_config(config)
     contexts = library_contexts(text, context_length)
@@ -84,11 +81,6 @@ def _check_rope(config: Any) -> None:
             raise ModelError(f"config.json: rope type {kind!r} is not supported. Supported: {known}.")
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, shortened; its type if it has none."""
-    return (str(error).strip().split("\n")[0] or type(error).__name__)[:300].rstrip(".")
-
-
 def _library_config(folder: ModelFolder) -> Any:
     """The library's configuration of the class to build: of the text decoder alone where that is a causal model."""
     from transformers import CONFIG_MAPPING, AutoConfig  # the library takes seconds to import
@@ -110,10 +102,16 @@ def whole_config(folder: ModelFolder) -> Any:
     from transformers import CONFIG_MAPPING, PreTrainedConfig  # as in _library_config
 
     values: Any = dict(folder.config)
-    if not folder.is_gguf:  # the library's reader knows more values than JSON does
-        values, _ = PreTrainedConfig.get_config_dict(folder.path, local_files_only=True)
-        values = folder.overrides.merged(values)
-    return CONFIG_MAPPING[folder.model_type].from_dict({**deepcopy(values), "model_type": folder.model_type})
+    with _guard(folder):
+        if not folder.is_gguf:  # the library's reader knows more values than JSON does
+            values, _ = PreTrainedConfig.get_config_dict(folder.path, local_files_only=True)
+            values = folder.overrides.merged(values)
+        return CONFIG_MAPPING[folder.model_type].from_dict({**deepcopy(values), "model_type": folder.model_type})
+
+
+def _guard(folder: ModelFolder) -> AbstractContextManager[None]:
+    source = folder.path if folder.is_gguf else folder.path / "config.json"
+    return library_errors(f"transformers cannot read {source}")
 
 
 def text_runs_alone(folder: ModelFolder) -> bool:

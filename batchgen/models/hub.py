@@ -13,6 +13,8 @@ from batchgen.gguf.header import SUFFIX, is_later_part
 from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_PLAIN_NAME: Final = re.compile(r"(?!\.\.?$)[^/\\:\0]+")
+"""A name of a file that cannot lead to another folder."""
 MODEL_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 TOKENIZER_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _HUB_TIMEOUT: Final = 5.0
@@ -127,8 +129,8 @@ def read_weight_map(file: Path) -> dict[str, str]:
         ForeignTextError: it is not an index.
     """
     found: dict[str, str] = typed(read_json_file(file), {"weight_map": dict})["weight_map"]
-    if not found or any(type(shard) is not str or not shard or "\0" in shard for shard in found.values()):
-        raise ForeignTextError("must name a file for every tensor")
+    if not found or not all(type(shard) is str and _PLAIN_NAME.fullmatch(shard) for shard in found.values()):
+        raise ForeignTextError("must name a file in the folder, without a path, for every tensor")
     return found
 
 

@@ -277,8 +277,9 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
                     continue
                 base = model.get_submodule(module)
                 kept = adapter.layers.get(module)
-                if isinstance(base, AppliesAdapters) and (kept is None or kept.magnitude is not None):
-                    raise adapter.error(f"it replaces {module}, or its norms (DoRA); merge the adapter into the model")
+                if isinstance(base, AppliesAdapters) and (kept is None or kept.magnitude or kept.bias):
+                    problem = f"it replaces {module}, its norms (DoRA) or its bias"
+                    raise adapter.error(f"{problem}; merge the adapter into the model")
                 if module in adapter.saved:
                     tensors = {
                         name: read_tensor(reader, f"{module}.saved.{name}", info).to(like)

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import torch
 
-from batchgen.errors import BatchgenError, ModelError
+from batchgen.errors import ModelError, library_errors
 from batchgen.kernels.linear import Products
 from batchgen.kernels.types import E4M3
 from batchgen.models.architectures import Requested
@@ -147,24 +147,11 @@ def checked_spec(
 
 @contextmanager
 def _named_failures(folder: ModelFolder, action: str) -> Iterator[None]:
-    """Turn what a call into the library raises into an error that names the model.
-
-    Configurations are validated, modules built and forwards run by code of many authors, which raises errors of any
-    type. Those of memory and of the device are not the model's.
-    """
-    try:
-        with folder.overrides.explain_errors():
-            yield
-    except (BatchgenError, MemoryError):
-        raise
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] == "torch":
-            raise
-        reason = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
-        raise ModelError(
-            f"transformers cannot {action} this {folder.model_type} model ({type(error).__name__}: {reason}). Check "
-            f"{folder.path / 'config.json'} against the weights, or use another model."
-        ) from error
+    """Turn what a call into the library raises into an error that names the model."""
+    what = f"transformers cannot {action} this {folder.model_type} model"
+    remedy = f"Check {folder.path / 'config.json'} against the weights, or use another model."
+    with library_errors(what, remedy), folder.overrides.explain_errors():
+        yield
 
 
 def _native_spec(

@@ -33,6 +33,8 @@ def adapter_reader(adapter: Adapter) -> WeightReader:
         tensors |= {f"{module}.down": layer.down, f"{module}.up": layer.up}
         if layer.magnitude is not None:
             tensors[f"{module}.magnitude"] = layer.magnitude
+        if layer.bias is not None:
+            tensors[f"{module}.bias"] = layer.bias
     for module, saved in adapter.saved.items():
         tensors |= {f"{module}.saved.{name}": info for name, info in saved.items()}
     tensors |= {f"{module}.tokens": rows.values for module, rows in adapter.tokens.items()}
@@ -65,6 +67,7 @@ def fused_pair(
     downs: list[Tensor] = []
     ups: list[Tensor] = []
     magnitudes: list[tuple[int, Tensor]] = []
+    added: Tensor | None = None
     for module, rows in parts:
         layer = adapter.layers.get(module)
         if layer is not None:
@@ -75,6 +78,9 @@ def fused_pair(
             ups.append(placed)
             if layer.magnitude is not None:
                 magnitudes.append((at, read_tensor(reader, f"{module}.magnitude", layer.magnitude)))
+            if layer.bias is not None:
+                added = torch.zeros(total) if added is None else added
+                added[at : at + rows] = read_tensor(reader, f"{module}.bias", layer.bias) * layer.scale
         at += rows
     if not downs:
         return None
@@ -88,6 +94,8 @@ def fused_pair(
             factor[start:end] = magnitude / norms[start:end]
         up, shift = up * factor[:, None], None if bias is None else (bias.float().cpu() * (1 - factor)).to(like)
         factor = factor.to(like)
+    elif added is not None:
+        factor, shift = torch.ones(total).to(like), added.to(like)
     return LoraPair(down.to(like), up.to(like), factor, shift)
 
 

@@ -31,6 +31,7 @@ _PREFIX: Final = "base_model.model."
 _PARTS: Final = {
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
+    ".lora_B.bias": "bias",
     ".lora_embedding_A": "down",
     ".lora_embedding_B": "up",
     ".lora_magnitude_vector": "magnitude",
@@ -47,7 +48,7 @@ _FLOATS: Final = ("F16", "BF16", "F32", "F64")
 _KNOWN_KEYS: Final = frozenset((
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights", "use_dora",
-    "modules_to_save", "trainable_token_indices", "target_parameters",
+    "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "ensure_weight_tying",
 ))  # fmt: skip
 _IGNORED_KEYS: Final = frozenset((
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
@@ -69,6 +70,8 @@ class AdaptedLayer:
     scale: float
     magnitude: TensorInfo | None = None
     """[O] of DoRA."""
+    bias: TensorInfo | None = None
+    """[O], which is scaled as B is (`lora_bias`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,7 @@ def _read(name: str, path: str | os.PathLike[str]) -> Adapter:
         layers = {
             module: _layer(name, config, module, parts)
             for module, parts in found.items()
-            if {"down", "up"} & set(parts)
+            if {"down", "up", "bias"} & set(parts)
         }
         saved = {module: kept for module, parts in found.items() if (kept := _saved(parts))}
         tokens = {
@@ -387,7 +390,10 @@ def _layer(name: str, config: Mapping[str, Any], module: str, parts: Mapping[str
         raise _error(name, f"{module} has matrices {shapes} where {_CONFIG} calls for rank {rank}")
     if (magnitude is not None) != bool(config.get("use_dora")) or (magnitude and magnitude.shape != up.shape[:1]):
         raise _error(name, f"the magnitude of {module} (lora_magnitude_vector) does not fit use_dora in {_CONFIG}")
-    return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), magnitude)
+    bias = parts.get("bias")
+    if (bias is not None) != bool(config.get("lora_bias")) or (bias and (magnitude or bias.shape != up.shape[:1])):
+        raise _error(name, f"the bias of {module} (lora_B.bias) does not fit lora_bias in {_CONFIG}")
+    return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), magnitude, bias)
 
 
 def _ranks(rank: int, up: TensorInfo) -> tuple[int, ...]:

@@ -79,6 +79,10 @@ def fit_adapter(adapter: Adapter, sites: Sites) -> None:
         ModelError: the adapter changes a module that the model lacks, that has another size or that is fixed, or it
             lacks the weights of a targeted layer.
     """
+    ends = {*sites.tables, sites.head}
+    if adapter.config.get("ensure_weight_tying") and sites.tied and ends & {*adapter.layers, *adapter.saved}:
+        problem = "it ties what it changes of the embedding and the head (ensure_weight_tying), which is not supported"
+        raise adapter.error(f"{problem}; merge the adapter into the model")
     all_linear = str(adapter.config.get("target_modules")).lower() == "all-linear"
     for module, reason in sites.fixed.items():
         if module in adapter.modules or (not all_linear and adapter.targets(module)):
@@ -87,6 +91,8 @@ def fit_adapter(adapter: Adapter, sites: Sites) -> None:
         known = next((each for each in (sites.tables, sites.matrices) if module in each), sites.linears)
         if module not in known:
             raise adapter.error(f"it changes {module}, which is not a linear layer of the model; check its base model")
+        if layer.bias is not None and known is not sites.linears:
+            raise adapter.error(f"it has a bias (lora_bias) for {module}, which is not a linear layer of the model")
         size, needed = (layer.down.shape[1], layer.up.shape[0]), known[module]
         if size != needed or len(layer.down.shape) > 2:
             raise adapter.error(

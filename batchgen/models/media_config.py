@@ -11,14 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, first_line
 from batchgen.models.architectures import packed_types
 from batchgen.models.base import Bidirectional
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import (
     decoder_config,
     feature_blocks,
-    first_line,
     library_class,
     rope_settings,
     unset_quantisation,

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, first_line
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
 from batchgen.models.hf_load import library_model, meta_model
-from batchgen.models.hf_text import causal_part, first_line, library_class, text_decoder
+from batchgen.models.hf_text import causal_part, library_class, text_decoder
 from batchgen.models.media_config import media_config
 from batchgen.models.media_processor import PreparedItem
 from batchgen.models.tower_lora import adapted_parameters

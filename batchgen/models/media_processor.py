@@ -18,10 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.errors import ModelError, UsageError
+from batchgen.errors import ModelError, UsageError, first_line
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import silence_library
-from batchgen.models.hf_text import first_line
 from batchgen.models.media_config import PREFIXED, media_config, read_processor
 from batchgen.request.media import MediaKind
 

@@ -119,7 +119,7 @@ def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
 
     Raises:
         NativeUnsupported: it uses a feature that this decoder does not have.
-        ModelError: a value is invalid, or the rope type is unknown.
+        ModelError: a value is invalid.
     """
     read = _Reader(config)
     for key in _REQUIRED:
@@ -203,7 +203,7 @@ def _rope(read: _Reader, head_dim: int, max_positions: int) -> RopeConfig:
     settings = dict(given)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise ModelError(f"config.json: rope type {kind!r} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
+        raise NativeUnsupported(f"The native decoder does not have the rope type {str(kind)[:80]!r}.")
     if (settings.get("partial_rotary_factor") or read.values.get("partial_rotary_factor") or 1.0) != 1.0:
         raise NativeUnsupported("The native decoder does not have partial rotary embeddings.")
     if head_dim % 2:

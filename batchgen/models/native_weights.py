@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from batchgen.errors import ModelError
-from batchgen.models.folder import ModelFolder
+from batchgen.models.folder import ModelFolder, placed
 from batchgen.models.lora_fit import Sites
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.quant_format import FULL_DTYPES
@@ -141,7 +141,8 @@ def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
     if missing:
         raise ModelError(
             f"{folder.path} lacks {len(missing)} of the {len(needed)} tensors that config.json calls for, "
-            f"{missing[0]} first. Copy the folder again, or check that config.json belongs to these weights."
+            f"{missing[0]} first{placed(missing[0], folder.absent)}. Copy the folder again, or check that "
+            "config.json belongs to these weights."
         )
     for name, shape in needed.items():
         info = folder.tensors[name]

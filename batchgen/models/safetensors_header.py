@@ -83,13 +83,19 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
             f"Cannot read {file}: {error.strerror or error}. Check the file and its permissions."
         ) from None
     tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in _parse(file, raw).items()}
-    _check_size(file, size, max((t.start + t.nbytes for t in tensors.values()), default=8 + length))
+    end = 8 + length
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if info.start != end:
+            what = "bytes of no tensor precede" if info.start > end else "other tensors have bytes of"
+            raise _damaged(file, f"{what} {name[:200]}, by its header")
+        end += info.nbytes
+    _check_size(file, size, end)
     return tensors, stamp
 
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = typed(read_json(raw), {"__metadata__": (dict, NoneType)})
+        header = typed(read_json(raw, unique_keys=True), {"__metadata__": (dict, NoneType)})
     except ForeignTextError as error:
         raise _damaged(file, f"its header {error}") from None
     header.pop("__metadata__", None)

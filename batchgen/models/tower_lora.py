@@ -77,6 +77,8 @@ def _merged(adapter: Adapter, reader: WeightReader, module: str, owner: Any) -> 
     if not (is_linear or is_convolution):
         raise _refused(adapter, module, f"a {type(owner).__name__}, which is neither a linear layer nor a convolution")
     layer, weight = adapter.layers[module], owner.weight.detach()
+    if layer.bias is not None:
+        raise _refused(adapter, module, "with a bias (lora_bias)")
     if layer.down.shape[1:] != tuple(weight.shape[1:]) or layer.up.shape[0] != len(weight):
         shapes = f"{list(layer.down.shape)} and {list(layer.up.shape)}"
         raise adapter.error(f"its matrices {shapes} do not fit {module} of the model; check its base model")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,26 +23,32 @@ _NAMED: Final = 5
 
 
 def find_weight_files(folder: Path, *, pickles: bool = False) -> tuple[dict[str, Path], list[Path]]:
-    """The index (tensor -> file, empty without one) and the files.
+    """The index (tensor -> file, empty without one) and the files that exist.
 
-    In this order: `model.safetensors`, its index, one variant of either (`model.fp16.safetensors`), the shards of one
-    model without an index, one file of any other name; with `pickles`, and none of these, `pytorch_model.bin`, its
-    index, its shards.
+    In this order: an index with a file that exists, `model.safetensors`, one variant of either
+    (`model.fp16.safetensors`), the shards of one model without an index, one file of any other name; with `pickles`,
+    and none of these, `pytorch_model.bin`, its index, its shards.
 
     Raises:
-        ModelError: there are none, not all, or those of several models; the message says how to run what is there.
+        ModelError: there are none, those of several models, or no shards of all; the message says how to run what is
+            there.
     """
-    if (folder / SINGLE).is_file():
-        return {}, [folder / SINGLE]
-    indexes = [folder / INDEX] if (folder / INDEX).is_file() else sorted(folder.glob(_VARIANT_INDEX))
-    if len(indexes) == 1:
-        return _indexed(folder, indexes[0])
+    single = folder / SINGLE
+    if (folder / INDEX).is_file():
+        index, files = _indexed(folder / INDEX, needed=not single.is_file())
+        if files:
+            return index, files
+    if single.is_file():
+        return {}, [single]
+    variants = sorted(folder.glob(_VARIANT_INDEX))
+    if len(variants) == 1:
+        return _indexed(variants[0])
     files = sorted(file for file in folder.glob("*.safetensors") if not any(map(file.match, _NOT_MODEL)))
     if not files and pickles:
         if (folder / PICKLE).is_file():
             return {}, [folder / PICKLE]
         if (folder / PICKLE_INDEX).is_file():
-            return _indexed(folder, folder / PICKLE_INDEX)
+            return _indexed(folder / PICKLE_INDEX)
         files = sorted(folder.glob(PICKLE_SHARDS))
     sets = {found[1] if (found := _SHARD.fullmatch(file.name)) else file.name for file in files}
     if len(sets) > 1:
@@ -61,19 +67,26 @@ def find_weight_files(folder: Path, *, pickles: bool = False) -> tuple[dict[str,
     return {}, files
 
 
-def _indexed(folder: Path, file: Path) -> tuple[dict[str, Path], list[Path]]:
+def _indexed(file: Path, *, needed: bool = True) -> tuple[dict[str, Path], list[Path]]:
+    """An index and those of its files that exist, of which one must if they are `needed`."""
     try:
-        index = {name: folder / shard for name, shard in read_weight_map(file).items()}
+        index = {name: file.parent / shard for name, shard in read_weight_map(file).items()}
     except (OSError, ForeignTextError) as error:
         raise ModelError(f"{file} is not an index of weights ({error}). Copy the file again.") from None
-    files = sorted(set(index.values()))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ModelError(
-            f"{folder} lacks {len(missing)} of its {len(files)} weight files, {missing[0]} first. "
-            "Copy the folder again."
-        )
+    files = sorted(shard for shard in set(index.values()) if shard.is_file())
+    if needed and not files:
+        count, first = len(set(index.values())), min(index.values()).name
+        raise ModelError(f"{file.parent} lacks {count} of its {count} weight files, {first} first. Copy it again.")
     return index, files
+
+
+def unread_note(folder: Path, index: Mapping[str, Path]) -> str | None:
+    """Which of `model.safetensors` and its index is not read although both exist; None if there is nothing to say."""
+    if not ((folder / SINGLE).is_file() and (folder / INDEX).is_file()) or folder / SINGLE in index.values():
+        return None
+    if index:
+        return f"{folder / SINGLE} is not read: {INDEX} names other files. Remove one of them"
+    return f"{folder / INDEX} is not read: no file that it names exists, and {SINGLE} does. Remove the index"
 
 
 def _missing_shards(files: Sequence[Path]) -> list[str]:

@@ -164,7 +164,6 @@ _USE = {
     "`ebnf`": "grammar",
     "`json_schema`, `regex`, `choice`, `ebnf` or `structural_tag`": "constraints",
     "`bad_words`, which takes lists of ids too": "bad_words_ids",
-    "`logit_bias` of -100": "suppress_tokens",
     "`logit_bias`": "sequence_bias",
     "`allowed_token_ids`": "prefix_allowed_tokens_fn",
     "`input_ids`; in a /v1/completions body `prompt`": "prompt_token_ids",
@@ -213,7 +212,7 @@ _REFUSE = {
     "there is no second forward pass; remove it": "guidance_scale negative_prompt_ids dola_layers",
     "results get no watermark; remove it": "watermark watermarking watermarking_config",
     "no token is forced; use a constraint such as `regex`": """forced_bos_token_id forced_eos_token_id
-        begin_suppress_tokens decoder_start_token_id n_indent token_healing""",
+        decoder_start_token_id n_indent token_healing""",
     "generation code is not loaded from rows; use `custom_logit_processor`": "custom_generate",
     "calls are required by `tool_choice`, and arguments then satisfy their schema": """function_call max_tool_calls
         strict_tools""",

@@ -176,6 +176,12 @@ class SamplingParams(_HashedOnce):
         "String that must not be generated; repeatable. Example: --bad-words sorry",
     )
     """Strings, or sequences of ids, that must not be generated: their last token is masked."""
+    suppress_tokens: tuple[int, ...] = sampling(
+        (), ids, "Token ids that are never sampled. Example: --suppress-tokens 2,13"
+    )
+    begin_suppress_tokens: tuple[int, ...] = sampling(
+        (), ids, "Token ids that are not sampled first. Example: --begin-suppress-tokens 2,13"
+    )
     allowed_token_ids: tuple[int, ...] | None = sampling(
         None,
         nonempty_ids,
@@ -368,10 +374,10 @@ class SamplingParams(_HashedOnce):
 
     @property
     def modifies_logits(self) -> bool:
-        """Whether something other than `min_new_tokens` changes the logits before the sampling filters."""
+        """Whether something other than masks of first tokens changes the logits before the sampling filters."""
         return (
             self.has_penalties
-            or bool(self.logit_bias or self.bad_words)
+            or bool(self.logit_bias or self.bad_words or self.suppress_tokens)
             or self.allowed_token_ids is not None
             or self.custom_logit_processor is not None
             or self.constraint is not None

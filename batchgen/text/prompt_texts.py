@@ -278,26 +278,20 @@ class PromptTexts:
             return list(self._tokenizer.encode_plain(texts))
         except Exception as error:
             if len(texts) == 1:
-                return [_refused(error)]
+                return [row_error(error, "tokenizing the prompt")]
             return [found for text in texts for found in self._encode_call([text])]  # find out which text fails
 
     def _encode_part(self, text: LongText) -> TextPart | ErrorInfo:
         try:
             return self.long.part(*text)
         except Exception as error:
-            return _refused(error)
+            return row_error(error, "tokenizing the prompt")
 
 
 _TOO_MUCH_TEXT: Final = ErrorInfo(
     ErrorCode.INVALID_FIELD,
     f"the row's prompts have more than {ROW_TEXT_BYTES >> 20} MiB of text in all; give them in several rows",
 )
-
-
-def _refused(error: Exception) -> ErrorInfo:
-    if type(error) is not Exception:  # as the Rust side raises about a text
-        return row_error(error, "tokenizing the prompt")
-    return ErrorInfo(ErrorCode.INVALID_FIELD, f"the prompt cannot be tokenized: {error}")
 
 
 def calls(texts: Sequence[str], further: int = 0) -> Iterator[Sequence[str]]:

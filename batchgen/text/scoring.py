@@ -44,7 +44,9 @@ def join_texts(
         try:
             joined = next(encoded) if isinstance(text, str) else PromptWithText([*prompt_ids, *text], len(prompt_ids))
         except Exception as error:  # the Rust side raises plain Exception
-            raise RowError(ErrorCode.INVALID_FIELD, f"`{name}` cannot be tokenized: {error}", name) from None
+            raise RowError(
+                ErrorCode.INVALID_FIELD, f"`{name}` cannot be tokenized: {error.__cause__ or error}", name
+            ) from None
         if joined.start == len(joined.ids):
             problem = f"`{name}` holds a text without tokens; give it some or drop it"
             raise RowError(ErrorCode.INVALID_FIELD, problem, name)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple
 from datetime import datetime
 from functools import cached_property
@@ -18,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError, library_errors
 from batchgen.gguf.header import SUFFIX, read_gguf
 from batchgen.library_settings import short_openmp_spins
 from batchgen.request.foreign_text import read_json
@@ -38,7 +39,7 @@ _VOCABULARY_FILES: Final = (_MAIN, *_SENTENCEPIECE, "vocab.json", "vocab.txt", "
 _TIKTOKEN_LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\s")
 """A line of a tiktoken vocabulary: a token in base64 and its number."""
 _SAMPLES: Final = ("The quick brown fox jumps over the lazy dog.", "Prices: 1,234.50 for 2 cafés, naïve 東京", "a b c")
-"""Texts on which a converted vocabulary is compared with its own library."""
+"""Texts that every tokenizer must encode, and on which a converted vocabulary is compared with its own library."""
 _OTHER_FILES = (
     "added_tokens.json",
     "config.json",  # the class of the tokenizer may follow from it
@@ -68,6 +69,7 @@ class Tokenizer:
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
+        self._rust.encode_batch_fast(list(_SAMPLES))  # raises now what every row would meet
         self.folder = folder
         self.generation = generation if generation is not None else load_generation_config(folder)
         self.prefix_ids = self._probe_prefix()
@@ -115,7 +117,7 @@ class Tokenizer:
         if folder.is_file():
             return cls._from_gguf(folder, model)
         _check_vocabulary(folder, path)
-        try:
+        with _guard(path):
             stamps = _stamps(folder)
             with short_openmp_spins():  # the import of sentencepiece, if there is one, brings another OpenMP runtime
                 from transformers import AutoTokenizer  # slow to import
@@ -126,20 +128,18 @@ class Tokenizer:
                     options = {"local_files_only": True, "trust_remote_code": False, **known}
                     hf = AutoTokenizer.from_pretrained(str(folder), **options)
             hf.chat_template = hf.chat_template or processor_template(folder)
-        except Exception as error:  # a damaged file may raise anything
-            raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
-        if not getattr(hf, "is_fast", False):
-            raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
-        _check_conversion(hf.backend_tokenizer, folder, path)
-        generation = load_generation_config(_find_folder(model, revision), config) if model is not None else None
-        made = cls(hf, folder, generation)
+            if not getattr(hf, "is_fast", False):
+                raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
+            _check_conversion(hf.backend_tokenizer, folder, path)
+            generation = load_generation_config(_find_folder(model, revision), config) if model is not None else None
+            made = cls(hf, folder, generation)
         made._stamps = stamps  # from before the files were read
         return made
 
     @classmethod
     def _from_gguf(cls, file: Path, model: str | Path | None) -> Tokenizer:
         stamps, header = _stamps(file), read_gguf(file)
-        with short_openmp_spins():  # as in `load`
+        with _guard(file), short_openmp_spins():  # as in `load`
             from transformers import PreTrainedTokenizerFast
 
             from batchgen.gguf.vocabulary import gguf_vocabulary
@@ -148,7 +148,7 @@ class Tokenizer:
             hf = PreTrainedTokenizerFast(
                 tokenizer_object=found.backend, chat_template=found.chat_template, **found.special
             )
-        made = cls(hf, file, load_generation_config(file if model is None else _find_folder(model)))
+            made = cls(hf, file, load_generation_config(file if model is None else _find_folder(model)))
         made._stamps, made._header_digest = stamps, header.digest
         return made
 
@@ -180,8 +180,15 @@ class Tokenizer:
         """Token ids of texts, nothing added; special tokens written out in a text are recognised.
 
         One call uses all cores.
+
+        Raises:
+            RowError: `invalid_field`: the library cannot encode a text.
         """
-        return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            found = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # as of a text with a character that the vocabulary lacks, and nothing for these
+            raise RowError(ErrorCode.INVALID_FIELD, f"the text cannot be tokenized: {error}") from error
+        return [encoding.ids for encoding in found]
 
     def encode_continuations(self, prompt: str, texts: Sequence[str]) -> list[tuple[list[int], int]]:
         """Ids of `prompt + text` for each text, nothing added, and the number of tokens that end inside the prompt."""
@@ -426,6 +433,10 @@ def _check_conversion(backend: Any, folder: Path, path: object) -> None:
             )
 
 
+def _guard(path: object) -> AbstractContextManager[None]:
+    return library_errors(f"the tokenizer of {path} cannot be loaded", "Name another tokenizer with --tokenizer.")
+
+
 def _first_bytes(file: Path) -> bytes:
     try:
         with file.open("rb") as stream:
@@ -439,8 +450,3 @@ def _is_installed(package: str) -> bool:
         return find_spec("google.protobuf" if package == "protobuf" else package) is not None
     except ModuleNotFoundError:  # the parent package
         return False
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

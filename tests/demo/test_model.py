@@ -36,7 +36,7 @@ def test_it_is_a_llama_with_tied_embeddings_and_grouped_queries(model: Any) -> N
     assert config.architectures == ["LlamaForCausalLM"]
     assert config.tie_word_embeddings
     assert config.num_key_value_heads < config.num_attention_heads
-    assert model.generation_config.do_sample is False
+    assert not model.generation_config.do_sample
 
 
 def test_end_tokens_agree(model: Any, tokenizer: Any) -> None:

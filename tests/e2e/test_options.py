@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ def test_the_models_sampling_defaults(model: Path, tmp_path: Path) -> None:
         run([*command, *more], tmp_path)
         ids = [row["output_ids"] for row in rows_of(tmp_path / "out.parquet")]
         assert ids[0] == ids[same] != ids[other]
+
+
+def test_settings_of_the_model_that_are_not_applied_are_named(model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "model")
+    (other / "generation_config.json").write_text('{"no_repeat_ngram_size": 3, "typical_p": 0.5}')
+    write_lines(tmp_path / "in.jsonl", [{"text": "a", "max_new_tokens": 1}])
+    line = "not applied, though generation_config.json sets it: `typical_p` 0.5, `no_repeat_ngram_size` 3"
+    for command in (["run", "in.jsonl", "-o", "out.parquet", "--overwrite"], ["check", "in.jsonl"]):
+        options = ["--model", other, *F32]
+        assert run([*command, *options], tmp_path).stderr.count(line) == 1
+        assert line not in run([*command, *options, "--sampling-defaults", "openai"], tmp_path).stderr
 
 
 @pytest.mark.field("ignore_eos", "stop_token_ids")

@@ -34,6 +34,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
             "spaces_between_special_tokens": False,
         },
     ),
+    "suppressed": (
+        ["--allowed-token-ids", "90,91,92", "--suppress-tokens", "92", "--begin-suppress-tokens", "90"],
+        {"allowed_token_ids": [90, 91, 92], "suppress_tokens": [92], "begin_suppress_tokens": [90]},
+    ),
     "logprobs": (
         ["--return-logprob", "--token-ids-logprob", "13,2", "--logprob-start-len", "0"],
         {"return_logprob": True, "token_ids_logprob": [13, 2], "logprob_start_len": 0},
@@ -88,6 +92,7 @@ def states(path: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.field("logit_bias", "bad_words", "allowed_token_ids", "token_ids_logprob", "echo")
+@pytest.mark.field("suppress_tokens", "begin_suppress_tokens")
 @pytest.mark.field("spaces_between_special_tokens", "json_schema", "regex", "ebnf", "structural_tag", "choice")
 @pytest.mark.field("return_hidden_states", "lora_path", "custom_logit_processor", "custom_params")
 @pytest.mark.field("repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -49,14 +49,19 @@ def processed_logits(
     for word in params.bad_words:
         if len(word) == 1 or list(output[1 - len(word) :]) == list(word[:-1]):
             values[word[-1]] = -np.inf
+    values[list(params.suppress_tokens)] = -np.inf
     if params.allowed_token_ids is not None:
         masked = np.full_like(values, -np.inf)
         kept = list(params.allowed_token_ids)
         masked[kept] = values[kept]
         values = masked
-    if len(output) < params.min_new_tokens:
+    early = [
+        *(stops if len(output) < params.min_new_tokens else ()),
+        *(params.begin_suppress_tokens if not output else ()),
+    ]
+    if early:
         held = values.copy()
-        held[list(stops)] = -np.inf
+        held[early] = -np.inf
         values = held if np.isfinite(held).any() else values
     return values
 

@@ -43,7 +43,7 @@ def some_sequence(tokenizer: Tokenizer, index: int, rng: Random, *, plain: bool 
         return_logprob=rng.random() < 0.1 and not plain,
     )
     request = Request(index, index, 0, np.array([4, 5], np.int32), params, index, longest)
-    one, other = (Sequence(request, 0, StopState(params, EOS, tokenizer), (), None) for _ in range(2))
+    one, other = (Sequence(request, 0, StopState(params, EOS, tokenizer), {}, None) for _ in range(2))
     return one, other
 
 

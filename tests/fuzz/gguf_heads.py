@@ -62,7 +62,7 @@ def _checked(data: bytes, *loads: Callable[[Path], object]) -> Hashable:
 
 
 def _check(data: bytes) -> Hashable:
-    return _checked(data, check_model, lambda path: Tokenizer.load(path).generation.sampling_defaults())
+    return _checked(data, check_model, lambda path: Tokenizer.load(path).generation.sampling_defaults(1 << 20))
 
 
 def _check_loaded(data: bytes) -> Hashable:

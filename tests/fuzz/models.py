@@ -120,7 +120,7 @@ def _check_loaded(data: bytes) -> Hashable:
     def check(name: str) -> Hashable:
         loads: list[Callable[[Path], object]] = [load_model]
         if name in _READ_BY_TOKENIZER:
-            loads.append(lambda folder: Tokenizer.load(folder).generation.sampling_defaults())
+            loads.append(lambda folder: Tokenizer.load(folder).generation.sampling_defaults(1 << 20))
         return tuple(_attempt(load) is None for load in loads)
 
     return _with_file(data, check)

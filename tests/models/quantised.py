@@ -117,14 +117,22 @@ def meant(codes: Tensor, scales: Tensor, zeros: Tensor, of: Tensor) -> Tensor:
     return (codes.float() - zeros.float()[:, of]) * scales.float()[:, of]
 
 
-def gptq(bits: int, group: int, *, act_order: bool = False, version: int = 1, bias: bool = False) -> Packer:
+def gptq(
+    bits: int,
+    group: int,
+    *,
+    act_order: bool = False,
+    version: int = 1,
+    bias: bool = False,
+    symmetric: bool = False,
+) -> Packer:
     def pack(weight: Tensor) -> tuple[Stored, Tensor]:
         of = torch.arange(weight.shape[1]) // group
         if act_order:
             of = of[torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[0]))]
         codes, scales, zeros = grouped(weight, bits, group, of)
         # A stored zero of -1 would borrow from its neighbours, so the first version needs zeros of 1 or more.
-        zeros = zeros.clamp(min=1)
+        zeros = torch.full_like(zeros, 1 << (bits - 1)) if symmetric else zeros.clamp(min=1)
         stored = {
             "qweight": packed_rows(codes, bits).T.contiguous(),
             "qzeros": packed_rows(zeros.T - (2 - version), bits),
@@ -138,9 +146,10 @@ def gptq(bits: int, group: int, *, act_order: bool = False, version: int = 1, bi
     return pack
 
 
-def awq(weight: Tensor) -> tuple[Stored, Tensor]:
+def awq(weight: Tensor, *, symmetric: bool = False) -> tuple[Stored, Tensor]:
     of = torch.arange(weight.shape[1]) // 32
     codes, scales, zeros = grouped(weight, 4, 32)
+    zeros = torch.full_like(zeros, 8) if symmetric else zeros
 
     def words(matrix: Tensor) -> Tensor:  # [R, C] -> [R, C / 8], columns of a word in AutoAWQ's order
         order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -295,6 +304,11 @@ CASES: dict[str, Case] = {
         "int4 in groups of 32",
     ),
     "gptq zero biases": Case(gptq(4, 32, bias=True), described("gptq", bits=4, group_size=32), "int4 in groups of 32"),
+    "awq symmetric": Case(
+        lambda weight: awq(weight, symmetric=True),
+        described("awq", bits=4, group_size=32, version="gemm", zero_point=False),
+        "int4 in groups of 32",
+    ),
     "awq": Case(awq, described("awq", bits=4, group_size=32, version="gemm", zero_point=True), "int4 in groups of 32"),
     "compressed int8": Case(
         scaled(1, None, I8, 127, "weight_scale", BF16),

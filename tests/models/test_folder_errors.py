@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, deserialize
 from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
+from batchgen.models.safetensors_header import read_header
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import save_tiny
 
@@ -84,6 +86,18 @@ def header(entry: dict[str, Any], data: bytes = b"") -> Change:
     return raw(struct.pack("<Q", len(text)) + text + data)
 
 
+def pair(*entries: dict[str, list[int]]) -> Change:
+    """Two tensors of four bytes at these ranges."""
+    parts = [
+        f'"{name}": {{"dtype": "U8", "shape": [4], "data_offsets": {range_}}}'
+        for entry in entries
+        for name, range_ in entry.items()
+    ]
+    text = f"{{{', '.join(parts)}}}".encode()
+    end = max(range_[1] for entry in entries for range_ in entry.values())
+    return raw(struct.pack("<Q", len(text)) + text + b"\0" * end)
+
+
 def only(name: str) -> Change:
     def replace(folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / name)
@@ -120,7 +134,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         "new_text is not supported",
     ),
     "aqlm": (configure(quantization_config={"quant_method": "aqlm"}), "quantised .*aqlm"),
-    "rope": (configure(rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}), "rope type 'spiral'"),
+    "rope": (configure(rope_parameters={"rope_type": "linear", "rope_theta": 1.0}), "rope type 'linear' has a missing"),
     "no heads": (configure(num_attention_heads=None), "num_attention_heads must be a positive integer"),
     "odd heads": (configure(num_key_value_heads=3), "cannot share 3 kv heads"),
     "layer type": (
@@ -145,6 +159,11 @@ BROKEN: dict[str, tuple[Change, str]] = {
         header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"\0" * 4),
         "a has 4 bytes",
     ),
+    "a name twice": (pair({"a": [0, 4]}, {"a": [4, 8]}), "its header is not JSON: the key 'a' occurs twice"),
+    "bytes of two tensors": (pair({"a": [0, 4]}, {"b": [2, 6]}), "other tensors have bytes of b, by its header"),
+    "the same bytes": (pair({"a": [0, 4]}, {"b": [0, 4]}), "other tensors have bytes of [ab], by its header"),
+    "bytes between tensors": (pair({"a": [0, 4]}, {"b": [5, 9]}), "bytes of no tensor precede b, by its header"),
+    "bytes before tensors": (pair({"a": [1, 5]}, {"b": [5, 9]}), "bytes of no tensor precede a, by its header"),
     "tensor missing": (weights(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")), "lacks 1 of the 30"),
     "tensor misshapen": (
         weights(lambda t: t.update({"model.norm.weight": torch.ones(7)})),
@@ -177,6 +196,23 @@ def test_broken_folder_is_rejected(name: str, intact: Path, tmp_path: Path) -> N
             other(tmp_path / "model")
 
 
+@pytest.mark.parametrize("first", [(0, 4), (1, 5), (4, 8)])
+@pytest.mark.parametrize("second", [(0, 4), (2, 6), (4, 8), (5, 9)])
+def test_ranges_are_refused_where_the_formats_own_reader_refuses_them(
+    first: tuple[int, int], second: tuple[int, int], tmp_path: Path
+) -> None:
+    pair({"a": [*first]}, {"b": [*second]})(tmp_path)
+    file = tmp_path / "model.safetensors"
+    accepted = []
+    for read in (lambda: deserialize(file.read_bytes()), lambda: read_header(file)):
+        try:
+            read()
+            accepted.append(True)
+        except (SafetensorError, ModelError):
+            accepted.append(False)
+    assert accepted == [sorted([first, second]) == [(0, 4), (4, 8)]] * 2
+
+
 def test_intact_folder_loads(intact: Path, sharded: Path) -> None:
     """The folders that the cases above damage can be loaded."""
     assert load_model(intact).spec.implementation == "native"
@@ -200,9 +236,9 @@ def same_shards(folder: Path) -> None:
 
 
 SHARDS: dict[str, tuple[Change, str]] = {
-    "shard missing": (remove_shard, "lacks 1 of its [0-9]+ weight files, model-00002"),
-    "shards swapped": (swap_shards, "which model.safetensors.index.json says it holds"),
-    "shard twice": (same_shards, "is stored in two files"),
+    "shard missing": (remove_shard, "lacks .* first, which its index places in model-00002"),
+    "shards swapped": (swap_shards, "lacks 10 of the 30 tensors .*, which its index places in model-0000"),
+    "shard twice": (same_shards, "lacks .*, which its index places in model-00001"),
     "index not JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is not an index"),
     "index empty": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "is not an index"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM
 
 from batchgen.errors import ModelError
+from batchgen.gguf.header import read_gguf
 from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import inspect_model
@@ -255,6 +258,63 @@ def test_layers_that_draft_are_not_read(tmp_path: Path) -> None:
     metadata = {"glm4moe.block_count": layers + 1, "glm4moe.nextn_predict_layers": 1}
     extra = {f"blk.{layers}.{name}.weight": np.ones((4, 4)) for name in ("attn_q", "nextn.eh_proj")}
     check_file(write_gguf(tmp_path / "model.gguf", reference, metadata=metadata, extra=extra), reference)
+
+
+def head(*lists: tuple[str, int, bytes], tensors: int = 0) -> bytes:
+    """A file of lists, each with its key, the number of its type and its bytes."""
+    data = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(lists))
+    for key, kind, values in lists:
+        count = len(values) // SIZES[kind]
+        data += struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IIQ", 9, kind, count) + values
+    return data
+
+
+SIZES = {0: 1, 6: 4, 7: 1, 8: 8, 10: 8, 12: 8}
+"""Number of a type -> bytes of a value; a text of no letters has a length alone."""
+
+
+@pytest.mark.parametrize("kind", [0, 6, 7, 10, 12])
+def test_lists_of_numbers_take_about_their_stored_size(kind: int, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(data := head(("numbers", kind, bytes(4 << 20))))
+    read_gguf(tmp_path / "model.gguf")  # without what is imported
+    tracemalloc.start()
+    header = read_gguf(tmp_path / "model.gguf")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert header.metadata["numbers"][-1] == 0
+    assert peak < 4 * len(data)
+
+
+def test_all_lists_of_a_file_have_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.gguf.header.MAX_ITEMS", 10)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(head(("a", 8, bytes(8 * 4)), ("b", 0, bytes(6))))
+    assert read_gguf(path).metadata == {"a": [""] * 4, "b": bytes(6)}
+    path.write_bytes(head(("a", 8, bytes(8 * 4)), ("b", 0, bytes(7))))
+    with pytest.raises(ModelError, match="its lists up to b have 11 entries"):
+        read_gguf(path)
+
+
+def test_keys_and_tensors_have_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny(tmp_path / "model.gguf", "llama", split_max_tensors=9)
+    files = sorted(tmp_path.glob("*.gguf"))
+    count = len(read_gguf(files[0]).tensors)
+    monkeypatch.setattr("batchgen.gguf.header.MAX_ENTRIES", count)
+    read_gguf(files[0])
+    monkeypatch.setattr("batchgen.gguf.header.MAX_ENTRIES", count - 1)
+    with pytest.raises(ModelError, match=f"the parts hold more than {count - 1} tensors"):
+        read_gguf(files[0])
+    monkeypatch.setattr("batchgen.gguf.header.MAX_ENTRIES", 10)
+    with pytest.raises(ModelError, match=r"its header counts [0-9]+ tensors and [0-9]+ keys"):
+        read_gguf(files[0])
+
+
+def test_a_key_lists_one_number_for_each_layer_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny(tmp_path / "model.gguf", "llama", metadata={"llama.attention.head_count": [4, 4, 4]})
+    check_model(path)
+    monkeypatch.setattr("batchgen.gguf.metadata.MAX_LAYERS", 2)
+    with pytest.raises(ModelError, match=r"llama\.attention\.head_count lists 3 numbers"):
+        check_model(path)
 
 
 def test_other_paths_are_refused_as_what_they_are(tmp_path: Path) -> None:

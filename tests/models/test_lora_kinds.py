@@ -10,10 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from batchgen.errors import UsageError
+from batchgen.errors import ModelError, UsageError
 from batchgen.kernels.backend import TORCH
 from batchgen.models.deterministic import deterministic_model
-from batchgen.models.load import load_model
+from batchgen.models.load import inspect_model, load_model
 from tests.models.adapters import KINDS, adapted_logits, base_model, edit_config, edit_weights, save_adapter
 from tests.models.dense_attention import DenseCache
 from tests.models.packed import packed_logits, random_sequences
@@ -26,6 +26,7 @@ MORE: dict[str, dict[str, Any]] = {
     "dora all": {"use_dora": True, "target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"k_proj": 2}},
     "ends": {"r": 4, "lora_alpha": 9, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
     "dora ends": {"r": 4, "use_dora": True, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "bias": {"lora_bias": True, "r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "up_proj", "o_proj", "lm_head"]},
     "saved": {"r": 2, "target_modules": QV, "modules_to_save": ["embed_tokens", "lm_head"]},
     "saved head": {"r": 2, "target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]},
     "tokens": {"target_modules": QV, "trainable_token_indices": [3, 17, 200, *range(30, 90)]},
@@ -76,6 +77,42 @@ def check(base: Path, implementation: Any, kinds: dict[str, dict[str, Any]], fol
 def test_logits_equal_peft(tmp_path: Path, model_type: str, implementation: Any, options: dict[str, Any]) -> None:
     base = save_tiny(model_type, tmp_path / "base", **options)
     check(base, implementation, {**MORE, "plain": KINDS["two"]}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, {"ends": MORE["ends"], "saved": MORE["saved"], "tokens": MORE["tokens"]}),
+        (TIED, {"plain": KINDS["two"], "tokens": MORE["tokens"]}),
+    ],
+    ids=["untied", "tied"],
+)
+def test_tying_that_ties_nothing_changes_nothing(
+    tmp_path: Path, options: dict[str, Any], kinds: dict[str, dict[str, Any]]
+) -> None:
+    base = save_tiny("llama", tmp_path / "base", **options)
+    tying = {name: {**kind, "ensure_weight_tying": True} for name, kind in kinds.items()}
+    check(base, "native", tying, tmp_path)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("kind", ["ends", "saved head"])
+def test_tied_changes_are_refused(tmp_path: Path, kind: str, implementation: Any) -> None:
+    base = save_tiny("llama", tmp_path / "base", **TIED)
+    adapter = save_adapter(base, tmp_path / "a", **MORE[kind])
+    edit_config(adapter, ensure_weight_tying=True)
+    with pytest.raises(ModelError, match=r"the head \(ensure_weight_tying\), which is not supported; merge"):
+        inspect_model(base, implementation=implementation, device="cpu", lora=[("a", str(adapter))])
+
+
+def test_a_bias_of_what_is_not_a_linear_layer_is_refused(tmp_path: Path) -> None:
+    base = save_tiny("llama", tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "a", r=2, target_modules=["embed_tokens"])
+    edit_config(adapter, lora_bias=True)
+    name = "base_model.model.model.embed_tokens.lora_B.bias"
+    edit_weights(adapter, lambda weights: {**weights, name: torch.zeros(64)})
+    with pytest.raises(ModelError, match=r"bias \(lora_bias\) for model.embed_tokens, which is not a linear layer"):
+        inspect_model(base, device="cpu", lora=[("a", str(adapter))])
 
 
 def test_any_module_of_a_library_model_may_be_replaced(tmp_path: Path) -> None:

@@ -138,6 +138,9 @@ def test_products_of_stored_weights_are_those_of_dequantised_ones(name: str, tmp
 
 WEIGHT_ONLY = Case(W8A8["per token"].pack, by_groups("int-quantized", num_bits=8, type="int"), "int8 per channel")
 
+MISLABELLED = Case(CASES["fp8 channel"].pack, W8A8["per token"].config, "FP8 per channel")
+"""Floats whose description speaks of integers."""
+
 
 @here
 @pytest.mark.parametrize(
@@ -150,6 +153,7 @@ WEIGHT_ONLY = Case(W8A8["per token"].pack, by_groups("int-quantized", num_bits=8
         (W8A8["per token"], {"attention": "torch"}, "none"),
         (W8A8["per token"], {"model_impl": "transformers"}, "none"),
         (WEIGHT_ONLY, {}, "none"),
+        (MISLABELLED, {}, "none"),
         (CASES["gptq 8 bits"], {}, "none"),
     ],
 )

@@ -19,7 +19,7 @@ from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
 from batchgen.models.load import load_model
 from batchgen.models.probe import ProbeAttention
-from tests.models.quantised import CASES, described, mxfp4, save_quantised, write_stored
+from tests.models.quantised import CASES, Case, by_groups, described, gptq, mxfp4, save_quantised, write_stored
 from tests.models.test_load import write_large
 from tests.models.tiny import save_tiny
 
@@ -50,6 +50,63 @@ def test_a_quantised_checkpoint_equals_its_plain_twin(name: str, tmp_path: Path)
     quantised, plain = save_quantised(CASES[name], "llama", tmp_path, num_hidden_layers=1)
     assert labels(quantised) == {CASES[name].label: 7}
     assert_same(quantised, plain, implementation="native")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("bits", "settings"),
+    [
+        (2, {"sym": True, "checkpoint_format": "gptq"}),
+        (3, {"sym": True, "checkpoint_format": "gptq_v2"}),
+        (4, {"sym": True}),
+        (4, {"checkpoint_format": "gptq_v2"}),
+        (8, {"sym": True, "dynamic": {"-:lm_head": {}}}),
+        (8, {"sym": False, "dynamic": {"+:.*_proj": {"sym": True}}}),
+    ],
+)
+def test_symmetric_zeros_show_the_version_of_gptq(
+    bits: int, settings: dict[str, Any], version: int, tmp_path: Path
+) -> None:
+    """Whatever the description calls it."""
+    case = Case(gptq(bits, 32, version=version, symmetric=True), described("gptq", bits=bits, **settings), "")
+    assert_same(*save_quantised(case, "llama", tmp_path, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("case", "zeros", "value"),
+    [
+        (Case(gptq(4, 32, symmetric=True), described("gptq", bits=4, sym=True), ""), "qzeros", 0x77777777),
+        (
+            Case(CASES["compressed int4 with zeros"].pack, by_groups("pack-quantized", num_bits=4, symmetric=True), ""),
+            "weight_zero_point",
+            -0x77777778,
+        ),
+    ],
+    ids=["gptq", "compressed-tensors"],
+)
+def test_symmetric_zeros_are_checked_in_every_row(case: Case, zeros: str, value: int, tmp_path: Path) -> None:
+    quantised, _ = save_quantised(case, "llama", tmp_path, num_hidden_layers=1)
+    tensors = load_file(quantised / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(zeros)]:
+        tensors[name].fill_(value)
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    load_model(quantised, device="cpu", dtype="float32")
+    tensors[f"{FIRST}.{zeros}"][-1, -1] += 1
+    save_file(tensors, quantised / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model.safetensors holds zero points that the symmetric codes .* do not"):
+        load_model(quantised, device="cpu", dtype="float32")
+
+
+def test_zero_points_of_floats_count_where_they_are_stored(tmp_path: Path) -> None:
+    """Quantisers write zeros there; any other number moves the values."""
+
+    def moved(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        stored, plain = CASES["compressed fp8"].pack(weight)
+        zero = torch.full_like(stored["weight_scale"], 2).to(torch.float8_e4m3fn)
+        return {**stored, "weight_zero_point": zero}, plain - 2 * stored["weight_scale"].float()
+
+    case = Case(moved, CASES["compressed fp8"].config, "FP8 per channel")
+    assert_same(*save_quantised(case, "llama", tmp_path, num_hidden_layers=1))
 
 
 SAMPLED = ("fp8 blocks", "gptq zero biases")
@@ -146,6 +203,26 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "groups of another size": ("gptq", with_tensor("g_idx", lambda of: of[:-1]), "down_proj.qweight .* does not fit"),
     "words of another type": ("awq", with_tensor("qweight", lambda words: words.long()), "down_proj.qweight .* I64"),
     "an unknown version of GPTQ": ("gptq", with_setting(checkpoint_format="marlin"), "checkpoint_format marlin is not"),
+    "zeros that symmetric codes do not have": (
+        "gptq",
+        with_setting(sym=True),
+        "qweight .* its zero points are not those of symmetric codes, which its description names",
+    ),
+    "zeros of AWQ that symmetric codes do not have": (
+        "awq symmetric",
+        with_tensor("qzeros", lambda words: words - 0x11111111),
+        "down_proj.qweight .* its zero points are not those of symmetric codes",
+    ),
+    "zeros of int8 values that symmetric ones do not have": (
+        "compressed int8 with zeros",
+        lambda tensors, config: config["config_groups"]["group_0"]["weights"].update(symmetric=True),
+        "weight .* its zero points are not those of symmetric values",
+    ),
+    "an order of values for one kernel": (
+        "bitsandbytes int8",
+        with_tensor("weight_format", lambda order: order + 2),
+        r"down_proj.weight .* in the order of one kernel \(weight_format\)",
+    ),
     "another version of AWQ": ("awq", with_setting(version="gemv"), "version gemv is not supported"),
     "another method": ("awq", with_setting(quant_method="hqq"), r"quantised \(hqq.*not supported"),
     "sparse weights": (

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from batchgen.errors import ModelError
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
+from batchgen.models.architectures import choose_implementation
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import read_transformers_config
 from batchgen.models.native_config import NativeUnsupported, parse_native_config
@@ -121,8 +122,6 @@ def test_top_level_original_context_has_precedence() -> None:
 @pytest.mark.parametrize(
     ("rope", "words"),
     [
-        ({"rope_type": "spiral"}, "'spiral'"),
-        ({"type": "su"}, "'su'"),
         ({"rope_type": "linear"}, "factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         ({"rope_type": "longrope", "factor": 8.0, "short_factor": [1.0], "long_factor": [1.0]}, "short_factor"),
@@ -133,6 +132,17 @@ def test_error_names_invalid_settings(rope: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words) as caught:
         parse_native_config({**BASE, "rope_scaling": rope})
     assert not isinstance(caught.value, NativeUnsupported)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "spiral"}, {"type": "su"}])
+def test_the_library_decides_on_other_types(rope: dict[str, Any], tmp_path: Path) -> None:
+    raw = {**BASE, "rope_scaling": rope}
+    assert choose_implementation(raw, "auto") == "transformers"
+    with pytest.raises(ModelError, match=r"does not have the rope type '\w+'. Use --model-impl transformers"):
+        choose_implementation(raw, "native")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=r"rope type '\w+' is not supported. Supported: default, .*proportional"):
+        read_transformers_config(ModelFolder(tmp_path, raw, (), {}, "", {}), None)
 
 
 @pytest.mark.parametrize("extra", [{"partial_rotary_factor": 0.5}, {"hidden_act": "laurel"}])

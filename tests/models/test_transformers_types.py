@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,13 +21,15 @@ EXPERTS |= {"mixtral", "gpt_oss", "olmoe", "deepseek_v2", "deepseek_v3", "dots1"
 """Mixtures of experts whose choices can be captured."""
 
 
-def check(model_type: str, folder: Path) -> None:
+def check(
+    model_type: str, folder: Path, implementation: Literal["auto", "transformers"] = "transformers", **overrides: Any
+) -> None:
     """Logits, hidden states and routed experts."""
-    save_tiny(model_type, folder)
-    model = load_model(folder, implementation="transformers", dtype="float32", device="cpu")
+    save_tiny(model_type, folder, **overrides)
+    model = load_model(folder, implementation=implementation, dtype="float32", device="cpu")
     assert (model.spec.implementation, model.spec.name) == ("transformers", model_type)
-    assert inspect_model(folder, implementation="transformers", dtype="float32", device="cpu") == model.spec
-    reference = tiny_model(model_type)
+    assert inspect_model(folder, implementation=implementation, dtype="float32", device="cpu") == model.spec
+    reference = tiny_model(model_type, **overrides)
     sequences = random_sequences(model.spec.vocab_size)
     with torch.no_grad():
         expected = [reference(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
@@ -61,6 +64,12 @@ def test_types_of_other_computations_with_attention_alone(model_type: str, tmp_p
 @pytest.mark.parametrize("model_type", HYBRID_TYPES)
 def test_hybrid_types_with_attention_alone(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_ropes_that_the_native_decoder_lacks(model_type: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "factor": 2.0}
+    check(model_type, tmp_path, "auto", rope_parameters=rope)
 
 
 @pytest.mark.slow

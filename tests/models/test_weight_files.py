@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
@@ -60,6 +62,55 @@ def logits(folder: Path) -> torch.Tensor:
     return model.logits(model.hidden(ModelInput(at + 3, at, ProbeAttention())))
 
 
+def index_of(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return found
+
+
+def write_index(folder: Path, places: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def overlay(folder: Path) -> None:
+    """Two tensors move to another file, and old copies of them stay."""
+    names = [name for name in index_of(folder) if "norm" in name][:2]
+    moved = {}
+    for shard in {index_of(folder)[name] for name in names}:
+        tensors = load_file(folder / shard)
+        moved |= {name: tensors[name].clone() for name in names if name in tensors}
+        save_file({name: value * 2 if name in names else value for name, value in tensors.items()}, folder / shard)
+    save_file(moved, folder / "overlay.safetensors")
+    write_index(folder, index_of(folder) | dict.fromkeys(names, "overlay.safetensors"))
+
+
+def drafts_without_weights(folder: Path) -> None:
+    """Layers that are not read are left out of a shard, and the whole file of others."""
+    first = next(iter(index_of(folder).values()))
+    drafts = {"model.mtp.layers.0.proj.weight": first, "model.mtp.norm.weight": "model-mtp.safetensors"}
+    write_index(folder, index_of(folder) | drafts)
+
+
+def stray(folder: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
+
+
+def left_over_index(folder: Path) -> None:
+    write_index(folder, {"model.norm.weight": "model-00001-of-00002.safetensors"})
+
+
+def index_of_one_file(folder: Path) -> None:
+    write_index(folder, dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors"))
+
+
+RUN |= {
+    "overlay": ("100KB", overlay),
+    "drafts without weights": ("100KB", drafts_without_weights),
+    "a stray file next to an index": ("100KB", stray),
+    "an index whose files are gone": ("5GB", left_over_index),
+    "an index of one file": ("5GB", index_of_one_file),
+}
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("name", RUN)
 def test_weights_under_other_names_run(name: str, model_type: str, tmp_path: Path) -> None:
@@ -68,6 +119,51 @@ def test_weights_under_other_names_run(name: str, model_type: str, tmp_path: Pat
     expected = logits(folder)
     change(folder)
     assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("a stray file next to an index", "/model.safetensors is not read: .*index.json names other files"),
+        ("an index whose files are gone", "index.json is not read: no file that it names exists"),
+        ("an index of one file", None),
+        ("overlay", None),
+    ],
+)
+def test_what_is_not_read_next_to_an_index_is_named(name: str, note: str | None, tmp_path: Path) -> None:
+    size, change = RUN[name]
+    change(folder := save_tiny("llama", tmp_path / "model", max_shard_size=size))
+    found = check_model(folder).folder.note
+    assert found is None if note is None else re.search(note, str(found))
+
+
+def without_part(folder: Path) -> None:
+    """A bias that the index names next to its stored weight."""
+    places = index_of(folder)
+    write_index(folder, places | {"model.layers.0.mlp.up_proj.bias": places["model.layers.0.mlp.up_proj.weight"]})
+
+
+def placed_in(shard: str) -> Callable[[Path], object]:
+    return lambda folder: write_index(folder, index_of(folder) | {"model.norm.weight": shard})
+
+
+INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a part of a layer": (without_part, "lacks model.layers.0.mlp.up_proj.bias, a part .* its index places in model-0"),
+    "a tensor that is read": (placed_in("other.safetensors"), "lacks 1 of the 30 .*, which its index places in other"),
+    **{
+        f"a path: {shard!r}": (placed_in(shard), "is not an index of weights .must name a file in the folder, without")
+        for shard in ("../model.safetensors", "/etc/model.safetensors", "a/b.safetensors", "a\\b", "..", ".", "", "C:b")
+    },
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_indexes_that_cannot_be_followed_are_refused(name: str, tmp_path: Path) -> None:
+    change, words = INDEXES[name]
+    change(folder := save_tiny("llama", tmp_path / "model", max_shard_size="100KB"))
+    with pytest.raises(ModelError, match=words) as caught:
+        check_model(folder)
+    assert caught.value.exit_code == 6
 
 
 def test_kimi_k2_is_computed_as_deepseek_v3(tmp_path: Path) -> None:

@@ -187,11 +187,12 @@ def test_ids_that_end_a_turn_end_a_sequence(folders: dict[str, Path], tmp_path: 
 
 def test_sampling_defaults_come_from_the_file(folders: dict[str, Path], tmp_path: Path) -> None:
     metadata = tokenizer_metadata(folders["bytelevel"], pre="gpt-2", add_bos=True)
-    metadata |= {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95}
-    path = gguf(tmp_path / "model.gguf", metadata)
-    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert Tokenizer.load(path).generation.sampling_defaults() == expected
-    assert Tokenizer.load(folders["bytelevel"], model=path).generation.sampling_defaults() == expected
+    stated = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.25, "mirostat": 0, "xtc_probability": 0.5}
+    path = gguf(tmp_path / "model.gguf", metadata | {f"general.sampling.{key}": value for key, value in stated.items()})
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.25}
+    for tokenizer in (Tokenizer.load(path), Tokenizer.load(folders["bytelevel"], model=path)):
+        assert tokenizer.generation.sampling_defaults(100) == expected
+        assert "sets it: `xtc_probability` 0.5; set" in str(tokenizer.generation.note)
 
 
 def test_named_templates_are_read(folders: dict[str, Path], tmp_path: Path) -> None:

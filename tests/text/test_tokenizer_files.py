@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from batchgen.demo import model_path
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, RowError
 from batchgen.text import tokenizer as tokenizer_module
+from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import SENTENCES
 
@@ -23,7 +26,7 @@ TIKTOKEN = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte i
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sentencepieces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """SentencePiece models by algorithm."""
     folder = tmp_path_factory.mktemp("sentencepiece")
     rng = random.Random(0)
@@ -48,31 +51,31 @@ def write(folder: Path, description: dict[str, Any] | None, files: dict[str, byt
 
 @pytest.mark.parametrize(("kind", "description"), [("bpe", LLAMA), ("bpe", None), ("unigram", None)])
 def test_a_sentencepiece_model_alone_loads(
-    models: dict[str, Path], tmp_path: Path, kind: str, description: dict[str, Any] | None
+    sentencepieces: dict[str, Path], tmp_path: Path, kind: str, description: dict[str, Any] | None
 ) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, description, {"tokenizer.model": models[kind].read_bytes()}))
-    original = sentencepiece.SentencePieceProcessor(model_file=str(models[kind]))
+    tokenizer = Tokenizer.load(write(tmp_path, description, {"tokenizer.model": sentencepieces[kind].read_bytes()}))
+    original = sentencepiece.SentencePieceProcessor(model_file=str(sentencepieces[kind]))
     for text in SENTENCES[:3]:
         assert tokenizer.encode_plain([text]) == [original.encode(text)]
         assert tokenizer.decode_output(original.encode(text)).strip() == original.decode(original.encode(text))
     assert tokenizer.prefix_ids == ([1] if description else [])
 
 
-def test_a_model_that_is_converted_wrongly_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_that_is_converted_wrongly_is_refused(sentencepieces: dict[str, Path], tmp_path: Path) -> None:
     """The class of the description is one of another algorithm: transformers would give other tokens without a word."""
-    folder = write(tmp_path, LLAMA, {"tokenizer.model": models["unigram"].read_bytes()})
+    folder = write(tmp_path, LLAMA, {"tokenizer.model": sentencepieces["unigram"].read_bytes()})
     with pytest.raises(ModelError, match="gives other tokens when transformers converts it"):
         Tokenizer.load(folder)
 
 
 @pytest.mark.parametrize("missing", ["sentencepiece", "protobuf"])
 def test_a_missing_package_is_named_with_the_extra(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    sentencepieces: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     found = tokenizer_module.find_spec
     hidden = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}[missing]
     monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None if name == hidden else found(name))
-    folder = write(tmp_path, LLAMA, {"tokenizer.model": models["bpe"].read_bytes()})
+    folder = write(tmp_path, LLAMA, {"tokenizer.model": sentencepieces["bpe"].read_bytes()})
     with pytest.raises(ModelError, match=rf"package {missing}\. .*pip install 'batchgen\[sentencepiece\]'"):
         Tokenizer.load(folder)
 
@@ -91,6 +94,44 @@ def test_a_vocabulary_and_merges_alone_load(tmp_path: Path, description: dict[st
         (ids,) = tokenizer.encode_plain([text])
         assert tokenizer.decode(ids) == text
         assert max(ids) < len(whole["vocab"]), "nothing is added to the vocabulary"
+
+
+ORDINARY = "The quick brown fox jumps over the lazy dog. Prices: 1,234.50 for 2 cafés, naïve 東京"
+LETTERS = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("CodeLlamaTokenizer", models.BPE(LETTERS, [])),
+        ("NllbTokenizer", models.BPE(LETTERS, [])),
+        ("GemmaTokenizer", models.BPE(LETTERS, [])),
+        ("PreTrainedTokenizerFast", models.WordLevel({**LETTERS}, unk_token="<unk>")),
+        ("PreTrainedTokenizerFast", models.Unigram([(letter, -1.0) for letter in LETTERS])),
+    ],
+)
+def test_a_tokenizer_that_raises_ends_the_run_with_the_librarys_words(
+    tmp_path: Path, name: str, model: models.Model
+) -> None:
+    """When it is built, or about any text with a character that the vocabulary lacks."""
+    write(tmp_path, {"tokenizer_class": name}, {"tokenizer.json": Backend(model).to_str().encode()})
+    words = r"cannot be loaded: Exception: .*([Uu]nk|UNK).*\. Name another tokenizer with --tokenizer\."
+    with pytest.raises(ModelError, match=words) as caught:
+        Tokenizer.load(tmp_path)
+    assert caught.value.exit_code == 6
+
+
+def test_a_text_that_the_library_cannot_encode_is_an_error_of_its_field(tmp_path: Path) -> None:
+    known = {letter for text in (*SENTENCES, ORDINARY) for letter in text} | set("\n ab")
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate(sorted(known))}, [], unk_token="<unk>"))
+    write(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer.json": backend.to_str().encode()})
+    tokenizer = Tokenizer.load(tmp_path)
+    with pytest.raises(RowError, match=r"the text cannot be tokenized: .*[Uu]nk") as caught:
+        tokenizer.encode_plain(["a", "ab\u2603"])
+    assert caught.value.info.code == "invalid_field"
+    with pytest.raises(RowError, match="the text cannot be tokenized") as caught:
+        bad_word_sequences(["\u2603"], tokenizer, 100)
+    assert caught.value.info.code == "invalid_field"
 
 
 REFUSED: dict[str, tuple[dict[str, bytes], str]] = {

@@ -207,6 +207,8 @@ def widest_params(params: Sequence[SamplingParams]) -> SamplingParams:
         repetition_penalty=1.0 + 0.1 * any(p.has_penalties for p in params),
         logit_bias=max((p.logit_bias for p in params), key=len),
         bad_words=max((p.bad_words for p in params), key=len),
+        suppress_tokens=max((p.suppress_tokens for p in params), key=len),
+        begin_suppress_tokens=max((p.begin_suppress_tokens for p in params), key=len),
         allowed_token_ids=max((p.allowed_token_ids for p in params), key=lambda ids: len(ids or ())),
         return_logprob=any(p.needs_logprobs for p in params),
         top_logprobs_num=max(p.top_logprobs_num for p in params),
@@ -253,7 +255,8 @@ def _activation_bytes(spec: ModelSpec, job: DummyRun) -> int:
 
 
 def _edits_logits(params: SamplingParams) -> bool:
-    return params.modifies_logits or params.min_new_tokens > 0 or params.needs_logprobs
+    early = params.min_new_tokens > 0 or bool(params.begin_suppress_tokens)
+    return params.modifies_logits or early or params.needs_logprobs
 
 
 def _step_plan(prefills: list[PrefillChunk], decodes: DecodeRows, groups: list[PrefixGroup]) -> StepPlan:

@@ -143,7 +143,7 @@ class LogitsRules:
     bias_ids: Int64
     bias_values: npt.NDArray[np.float32]
     banned_ids: Int64
-    """[B] bad words of one token, which are always masked."""
+    """[B] bad words of one token and suppressed tokens, which are always masked."""
     bad_phrases: Mapping[int, tuple[tuple[int, ...], ...]]
     """Second-to-last token -> bad words of several tokens with that token."""
     allowed: Int64 | None
@@ -163,7 +163,7 @@ class LogitsRules:
             counts_prompt=scope == "prompt+output" and params.repetition_penalty != 1.0,
             bias_ids=np.array([token for token, _ in params.logit_bias], np.int64),
             bias_values=np.array([bias for _, bias in params.logit_bias], np.float32),
-            banned_ids=np.array([word[0] for word in words if len(word) == 1], np.int64),
+            banned_ids=np.array([*(word[0] for word in words if len(word) == 1), *params.suppress_tokens], np.int64),
             bad_phrases=bad_phrases,
             allowed=None if allowed is None else np.unique(np.array(allowed, np.int64)),
         )

@@ -30,7 +30,7 @@ _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS,
     "the model's logits contain NaN for this row; try --dtype float32 or check the weights",
 )
-_MASKING_FIELDS = ("allowed_token_ids", "bad_words", "custom_logit_processor")
+_MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,42 +126,42 @@ class MaskedLogits:
         logits.index_put_((self.rows, self.ids), torch.where(empty[self.rows], self.logits, masked))
 
 
-class MinTokensMask:
-    """The `min_new_tokens` masks of a fixed set of rows; the device compares lengths with the minimums."""
+class EarlyMask:
+    """The masks of first tokens of a fixed set of rows, by `min_new_tokens` and `begin_suppress_tokens`.
 
-    def __init__(self, below_minimum: list[Sequence], rows: Tensor, ids: Tensor, until: Tensor) -> None:
-        self._below_minimum = below_minimum
+    The device compares lengths with the number of tokens for which an id is masked.
+    """
+
+    def __init__(self, masked: list[Sequence], rows: Tensor, ids: Tensor, until: Tensor) -> None:
+        self._masked = masked
         self._rows = rows
         self._ids = ids
         self._until = until
 
     @staticmethod
-    def of(rows: list[tuple[int, Sequence]], device: Device) -> MinTokensMask | None:
-        """The mask of the rows that are below their minimum; None if there are none.
+    def of(rows: list[tuple[int, Sequence]], device: Device) -> EarlyMask | None:
+        """The mask of the rows whose next token has one; None if there are none.
 
         Args:
-            rows: row numbers and sequences with a minimum.
+            rows: row numbers and sequences with masked ids.
             device: receives the (row, id) pairs in one transfer.
         """
-        below_minimum = [(place, row) for place, row in rows if row.below_min_tokens]
-        if not below_minimum:
+        masked = [(place, row) for place, row in rows if row.masks_early]
+        if not masked:
             return None
-        counts = [len(row.masked_ids) for _, row in below_minimum]
-        places = np.array([place for place, _ in below_minimum], np.int64).repeat(counts)
-        until = np.array([row.request.params.min_new_tokens for _, row in below_minimum], np.int64).repeat(counts)
-        ids = np.array([token for _, row in below_minimum for token in row.masked_ids], np.int64)
-        return MinTokensMask([row for _, row in below_minimum], *device.upload(places, ids, until))
+        pairs = [(place, token, until) for place, row in masked for token, until in row.masked_ids.items()]
+        return EarlyMask([row for _, row in masked], *device.upload(*np.array(pairs, np.int64).T.copy()))
 
     def apply(self, logits: Tensor, positions: Tensor) -> MaskedLogits | None:
-        """Mask the stop ids of rows that are below their minimum, in place; returns None once there are none.
+        """Mask the ids of rows whose next token has a mask, in place; returns None once there are none.
 
         Args:
             logits: [R, V].
             positions: [R] int64 tokens sampled for each row, including those that are not on the host yet.
         """
-        if self._below_minimum and not self._below_minimum[-1].below_min_tokens:
-            self._below_minimum = [row for row in self._below_minimum if row.below_min_tokens]
-        if not self._below_minimum:
+        if self._masked and not self._masked[-1].masks_early:
+            self._masked = [row for row in self._masked if row.masks_early]
+        if not self._masked:
             return None
         found = MaskedLogits(self._rows, self._ids, logits[self._rows, self._ids])
         masked = found.logits.masked_fill(positions[self._rows] < self._until, -torch.inf)
@@ -181,8 +181,8 @@ class SamplingMetadata:
     """None: no row returns logprobs"""
     logits_processor: LogitsProcessor | None
     """None: no row has logits rules"""
-    min_tokens: MinTokensMask | None
-    """None: no row is below its `min_new_tokens`"""
+    early: EarlyMask | None
+    """None: no row's next token has such a mask"""
     grammars: GrammarMasks | None
     """None: no row is constrained"""
     masked: Tensor | None
@@ -214,12 +214,12 @@ class SamplingMetadata:
         masked = {i: row for i, row in edited if i in masks}
         changed = frozenset(i for i, logits_state in ruled if logits_state.rules.changes_logits)
         logprob_rows = table.wants_logprobs[slots].nonzero()[0]
-        min_tokens = [(i, row) for i, row in edited if row.masked_ids]
+        early = [(i, row) for i, row in edited if row.masked_ids]
         logits_processor = LogitsProcessor(ruled, processors, device, ops) if ruled else None
         seeds, samples, places = device.upload(
             table.seed[slots], table.sample[slots], np.fromiter(masked, np.int64, len(masked))
         )
-        edits_logits = bool(ruled or grammars or min_tokens)
+        edits_logits = bool(ruled or grammars or early)
         return SamplingMetadata(
             rows,
             device,
@@ -229,7 +229,7 @@ class SamplingMetadata:
             if len(logprob_rows)
             else None,
             logits_processor=logits_processor,
-            min_tokens=MinTokensMask.of(min_tokens, device) if min_tokens else None,
+            early=EarlyMask.of(early, device) if early else None,
             grammars=GrammarMasks(grammars, device, ops) if grammars else None,
             masked=places if masked else None,
             masked_rows=masked,
@@ -272,10 +272,10 @@ class SamplingMetadata:
             if self.logits_processor is None
             else self.logits_processor(logits, self._hidden_from_processors(self.logits_processor, bad))
         )
-        # Masks commute; the min_new_tokens mask is last, because it is undone for rows that have no token left.
+        # Masks commute; that of first tokens is last, because it is undone for rows that have no token left.
         if self.grammars is not None and masks is not None:
             self.grammars.apply(logits, masks)
-        masked_logits = self.min_tokens.apply(logits, num_sampled) if self.min_tokens is not None else None
+        masked_logits = self.early.apply(logits, num_sampled) if self.early is not None else None
         sampling = self.columns.at(num_sampled, ops)
         result = ops.sample(logits, sampling)
         tokens = result.tokens  # [R]

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from batchgen.errors import ModelError
 from batchgen.models.quantized.tensors import (
     AWQ_ORDER,
     AssembledTensor,
@@ -231,7 +232,9 @@ def _column_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
     rows, inputs = tensor.shape
     groups = _groups(tensor, read)
     zero = tensor.parts.get("zero")
-    packed = None if zero is None else _unpacked(_whole(zero, read).T, tensor.bits).T  # [O, G]
+    packed = None if zero is None else _unpacked(_whole(zero, read).T, tensor.bits).T[:rows]  # [O, G]
+    if packed is not None:
+        _check_zeros(tensor, packed)
 
     def scale(start: int, end: int) -> Tensor:
         stored = read(tensor.parts["scale"], start, end).float().view(end - start, -1)  # [n, G]
@@ -251,6 +254,7 @@ def _input_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
     groups = _groups(tensor, read)
     scale = _whole(tensor.parts["scale"], read).float()  # [G, O]
     zero = _zeros(tensor, _whole(tensor.parts["zero"], read))[:, :outputs].float()  # [G, O]
+    _check_zeros(tensor, zero)
     # Codes of 32 inputs fill as many whole words as a code has bits.
     per_row, multiple = (32 // tensor.bits, tensor.bits) if tensor.layout == "gptq" else (1, 1)
     for start, end in _pieces(tensor.parts["words"].shape[0], outputs * per_row, multiple):
@@ -260,6 +264,15 @@ def _input_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
         group = groups[first : first + codes.shape[0]]
         numbers = (codes[: len(group), :outputs].float() - zero[group]).T
         yield _Piece((slice(None), slice(first, first + len(group))), numbers, partial(_transposed, scale, group))
+
+
+def _check_zeros(tensor: PackedTensor, zero: Tensor) -> None:
+    """Refuse zeros that codes do not have which the description calls symmetric."""
+    if tensor.symmetric and bool((zero != 1 << (tensor.bits - 1)).any()):
+        raise ModelError(
+            f"{tensor.parts['zero'].file} holds zero points that the symmetric codes of its description do not have. "
+            "Correct the description, or use another checkpoint."
+        )
 
 
 def _transposed(scale: Tensor, group: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from batchgen.errors import ModelError
 from batchgen.models.quant_format import FULL_DTYPES, QuantFormat
 from batchgen.models.quantized.tensors import (
     BlockTensor,
+    Layout,
     PackedTensor,
     QuantizedTensor,
     ScaledTensor,
@@ -176,10 +177,15 @@ class _Checkpoint:
             return None
         parts = {"values": info, "scale": self.stored[scale]}
         parts |= self.optional(zero=f"{name}_zero_point", groups=f"{name}_g_idx", global_scale=f"{name}_scale_2")
+        order = self.stored.get(f"{base}.weight_format")
+        if order is not None and any(_bytes(order)):
+            raise _refused(name, "its values are in the order of one kernel (weight_format)")
         if info.dtype == "U8" and "global_scale" not in parts and parts["scale"].dtype not in ("U8", "F8_E8M0"):
             return None
-        if not _all_zero_points_needed(parts):
+        if "zero" in parts and not any(_bytes(parts["zero"])):
             parts.pop("zero")
+        if "zero" in parts and self.symmetric():
+            raise _refused(name, "its zero points are not those of symmetric values, which its description names")
         tensor = self.scaled(name, parts, pairs=info.dtype == "U8", factor=1 / 127 if scale.endswith(".SCB") else 1.0)
         used = (name, scale, f"{name}_zero_point", f"{name}_g_idx", f"{name}_scale_2", f"{name}_shape")
         return name, tensor, used
@@ -225,23 +231,29 @@ class _Checkpoint:
         size = self.settings.get("group_size") or _group_setting(self.settings, "group_size")
         return size if type(size) is int and size > 0 else None
 
+    def symmetric(self) -> bool | None:
+        """Whether the description says that codes are symmetric, of all layers; None if it does not say."""
+        each = [entry for key in ("dynamic", "extra_config") for entry in _values(self.settings.get(key))]
+        if any("sym" in entry for entry in each if isinstance(entry, dict)):
+            return None
+        zeros = self.settings.get("zero_point")
+        said = (self.settings.get("sym"), _group_setting(self.settings, "symmetric"), zeros is False or None)
+        return next((each for each in said if type(each) is bool), None)
+
+
+def _values(entry: Any) -> list[Any]:
+    return list(entry.values()) if isinstance(entry, dict) else []
+
 
 def _group_setting(settings: Mapping[str, Any], key: str) -> Any:
     """A setting of the weights that all groups of a compressed-tensors description share; None without one."""
-    groups = settings.get("config_groups")
-    entries = groups.values() if isinstance(groups, dict) else ()
-    weights = [entry.get("weights") for entry in entries if isinstance(entry, dict)]
+    weights = [entry.get("weights") for entry in _values(settings.get("config_groups")) if isinstance(entry, dict)]
     values = [weight.get(key) for weight in weights if isinstance(weight, dict)]
     return values[0] if values and all(value == values[0] for value in values) else None
 
 
 def _scale_names(name: str, base: str) -> tuple[str, ...]:
     return (f"{name}_scale_inv", f"{name}_scale", f"{base}.SCB", f"{base}.scale")
-
-
-def _all_zero_points_needed(parts: Mapping[str, TensorInfo]) -> bool:
-    """Whether zeros are stored that change values; those of FP8 are always zero."""
-    return "zero" not in parts or parts["values"].dtype == "I8"
 
 
 def _compressed(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
@@ -271,7 +283,9 @@ def _compressed(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
     if not bits or not group or axes[0] != rows or not fits:
         raise _refused(name, f"its scale {list(scale.shape)} or its zeros do not fit the shape {shape}")
     label = f"int{bits} {granularity((rows, inputs), (1, group))}"
-    return plain, PackedTensor((rows, inputs), parts, label, bits, "columns", group), used
+    symmetric = checkpoint.symmetric() is True
+    packed = PackedTensor((rows, inputs), parts, label, bits, "columns", group, symmetric=symmetric)
+    return plain, packed, used
 
 
 def _by_inputs(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
@@ -289,25 +303,37 @@ def _by_inputs(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
     ):
         raise _refused(name, f"it is stored as {words.dtype} {list(words.shape)} with scales {list(scale)}")
     outputs = scale[1]
+    layout: Layout = "gptq"
     if zero[1] == words.shape[1] and outputs == 8 * words.shape[1]:
         layout, bits, inputs = "awq", 4, words.shape[0]
-    elif words.shape[1] == outputs:
-        layout = "gptq"
-        bits = next((each for each in _BITS if -(-outputs * each // 32) == zero[1]), 0)
-        inputs = words.shape[0] * 32 // bits if bits else 0
     else:
-        layout, bits, inputs = "", 0, 0
+        fits = words.shape[1] == outputs
+        bits = next((each for each in _BITS if fits and -(-outputs * each // 32) == zero[1]), 0)
+        inputs = words.shape[0] * 32 // bits if bits else 0
     group = block_size(inputs, scale[0], checkpoint.group_size())
     if not bits or not group or ("groups" in parts and parts["groups"].shape != (inputs,)):
         raise _refused(name, f"its shape {list(words.shape)} does not fit scales of {list(scale)}")
-    if checkpoint.method not in ("gptq", "awq", "auto-round") or not checkpoint.settings:
-        raise _refused(name, "no description says which version of its format it has (quantize_config.json)")
-    less_one = checkpoint.settings.get("checkpoint_format") != "gptq_v2"
+    symmetric = checkpoint.symmetric()
+    less_one = None if symmetric is False else _symmetric_less_one(parts["zero"], bits, outputs)
+    if symmetric and (less_one is None or (less_one and layout == "awq")):
+        raise _refused(name, "its zero points are not those of symmetric codes, which its description names")
+    if less_one is None:
+        if checkpoint.method not in ("gptq", "awq", "auto-round") or not checkpoint.settings:
+            raise _refused(name, "no description says which version of its format it has (quantize_config.json)")
+        less_one = checkpoint.settings.get("checkpoint_format") != "gptq_v2"
     label = f"int{bits} {granularity((outputs, inputs), (1, group))}"
     used = (name, f"{base}.scales", f"{base}.qzeros", f"{base}.g_idx")
-    if layout == "awq":
-        return f"{base}.weight", PackedTensor((outputs, inputs), parts, label, bits, "awq", group), used
-    return f"{base}.weight", PackedTensor((outputs, inputs), parts, label, bits, "gptq", group, less_one), used
+    packed = PackedTensor((outputs, inputs), parts, label, bits, layout, group, less_one, symmetric is True)
+    return f"{base}.weight", packed, used
+
+
+def _symmetric_less_one(zero: TensorInfo, bits: int, outputs: int) -> bool | None:
+    """Whether the zeros of symmetric codes are stored less one; None if the first row holds other zeros."""
+    within = (1 << bits * outputs) - 1  # the last word may have room for more codes
+    row = int.from_bytes(_bytes(zero, zero.nbytes // zero.shape[0]), "little") & within
+    code, others = divmod(row, within // ((1 << bits) - 1))
+    half = 1 << (bits - 1)
+    return None if others or code not in (half - 1, half) else code < half
 
 
 def _torchao(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:
@@ -399,11 +425,12 @@ _BY_ENDING: Final[dict[str, Callable[[_Checkpoint, str, str], _Taken]]] = {
 }
 
 
-def _bytes(info: TensorInfo) -> bytes:
+def _bytes(info: TensorInfo, size: int | None = None) -> bytes:
+    """The stored bytes of a tensor, or the first `size` of them."""
     try:
         with info.file.open("rb") as stream:
             stream.seek(info.start)
-            return stream.read(info.nbytes)
+            return stream.read(info.nbytes if size is None else size)
     except OSError as error:
         raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
 

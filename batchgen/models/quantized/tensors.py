@@ -81,6 +81,8 @@ class PackedTensor(QuantizedTensor):
     """Inputs of a group; unused with a part `groups`."""
     zeros_less_one: bool = False
     """Whether one less than each zero is stored (first version of GPTQ's format)."""
+    symmetric: bool = False
+    """Whether the description says that every zero is half of the codes' range."""
 
 
 @dataclass(frozen=True, slots=True)

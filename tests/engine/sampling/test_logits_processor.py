@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +109,11 @@ def generations(folder: Path, prompts: list[list[int]]) -> list[tuple[dict[str, 
         ({"ignore_eos": True, "bad_words": words}, {"bad_words_ids": words}),
         ({"ignore_eos": True, "bad_words": [f"w{w[0]}" for w in words[:2]]}, {"bad_words_ids": words[:2]}),
         ({"ignore_eos": True, "allowed_token_ids": allowed}, {"suppress_tokens": others}),
+        ({"ignore_eos": True, "suppress_tokens": others}, {"suppress_tokens": others}),
+        (
+            {"ignore_eos": True, "begin_suppress_tokens": [o[0] for o in plain], "suppress_tokens": [plain[0][1]]},
+            {"begin_suppress_tokens": [o[0] for o in plain], "suppress_tokens": [plain[0][1]]},
+        ),
         ({"ignore_eos": True, "logit_bias": bias}, {"sequence_bias": [[[t], b] for t, b in bias.items()]}),
         (
             {"min_new_tokens": 7, "logit_bias": early},
@@ -124,7 +131,10 @@ def generations(folder: Path, prompts: list[list[int]]) -> list[tuple[dict[str, 
     return found
 
 
-@pytest.mark.field("repetition_penalty", "bad_words", "allowed_token_ids", "logit_bias", "min_new_tokens")
+@pytest.mark.field(
+    "repetition_penalty", "bad_words", "allowed_token_ids", "logit_bias", "min_new_tokens", "suppress_tokens",
+    "begin_suppress_tokens",
+)  # fmt: skip
 @pytest.mark.parametrize("implementation", PATHS)
 def test_greedy_generations_equal_transformers(
     folder: Path,
@@ -148,6 +158,25 @@ def test_greedy_generations_equal_transformers(
     assert changed == len(generations) - 1, "every setting changes the output"
 
 
+def test_settings_of_the_model_are_defaults_of_rows(folder: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    """As in transformers; a row's own values win."""
+    plain = generate(folder, prompts)
+    settings: dict[str, Any] = {
+        "repetition_penalty": 1.3,
+        "bad_words_ids": words_that_bite(plain, prompts),
+        "suppress_tokens": [plain[1][1]],
+        "begin_suppress_tokens": [output[0] for output in plain[::2]],
+    }
+    model = shutil.copytree(folder, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": EOS}))
+    greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    own = {"repetition_penalty": 1.0, "bad_words": [], "suppress_tokens": [], "begin_suppress_tokens": []}
+    rows = [{"input_ids": prompt, **greedy, **fields} for fields in ({}, own) for prompt in prompts]
+    done = by_row(engine_of(model, repetition_penalty_scope="prompt+output"), rows)
+    found = [list(completion.output_ids or []) for completion in done]
+    assert found == [*generate(folder, prompts, **settings), *plain]
+
+
 # Every position against the reference pipeline
 
 
@@ -161,6 +190,7 @@ def drawn_fields(rng: Random, i: int) -> dict[str, Any]:
         lambda: {"logit_bias": {str(t): rng.uniform(-6, 6) for t in rng.sample(range(VOCAB), rng.choice([1, 50]))}},
         lambda: {"bad_words": [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))] for _ in range(60)]},
         lambda: {"allowed_token_ids": rng.sample(range(VOCAB), rng.choice([3, 30, 200]))},
+        lambda: {name: rng.sample(range(VOCAB), 9) for name in ("suppress_tokens", "begin_suppress_tokens")},
         lambda: {"min_new_tokens": rng.randint(1, NEW_TOKENS), "logit_bias": {str(EOS): 6.0}},
     ]
     for option in rng.sample(options, rng.randint(0, 4)):

@@ -45,7 +45,7 @@ def some_sequence(tokenizer: Tokenizer, index: int, rng: Random) -> Sequence:
         token_ids_logprob=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 4]))),
     )
     request = Request(index, index, 0, np.array([4, 5], np.int32), params, index, 500)
-    return Sequence(request, 0, StopState(params, frozenset(), tokenizer), (), None)
+    return Sequence(request, 0, StopState(params, frozenset(), tokenizer), {}, None)
 
 
 def found_of(rng: np.random.Generator, sequences: list[Sequence], places: list[int]) -> StepLogprobs:
@@ -133,7 +133,7 @@ def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:
 
     def begin(index: int) -> Sequence:
         request = Request(index, index, 0, np.array([4, 5], np.int32), params, index, 10_000)
-        sequence = Sequence(request, 0, StopState(params, frozenset(), tokenizer), (), None)
+        sequence = Sequence(request, 0, StopState(params, frozenset(), tokenizer), {}, None)
         batch.add(index, sequence, plain=False)
         return sequence
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.sampler import MinTokensMask
+from batchgen.engine.sampling.sampler import EarlyMask
 from batchgen.kernels.device import HOST
 from tests.engine.fake_device import LateDevice
 
@@ -23,17 +22,17 @@ class Row:
     """The part of a sequence that the mask needs. `num_sampled`: tokens on the device, `on_host`: on the host."""
 
     min_new_tokens: int
-    masked_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
     num_sampled: int = 0
     on_host: int = 0
-    request: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.request = SimpleNamespace(params=SimpleNamespace(min_new_tokens=self.min_new_tokens))
 
     @property
-    def below_min_tokens(self) -> bool:
-        return self.on_host < self.min_new_tokens and bool(self.masked_ids)
+    def masked_ids(self) -> dict[int, int]:
+        return dict.fromkeys(self.stop_ids, self.min_new_tokens)
+
+    @property
+    def masks_early(self) -> bool:
+        return self.on_host < self.min_new_tokens and bool(self.stop_ids)
 
 
 def some_rows(count: int, seed: int) -> list[Row]:
@@ -41,15 +40,15 @@ def some_rows(count: int, seed: int) -> list[Row]:
     return [Row(rng.randint(0, 9), tuple(rng.sample(range(VOCAB), rng.randint(0, 4)))) for _ in range(count)]
 
 
-def mask_of(rows: list[Row], device: Any = HOST) -> MinTokensMask | None:
-    return MinTokensMask.of([(i, row) for i, row in enumerate(rows)], device)  # type: ignore[misc]
+def mask_of(rows: list[Row], device: Any = HOST) -> EarlyMask | None:
+    return EarlyMask.of([(i, row) for i, row in enumerate(rows)], device)  # type: ignore[misc]
 
 
 def masked_by_loop(logits: Tensor, rows: list[Row]) -> Tensor:
     found = logits.clone()
     for i, row in enumerate(rows):
         if row.num_sampled < row.min_new_tokens:
-            found[i, list(row.masked_ids)] = -torch.inf
+            found[i, list(row.stop_ids)] = -torch.inf
     return found
 
 
@@ -69,7 +68,7 @@ def test_stop_ids_are_masked_until_the_minimum(lag: int, seed: int) -> None:
         calls += mask.apply(logits, torch.tensor([row.num_sampled for row in rows])) is not None
         assert torch.equal(logits, expected)
     assert device.counts.uploads == 1
-    assert calls == max(row.min_new_tokens for row in rows if row.masked_ids) + lag, "no mask after the minimum"
+    assert calls == max(row.min_new_tokens for row in rows if row.stop_ids) + lag, "no mask after the minimum"
 
 
 def test_rows_join_at_any_length() -> None:

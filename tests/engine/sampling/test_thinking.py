@@ -49,7 +49,7 @@ def draw(parser: ReasoningParser, grammars: Grammars, seed: int, **fields: Any) 
     grammar = None if params.constraint is None else GrammarState(grammars, params, params.constraint)
     mask = ThinkingMask(state, params.thinking_budget, grammar)
     stops = StopState(params, tokenizer.eos_ids, tokenizer, state)
-    sequence = Sequence(Request(0, 0, 0, prompt, params, 0, MOST), 0, stops, (), None, None, mask)
+    sequence = Sequence(Request(0, 0, 0, prompt, params, 0, MOST), 0, stops, {}, None, None, mask)
     markers = [token for text in parser.format.markers for token in parser.encode(text)]
     words = np.zeros(bitmask_width(tokenizer.vocab_size), np.int32)
     while not sequence.ended:
