@@ -38,6 +38,7 @@ class FirstOf(ToolFormat):
 
 _HERMES: Final = JsonCalls(begins=("<tool_call>\n", "<tool_call>"), end="\n</tool_call>", separator="\n")
 _FUNCTION_TAGS: Final = TagCalls(
+    mark="<tool_call>|<function=",
     wrap=("<tool_call>\n", "\n</tool_call>"),
     begin="<function={}>\n",
     key="<parameter={}>\n",
@@ -180,6 +181,7 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         extra=r"(?:<\|close\|>response<\|sep\|>\s*)?(?:<\|open\|>tools<\|sep\|>\s*)?",
     ),
     "step3": TagCalls(
+        mark="<｜tool_calls?_begin｜>|<steptml:",
         around=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
         wrap=("<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>\n"),
         begin='<steptml:invoke name="{}">\n',
@@ -195,6 +197,7 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     ),
     "hunyuan": _listed("<tool_calls>", "</tool_calls>"),
     "seed_oss": TagCalls(
+        mark="<seed:tool_call>|<function=",
         wrap=("<seed:tool_call>\n", "\n</seed:tool_call>"),
         begin="<function={}>\n",
         key="<parameter={}>",

@@ -131,6 +131,7 @@ def _of_tags(begin: str, key: str, close: str, end: str, name: str = "get_weathe
         ),
         "a doubled close": error(one[:first] + ends[0] + one[first:]),
         "a doubled opening": error(call(("city", f"{key.format('city')}Paris"), days)),
+        "JSON": Case(f"{begin.format('get_weather')}{P}{end}"),
         "an empty value": Case(call(("city", ""), days), (("get_weather", {"city": "", "days": 3}),)),
         "text behind a value": error(one[:first] + ends[0] + "and" + one[first + len(ends[0]) :]),
         "a mark in a value": Case(call(("city", quoted), days), (("get_weather", {"city": quoted, "days": 3}),)),
