@@ -157,8 +157,8 @@ class TagCalls(ToolFormat):
         begin, close = start.end(), self._close(text, start)
         end = len(text) if close is None else close[0]
         if close is not None:
-            value = text[begin:end]
-            if value.rstrip().endswith(text[slice(*close)]) and not value.lstrip().startswith(start[0]):
+            value, twice = text[begin:end], ("\n" if self.padded and lines else "") + text[slice(*close)]
+            if value.rstrip().endswith(twice) and not value.lstrip().startswith(start[0]):
                 raise CallError("the end of a value is written twice")
             if "{}" in self.close:
                 return value, close[1]

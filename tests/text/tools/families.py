@@ -292,6 +292,10 @@ FAMILIES: dict[str, Family] = {
                 mark="<tool_call>",
             ),
             "all types": Case(f"I look.\n\n{_PARIS_XML}\n{_OSLO_XML}", (PARIS, OSLO), "I look."),
+            "a close in a value": Case(
+                _PARIS_XML.replace("Paris", "x </parameter>"),
+                (("get_weather", {"city": "x </parameter>", "days": 3}),),
+            ),
             "an end left out": Case(_PARIS_XML.replace("</function>\n", "")),
             "one line, a close left out": Case(
                 "<tool_call><function=get_weather><parameter=city>Paris<parameter=days>3</parameter></function>"
