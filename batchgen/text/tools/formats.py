@@ -210,8 +210,7 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     ),
     "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
     "internlm": JsonCalls(
-        mark=r"<\|action_start\|>",
-        begins=("<|action_start|><|plugin|>\n", "<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+        begins=(*(f"<|action_start|>{each}" for each in ("<|plugin|>\n", "<|plugin|>", " <|plugin|>", "")),),
         end="<|action_end|>",
         keys=("name", "parameters"),
         separator="\n",
@@ -223,12 +222,8 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         keys=("tool_name", "parameters"),
         numbered="tool_call_id",
     ),
-    "command_r": JsonCalls(
-        mark="Action: ?```json",
-        begins=("Action: ```json\n", "Action:```json"),
-        end="\n```",
-        listed=True,
-        keys=("tool_name", "parameters"),
+    "command_r": _listed(
+        "Action: ```json\n", "\n```", "Action: ```json", "Action:```json", keys=("tool_name", "parameters")
     ),
     "lfm2": PythonCalls(
         around=("<|tool_call_start|>[", "]<|tool_call_end|>"),
