@@ -210,7 +210,7 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     ),
     "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
     "internlm": JsonCalls(
-        begins=(*(f"<|action_start|>{each}" for each in ("<|plugin|>\n", "<|plugin|>", " <|plugin|>", "")),),
+        begins=tuple(f"<|action_start|>{each}" for each in ("<|plugin|>\n", "<|plugin|>", " <|plugin|>", "")),
         end="<|action_end|>",
         keys=("name", "parameters"),
         separator="\n",
