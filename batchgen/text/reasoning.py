@@ -108,6 +108,10 @@ class ReasoningParser:
 
     def opens_thoughts(self, prompt_ids: Sequence[int]) -> bool:
         """Whether an output after this prompt begins inside thoughts."""
+        return self._begun(prompt_ids) == "thoughts"
+
+    def _begun(self, prompt_ids: Sequence[int]) -> str:
+        """What the last marker of a prompt begins: `thoughts`, `answer` or nothing."""
         form, added, markers = self.format, self.tokenizer.added_ids, self._marker_tokens
         tail: list[int] = []
         turn = False
@@ -118,15 +122,17 @@ class ReasoningParser:
         if not turn:
             del tail[_NEAR:]
         text = self.tokenizer.decode(tail[::-1], skip_special_tokens=False)
-        start, end = _last(text, form.starts), _last(text, (*form.ends, *form.answers))
+        names = {"": form.ends, "answer": form.answers, "thoughts": form.starts}
+        end, begun = max((_last(text, each), name) for name, each in names.items())
         # Without a special token in front of it, a marker with text behind it may be in another turn.
-        if max(start, end) < 0 or not (turn or not text[max(start, end) :].strip()):
-            return form.opened
-        return start > end
+        if end < 0 or not (turn or not text[end:].strip()):
+            return "thoughts" if form.opened else ""
+        return begun
 
     def start(self, prompt_ids: Sequence[int]) -> ReasoningState:
         """The state of a sample after its prompt."""
-        return ReasoningState(self, inside=self.opens_thoughts(prompt_ids))
+        begun = self._begun(prompt_ids)
+        return ReasoningState(self, inside=begun == "thoughts", wrapped=begun == "answer")
 
 
 def _last(text: str, markers: Sequence[str]) -> int:
@@ -159,8 +165,8 @@ def _channels(form: ReasoningFormat, *, in_head: bool, first: bool) -> regex.Pat
 class ReasoningState:
     """What the tokens of one sample belong to."""
 
-    def __init__(self, parser: ReasoningParser, *, inside: bool) -> None:
-        """`inside`: the output begins with thoughts."""
+    def __init__(self, parser: ReasoningParser, *, inside: bool, wrapped: bool) -> None:
+        """`inside`: the output begins with thoughts; `wrapped`: with an answer that a marker has begun."""
         self.parser = parser
         self._form = parser.format
         self.part: Part = "thoughts" if inside else "answer"
@@ -176,7 +182,7 @@ class ReasoningState:
         """Whether the answer has no text but blanks yet."""
         self._marked = inside
         """Whether the answer is behind a marker, with blanks that belong to it."""
-        self._wrapped = False
+        self._wrapped = wrapped
         """Whether a marker has begun the answer, and so one may end it."""
         self._in_head = False
         """Whether the tokens are those of the head of a call."""

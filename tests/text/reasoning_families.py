@@ -220,7 +220,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "kimi_k3": Family(
         "kimi_k3",
-        _turns("<|open|>{{ m.role }}<|sep|>{{ m.content }}<|close|>message<|sep|>", ""),
+        _turns(
+            "<|open|>{{ m.role }}<|sep|>{{ m.content }}<|close|>message<|sep|>",
+            "{% if thinking is defined %}<|open|>{{ 'think' if thinking else 'response' }}<|sep|>{% endif %}",
+        ),
         {
             "thoughts": Case(
                 f"<|open|>think<|sep|>{THOUGHTS}<|close|>think<|sep|><|open|>response<|sep|>{ANSWER}"
@@ -230,6 +233,13 @@ FAMILIES: dict[str, Family] = {
             "cut": Case(f"<|open|>think<|sep|>{THOUGHTS}<|close|>think<|sep|><|open|>response<|sep|>{ANSWER}"),
             "no response": Case(f"<|open|>think<|sep|>{THOUGHTS}<|close|>think<|sep|>{ANSWER}"),
             "none": Case(f"<|open|>response<|sep|>{ANSWER}<|close|>response<|sep|>", None),
+            "opened": Case(
+                f"{THOUGHTS}<|close|>think<|sep|><|open|>response<|sep|>{ANSWER}<|close|>response<|sep|>",
+                settings={"thinking": True},
+            ),
+            "opened answer": Case(
+                f"{ANSWER}<|close|>response<|sep|><|close|>message<|sep|>", None, settings={"thinking": False}
+            ),
         },
         (),
         ("<|open|>", "<|close|>", "<|sep|>"),

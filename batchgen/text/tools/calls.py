@@ -97,7 +97,9 @@ class ToolFormat(ABC):
     def spans(self, text: str, schemas: Schemas) -> list[Span]:
         """As `find`, and marks that no call follows."""
         found = self.find(text, schemas)
-        pattern = self.mark or "|".join(re.escape(each[0]) for each in map(_TAG.match, self._fronts) if each)
+        pattern = self.mark or "|".join(
+            re.escape(each[0]) for each in map(_TAG.match, (self.around[0], self.begin)) if each
+        )
         marks = list(re.finditer(pattern, text)) if pattern else []
         ends, alone = [span.end for span in found], []
         for mark, following in zip(marks, [*(each.start() for each in marks[1:]), len(text)], strict=False):
@@ -105,11 +107,6 @@ class ToolFormat(ABC):
             if at == len(ends) or found[at].begin > following:
                 alone.append(Span(mark.start(), mark.end(), error=f"no call that can be read follows {mark[0][:60]!r}"))
         return sorted([*found, *alone], key=lambda span: span.begin) if alone else found
-
-    @property
-    def _fronts(self) -> tuple[str, ...]:
-        """Texts that begin with a tag which is in front of calls only."""
-        return self.around[0], self.begin
 
     @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:

@@ -43,6 +43,7 @@ class FirstOf(ToolFormat):
 
 _HERMES: Final = JsonCalls(begins=("<tool_call>\n", "<tool_call>"), end="\n</tool_call>", separator="\n")
 _FUNCTION_TAGS: Final = TagCalls(
+    mark="<tool_call>|<function=",
     wrap=("<tool_call>\n", "\n</tool_call>"),
     begin="<function={}>\n",
     key="<parameter={}>\n",
@@ -185,6 +186,7 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         extra=r"(?:<\|close\|>response<\|sep\|>\s*)?(?:<\|open\|>tools<\|sep\|>\s*)?",
     ),
     "step3": TagCalls(
+        mark="<｜tool_calls?_begin｜>|<steptml:",
         around=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
         wrap=("<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>\n"),
         begin='<steptml:invoke name="{}">\n',
@@ -200,6 +202,7 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     ),
     "hunyuan": _listed("<tool_calls>", "</tool_calls>"),
     "seed_oss": TagCalls(
+        mark="<seed:tool_call>|<function=",
         wrap=("<seed:tool_call>\n", "\n</seed:tool_call>"),
         begin="<function={}>\n",
         key="<parameter={}>",
@@ -212,8 +215,7 @@ FORMATS: Final[dict[str, ToolFormat]] = {
     ),
     "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
     "internlm": JsonCalls(
-        mark=r"<\|action_start\|>",
-        begins=("<|action_start|><|plugin|>\n", "<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+        begins=tuple(f"<|action_start|>{each}" for each in ("<|plugin|>\n", "<|plugin|>", " <|plugin|>", "")),
         end="<|action_end|>",
         keys=("name", "parameters"),
         separator="\n",
@@ -225,12 +227,8 @@ FORMATS: Final[dict[str, ToolFormat]] = {
         keys=("tool_name", "parameters"),
         numbered="tool_call_id",
     ),
-    "command_r": JsonCalls(
-        mark="Action: ?```json",
-        begins=("Action: ```json\n", "Action:```json"),
-        end="\n```",
-        listed=True,
-        keys=("tool_name", "parameters"),
+    "command_r": _listed(
+        "Action: ```json\n", "\n```", "Action: ```json", "Action:```json", keys=("tool_name", "parameters")
     ),
     "lfm2": PythonCalls(
         around=("<|tool_call_start|>[", "]<|tool_call_end|>"),

@@ -18,12 +18,14 @@ from batchgen.text.tools.calls import (
     Span,
     ToolCall,
     ToolFormat,
+    arguments_of,
     behind,
     check_name,
     constant,
     dumps,
     found_at,
     json_part,
+    read_json_at,
     sequence,
     skip_blanks,
 )
@@ -103,10 +105,6 @@ class TagCalls(ToolFormat):
     padded: bool = False
     """Whether there is a line break in front of and behind each value."""
 
-    @property
-    def _fronts(self) -> tuple[str, ...]:
-        return *super()._fronts, self.wrap[0]
-
     @cached_property
     def _starts(self) -> re.Pattern[str]:
         wrap = f"(?:{_pattern(self.wrap[0])}\\s*)?" if self.wrap[0] else ""
@@ -119,11 +117,6 @@ class TagCalls(ToolFormat):
         finish = rf"{end}(?:\s*{wrap})?|{wrap}" if wrap else end
         return re.compile(f"(?P<finish>{finish})|{_pattern(self.key, 'key')}")
 
-    @property
-    def _ending(self) -> str:
-        """What the end of a value begins with."""
-        return self.close.partition("{}")[0].strip()
-
     def find(self, text: str, schemas: Schemas) -> list[Span]:
         """See `ToolFormat.find`."""
         return list(found_at(text, self._starts, partial(self._read, schemas)))
@@ -132,6 +125,9 @@ class TagCalls(ToolFormat):
         name, at = match["name"].strip(), skip_blanks(text, match.end())
         lines = "\n" in text[match.end() - 1 : at]
         known, found = schemas.get(name) or {}, dict[str, Any]()
+        if text.startswith("{", at):  # some models write the arguments as JSON
+            value, at = read_json_at(text, at)
+            found, at = dict(arguments_of(value)), skip_blanks(text, at)
         while (part := self._parts.match(text, at)) is None or part["finish"] is None:
             if part is None:
                 raise CallError("an argument or the end of the call is missing")
@@ -161,8 +157,8 @@ class TagCalls(ToolFormat):
         begin, close = start.end(), self._close(text, start)
         end = len(text) if close is None else close[0]
         if close is not None:
-            value = text[begin:end]
-            if value.rstrip().endswith(text[slice(*close)]) and not value.lstrip().startswith(start[0]):
+            value, twice = text[begin:end], ("\n" if self.padded and lines else "") + text[slice(*close)]
+            if value.rstrip().endswith(twice) and not value.lstrip().startswith(start[0]):
                 raise CallError("the end of a value is written twice")
             if "{}" in self.close:
                 return value, close[1]
@@ -179,7 +175,7 @@ class TagCalls(ToolFormat):
                     raise CallError(f"{part[0][:60]!r} inside a value may begin an argument")
             if splits and (at_line or not lines):
                 value = text[begin : part.start()].removesuffix("\n")
-                if self._ending in value:
+                if self.close.partition("{}")[0].strip() in value:
                     raise CallError("text follows the end of a value")
                 return value, part.start()
         if close is None:
@@ -242,7 +238,7 @@ class TagCalls(ToolFormat):
 
     def tags(self, functions: Sequence[Function]) -> list[Format]:
         """See `ToolFormat.tags`."""
-        values = Values(partial(raw_string, self._ending, ""))
+        values = Values(partial(raw_string, self.close.partition("{}")[0].strip(), ""))
         return [
             {
                 "type": "tag",
@@ -256,7 +252,7 @@ class TagCalls(ToolFormat):
 
 def _pattern(text: str, group: str = "") -> str:
     """Regular expression of a text of `TagCalls`, in which blanks and quotes may be missing."""
-    names = {"{}": rf"(?P<{group}>[^\s\"<>/][^\"<>\n]*)", '"': '"?'}
+    names = {"{}": rf"(?P<{group}>[^\s\"<>/{{][^\"<>\n{{]*)", '"': '"?'}
     pieces = re.split(r'(\{\w*\}|\s+|")', text.strip())
     return "".join(
         names.get(each)

@@ -172,6 +172,7 @@ def _of_tags(begin: str, key: str, close: str, end: str, name: str = "get_weathe
         ),
         "a doubled close": error(one[:first] + ends[0] + one[first:]),
         "a doubled opening": error(call(("city", f"{key.format('city')}Paris"), days)),
+        "JSON": Case(f"{begin.format('get_weather')}{P}{end}"),
         "an empty value": Case(call(("city", ""), days), (("get_weather", {"city": "", "days": 3}),)),
         "text behind a value": error(one[:first] + ends[0] + "and" + one[first + len(ends[0]) :]),
         "a mark in a value": Case(call(("city", quoted), days), (("get_weather", {"city": quoted, "days": 3}),)),
@@ -357,6 +358,10 @@ FAMILIES: dict[str, Family] = {
                 mark="<tool_call>",
             ),
             "all types": Case(f"I look.\n\n{_PARIS_XML}\n{_OSLO_XML}", (PARIS, OSLO), "I look."),
+            "a close in a value": Case(
+                _PARIS_XML.replace("Paris", "x </parameter>"),
+                (("get_weather", {"city": "x </parameter>", "days": 3}),),
+            ),
             "an end left out": Case(_PARIS_XML.replace("</function>\n", "")),
             "one line, a close left out": Case(
                 "<tool_call><function=get_weather><parameter=city>Paris<parameter=days>3</parameter></function>"
