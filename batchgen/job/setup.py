@@ -18,6 +18,7 @@ import torch
 from batchgen import __version__
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
+from batchgen.data.write.work_folder import output_paths, parts_of_other_counts
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, load_configured, refuse_anywhere, refuse_kv_dtype
 from batchgen.engine.engine import Engine
@@ -212,6 +213,8 @@ def prepare(
     config, engine, folder = job.config, job.config.engine, job.model.folder.path
     if engine.model is None:
         note(DEMO_NOTE)
+    if config.shard is not None:
+        _note_other_counts(config, note)
     prepare_device(engine)
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
     device: DeviceName = "cuda" if absent else engine.device
@@ -248,6 +251,18 @@ def prepare(
     if job.model.folder.plain is not None:
         note(_quantised_note(job.model.folder.plain, setup))
     return setup
+
+
+def _note_other_counts(config: RunConfig, note: Callable[[str], None]) -> None:
+    """Call `note` if the output folder of a shard holds results of another number of shards."""
+    assert config.shard is not None
+    paths = output_paths(config.output, (config.shard.index, config.shard.count))
+    if others := parts_of_other_counts(paths):
+        more = f" and {len(others) - 1:,} more" if others[1:] else ""
+        note(
+            f"{paths.result.parent} holds results of another number of shards than {config.shard.count}: "
+            f"{others[0].name}{more}. They are not joined with this shard's: remove them, or give another -o"
+        )
 
 
 def _quantised_note(plain: PlainTensors, setup: Setup) -> str:
