@@ -17,6 +17,12 @@ Place = Literal["row", "params", "completions", "chat"]
 BODIES: tuple[Place, ...] = ("completions", "chat")
 EVERYWHERE: tuple[Place, ...] = ("row", "params", *BODIES)
 
+JsonText = Literal["object", "value", "text"]
+"""How a table's text is read that is JSON, where the field accepts that value and the text itself.
+
+"object": an object is read, and a list is refused, since either reading may be wrong. "value": it is read. "text": it
+stays text, which is a prompt, or means the same as the value.
+"""
 NoOpTest = Callable[[Any, Mapping[str, Any]], bool]
 """(value, all values of the row by canonical name) -> whether the value requests nothing."""
 _T = TypeVar("_T")
@@ -44,6 +50,7 @@ class Field:
     """Whether the field has no effect on generation and is carried to the output."""
     remedy: str = "remove it"
     """For unsupported fields: what to do instead, for the error message."""
+    json_text: JsonText = "object"
     help: str | None = None
     """Help text of the option that sets a run-wide default, with an example; None: there is no such option."""
     metavar: str | None = None
@@ -64,6 +71,7 @@ def sampling(
     body_check: Check | None = None,
     metavar: str | None = None,
     places: tuple[Place, ...] = EVERYWHERE,
+    json_text: JsonText = "object",
 ) -> _T:
     """Attribute of `SamplingParams` that declares a field.
 
@@ -75,8 +83,9 @@ def sampling(
         body_check: check of values in OpenAI bodies, if it differs.
         metavar: as in `Field`.
         places: as in `Field`; none for a value that follows from other fields of a row.
+        json_text: as in `Field`.
     """
-    field = Field("", check, places, aliases=aliases, help=help, metavar=metavar)
+    field = Field("", check, places, aliases=aliases, help=help, metavar=metavar, json_text=json_text)
     declared: tuple[Field, ...] = (field,)
     if body_check is not None:
         declared = (replace(field, places=("row", "params")), replace(field, places=BODIES, check=body_check))

@@ -186,6 +186,7 @@ class SamplingParams(_HashedOnce):
         string_or_mapping,
         "JSON Schema that the text must satisfy, given as JSON or as @ and the path of a file. "
         "Example: --json-schema @person.json",
+        json_text="text",
     )
     """JSON text; a mapping is accepted, too. At most one constraint may be given."""
     separate_reasoning: bool | None = sampling(
@@ -225,6 +226,7 @@ class SamplingParams(_HashedOnce):
         string_or_mapping,
         "Structural tag that the text must satisfy, given as JSON or as @ and the path of a file. "
         "Example: --structural-tag @calls.json",
+        json_text="text",
     )
     """JSON text; a mapping is accepted, too."""
     choice: tuple[str, ...] | None = sampling(
