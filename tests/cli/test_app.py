@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -201,6 +202,37 @@ def test_exit_codes(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert run_command(["run", "p.jsonl"]) == status
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "error: x\n")
+
+
+def _in_place_of(error: Exception) -> Exception:
+    try:
+        try:
+            raise error
+        except Exception:
+            raise ModelError("the tokenizer cannot be loaded") from None
+    except ModelError as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MemoryError(), 5),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 5),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), 5),
+        (ImportError("libx.so: failed to map segment from shared object"), 5),
+        (RuntimeError("can't start new thread"), 5),
+        (_in_place_of(MemoryError()), 5),
+        (_in_place_of(ValueError()), 6),
+        (DeviceError("the host ran out of memory while reading a step's results; allocate memory"), 7),
+        (RuntimeError("a shape"), 1),
+    ],
+    ids=str,
+)
+def test_a_process_without_memory(job: Any, capsys: pytest.CaptureFixture[str], error: Exception, status: int) -> None:
+    job(error)
+    assert run_command(["run", "p.jsonl"]) == status
+    assert ("the process has no memory left. Give it more" in capsys.readouterr().err) == (status == 5)
 
 
 def test_control_characters_never_reach_the_terminal(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
