@@ -21,6 +21,9 @@ from batchgen.data.files import (
 from batchgen.errors import BatchgenError, OutputError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of opening a path at which there is no file."""
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -50,7 +53,7 @@ def part_errors(part: Path) -> Iterator[None]:
 
     Raises:
         OutputError: the part cannot be read: no permission, a failing disk or too little memory.
-        OSError: the part is damaged or missing.
+        OSError: the part is damaged or missing, or a folder has its name.
     """
     try:
         yield
@@ -60,7 +63,7 @@ def part_errors(part: Path) -> Iterator[None]:
             "are kept."
         ) from error
     except OSError as error:
-        if error.errno in (None, errno.ENOENT, errno.ENOTDIR):
+        if error.errno in (None, *_ABSENT):
             raise
         remedy = "Check the permissions" if error.errno in _FORBIDDEN else "Check the disk"
         raise OutputError(

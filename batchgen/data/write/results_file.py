@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.files import is_file, open_named, open_own
 from batchgen.data.write.checksums import CheckedStream, ChecksumWriter, read_checksums
-from batchgen.data.write.durable_files import part_errors
+from batchgen.data.write.durable_files import NO_FILE, part_errors
 from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import InputError
 from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
@@ -180,7 +180,7 @@ def open_part(path: Path) -> Iterator[StoredTable]:
     try:
         with part_errors(path), open_own(path) as stream:
             yield StoredTable(path, stream)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except NO_FILE as error:
         raise DamagedFile(path, "it is missing") from error
 
 
