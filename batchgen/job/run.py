@@ -131,9 +131,8 @@ class _Job:
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
             for path in work.foreign:
-                self.progress.note(
-                    f"{path} is no file of this job (a link, a folder, a special file or another user's): it was set aside"
-                )
+                what = "a link, a special file, a folder in the place of a file, or another user's"
+                self.progress.note(f"{path} is {what}: it was set aside")
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:

@@ -61,7 +61,7 @@ class RunLock:
     def __init__(self, folder: Path, out: Path) -> None:
         self.path = folder / LOCK_NAME
         self.foreign: list[Path] = []
-        """New names of what was found in the folder and is not ours: links, other users' files, folders in their place."""
+        """New names of what was found in the folder and is not ours: links, other users' files, misplaced folders."""
         self._file: io.FileIO | None = None
         self._held: Path | None = None
         with output_errors(folder):
@@ -105,7 +105,7 @@ class RunLock:
         return True
 
     def _set_foreign_aside(self) -> None:
-        """Set aside what is in the place of the lock and is not ours: a folder, or a link, also a hard one to a file."""
+        """Set aside what is in the place of the lock and is not ours: a folder, a link, another file's second name."""
         status = status_of(self.path, follow=False)
         odd = status is not None and (status.st_nlink > 1 or stat.S_ISDIR(status.st_mode))
         if status is not None and (odd or is_foreign(self.path, status)):
