@@ -6,7 +6,7 @@ Hints come from the table of other systems' names first and from the spelling se
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,15 +30,21 @@ _WHERE: dict[Place, str] = {
 _PARAMS = "sampling_params"
 _SHORTEST = 5
 """Fewest characters of a name that may be a misspelt field: shorter ones are close to too many."""
-_LONGEST = 40
+_LONG, _LONGEST = 8, 40
 _CLOSENESS = 0.85
 _MAX_DIFFERENCE = 2
 """Most characters that a misspelt name has more or fewer: `completion_tokens` is not `max_completion_tokens`."""
 _PROMPTS = frozenset(name for source in SOURCES for name in LOOKUP["row"] if LOOKUP["row"][name].name == source)
 _OPTIONS = (frozenset(LOOKUP["row"]) - _PROMPTS - frozenset(ID_NAMES)) | {_PARAMS}
 """Fields of a row that a key may be meant to be. A row without a prompt has its own error."""
+_FOREIGN = frozenset(
+    name
+    for name, answer in ANSWERS.items()
+    if len(name) > _LONG and "_" in name and answer.verdict != "idle" and name not in ORDINARY
+)
+"""Options of other systems that a key may be a misspelling of: no short name or single word, close to many columns."""
 _OPTIONS_BY_LENGTH = {
-    length: [name for name in _OPTIONS if abs(len(name) - length) <= _MAX_DIFFERENCE]
+    length: [name for name in _OPTIONS | _FOREIGN if abs(len(name) - length) <= _MAX_DIFFERENCE]
     for length in range(_LONGEST + 2 * _MAX_DIFFERENCE)
 }
 """Length of a key -> the options that it may be a misspelling of."""
@@ -63,8 +69,8 @@ def unknown_field(key: str, place: Place) -> RowError:
     elif key in LOOKUP["row"] or key == _PARAMS:
         where = "the row itself" if place == "params" else "native rows, without `body`"
         message += f"; it is a field of {where}{', move it there' if place == 'params' else ''}"
-    elif close := difflib.get_close_matches(key[:80], LOOKUP[place], n=1, cutoff=0.7):
-        message += f"; did you mean `{close[0]}`?"
+    elif close := difflib.get_close_matches(key[:80], {**LOOKUP[place], **dict.fromkeys(_FOREIGN)}, n=1, cutoff=0.7):
+        message += f"; {_meant(close[0], LOOKUP[place])}"
     else:
         message += "; remove it or correct its name"
     return RowError(ErrorCode.UNKNOWN_FIELD, message, key)
@@ -103,8 +109,9 @@ def _carried_hint(key: str) -> str | None:
         return None if ANSWERS[name].verdict == "idle" else _answer(name)
     if name in CONTAINERS:
         return "did you mean `sampling_params`?"
-    close = close_name(key, _OPTIONS_BY_LENGTH.get(len(name), ()))
-    return None if close is None else f"did you mean `{close}`?"
+    near = _OPTIONS_BY_LENGTH.get(len(name), ())
+    close = close_name(key, near if "_" in name else [option for option in near if option in _OPTIONS])
+    return None if close is None else _meant(close, _OPTIONS)
 
 
 def close_name(key: str, names: Iterable[str]) -> str | None:
@@ -199,6 +206,11 @@ def _answer(name: str) -> str:
     answer, systems = ANSWERS[name], systems_of(name)
     whose = " and ".join(systems[:2]) or "other systems"
     return f"an option of {whose}: {answer.advice}"
+
+
+def _meant(name: str, options: Collection[str]) -> str:
+    """The question whether a misspelt key means `name`: one of `options`, or else an option of another system."""
+    return f"did you mean `{name}`?" if name in options else f"did you mean `{name}`, {_answer(name)}"
 
 
 def _shown(key: str) -> str:
