@@ -280,6 +280,10 @@ class Totals:
     """Number of samples that ended, scored texts excluded."""
     empty_texts: int = 0
     """Number of answers without text and calls of tools."""
+    first_text: str | None = None
+    """The text of the first answer that has one."""
+    equal_texts: int = 0
+    """Number of answers with the text of the first."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     """Finish reason -> number of answers."""
     constraints: Counter[str] = field(default_factory=Counter)
@@ -311,6 +315,11 @@ def read_totals(path: Path) -> Totals:
             if "tool_calls" in batch.schema.names:  # not in outputs of older versions
                 empty = pc.and_(empty, pc.is_null(batch["tool_calls"]))
             totals.empty_texts += pc.sum(empty).as_py() or 0
+            texts = batch["text"].filter(answered)
+            if totals.first_text is None and len(present := texts.drop_null()):
+                totals.first_text = present[0].as_py()
+            if totals.first_text is not None:
+                totals.equal_texts += pc.sum(pc.equal(texts, totals.first_text)).as_py() or 0
             totals.finish_reasons.update(_counts(batch["finish_reason"]))
             checked = {("met" if ok == "true" else "failed"): n for ok, n in _counts(batch["constraint_ok"]).items()}
             totals.constraints.update(checked)

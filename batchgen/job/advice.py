@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from batchgen.data.view import Totals
-from batchgen.engine.workload import JobWorkload
 from batchgen.job.ingest import Ingested
 from batchgen.job.setup import Setup
 from batchgen.request.table import RequestTable
@@ -15,23 +14,27 @@ from batchgen.text.families import MARKERS
 
 _LOOKED_AT = 10_000
 """Most prompts whose tokens are looked at."""
+_SEVERAL = 3
+"""Fewest prompts, or answers, of which it says something that all are equal."""
 _FEW = 8
 """Answers of a trial, of which the most may well be cut."""
+_ROWS = 256
+"""Prompts that are compared at once."""
 _TAIL = 16
 """Tokens of a prompt's end that may hold the marker of an open thought."""
 _TAILS = 64
 """Most different ends of prompts that are decoded."""
 
 
-def input_advice(rows: Ingested, workload: JobWorkload, setup: Setup) -> list[str]:
+def input_advice(rows: Ingested, setup: Setup) -> list[str]:
     """Advice on the rows of a job, before anything is generated."""
-    found = (_plain_text(rows, setup), _doubled_bos(rows, setup), _equal_prompts(workload), _truncated(rows))
+    found = (_plain_text(rows, setup), _doubled_bos(rows, setup), _equal_prompts(rows.table), _truncated(rows))
     return [line for line in (*found, _open_thought(rows, setup)) if line is not None]
 
 
 def output_advice(totals: Totals, table: RequestTable) -> list[str]:
     """Advice on the results of a whole job."""
-    return [*_empty_texts(totals, table), *_limited(totals, table)]
+    return [*_empty_texts(totals, table), *_equal_texts(totals, table), *_limited(totals, table)]
 
 
 def _plain_text(rows: Ingested, setup: Setup) -> str | None:
@@ -65,12 +68,21 @@ def _doubled_bos(rows: Ingested, setup: Setup) -> str | None:
     )
 
 
-def _equal_prompts(workload: JobWorkload) -> str | None:
-    nodes = workload.tree.node_of_request
-    if len(nodes) < 3 or (nodes != nodes[0]).any() or (workload.table.score_start >= 0).any():
+def _are_equal(table: RequestTable) -> bool:
+    """Whether all prompts have the same tokens and adapter."""
+    lengths = np.diff(table.offsets)
+    if not len(table) or table.embeds_id is not None or (lengths != lengths[0]).any():
+        return False
+    prompts, adapters = table.tokens.reshape(len(table), -1), {each.lora_path for each in table.params}
+    same = ((prompts[at : at + _ROWS] == prompts[0]).all() for at in range(0, len(prompts), _ROWS))
+    return len(adapters) == 1 and all(same)
+
+
+def _equal_prompts(table: RequestTable) -> str | None:
+    if len(table) < _SEVERAL or (table.score_start >= 0).any() or not _are_equal(table):
         return None
     return (
-        f"all {len(nodes):,} prompts are equal: if the prompt is in another column, name it with --prompt-column; for "
+        f"all {len(table):,} prompts are equal: if the prompt is in another column, name it with --prompt-column; for "
         "more samples of one prompt set `n`"
     )
 
@@ -122,6 +134,15 @@ def _empty_texts(totals: Totals, table: RequestTable) -> Iterator[str]:
                 f"{empty}at once; look at the prompt as the model sees it with `batchgen check`, or set "
                 "`min_new_tokens`"
             )
+
+
+def _equal_texts(totals: Totals, table: RequestTable) -> Iterator[str]:
+    """One text for all prompts, which differ."""
+    if _SEVERAL <= totals.answers == totals.equal_texts and totals.first_text and not _are_equal(table):
+        yield (
+            f"all {totals.answers:,} answers are equal, and the prompts are not: look at what the model sees with "
+            "`batchgen check`, or --include-prompt for all rows"
+        )
 
 
 def _limited(totals: Totals, table: RequestTable) -> Iterator[str]:

@@ -200,7 +200,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
         first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt),
-        advice=input_advice(rows, workload, setup),
+        advice=input_advice(rows, setup),
         seconds={phase: round(spent, 3) for phase, spent in phases.items()},
         model=_model(setup),
         configuration=config.describe(),

@@ -187,7 +187,7 @@ class _Job:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
         media = media_figures(setup.media_plan(rows.table), counts.engine, setup.spec.device.type)
-        advice, facts = input_advice(rows, running.workload, setup), {**engine.facts, **media_facts(media)}
+        advice, facts = input_advice(rows, setup), {**engine.facts, **media_facts(media)}
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory

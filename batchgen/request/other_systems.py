@@ -89,8 +89,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "llama.cpp": """prompt temperature dynatemp_range dynatemp_exponent top_k top_p min_p n_predict n_indent
             n_keep n_cmpl n_cache_reuse stream stop typical_p repeat_penalty repeat_last_n presence_penalty
             frequency_penalty dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-            xtc_probability xtc_threshold top_n_sigma mirostat mirostat_tau mirostat_eta penalize_nl grammar json_schema seed
-            ignore_eos logit_bias n_probs min_keep t_max_predict_ms id_slot cache_prompt return_tokens samplers
+            xtc_probability xtc_threshold top_n_sigma mirostat mirostat_tau mirostat_eta penalize_nl grammar json_schema
+            seed ignore_eos logit_bias n_probs min_keep t_max_predict_ms id_slot cache_prompt return_tokens samplers
             timings_per_token return_progress sse_ping_interval post_sampling_probs response_fields lora input_prefix
             input_suffix input_extra n_ctx reasoning_format thinking_forced_open parse_tool_calls
             thinking_budget_tokens chat_template_kwargs response_format""",

@@ -56,6 +56,27 @@ def advice_of(report: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "choices", "expected"),
+    [
+        ([[5], [6], [7]], ["yes"], True),
+        ([[5], [6], [7, 8]], ["yes"], True),
+        ([[5], [6]], ["yes"], False),
+        ([[5]] * 3, ["yes"], False),
+        ([[5], [6], [7]], ["yes", "no", "other"], False),
+    ],
+)
+def test_equal_answers_to_different_prompts(
+    prompts: list[list[int]], choices: list[str], expected: bool, model: Path, tmp_path: Path
+) -> None:
+    rows = [{"input_ids": ids, "choice": [choices[i % len(choices)]]} for i, ids in enumerate(prompts)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    done = run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--report", "-"], tmp_path)
+    line = f"all {len(rows)} answers are equal, and the prompts are not: look at what the model sees"
+    assert any(found.startswith(line) for found in done.report["advice"]) == expected
+    assert (line in done.stderr) == expected
+
+
+@pytest.mark.parametrize(
     ("end", "is_open"),
     [
         ("<think>\\n", True),
