@@ -186,7 +186,8 @@ def _report_usage_error(error: Exception) -> int:
             print(message, file=sys.stderr)
     else:
         context = getattr(error, "ctx", None)
-        _print_error(f"{message.rstrip('.')} (see {context.command_path if context else 'batchgen'} --help)")
+        line = " ".join(message.split()).rstrip(".")  # choices come with line ends and tabs
+        _print_error(f"{line} (see {context.command_path if context else 'batchgen'} --help)")
     return 2
 
 

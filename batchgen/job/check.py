@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -43,6 +44,8 @@ from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
+_PLACE = re.compile(r"\A.*?, (?:line|row) [0-9]+: ", re.DOTALL)
+"""The file and the line that the message of a row's error begins with."""
 _ALL_PAGES = 1 << 40
 
 
@@ -59,6 +62,8 @@ class CheckReport:
     """Error code -> number of rows."""
     row_errors: list[dict[str, Any]]
     """Row, id, code and message of the first bad rows."""
+    error_causes: list[dict[str, Any]]
+    """The same of the first row of each cause, with the number of its `rows`; the first causes, the commonest first."""
     commonest_error: str | None
     """The most frequent reason of row errors, with its first row."""
     carried_options: list[dict[str, Any]]
@@ -133,6 +138,8 @@ class _Errors:
 
     counts: Counter[str] = field(default_factory=Counter)
     shown: list[dict[str, Any]] = field(default_factory=list)
+    causes: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """Code and message without the row's place -> the first row, and how many there are."""
     reasons: Reasons = field(default_factory=Reasons)
 
     def add(self, completion: Completion, row_id: str, extra: str | None) -> None:
@@ -140,10 +147,12 @@ class _Errors:
         error = completion.error
         self.counts[error.code] += 1
         self.reasons.add(completion, row_id)
+        shown = {"row": completion.row_index, "id": row_id, "code": str(error.code), "message": error.message}
         if len(self.shown) < _SHOWN_ERRORS:
-            self.shown.append(
-                {"row": completion.row_index, "id": row_id, "code": str(error.code), "message": error.message}
-            )
+            self.shown.append(shown)
+        cause = (str(error.code), _PLACE.sub("", error.message, count=1))
+        if cause in self.causes or len(self.causes) < _SHOWN_ERRORS:
+            self.causes.setdefault(cause, {**shown, "rows": 0})["rows"] += 1
 
 
 def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
@@ -175,6 +184,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         rows_skipped=rows.skipped,
         errors=dict(errors.counts),
         row_errors=errors.shown,
+        error_causes=sorted(errors.causes.values(), key=lambda cause: (-cause["rows"], cause["row"])),
         commonest_error=errors.reasons.commonest(),
         carried_options=carried_notes(rows.carried_options, config.carry),
         media=setup.media_plan(table),
@@ -268,13 +278,12 @@ def _lines(report: CheckReport) -> list[str]:
     skipped = f", skipped {report.rows_skipped:,}" if report.rows_skipped else ""
     lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,}{skipped})"]
     lines += [f"  {code}: {count:,}" for code, count in sorted(report.errors.items())]
-    for error in report.row_errors:
-        lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {error['message']}")
-    more = sum(report.errors.values()) - len(report.row_errors)
+    for cause in report.error_causes:
+        count = f"{cause['rows']:,} rows, the first is " if cause["rows"] > 1 else ""
+        lines.append(f"  {count}row {cause['row']} (id {cause['id']!r}): {cause['code']}: {cause['message']}")
+    more = sum(report.errors.values()) - sum(cause["rows"] for cause in report.error_causes)
     if more:
         lines.append(f"  ... and {more:,} more")
-    if report.commonest_error is not None and sum(report.errors.values()) > 1:
-        lines.append(f"  {report.commonest_error}")
     lines += [f"carried         {note_line(note)}" for note in report.carried_options[:MAX_NOTES]]
     if report.media is not None:
         lines.append(

@@ -282,6 +282,7 @@ def test_usage_errors(line: str, message: str, capsys: pytest.CaptureFixture[str
         ("run p --seed", "--seed"),
         ("show x --row -1", "--row"),
         ("merge x", "--output"),
+        ("export p", "Missing option '--format'. Choose from: openai-batch, jsonl"),
     ],
 )
 def test_parser_errors_are_one_line(line: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
