@@ -4,7 +4,8 @@
 BatchgenError
 ├── RowError              one input row is wrong or failed; becomes an error row, the run continues
 ├── UsageError            exit 2: flags, configuration
-│   └── FingerprintError  exit 2: the work folder belongs to a different job
+│   ├── FingerprintError  exit 2: the work folder belongs to a different job
+│   └── UnknownArgument   in Python, also a TypeError: a function has no such argument
 ├── TooManyErrors         exit 3: more row errors than the threshold
 ├── InputError            exit 4: input unreadable, or invalid under `--on-bad-row fail`
 ├── OutputError           exit 5: output cannot be written
@@ -99,6 +100,10 @@ class UsageError(BatchgenError):
 
 class FingerprintError(UsageError):
     """The unfinished work next to the output belongs to a different job."""
+
+
+class UnknownArgument(UsageError, TypeError):
+    """A function of the Python API has no such argument."""
 
 
 class TooManyErrors(BatchgenError):

@@ -23,6 +23,7 @@ from batchgen.data.write.work_folder import output_paths
 from batchgen.data.write.work_parts import part_files
 from batchgen.data.write.work_state import file_mark, replaced_by
 from batchgen.errors import BatchgenError, InputError, UsageError
+from batchgen.request.completion import AnswerCounts
 from batchgen.tables.temporal import temporal_to_text
 
 _SHARD = re.compile(r"part-\d{5,}-of-(\d{5,})")
@@ -263,7 +264,7 @@ _COLUMNS = [
 
 
 @dataclass(slots=True)
-class Totals:
+class Totals(AnswerCounts):
     """Totals of a results file. A row with several prompts or samples counts once, as failed if any of them failed."""
 
     rows: int = 0
@@ -276,16 +277,6 @@ class Totals:
     """Tokens of samples that `best_of` discarded."""
     copied_tokens: int = 0
     """Tokens of rows that are copies of an equal greedy row; included in `completion_tokens`."""
-    answers: int = 0
-    """Number of samples that ended, scored texts excluded."""
-    empty_texts: int = 0
-    """Number of answers without text and calls of tools."""
-    first_text: str | None = None
-    """The text of the first answer that has one."""
-    equal_texts: int = 0
-    """Number of answers with the text of the first."""
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    """Finish reason -> number of answers."""
     constraints: Counter[str] = field(default_factory=Counter)
     """`met`, `failed` -> number of answers whose finished text was checked against their constraint."""
 

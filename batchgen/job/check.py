@@ -22,7 +22,6 @@ from batchgen.data.write.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
-from batchgen.job.advice import input_advice
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
@@ -210,7 +209,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
         first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt),
-        advice=input_advice(rows, setup),
+        advice=rows.advice(setup),
         seconds={phase: round(spent, 3) for phase, spent in phases.items()},
         model=_model(setup),
         configuration=config.describe(),

@@ -23,10 +23,10 @@ from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, output_paths
 from batchgen.data.write.work_parts import has_results
+from batchgen.engine.advice import output_advice
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
-from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
 from batchgen.job.events import open_events
@@ -187,7 +187,7 @@ class _Job:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
         media = media_figures(setup.media_plan(rows.table), counts.engine, setup.spec.device.type)
-        advice, facts = input_advice(rows, setup), {**engine.facts, **media_facts(media)}
+        advice, facts = rows.advice(setup), {**engine.facts, **media_facts(media)}
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory

@@ -6,9 +6,12 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Literal, TypeVar
 
+from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import Check, invalid, plain
+from batchgen.request.other_systems import close_meaning, meaning_of
 from batchgen.request.padding import schema_without_nulls, without_nulls
 
 Place = Literal["row", "params", "completions", "chat"]
@@ -95,6 +98,39 @@ def sampling(
 def declared_fields(params: type[Any]) -> tuple[Field, ...]:
     """The fields that the attributes of `SamplingParams` declare; one whose values differ by place is listed twice."""
     return tuple(replace(field, name=item.name) for item in dataclasses.fields(params) for field in item.metadata[_KEY])
+
+
+def accepting_aliases(params: type[_T]) -> type[_T]:
+    """`params`, whose constructor accepts the aliases of its fields and names the right field for another name."""
+    declared = declared_fields(params)
+    names = {spelling: each.name for each in declared for spelling in each.spellings}
+    own = frozenset(names.values())
+    construct = params.__init__
+
+    @wraps(construct)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        construct(self, *args, **(given if given.keys() <= own else _by_name(given, names)))
+
+    params.__init__ = init  # type: ignore[method-assign]
+    return params
+
+
+def _by_name(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values by the names of their fields.
+
+    Raises:
+        RowError: `unknown_field` for an unknown name, `invalid_field` for a field that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in names:
+            meant = meaning_of(key, names) or close_meaning(key, names) or "remove it or correct its name"
+            meant = "it is set for a whole run" if "--" in meant else meant  # by a flag
+            raise RowError(ErrorCode.UNKNOWN_FIELD, f"`{key}` is not a field of SamplingParams; {meant}", key)
+        if names[key] in found:
+            raise invalid(key, "is given together with its alias; keep one of them")
+        found[names[key]] = value
+    return found
 
 
 def stored_value(name: str, check: Check, value: Any) -> Any:

@@ -5,7 +5,9 @@ A name that is also a field here needs no entry in `ANSWERS`: the table of field
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -325,3 +327,38 @@ def snake_case(name: str) -> str:
 def systems_of(name: str) -> list[str]:
     """The systems whose API has this name, given in snake case."""
     return [system for system, names in NAMES.items() if name in map(snake_case, names)]
+
+
+_LONG = 8
+FOREIGN = frozenset(
+    name
+    for name, answer in ANSWERS.items()
+    if len(name) > _LONG and "_" in name and answer.verdict != "idle" and name not in ORDINARY
+)
+"""Options of other systems that a key may be a misspelling of: no short name or single word, close to many columns."""
+
+
+def answer_to(name: str) -> str:
+    """What an option of another system is here, as part of a sentence."""
+    answer, systems = ANSWERS[name], systems_of(name)
+    whose = " and ".join(systems[:2]) or "other systems"
+    return f"an option of {whose}: {answer.advice}"
+
+
+def meaning_of(key: str, known: Collection[str]) -> str | None:
+    """What an unknown key means that is a name of `known` in another spelling, or an option of another system."""
+    name = snake_case(key[:80])
+    if name in known:
+        return f"did you mean `{name}`?"
+    return answer_to(name) if name in ANSWERS else None
+
+
+def close_meaning(key: str, known: Collection[str]) -> str | None:
+    """What an unknown key means that is a misspelt name of `known`, or option of another system."""
+    found = difflib.get_close_matches(key[:80], [*known, *FOREIGN.difference(known)], n=1, cutoff=0.7)
+    return asked(found[0], known) if found else None
+
+
+def asked(name: str, known: Collection[str]) -> str:
+    """The question whether `name` is meant: one of `known`, or else an option of another system."""
+    return f"did you mean `{name}`?" if name in known else f"did you mean `{name}`, {answer_to(name)}"

@@ -25,7 +25,11 @@ INPUTS: dict[str, tuple[Rows, list[str], str | None]] = {
     "ids": ([{"input_ids": [5, 6]}], [], None),
     "two BOS": ([{"input_ids": [0, 0, 5]}, {"input_ids": [0, 5]}], [], "1 of 2 prompts begin with two BOS tokens"),
     "BOS in a message": ([{"messages": [{"role": "user", "content": "<s>"}]}], [], None),
-    "equal prompts": ([{"input_ids": [5]}] * 3, [], "all 3 prompts are equal: if the prompt is in another column"),
+    "equal prompts": (
+        [{"input_ids": [5]}] * 3,
+        [],
+        "all 3 prompts are equal: for more samples of one prompt set `n`",
+    ),
     "truncated": (
         [{"input_ids": [5] * CONTEXT}, {"input_ids": [6]}],
         ["--truncate", "left"],
