@@ -212,7 +212,7 @@ class Engine:
             UserWarning: for each key of rows that looks like a misspelt field or is an option of another system.
 
         Raises:
-            UsageError: `rows` is a single row, or columns by name; an argument does not exist, or `params` is of another type.
+            UsageError: `rows` is a single row, or columns by name; an argument does not exist, or has another type.
 
         While rows are generated, Python's garbage collector only runs between steps, in the whole process. Exhaust or
         close the iterator to restore it.

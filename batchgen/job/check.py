@@ -8,12 +8,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
+from rich.text import Text
 
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
@@ -22,12 +24,14 @@ from batchgen.data.write.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
+from batchgen.job.console import SafeConsole
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.media_figures import media_size
 from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob
+from batchgen.job.progress import Progress, ProgressState
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare, wait_for_hashes
 from batchgen.job.summary import write_report
@@ -43,6 +47,9 @@ from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
+_ROWS_PER_UPDATE = 256
+_LABEL, _PROMPT = 16, "  | "
+"""Width of the labels of figures, and what each line of the prompt begins with."""
 _PLACE = re.compile(r"\A.*?, (?:line|row) [0-9]+: ", re.DOTALL)
 """The file and the line that the message of a row's error begins with."""
 _ALL_PAGES = 1 << 40
@@ -109,20 +116,20 @@ class CheckReport:
     configuration: dict[str, Any]
 
 
-def check_job(job: CheckedJob, as_json: bool = False) -> int:
+def check_job(job: CheckedJob, progress: Progress, as_json: bool = False) -> int:
     """Validate every row, plan the job and print the figures. Returns the exit code.
 
-    If the JSON report goes to stdout, the text goes to stderr.
+    If the JSON report goes to stdout, the text goes to stderr. The progress is closed before anything is printed.
 
     Raises:
         BatchgenError: as `run_job` before it generates. If the figures exist by then, they are printed first.
     """
     config = job.config
-    report, output = _build_report(job)
+    report, output = _build_report(job, progress)
+    progress.close()
     text = json_printable(json.dumps(asdict(report), indent=2, ensure_ascii=False))
     if not as_json:
-        lines = "".join(f"{printable(line)}\n" for line in _lines(report))
-        (sys.stderr if config.report == STDIN else sys.stdout).write(lines)
+        _print_lines(_lines(report), sys.stderr if config.report == STDIN else sys.stdout)
     if as_json or config.report == STDIN:
         write_report(text, STDIN)
     if config.report is not None and config.report != STDIN:
@@ -154,22 +161,40 @@ class _Errors:
             self.causes.setdefault(cause, {**shown, "rows": 0})["rows"] += 1
 
 
-def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
+def _print_lines(lines: Iterable[str], stream: TextIO) -> None:
+    """Print the figures; on a terminal, long lines are wrapped between words."""
+    console = SafeConsole(file=stream)
+    for line in map(printable, lines):
+        begin = _PROMPT if line.startswith(_PROMPT) else "  " if line.startswith("  ") else " " * _LABEL
+        rest = Text(line[len(begin) :])
+        if console.is_terminal and rest.cell_len > (room := max(console.width - len(begin), _LABEL)):
+            line = line[: len(begin)] + f"\n{begin}".join(piece.plain for piece in rest.wrap(console, room))
+        stream.write(f"{line}\n")
+
+
+def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, OutputEstimate]:
     config, began = job.config, time.monotonic()
-    setup = prepare(job, _print_note, allow_missing_gpu=True)
+    setup = prepare(job, progress.note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
-    wait_for_hashes(job.hashes, _print_note)
+    wait_for_hashes(job.hashes, progress.note)
     identity = identify_job(setup, inputs)
     set_clock(setup, identity, output_paths(config.output, identity.run.shard))
     started = time.monotonic()
     errors = _Errors()
+
+    def on_row(rows: int) -> None:
+        if not rows % _ROWS_PER_UPDATE:
+            progress.update(ProgressState("reading", rows_done=rows, rows_error=errors.counts.total()))
+
+    progress.update(ProgressState("reading"))
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
-        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_bad=errors.add)
+        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_row, on_bad=errors.add)
         rows.close()
         for note in rows.notes:
-            _print_note(note)
+            progress.note(note)
         table = rows.table
-        setup.note_rows(table, _print_note)
+        setup.note_rows(table, progress.note)
+        progress.update(ProgressState("planning", rows.rows, rows.rows, errors.counts.total()))
         read = time.monotonic()
         workload = _workload(config, setup, table)
         counts, steps, peaks = _plan(config, setup, workload)
@@ -227,10 +252,6 @@ def _model(setup: Setup) -> dict[str, Any]:
         "weight_bytes": setup.weight_bytes,
         "kv_bytes_per_token": setup.spec.kv_bytes_per_token,
     }
-
-
-def _print_note(message: str) -> None:
-    print(printable(message), file=sys.stderr)
 
 
 def _workload(config: RunConfig, setup: Setup, table: RequestTable) -> JobWorkload:
@@ -311,7 +332,7 @@ def _lines(report: CheckReport) -> list[str]:
         lines.append(f"constraints     {sum(report.grammar_backends.values()):,} compiled ({by_compiler})")
     if report.first_prompt is not None:
         lines.append("first prompt, as the model sees it:")
-        lines += [f"  | {line}" for line in report.first_prompt.split("\n")]
+        lines += [f"{_PROMPT}{line}" for line in report.first_prompt.split("\n")]
     return lines
 
 

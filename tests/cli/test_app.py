@@ -59,7 +59,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
                 raise outcome
             return outcome
 
-        def check_job(checked: CheckedJob, as_json: bool) -> int:
+        def check_job(checked: CheckedJob, progress: object, as_json: bool) -> int:
             run_job(checked)
             print("json" if as_json else "text")
             return 0
@@ -301,7 +301,7 @@ def test_closed_pipe_exits_like_sigpipe() -> None:
     code = (
         "import sys, types\n"
         "module = types.ModuleType('batchgen.job.check')\n"
-        "def check_job(job, as_json):\n    print('x' * 1_000_000)\n    return 0\n"
+        "def check_job(job, progress, as_json):\n    print('x' * 1_000_000)\n    return 0\n"
         "module.check_job = check_job\nsys.modules[module.__name__] = module\n"
         "from batchgen.cli.app import main\nmain()"
     )
