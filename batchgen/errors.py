@@ -151,7 +151,7 @@ _DEVICE_WORDS: Final = ("cuda", "hip error", "cublas", "cudnn", "triton")
 _MAX_MESSAGE: Final = 300
 """Most characters of a foreign exception's message that an error row shows."""
 
-HOST_MEMORY_WORDS: Final = ("not enough memory", "allocate memory", "failed to map segment", "can't start new thread")
+_HOST_MEMORY_WORDS: Final = ("not enough memory", "allocate memory", "failed to map segment", "can't start new thread")
 """Words in the messages of PyTorch's allocator for CPUs, of the dynamic linker and of Python without memory."""
 
 _T = TypeVar("_T")
@@ -163,7 +163,7 @@ def is_out_of_host_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True
-        if isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in HOST_MEMORY_WORDS):
+        if isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _HOST_MEMORY_WORDS):
             return True
         error = error.__cause__ or error.__context__
     return False

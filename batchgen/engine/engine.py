@@ -243,7 +243,7 @@ class Engine:
             is_plain = is_plain and (row.row is None or row.row.is_plain)
 
         for note in carried_notes(defaults.carried_options.rows, "none"):
-            warnings.warn(in_python(note_line(note)), UserWarning, stacklevel=2)
+            warnings.warn(in_python(note_line(note)), UserWarning, stacklevel=3)
         if len(table):
             log_advice(input_advice(table, self.tokenizer, is_plain=is_plain))
 

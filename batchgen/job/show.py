@@ -178,18 +178,13 @@ def _message(row: Record) -> str:
 
 def _score(score: Record) -> str:
     greedy = ", greedy" if score["is_greedy"] else ""
-    return f"sum {_number(score['sum'])}, mean {_number(score['mean'])}, {score['tokens']} tokens{greedy}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
+    return f"sum {score['sum']:.6g}, mean {score['mean']:.6g}, {score['tokens']} tokens{greedy}"
 
 
 def _calls(text: str | None) -> str:
     """Calls of tools as `name(argument=value)`."""
-    calls = [] if text is None else read_json(text, unwritable=True)
-    functions = [call["function"] for call in calls]
-    return " ".join(f"{each['name']}({_arguments(each['arguments'])})" for each in functions)
+    calls = [call["function"] for call in read_json(text or "[]", unwritable=True)]
+    return " ".join(f"{call['name']}({_arguments(call['arguments'])})" for call in calls)
 
 
 def _arguments(text: str) -> str:

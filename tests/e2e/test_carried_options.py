@@ -78,8 +78,11 @@ def test_a_resumed_run_that_reads_no_rows_names_them_again(model: Path, tmp_path
 
 
 def test_python_warns(engine: batchgen.Engine) -> None:
-    with pytest.warns(UserWarning, match=r"`temprature` in 1 row: did you mean `temperature`\? left out, not obeyed"):
+    with pytest.warns(
+        UserWarning, match=r"`temprature` in 1 row: did you mean `temperature`\? left out, not obeyed"
+    ) as found:
         list(engine.generate([ROWS[1]]))
+    assert found[0].filename == __file__, "of the caller"
 
 
 def test_too_many_errors_name_the_commonest_with_its_first_row(model: Path, tmp_path: Path) -> None:

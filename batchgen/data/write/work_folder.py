@@ -87,14 +87,6 @@ def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths
     return OutputPaths(out / f"{name}.parquet", work / name, states / f"{name}.parquet")
 
 
-def parts_of_other_counts(paths: OutputPaths) -> list[Path]:
-    """Result files of shards next to a shard's own whose number of shards is another."""
-    own = paths.result.name.partition("-of-")[2]
-    return [
-        file for file in files_in(paths.result.parent, "part-*-of-*.parquet") if not file.name.endswith(f"-of-{own}")
-    ]
-
-
 def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
     """Whether the output is the finished output of this job.
 

@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
-from batchgen.errors import HOST_MEMORY_WORDS, DeviceError, ErrorCode, ErrorInfo
+from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
 from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan, split_plan
 from batchgen.plan.tree import PrefixTree
@@ -33,8 +33,9 @@ T = TypeVar("T")
 
 _OOM_MESSAGES: Final = (
     "out of memory",  # CUDA's own calls, Triton's launches
+    "not enough memory",  # PyTorch's allocator for CPUs
+    "can't allocate memory",  # PyTorch's allocator for CPUs, older wording
     "CUBLAS_STATUS_ALLOC_FAILED",
-    *HOST_MEMORY_WORDS,
 )
 _MAX_FAILURES: Final = 3
 """Consecutive parts that fail alone, without a sampled token in between, before the job stops."""
