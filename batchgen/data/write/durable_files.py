@@ -21,7 +21,6 @@ from batchgen.data.files import (
 from batchgen.errors import BatchgenError, OutputError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors of opening a path at which there is no file."""
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -63,7 +62,7 @@ def part_errors(part: Path) -> Iterator[None]:
             "are kept."
         ) from error
     except OSError as error:
-        if error.errno in (None, *_ABSENT):
+        if error.errno is None or isinstance(error, NO_FILE):
             raise
         remedy = "Check the permissions" if error.errno in _FORBIDDEN else "Check the disk"
         raise OutputError(

@@ -37,6 +37,7 @@ NULLS_KEY = b"batchgen.nulls"
 _CHECKSUMS_KEY = b"batchgen.checksums"
 """Footer key: the number of bytes before the table of checksums, which are those of the row groups."""
 _OF_WRITER = {NULLS_KEY, _CHECKSUMS_KEY}
+"""Footer keys that a writer makes, which the schema of a file that was read has as well."""
 
 
 class DamagedFile(InputError, OSError):
@@ -55,9 +56,7 @@ class TableWriter:
     """Writer of tables of one schema to a Parquet file, which counts their nulls."""
 
     def __init__(self, stream: BinaryIO, schema: pa.Schema, **options: Any) -> None:
-        about = {
-            key: value for key, value in (schema.metadata or {}).items() if key not in _OF_WRITER
-        }  # of a file read
+        about = {key: value for key, value in (schema.metadata or {}).items() if key not in _OF_WRITER}
         self.schema: pa.Schema = schema.with_metadata(about)
         self._stream = ChecksumWriter(stream)
         self._writer = pq.ParquetWriter(
