@@ -4,7 +4,8 @@
 BatchgenError
 ├── RowError              one input row is wrong or failed; becomes an error row, the run continues
 ├── UsageError            exit 2: flags, configuration
-│   └── FingerprintError  exit 2: the work folder belongs to a different job
+│   ├── FingerprintError  exit 2: the work folder belongs to a different job
+│   └── UnknownArgument   in Python, also a TypeError: a function has no such argument
 ├── TooManyErrors         exit 3: more row errors than the threshold
 ├── InputError            exit 4: input unreadable, or invalid under `--on-bad-row fail`
 ├── OutputError           exit 5: output cannot be written
@@ -102,6 +103,10 @@ class FingerprintError(UsageError):
     """The unfinished work next to the output belongs to a different job."""
 
 
+class UnknownArgument(UsageError, TypeError):
+    """A function of the Python API has no such argument."""
+
+
 class TooManyErrors(BatchgenError):
     """More rows failed than the threshold allows."""
 
@@ -147,8 +152,22 @@ _DEVICE_WORDS: Final = ("cuda", "hip error", "cublas", "cudnn", "triton")
 _MAX_MESSAGE: Final = 300
 """Most characters of a foreign exception's message that an error row shows."""
 
+_HOST_MEMORY_WORDS: Final = ("not enough memory", "allocate memory", "failed to map segment", "can't start new thread")
+"""Words in the messages of PyTorch's allocator for CPUs, of the dynamic linker and of Python without memory."""
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
+
+
+def is_out_of_host_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or one that it was raised in place of, is that the process gets no more memory."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        if isinstance(error, RuntimeError | ImportError) and any(words in str(error) for words in _HOST_MEMORY_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def row_error(error: Exception, step: str) -> ErrorInfo:

@@ -16,7 +16,14 @@ from typer.main import get_command
 from batchgen import __version__
 from batchgen.cli import bench, help, jobs, results
 from batchgen.cli.flags import translated
-from batchgen.errors import BatchgenError, Interrupted, OutputError, UsageError
+from batchgen.errors import (
+    BatchgenError,
+    DeviceError,
+    Interrupted,
+    OutputError,
+    UsageError,
+    is_out_of_host_memory,
+)
 from batchgen.request.printable import EscapedText, printable
 
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
@@ -95,24 +102,30 @@ def run_command(arguments: Sequence[str]) -> int:
 def _run_reported(arguments: Sequence[str]) -> int:
     try:
         return _invoke(arguments)
-    except _CommandLineError as error:
-        return _report_usage_error(error)
-    except Interrupted as error:
-        _print_error(str(error))
-        return error.exit_status
-    except BatchgenError as error:
-        _print_error(str(error))
-        return error.exit_code
     except KeyboardInterrupt:
         _print_error("interrupted")
         return _SIGINT_STATUS
-    except BrokenPipeError:
+    except Exception as error:
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Report an error and return the exit code that it is."""
+    if isinstance(error, _CommandLineError):
+        return _report_usage_error(error)
+    if is_out_of_host_memory(error) and not isinstance(error, DeviceError | Interrupted | OutputError):
+        _print_error(
+            "the process has no memory left. Give it more, or lower --kv-memory or --max-num-seqs, and run the same "
+            "command again: committed rows are kept."
+        )
+        return OutputError.exit_code
+    if isinstance(error, BatchgenError):
+        _print_error(str(error))
+        return error.exit_status if isinstance(error, Interrupted) else error.exit_code
+    if isinstance(error, BrokenPipeError):
         _discard(sys.stdout)
         return _SIGPIPE_STATUS
-    except OSError as error:
-        return _report_os_error(error)
-    except Exception as error:
-        return _report_internal_error(error)
+    return _report_os_error(error) if isinstance(error, OSError) else _report_internal_error(error)
 
 
 def _discard(stream: TextIO) -> None:
@@ -177,7 +190,8 @@ def _report_usage_error(error: Exception) -> int:
             print(message, file=sys.stderr)
     else:
         context = getattr(error, "ctx", None)
-        _print_error(f"{message.rstrip('.')} (see {context.command_path if context else 'batchgen'} --help)")
+        line = " ".join(message.split()).rstrip(".")  # choices come with line ends and tabs
+        _print_error(f"{line} (see {context.command_path if context else 'batchgen'} --help)")
     return 2
 
 

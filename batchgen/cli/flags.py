@@ -12,32 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from batchgen.config.engine_config import INPUT
+from batchgen.config.engine_config import FLAGS_OF_OTHERS, INPUT
 from batchgen.config.option_types import BOOL, Option
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
-
-FLAGS_OF_OTHERS: Mapping[str, str] = {
-    "--allowed-local-media-path": "--media-root",
-    "--block-size": "--page-size",
-    "--chunked-prefill-size": "--max-tokens-per-step",
-    "--context-length": "--max-model-len",
-    "--enable-deterministic-inference": "--deterministic",
-    "--kv-cache-dtype": "--kv-dtype",
-    "--lora-modules": "--lora",
-    "--lora-paths": "--lora",
-    "--max-num-batched-tokens": "--max-tokens-per-step",
-    "--max-prefill-tokens": "--max-tokens-per-step",
-    "--max-running-requests": "--max-num-seqs",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--model-path": "--model",
-    "--random-seed": "--seed",
-    "--tokenizer-path": "--tokenizer",
-    "--tool-call-parser": "--tool-parser",
-    "--reasoning-parser": "--reasoning",
-}
-"""Flag of vLLM or SGLang -> the flag here that means the same."""
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -59,9 +59,13 @@ def _preflight(config: RunConfig) -> CheckedJob:
 
 
 def _check(job: CheckedJob, as_json: bool) -> int:
-    from batchgen.job.check import check_job  # imports torch, which is slow
+    from batchgen.job.progress import ProgressState, make_progress
 
-    return check_job(job, as_json=as_json)
+    with make_progress(job.config.progress) as progress:
+        progress.update(ProgressState("starting"))
+        from batchgen.job.check import check_job  # imports torch, which is slow
+
+        return check_job(job, progress, as_json=as_json)
 
 
 def _run(job: CheckedJob) -> None:

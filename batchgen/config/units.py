@@ -219,17 +219,20 @@ def _slurm_shard(env: Mapping[str, str]) -> Shard:
     }
     task, count = numbers.get("SLURM_ARRAY_TASK_ID", -1), numbers.get("SLURM_ARRAY_TASK_COUNT", 0)
     least, step = numbers.get("SLURM_ARRAY_TASK_MIN", 0), numbers.get("SLURM_ARRAY_TASK_STEP", 1)
+    most = numbers.get("SLURM_ARRAY_TASK_MAX", least + step * (count - 1))
     if least > 1:  # tasks of an array that are submitted again alone would run the rows of the whole array
         raise ValueError(
             f"auto needs an array that begins at 0 or 1 (--array=0-15), this one begins at {least}; give I/N, the part "
             "and the number of parts of the whole array"
         )
-    offset = task - least
-    index, uneven = divmod(offset, max(step, 1))
-    if uneven or not 0 <= index < count:
+    gap, uneven = divmod(most - least, max(count - 1, 1))
+    gap = max(gap, 1)
+    index, between = divmod(task - least, gap)
+    # Slurm gives a list of ids the step 1, also where they are evenly spaced.
+    if uneven or between or step not in (1, gap) or not 0 <= index < count:
         raise ValueError(
-            f"auto cannot derive the part of task {task} of {count}: the array's ids must be evenly spaced "
-            "(--array=0-15); or give I/N"
+            f"auto cannot derive the part of task {task}: the array's {count} ids from {least} to {most} must be "
+            "evenly spaced (--array=0-15); or give I/N, the part and the number of parts"
         )
     return Shard(index, count)
 

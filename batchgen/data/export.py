@@ -189,8 +189,6 @@ def _count_batch_line(body: Mapping[str, Any], totals: Totals) -> None:
 
 
 def _count_answer(totals: Totals, reason: str, text: str | None, constraint_ok: bool | None) -> None:
-    totals.answers += 1
-    totals.finish_reasons[reason] += 1
-    totals.empty_texts += text == ""
+    totals.add(text, reason)
     if constraint_ok is not None:
         totals.constraints["met" if constraint_ok else "failed"] += 1

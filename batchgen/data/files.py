@@ -10,6 +10,7 @@ import fcntl
 import io
 import mmap
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator
@@ -328,17 +329,25 @@ def is_set_aside(path: Path) -> bool:
     return path.suffix.startswith(_FOREIGN)
 
 
-def set_aside_foreign(folder: Path) -> list[Path]:
-    """Set aside what is not ours in a folder of ours and in the folders below it. Returns the new names."""
+def set_aside_foreign(folder: Path, folders: re.Pattern[str], below: str = "") -> list[Path]:
+    """Set aside what is not ours in a folder of ours and in the folders below it. Returns the new names.
+
+    Args:
+        folder: the folder.
+        folders: paths of its folders, relative to the outermost one: everything else is a file.
+        below: path of `folder` itself, with a slash, if it is not the outermost one.
+    """
     found = []
     for path in files_in(folder):
         status = status_of(path, follow=False)
         if status is None or is_set_aside(path):
             continue
-        if is_foreign(path, status):
+        name = below + path.name
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if is_foreign(path, status) or is_folder != (folders.fullmatch(name) is not None):
             found.append(set_aside(path))
-        elif stat.S_ISDIR(status.st_mode):
-            found += set_aside_foreign(path)
+        elif is_folder:
+            found += set_aside_foreign(path, folders, f"{name}/")
     return found
 
 

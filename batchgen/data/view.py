@@ -23,6 +23,7 @@ from batchgen.data.write.work_folder import output_paths
 from batchgen.data.write.work_parts import part_files
 from batchgen.data.write.work_state import file_mark, replaced_by
 from batchgen.errors import BatchgenError, InputError, UsageError
+from batchgen.request.completion import AnswerCounts
 from batchgen.tables.temporal import temporal_to_text
 
 _SHARD = re.compile(r"part-\d{5,}-of-(\d{5,})")
@@ -263,7 +264,7 @@ _COLUMNS = [
 
 
 @dataclass(slots=True)
-class Totals:
+class Totals(AnswerCounts):
     """Totals of a results file. A row with several prompts or samples counts once, as failed if any of them failed."""
 
     rows: int = 0
@@ -276,12 +277,6 @@ class Totals:
     """Tokens of samples that `best_of` discarded."""
     copied_tokens: int = 0
     """Tokens of rows that are copies of an equal greedy row; included in `completion_tokens`."""
-    answers: int = 0
-    """Number of samples that ended, scored texts excluded."""
-    empty_texts: int = 0
-    """Number of answers without text and calls of tools."""
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    """Finish reason -> number of answers."""
     constraints: Counter[str] = field(default_factory=Counter)
     """`met`, `failed` -> number of answers whose finished text was checked against their constraint."""
 
@@ -311,6 +306,11 @@ def read_totals(path: Path) -> Totals:
             if "tool_calls" in batch.schema.names:  # not in outputs of older versions
                 empty = pc.and_(empty, pc.is_null(batch["tool_calls"]))
             totals.empty_texts += pc.sum(empty).as_py() or 0
+            texts = batch["text"].filter(answered)
+            if totals.first_text is None and len(present := texts.drop_null()):
+                totals.first_text = present[0].as_py()
+            if totals.first_text is not None:
+                totals.equal_texts += pc.sum(pc.equal(texts, totals.first_text)).as_py() or 0
             totals.finish_reasons.update(_counts(batch["finish_reason"]))
             checked = {("met" if ok == "true" else "failed"): n for ok, n in _counts(batch["constraint_ok"]).items()}
             totals.constraints.update(checked)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.config.engine_config import EngineConfig
+from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
+from batchgen.config.python_words import (
+    in_python,
+    in_python_info,
+    python_errors,
+    refuse_unknown,
+    with_python_errors,
+)
+from batchgen.engine.advice import input_advice, log_advice, output_advice
 from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, load_configured, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
@@ -43,6 +52,7 @@ from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
 from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
+from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.grouped import Pool, allocate_pool, first_pages, pools_of, with_pools
@@ -57,7 +67,7 @@ from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
-from batchgen.request.completion import Completion, StreamEvent
+from batchgen.request.completion import AnswerCounts, Completion, StreamEvent
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.params import SamplingParams
 from batchgen.request.processors import load_processors
@@ -85,10 +95,15 @@ class Engine:
 
     Raises:
         ModelError: the model cannot be loaded.
-        UsageError: an option is invalid or not supported on this machine.
+        UsageError: an option is unknown, invalid or not supported on this machine.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        with python_errors():
+            self._load(model, options)
+
+    def _load(self, model: str, options: Mapping[str, Any]) -> None:
+        refuse_unknown(options, "Engine", [option.name for option in ENGINE_OPTIONS])
         config = EngineConfig(model=model, **options)
         prepare_device(config)
         processors = load_processors(config.logit_processor)  # errors come before the weights are read
@@ -179,6 +194,7 @@ class Engine:
         *,
         ordered: bool = False,
         on_event: Callable[[StreamEvent], None] | None = None,
+        **others: Any,
     ) -> Iterator[Completion]:
         """Generate completions for rows, with the fields of `batchgen run`. All rows are read before the first step.
 
@@ -187,6 +203,7 @@ class Engine:
             params: defaults for sampling fields that a row does not set.
             ordered: yield in input order instead of completion order.
             on_event: called with the events of rows that have `stream`, as tokens are sampled.
+            others: arguments that do not exist, which are refused with the right name.
 
         Yields:
             One `Completion` per row, prompt and sample; an invalid row yields one with `error` set.
@@ -195,12 +212,16 @@ class Engine:
             UserWarning: for each key of rows that looks like a misspelt field or is an option of another system.
 
         Raises:
-            UsageError: `rows` is a single row, or columns by name.
+            UsageError: `rows` is a single row, or columns by name; an argument does not exist, or has another type.
 
         While rows are generated, Python's garbage collector only runs between steps, in the whole process. Exhaust or
         close the iterator to restore it.
         """
-        return self._generate(python_rows(rows), params, ordered=ordered, on_event=on_event)
+        refuse_unknown(others, "generate()", ("rows", "params", "ordered", "on_event"))
+        if params is not None and not isinstance(params, SamplingParams):
+            remedy = "write SamplingParams(**params)" if isinstance(params, Mapping) else "give rows their own fields"
+            raise UsageError(f"`params` must be one SamplingParams for all rows, got {type(params).__name__}; {remedy}")
+        return with_python_errors(self._generate(python_rows(rows), params, ordered=ordered, on_event=on_event))
 
     def _generate(
         self,
@@ -216,14 +237,18 @@ class Engine:
             warnings.warn(unapplied, UserWarning, stacklevel=2)
         ids: dict[int, str] = {}
         failed: list[Completion] = []
+        is_plain, counts = True, AnswerCounts()
         for row in self._front_end.row_reader(table, defaults).read(raw):
             ids[row.raw.index] = row.id
             if row.error is not None:
                 failed.append(Completion(row.raw.index, error=row.error))
+            is_plain = is_plain and (row.row is None or row.row.is_plain)
 
         carried = map(note_line, carried_notes(defaults.carried_options.rows, "none"))
         for line in (*self._front_end.notes, *carried):
-            warnings.warn(line, UserWarning, stacklevel=2)
+            warnings.warn(in_python(line), UserWarning, stacklevel=3)
+        if len(table):
+            log_advice(input_advice(table, self.tokenizer, is_plain=is_plain))
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:
@@ -233,9 +258,15 @@ class Engine:
         groups = self._groups(table, failed, emit if on_event is not None else None)
         if ordered:
             groups = in_order(groups, [(int(r), int(p)) for r, p in completion_keys(table, failed)])
-        for group in groups:
-            for completion in group:
-                yield completion.set_id(ids[completion.row_index])
+        for completion in chain.from_iterable(groups):
+            if completion.error is not None:
+                completion = replace(completion, error=in_python_info(completion.error))
+            elif completion.finish_reason is not None:
+                has_calls = completion.tool_calls is not None
+                counts.add(completion.text, completion.finish_reason, has_calls=has_calls)
+            yield completion.set_id(ids[completion.row_index])
+        if len(table):
+            log_advice(output_advice(counts, table))
 
     def _groups(self, table: RequestTable, failed: list[Completion], emit: Emit | None) -> Iterator[list[Completion]]:
         yield from ([c] for c in failed)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
+from rich.text import Text
 
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
@@ -21,13 +24,14 @@ from batchgen.data.write.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
-from batchgen.job.advice import input_advice
+from batchgen.job.console import SafeConsole
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.media_figures import media_size
 from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob
+from batchgen.job.progress import Progress, ProgressState
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare, wait_for_hashes
 from batchgen.job.summary import write_report
@@ -43,6 +47,11 @@ from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
+_ROWS_PER_UPDATE = 256
+_LABEL, _PROMPT = 16, "  | "
+"""Width of the labels of figures, and what each line of the prompt begins with."""
+_PLACE = re.compile(r"\A.*?, (?:line|row) [0-9]+: ", re.DOTALL)
+"""The file and the line that the message of a row's error begins with."""
 _ALL_PAGES = 1 << 40
 
 
@@ -59,6 +68,8 @@ class CheckReport:
     """Error code -> number of rows."""
     row_errors: list[dict[str, Any]]
     """Row, id, code and message of the first bad rows."""
+    error_causes: list[dict[str, Any]]
+    """The same of the first row of each cause, with the number of its `rows`; the first causes, the commonest first."""
     commonest_error: str | None
     """The most frequent reason of row errors, with its first row."""
     carried_options: list[dict[str, Any]]
@@ -105,20 +116,20 @@ class CheckReport:
     configuration: dict[str, Any]
 
 
-def check_job(job: CheckedJob, as_json: bool = False) -> int:
+def check_job(job: CheckedJob, progress: Progress, as_json: bool = False) -> int:
     """Validate every row, plan the job and print the figures. Returns the exit code.
 
-    If the JSON report goes to stdout, the text goes to stderr.
+    If the JSON report goes to stdout, the text goes to stderr. The progress is closed before anything is printed.
 
     Raises:
         BatchgenError: as `run_job` before it generates. If the figures exist by then, they are printed first.
     """
     config = job.config
-    report, output = _build_report(job)
+    report, output = _build_report(job, progress)
+    progress.close()
     text = json_printable(json.dumps(asdict(report), indent=2, ensure_ascii=False))
     if not as_json:
-        lines = "".join(f"{printable(line)}\n" for line in _lines(report))
-        (sys.stderr if config.report == STDIN else sys.stdout).write(lines)
+        _print_lines(_lines(report), sys.stderr if config.report == STDIN else sys.stdout)
     if as_json or config.report == STDIN:
         write_report(text, STDIN)
     if config.report is not None and config.report != STDIN:
@@ -133,6 +144,8 @@ class _Errors:
 
     counts: Counter[str] = field(default_factory=Counter)
     shown: list[dict[str, Any]] = field(default_factory=list)
+    causes: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """Code and message without the row's place -> the first row, and how many there are."""
     reasons: Reasons = field(default_factory=Reasons)
 
     def add(self, completion: Completion, row_id: str, extra: str | None) -> None:
@@ -140,28 +153,48 @@ class _Errors:
         error = completion.error
         self.counts[error.code] += 1
         self.reasons.add(completion, row_id)
+        shown = {"row": completion.row_index, "id": row_id, "code": str(error.code), "message": error.message}
         if len(self.shown) < _SHOWN_ERRORS:
-            self.shown.append(
-                {"row": completion.row_index, "id": row_id, "code": str(error.code), "message": error.message}
-            )
+            self.shown.append(shown)
+        cause = (str(error.code), _PLACE.sub("", error.message, count=1))
+        if cause in self.causes or len(self.causes) < _SHOWN_ERRORS:
+            self.causes.setdefault(cause, {**shown, "rows": 0})["rows"] += 1
 
 
-def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
+def _print_lines(lines: Iterable[str], stream: TextIO) -> None:
+    """Print the figures; on a terminal, long lines are wrapped between words."""
+    console = SafeConsole(file=stream)
+    for line in map(printable, lines):
+        begin = _PROMPT if line.startswith(_PROMPT) else "  " if line.startswith("  ") else " " * _LABEL
+        rest = Text(line[len(begin) :])
+        if console.is_terminal and rest.cell_len > (room := max(console.width - len(begin), _LABEL)):
+            line = line[: len(begin)] + f"\n{begin}".join(piece.plain for piece in rest.wrap(console, room))
+        stream.write(f"{line}\n")
+
+
+def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, OutputEstimate]:
     config, began = job.config, time.monotonic()
-    setup = prepare(job, _print_note, allow_missing_gpu=True)
+    setup = prepare(job, progress.note, allow_missing_gpu=True)
     inputs = open_inputs(job.inputs, include_source=config.include_source)
-    wait_for_hashes(job.hashes, _print_note)
+    wait_for_hashes(job.hashes, progress.note)
     identity = identify_job(setup, inputs)
     set_clock(setup, identity, output_paths(config.output, identity.run.shard))
     started = time.monotonic()
     errors = _Errors()
+
+    def on_row(rows: int) -> None:
+        if not rows % _ROWS_PER_UPDATE:
+            progress.update(ProgressState("reading", rows_done=rows, rows_error=errors.counts.total()))
+
+    progress.update(ProgressState("reading"))
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
-        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_bad=errors.add)
+        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_row, on_bad=errors.add)
         rows.close()
         for note in rows.notes:
-            _print_note(note)
+            progress.note(note)
         table = rows.table
-        setup.note_rows(table, _print_note)
+        setup.note_rows(table, progress.note)
+        progress.update(ProgressState("planning", rows.rows, rows.rows, errors.counts.total()))
         read = time.monotonic()
         workload = _workload(config, setup, table)
         counts, steps, peaks = _plan(config, setup, workload)
@@ -175,6 +208,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         rows_skipped=rows.skipped,
         errors=dict(errors.counts),
         row_errors=errors.shown,
+        error_causes=sorted(errors.causes.values(), key=lambda cause: (-cause["rows"], cause["row"])),
         commonest_error=errors.reasons.commonest(),
         carried_options=carried_notes(rows.carried_options, config.carry),
         media=setup.media_plan(table),
@@ -200,7 +234,7 @@ def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
         first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt),
-        advice=input_advice(rows, workload, setup),
+        advice=rows.advice(setup),
         seconds={phase: round(spent, 3) for phase, spent in phases.items()},
         model=_model(setup),
         configuration=config.describe(),
@@ -218,10 +252,6 @@ def _model(setup: Setup) -> dict[str, Any]:
         "weight_bytes": setup.weight_bytes,
         "kv_bytes_per_token": setup.spec.kv_bytes_per_token,
     }
-
-
-def _print_note(message: str) -> None:
-    print(printable(message), file=sys.stderr)
 
 
 def _workload(config: RunConfig, setup: Setup, table: RequestTable) -> JobWorkload:
@@ -268,13 +298,12 @@ def _lines(report: CheckReport) -> list[str]:
     skipped = f", skipped {report.rows_skipped:,}" if report.rows_skipped else ""
     lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,}{skipped})"]
     lines += [f"  {code}: {count:,}" for code, count in sorted(report.errors.items())]
-    for error in report.row_errors:
-        lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {error['message']}")
-    more = sum(report.errors.values()) - len(report.row_errors)
+    for cause in report.error_causes:
+        count = f"{cause['rows']:,} rows, the first is " if cause["rows"] > 1 else ""
+        lines.append(f"  {count}row {cause['row']} (id {cause['id']!r}): {cause['code']}: {cause['message']}")
+    more = sum(report.errors.values()) - sum(cause["rows"] for cause in report.error_causes)
     if more:
         lines.append(f"  ... and {more:,} more")
-    if report.commonest_error is not None and sum(report.errors.values()) > 1:
-        lines.append(f"  {report.commonest_error}")
     lines += [f"carried         {note_line(note)}" for note in report.carried_options[:MAX_NOTES]]
     if report.media is not None:
         lines.append(
@@ -303,7 +332,7 @@ def _lines(report: CheckReport) -> list[str]:
         lines.append(f"constraints     {sum(report.grammar_backends.values()):,} compiled ({by_compiler})")
     if report.first_prompt is not None:
         lines.append("first prompt, as the model sees it:")
-        lines += [f"  | {line}" for line in report.first_prompt.split("\n")]
+        lines += [f"{_PROMPT}{line}" for line in report.first_prompt.split("\n")]
     return lines
 
 

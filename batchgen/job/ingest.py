@@ -19,6 +19,7 @@ from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.schema import extra_json
 from batchgen.data.write.spool import BlobSpool, TokenSpool
+from batchgen.engine.advice import input_advice
 from batchgen.engine.row_reader import ProcessedRow, ReadRecord
 from batchgen.errors import InputError, UsageError
 from batchgen.job.setup import Setup
@@ -26,7 +27,7 @@ from batchgen.request.columns import Column, Columns
 from batchgen.request.completion import Completion
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.printable import printable
-from batchgen.request.prompts import ChatPrompt, TextPrompt
+from batchgen.request.prompts import ChatPrompt
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import EncodedPrompt
 
@@ -91,6 +92,12 @@ class Ingested:
     """Grammar compiler (`xgrammar`, `llguidance`) -> number of distinct constraints that it compiled."""
     notes: list[str] = field(default_factory=list)
     """What the user should know of options that had no effect."""
+
+    def advice(self, setup: Setup) -> list[str]:
+        """Advice on the rows."""
+        good = self.rows - self.skipped - self.errors.total()
+        is_plain = 0 < good <= self.plain and setup.config.chat is None
+        return input_advice(self.table, setup.front_end.tokenizer, is_plain=is_plain, truncated=self.truncated)
 
     def close(self, *, keep: bool = False) -> None:
         """Close the files of token ids, texts and bad rows; remove them unless `keep`.
@@ -216,7 +223,7 @@ def _add_good(result: Ingested, row: ProcessedRow) -> None:
     first_texts = [prompt for prompt in row.prompts if prompt.text_index == 0]
     result.texts.add(index, row.prepared.texts)
     parsed, first = row.row, row.row.prompts[0]
-    result.plain += isinstance(first, TextPrompt) and parsed.dialect == "native" and not parsed.completions
+    result.plain += parsed.is_plain
     # The answer is a chat message if the row has messages, or `--chat` made its text one.
     result.shapes.add(index, isinstance(first, ChatPrompt), parsed.params.echo, row.is_line)
     for prompt in first_texts:

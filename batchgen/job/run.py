@@ -23,10 +23,10 @@ from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, output_paths
 from batchgen.data.write.work_parts import has_results
+from batchgen.engine.advice import output_advice
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
-from batchgen.job.advice import input_advice, output_advice
 from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
 from batchgen.job.events import open_events
@@ -131,7 +131,8 @@ class _Job:
             # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
             for path in work.foreign:
-                self.progress.note(f"{path} is a link, a special file or another user's: it was set aside")
+                what = "a link, a special file, a folder in the place of a file, or another user's"
+                self.progress.note(f"{path} is {what}: it was set aside")
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
@@ -186,7 +187,7 @@ class _Job:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)
         media = media_figures(setup.media_plan(rows.table), counts.engine, setup.spec.device.type)
-        advice, facts = input_advice(rows, running.workload, setup), {**engine.facts, **media_facts(media)}
+        advice, facts = rows.advice(setup), {**engine.facts, **media_facts(media)}
         self.opened.close()
         self.eta = None
         del running, engine  # frees the plan, before the keys of the whole output are in memory

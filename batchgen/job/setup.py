@@ -11,6 +11,7 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from batchgen import __version__
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
+from batchgen.data.files import files_in, followed
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, load_configured, refuse_anywhere, refuse_kv_dtype
 from batchgen.engine.engine import Engine
@@ -212,6 +214,8 @@ def prepare(
     config, engine, folder = job.config, job.config.engine, job.model.folder.path
     if engine.model is None:
         note(DEMO_NOTE)
+    if config.shard is not None:
+        _note_other_counts(followed(config.output), config.shard.count, note)
     prepare_device(engine)
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
     device: DeviceName = "cuda" if absent else engine.device
@@ -252,6 +256,17 @@ def prepare(
     if job.model.folder.plain is not None:
         note(_quantised_note(job.model.folder.plain, setup))
     return setup
+
+
+def _note_other_counts(out: Path, count: int, note: Callable[[str], None]) -> None:
+    """Call `note` if the folder of a shard's output holds results of another number of shards."""
+    files = files_in(out, "part-*-of-*.parquet")
+    if others := [file.name for file in files if not file.name.endswith(f"-of-{count:05d}.parquet")]:
+        more = f" and {len(others) - 1:,} more" if others[1:] else ""
+        note(
+            f"{out} holds results of another number of shards than {count}: {others[0]}{more}. They are not joined "
+            "with this shard's: remove them, or give another -o"
+        )
 
 
 def _quantised_note(plain: PlainTensors, setup: Setup) -> str:

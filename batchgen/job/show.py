@@ -18,11 +18,15 @@ from batchgen.data.view import Results, open_results
 from batchgen.data.write.schema import non_finite_to_none
 from batchgen.errors import InputError
 from batchgen.job.console import SafeConsole
+from batchgen.request.foreign_text import read_json
 from batchgen.request.printable import json_printable, printable
 
 Record = Mapping[str, Any]
 
-_LISTED = ["row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error", "text", "tool_calls"]
+_LISTED = [
+    *("row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error"),
+    *("text", "tool_calls", "scores"),
+]
 _LIST_ITEMS = 16
 _ID_WIDTH = 24
 _TEXT_WIDTH = 8
@@ -129,7 +133,8 @@ def _block(row: Record) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in row.items():
-        table.add_row(Text(printable(name)), Text(_format_value(value)))
+        shown = printable(_calls(value)) if name == "tool_calls" else _format_value(value)
+        table.add_row(Text(printable(name)), Text(shown))
     table.add_row("", "")
     return table
 
@@ -163,4 +168,25 @@ def _outcome(row: Record) -> str:
 
 
 def _message(row: Record) -> str:
-    return str(row["error"]["message"] if row["error"] else row["text"] or row.get("tool_calls") or "")
+    """The error of a sample, or its text and calls, or the scores of a row that has them."""
+    if row["error"]:
+        return str(row["error"]["message"])
+    if row.get("scores") is not None:
+        return "; ".join(map(_score, row["scores"]))
+    return " ".join(filter(None, (row["text"], _calls(row.get("tool_calls")))))
+
+
+def _score(score: Record) -> str:
+    greedy = ", greedy" if score["is_greedy"] else ""
+    return f"sum {score['sum']:.6g}, mean {score['mean']:.6g}, {score['tokens']} tokens{greedy}"
+
+
+def _calls(text: str | None) -> str:
+    """Calls of tools as `name(argument=value)`."""
+    calls = [call["function"] for call in read_json(text or "[]", unwritable=True)]
+    return " ".join(f"{call['name']}({_arguments(call['arguments'])})" for call in calls)
+
+
+def _arguments(text: str) -> str:
+    values = read_json(text, unwritable=True)
+    return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in values.items())

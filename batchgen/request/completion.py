@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -64,6 +65,29 @@ class StateBlock:
     """[tokens, H]; one row if pooled"""
     dtype: str
     """Number format in which the model computed them, such as `bfloat16`."""
+
+
+@dataclass(slots=True)
+class AnswerCounts:
+    """Counts of the samples of a job that ended, scored texts excluded."""
+
+    answers: int = 0
+    empty_texts: int = 0
+    """Number of answers without text and calls of tools."""
+    first_text: str | None = None
+    """The text of the first answer that has one."""
+    equal_texts: int = 0
+    """Number of answers with the text of the first."""
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    """Finish reason -> number of answers."""
+
+    def add(self, text: str | None, reason: str, *, has_calls: bool = False) -> None:
+        """Count an answer."""
+        self.answers += 1
+        self.empty_texts += text == "" and not has_calls
+        self.first_text = text if self.first_text is None else self.first_text
+        self.equal_texts += text is not None and text == self.first_text
+        self.finish_reasons[reason] += 1
 
 
 @dataclass(frozen=True, slots=True)

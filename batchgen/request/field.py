@@ -6,9 +6,12 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Literal, TypeVar
 
+from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import Check, invalid, plain
+from batchgen.request.other_systems import close_meaning, meaning_of
 from batchgen.request.padding import schema_without_nulls, without_nulls
 
 Place = Literal["row", "params", "completions", "chat"]
@@ -17,6 +20,12 @@ Place = Literal["row", "params", "completions", "chat"]
 BODIES: tuple[Place, ...] = ("completions", "chat")
 EVERYWHERE: tuple[Place, ...] = ("row", "params", *BODIES)
 
+JsonText = Literal["object", "value", "text"]
+"""How a table's text is read that is JSON, where the field accepts that value and the text itself.
+
+"object": an object is read, and a list is refused, since either reading may be wrong. "value": it is read. "text": it
+stays text, which is a prompt, or means the same as the value.
+"""
 NoOpTest = Callable[[Any, Mapping[str, Any]], bool]
 """(value, all values of the row by canonical name) -> whether the value requests nothing."""
 _T = TypeVar("_T")
@@ -44,6 +53,7 @@ class Field:
     """Whether the field has no effect on generation and is carried to the output."""
     remedy: str = "remove it"
     """For unsupported fields: what to do instead, for the error message."""
+    json_text: JsonText = "object"
     help: str | None = None
     """Help text of the option that sets a run-wide default, with an example; None: there is no such option."""
     metavar: str | None = None
@@ -64,6 +74,7 @@ def sampling(
     body_check: Check | None = None,
     metavar: str | None = None,
     places: tuple[Place, ...] = EVERYWHERE,
+    json_text: JsonText = "object",
 ) -> _T:
     """Attribute of `SamplingParams` that declares a field.
 
@@ -75,8 +86,9 @@ def sampling(
         body_check: check of values in OpenAI bodies, if it differs.
         metavar: as in `Field`.
         places: as in `Field`; none for a value that follows from other fields of a row.
+        json_text: as in `Field`.
     """
-    field = Field("", check, places, aliases=aliases, help=help, metavar=metavar)
+    field = Field("", check, places, aliases=aliases, help=help, metavar=metavar, json_text=json_text)
     declared: tuple[Field, ...] = (field,)
     if body_check is not None:
         declared = (replace(field, places=("row", "params")), replace(field, places=BODIES, check=body_check))
@@ -86,6 +98,39 @@ def sampling(
 def declared_fields(params: type[Any]) -> tuple[Field, ...]:
     """The fields that the attributes of `SamplingParams` declare; one whose values differ by place is listed twice."""
     return tuple(replace(field, name=item.name) for item in dataclasses.fields(params) for field in item.metadata[_KEY])
+
+
+def accepting_aliases(params: type[_T]) -> type[_T]:
+    """`params`, whose constructor accepts the aliases of its fields and names the right field for another name."""
+    declared = declared_fields(params)
+    names = {spelling: each.name for each in declared for spelling in each.spellings}
+    own = frozenset(names.values())
+    construct = params.__init__
+
+    @wraps(construct)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        construct(self, *args, **(given if given.keys() <= own else _by_name(given, names)))
+
+    params.__init__ = init  # type: ignore[method-assign]
+    return params
+
+
+def _by_name(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values by the names of their fields.
+
+    Raises:
+        RowError: `unknown_field` for an unknown name, `invalid_field` for a field that is given twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in names:
+            meant = meaning_of(key, names) or close_meaning(key, names) or "remove it or correct its name"
+            meant = "it is set for a whole run" if "--" in meant else meant  # by a flag
+            raise RowError(ErrorCode.UNKNOWN_FIELD, f"`{key}` is not a field of SamplingParams; {meant}", key)
+        if names[key] in found:
+            raise invalid(key, "is given together with its alias; keep one of them")
+        found[names[key]] = value
+    return found
 
 
 def stored_value(name: str, check: Check, value: Any) -> Any:

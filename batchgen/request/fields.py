@@ -55,10 +55,10 @@ HANDLING = (
 
 _PROMPTS = (
     Field("id", field_checks.row_id, _ROW, aliases=("rid", "custom_id")),
-    Field("text", field_checks.texts, _ROW, aliases=("prompt",)),
+    Field("text", field_checks.texts, _ROW, aliases=("prompt",), json_text="text"),
     Field("input_ids", token_id_lists, _ROW),
-    Field("input_embeds", embeddings, _ROW),
-    Field("prompt", field_checks.prompts, ("completions",)),
+    Field("input_embeds", embeddings, _ROW, json_text="value"),
+    Field("prompt", field_checks.prompts, ("completions",), json_text="text"),
     Field("messages", field_checks.messages, _CHAT),
     Field("tools", field_checks.tools, _CHAT),
     Field("tool_choice", tool_choice, _CHAT),
@@ -66,9 +66,9 @@ _PROMPTS = (
     Field("chat_template_kwargs", field_checks.template_kwargs, _CHAT),
     Field("add_generation_prompt", boolean, _CHAT),
     Field("continue_final_message", boolean, _CHAT),
-    Field("completion", field_checks.completion, _ROW),
+    Field("completion", field_checks.completion, _ROW, json_text="text"),
     Field("completions", field_checks.completions, _ROW),
-    *(Field(name, MediaField(kind), _ROW) for kind, name in MEDIA_FIELDS.items()),
+    *(Field(name, MediaField(kind), _ROW, json_text="value") for kind, name in MEDIA_FIELDS.items()),
     Field("model", string, ("row", "completions", "chat")),
 )
 
@@ -96,7 +96,7 @@ _OPENAI = (
     Field("prompt_cache_key", string, BODIES, carried=True),
     Field("prompt_cache_retention", string, BODIES, carried=True),
     Field("prompt_cache_options", mapping, BODIES, carried=True),
-    *(Field(name, field_checks.anything, BODIES) for name in HANDLING),
+    *(Field(name, field_checks.anything, BODIES, json_text="text") for name in HANDLING),
     _unsupported(
         "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
     ),

@@ -194,7 +194,7 @@ def _parse_strictly(line: bytes) -> Any:
 
 def _described(error: json.JSONDecodeError) -> str:
     """The decoder's error; objects that are run together are named for what they are."""
-    gap, rest = error.doc[: error.pos], error.doc[error.pos : error.pos + 1]
+    gap, rest = error.doc[: error.pos], error.doc[error.pos : error.pos + 2].lstrip("\ufeff")[:1]
     if error.msg == "Extra data" and rest == "{" and gap.rstrip().endswith("}"):
         if "\r" in gap[len(gap.rstrip()) :]:
             return (

@@ -5,7 +5,9 @@ A name that is also a field here needs no entry in `ANSWERS`: the table of field
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -89,8 +91,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "llama.cpp": """prompt temperature dynatemp_range dynatemp_exponent top_k top_p min_p n_predict n_indent
             n_keep n_cmpl n_cache_reuse stream stop typical_p repeat_penalty repeat_last_n presence_penalty
             frequency_penalty dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-            xtc_probability xtc_threshold top_n_sigma mirostat mirostat_tau mirostat_eta grammar json_schema seed
-            ignore_eos logit_bias n_probs min_keep t_max_predict_ms id_slot cache_prompt return_tokens samplers
+            xtc_probability xtc_threshold top_n_sigma mirostat mirostat_tau mirostat_eta penalize_nl grammar json_schema
+            seed ignore_eos logit_bias n_probs min_keep t_max_predict_ms id_slot cache_prompt return_tokens samplers
             timings_per_token return_progress sse_ping_interval post_sampling_probs response_fields lora input_prefix
             input_suffix input_extra n_ctx reasoning_format thinking_forced_open parse_tool_calls
             thinking_budget_tokens chat_template_kwargs response_format""",
@@ -133,21 +135,23 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 _USE = {
     "`max_new_tokens`": """max_gen_toks num_predict n_predict max_output_tokens max_tokens_to_sample max_token_count
-        max_gen_len""",
+        max_gen_len request_output_len""",
     "`max_new_tokens`, which does not count the prompt": "max_length",
     "`min_new_tokens`, which does not count the prompt": "min_length",
-    "`stop`": "until stop_sequences stop_strings stop_words stop_word stop_strs stopping_criteria stop_sequence",
+    "`stop`": """until stop_sequences stop_strings stop_words stop_word stop_strs stopping_criteria stop_sequence
+        stopping_strings custom_stopping_strings stop_str stop_words_list""",
+    "`ignore_eos: true`": "ban_eos_token",
     "`stop_token_ids`": "eos_token_id end_id stop_tokens stop_ids",
     "`no_stop_trim: true`": "include_stop_str_in_output",
     "`temperature: 0` for false; true needs nothing": "do_sample",
     "`tool_choice`": "tool_config",
     "`thinking_budget`": "max_thinking_tokens thinking_budget_tokens reasoning_budget",
     "`separate_reasoning`": "include_reasoning reasoning_format",
-    "`seed`": "sampling_seed random_seed",
+    "`seed`": "sampling_seed random_seed sampler_seed",
     "`n`": "num_return_sequences candidate_count num_generations n_cmpl num_samples n_samples",
-    "`top_k`": "k",
-    "`top_p`": "p",
-    "`repetition_penalty`": "repeat_penalty penalty_repeat",
+    "`top_k`": "k runtime_top_k",
+    "`top_p`": "p runtime_top_p",
+    "`repetition_penalty`": "repeat_penalty penalty_repeat rep_pen",
     "`return_logprob: true` with `logprob_start_len: 0`": """prompt_logprobs decoder_input_details
         return_context_logits""",
     "`logprob_start_len`": "prompt_logprob_start",
@@ -161,9 +165,10 @@ _USE = {
     '`json_schema: {"type": "object"}`': "json_object",
     "`response_format` or `json_schema`": "response_mime_type output_format output_config format",
     "`regex`": "dtype",
-    "`ebnf`": "grammar",
+    "`ebnf`": "grammar grammar_string",
     "`json_schema`, `regex`, `choice`, `ebnf` or `structural_tag`": "constraints",
-    "`bad_words`, which takes lists of ids too": "bad_words_ids",
+    "`bad_words`, which takes lists of ids too": """bad_words_ids bad_words_list banned_strings banned_tokens
+        custom_token_bans""",
     "`logit_bias`": "sequence_bias",
     "`allowed_token_ids`": "prefix_allowed_tokens_fn",
     "`input_ids`; in a /v1/completions body `prompt`": "prompt_token_ids",
@@ -205,11 +210,13 @@ _REFUSE = {
     "there is no such sampler; use `top_p`, `top_k` or `min_p`": """typical_p top_a top_h top_n_sigma tfs_z mirostat
         mirostat_tau mirostat_eta mirostat_target mirostat_lr dynatemp_range dynatemp_exponent dry_multiplier
         dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_probability xtc_threshold eta_cutoff
-        epsilon_cutoff samplers min_keep penalty_alpha""",
+        epsilon_cutoff samplers min_keep min_tokens_to_keep penalty_alpha mirostat_mode tfs top_p_decay top_p_min
+        top_p_reset_ids smoothing_factor smoothing_curve dynamic_temperature dynatemp_low dynatemp_high
+        temperature_last sampler_order sampler_priority""",
     "there is no such penalty; use `repetition_penalty` or `frequency_penalty`": """no_repeat_ngram_size
         repeat_last_n encoder_repetition_penalty encoder_no_repeat_ngram_size exponential_decay_length_penalty
-        penalize_newline""",
-    "there is no second forward pass; remove it": "guidance_scale negative_prompt_ids dola_layers",
+        penalize_newline penalize_nl rep_pen_range repetition_penalty_range""",
+    "there is no second forward pass; remove it": "guidance_scale negative_prompt negative_prompt_ids dola_layers",
     "results get no watermark; remove it": "watermark watermarking watermarking_config",
     "no token is forced; use a constraint such as `regex`": """forced_bos_token_id forced_eos_token_id
         decoder_start_token_id n_indent token_healing""",
@@ -262,7 +269,7 @@ _IDLE = {
     "there is no draft model, and results do not depend on one; leave it out": """use_mtp is_assistant
         num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens
         max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight
-        speculation_type assistant_model speculation ngram_corpus_id""",
+        speculation_type assistant_model speculation ngram_corpus_id lookahead_config""",
     "each prompt has its own length, nothing is padded; leave it out": """pad_token_id pad_id bos_token_id
         attention_mask remove_invalid_values renormalize_logits""",
     "media are not resized by rows; leave it out": """media_io_kwargs mm_processor_kwargs return_mm_kwargs
@@ -318,3 +325,38 @@ def snake_case(name: str) -> str:
 def systems_of(name: str) -> list[str]:
     """The systems whose API has this name, given in snake case."""
     return [system for system, names in NAMES.items() if name in map(snake_case, names)]
+
+
+_LONG = 8
+FOREIGN = frozenset(
+    name
+    for name, answer in ANSWERS.items()
+    if len(name) > _LONG and "_" in name and answer.verdict != "idle" and name not in ORDINARY
+)
+"""Options of other systems that a key may be a misspelling of: no short name or single word, close to many columns."""
+
+
+def answer_to(name: str) -> str:
+    """What an option of another system is here, as part of a sentence."""
+    answer, systems = ANSWERS[name], systems_of(name)
+    whose = " and ".join(systems[:2]) or "other systems"
+    return f"an option of {whose}: {answer.advice}"
+
+
+def meaning_of(key: str, known: Collection[str]) -> str | None:
+    """What an unknown key means that is a name of `known` in another spelling, or an option of another system."""
+    name = snake_case(key[:80])
+    if name in known:
+        return f"did you mean `{name}`?"
+    return answer_to(name) if name in ANSWERS else None
+
+
+def close_meaning(key: str, known: Collection[str]) -> str | None:
+    """What an unknown key means that is a misspelt name of `known`, or option of another system."""
+    found = difflib.get_close_matches(key[:80], [*known, *FOREIGN.difference(known)], n=1, cutoff=0.7)
+    return asked(found[0], known) if found else None
+
+
+def asked(name: str, known: Collection[str]) -> str:
+    """The question whether `name` is meant: one of `known`, or else an option of another system."""
+    return f"did you mean `{name}`?" if name in known else f"did you mean `{name}`, {answer_to(name)}"

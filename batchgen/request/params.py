@@ -19,7 +19,7 @@ from batchgen.request.checks import (
     strings,
 )
 from batchgen.request.constraint import Constraint, check_one, constraint_of
-from batchgen.request.field import declared_fields, sampling, stored_value
+from batchgen.request.field import accepting_aliases, declared_fields, sampling, stored_value
 from batchgen.request.hidden_states import HiddenStates, hidden_states
 
 GREEDY_TEMPERATURE = 1e-5
@@ -36,6 +36,7 @@ class _HashedOnce:
     _hash: int
 
 
+@accepting_aliases
 @dataclass(frozen=True, slots=True)
 class SamplingParams(_HashedOnce):
     """Sampling parameters of a row: how to sample, when to stop and what to return.
@@ -43,7 +44,7 @@ class SamplingParams(_HashedOnce):
     Rows with equal parameters share one object, so that it is a fast key.
 
     Raises:
-        RowError: `invalid_field`, naming the field, for any value out of its range.
+        RowError: `invalid_field`, naming the field, for any value out of its range; `unknown_field` for another name.
     """
 
     temperature: float = sampling(
@@ -193,6 +194,7 @@ class SamplingParams(_HashedOnce):
         "JSON Schema that the text must satisfy, given as JSON or as @ and the path of a file. "
         "Example: --json-schema @person.json",
         aliases=("guided_json",),
+        json_text="text",
     )
     """JSON text; a mapping is accepted, too. At most one constraint may be given."""
     separate_reasoning: bool | None = sampling(
@@ -234,6 +236,7 @@ class SamplingParams(_HashedOnce):
         string_or_mapping,
         "Structural tag that the text must satisfy, given as JSON or as @ and the path of a file. "
         "Example: --structural-tag @calls.json",
+        json_text="text",
     )
     """JSON text; a mapping is accepted, too."""
     choice: tuple[str, ...] | None = sampling(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.row_ids import given_id
@@ -39,11 +39,21 @@ class RawRow(NamedTuple):
     """The id of a row that cannot be read, if that can be."""
     found: Mapping[str, Any] = _EMPTY
     """The fields of a row that cannot be read which could be: its id is taken from them, and carried fields."""
+    unit: Literal["line", "row"] = "line"
+    """What `line` counts, for messages."""
 
     @classmethod
     def failed(cls, index: int, source: str, line: int, code: ErrorCode, problem: str) -> RawRow:
-        """A row that cannot be read; the message names its file and line."""
-        return cls(index, source, line, None, ErrorInfo(code, f"{source}, line {line}: {problem}"))
+        """A row of a text file that cannot be read."""
+        return cls(index, source, line).with_error(code, problem)
+
+    def with_error(self, code: ErrorCode, problem: str) -> RawRow:
+        """The row as one that cannot be read; the message names its place."""
+        return self._replace(value=None, error=ErrorInfo(code, f"{self._place}{problem}"))
+
+    @property
+    def _place(self) -> str:
+        return f"{self.source}, {self.unit} {self.line}: "
 
     def with_found(self, found: Mapping[str, Any]) -> RawRow:
         """The failed row with what could be read of it."""
@@ -51,5 +61,5 @@ class RawRow(NamedTuple):
 
     def locate(self, error: ErrorInfo) -> ErrorInfo:
         """The error with the row's file and line in front of its message, unless the reader has named them."""
-        place = f"{self.source}, line {self.line}: "
+        place = self._place
         return error if error.message.startswith(place) else replace(error, message=place + error.message)

@@ -257,7 +257,8 @@ class RowValues:
         self._check_processor(params.custom_logit_processor, defaults.processors)
         if params.stream and not defaults.events:
             raise invalid(
-                "stream", "needs a destination for events: --events PATH, or - for stdout (Python: `on_event`)"
+                "stream",
+                "needs a destination for events: `on_event` of generate() in Python, or --events PATH (- is stdout)",
             )
         return params
 

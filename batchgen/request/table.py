@@ -17,7 +17,7 @@ from batchgen.request.constraint import Constraint
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.media_items import MediaItems
 from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import Prompt, StoredPrompt
+from batchgen.request.prompts import Prompt, StoredPrompt, TextPrompt
 
 
 class ParsedRow(NamedTuple):
@@ -36,6 +36,11 @@ class ParsedRow(NamedTuple):
     """Texts or ids to score after each prompt; empty for a row that generates."""
     seed: int | None = None
     """None: the seed is derived from the run seed and the row's id."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row is native and generates for text that no chat template was applied to."""
+        return isinstance(self.prompts[0], TextPrompt) and self.dialect == "native" and not self.completions
 
 
 @dataclass(frozen=True, slots=True)

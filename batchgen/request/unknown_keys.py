@@ -12,7 +12,17 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.fields import ID_NAMES, LOOKUP, SOURCES, Place
-from batchgen.request.other_systems import ANSWERS, CONTAINERS, ORDINARY, snake_case, systems_of
+from batchgen.request.other_systems import (
+    ANSWERS,
+    CONTAINERS,
+    FOREIGN,
+    ORDINARY,
+    answer_to,
+    asked,
+    close_meaning,
+    meaning_of,
+    snake_case,
+)
 from batchgen.request.printable import printable
 
 MAX_CARRIED_OPTIONS = 256
@@ -38,7 +48,7 @@ _PROMPTS = frozenset(name for source in SOURCES for name in LOOKUP["row"] if LOO
 _OPTIONS = (frozenset(LOOKUP["row"]) - _PROMPTS - frozenset(ID_NAMES)) | {_PARAMS}
 """Fields of a row that a key may be meant to be. A row without a prompt has its own error."""
 _OPTIONS_BY_LENGTH = {
-    length: [name for name in _OPTIONS if abs(len(name) - length) <= _MAX_DIFFERENCE]
+    length: [name for name in _OPTIONS | FOREIGN if abs(len(name) - length) <= _MAX_DIFFERENCE]
     for length in range(_LONGEST + 2 * _MAX_DIFFERENCE)
 }
 """Length of a key -> the options that it may be a misspelling of."""
@@ -55,18 +65,11 @@ _PLAIN_INNER = {name for name in _INNER - ORDINARY if len(name) >= _SHORTEST}
 def unknown_field(key: str, place: Place) -> RowError:
     """`unknown_field` error for a key that `place` does not have, with what to write instead."""
     message = f"`{_shown(key)}` is not a field of {_WHERE[place]}"
-    name = snake_case(key[:80])
-    if name in ANSWERS and name not in LOOKUP[place]:
-        message += f"; {_answer(name)}"
-    elif name in LOOKUP[place]:
-        message += f"; did you mean `{name}`?"
-    elif key in LOOKUP["row"] or key == _PARAMS:
+    meant = meaning_of(key, LOOKUP[place])
+    if meant is None and (key in LOOKUP["row"] or key == _PARAMS):
         where = "the row itself" if place == "params" else "native rows, without `body`"
-        message += f"; it is a field of {where}{', move it there' if place == 'params' else ''}"
-    elif close := difflib.get_close_matches(key[:80], LOOKUP[place], n=1, cutoff=0.7):
-        message += f"; did you mean `{close[0]}`?"
-    else:
-        message += "; remove it or correct its name"
+        meant = f"it is a field of {where}{', move it there' if place == 'params' else ''}"
+    message += f"; {meant or close_meaning(key, LOOKUP[place]) or 'remove it or correct its name'}"
     return RowError(ErrorCode.UNKNOWN_FIELD, message, key)
 
 
@@ -100,11 +103,12 @@ def _carried_hint(key: str) -> str | None:
     if name in _OPTIONS and (len(name) >= _SHORTEST or "_" in name):
         return f"did you mean `{name}`?"
     if name in ANSWERS:
-        return None if ANSWERS[name].verdict == "idle" else _answer(name)
+        return None if ANSWERS[name].verdict == "idle" else answer_to(name)
     if name in CONTAINERS:
         return "did you mean `sampling_params`?"
-    close = close_name(key, _OPTIONS_BY_LENGTH.get(len(name), ()))
-    return None if close is None else f"did you mean `{close}`?"
+    near = _OPTIONS_BY_LENGTH.get(len(name), ())
+    close = close_name(key, near if "_" in name else [option for option in near if option in _OPTIONS])
+    return None if close is None else asked(close, _OPTIONS)
 
 
 def close_name(key: str, names: Iterable[str]) -> str | None:
@@ -193,12 +197,6 @@ def note_line(note: Mapping[str, Any]) -> str:
 
 def _rows(count: int) -> str:
     return "1 row" if count == 1 else f"{count:,} rows"
-
-
-def _answer(name: str) -> str:
-    answer, systems = ANSWERS[name], systems_of(name)
-    whose = " and ".join(systems[:2]) or "other systems"
-    return f"an option of {whose}: {answer.advice}"
 
 
 def _shown(key: str) -> str:

@@ -1,7 +1,7 @@
 """Fields that a table holds as text: JSON in a column of strings, and in CSV every value.
 
-A text is read as JSON only where the field cannot be the text itself: the field's own check decides. Where both would
-do, the row is refused, since either reading may be wrong.
+A text that the field's own check refuses is read as JSON. Where text and value would both do, the field's declaration
+decides (`Field.json_text`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,11 @@ from batchgen.errors import RowError
 from batchgen.request.checks import Integer, invalid
 from batchgen.request.field import Field
 from batchgen.request.fields import LOOKUP, SOURCES, Place
-from batchgen.request.media import MEDIA_FIELDS
 from batchgen.request.row_memory import parse_cell
 
 _BLANK = " \t\r\n"
 _STARTS = frozenset(f"[{{{_BLANK}")
 """What JSON of a list or an object may begin with."""
-_PROSE = frozenset({"text", "prompt", "completion"})
-"""Canonical names of fields whose text may look like JSON and mean itself."""
-_EQUAL = frozenset({"json_schema", "structural_tag"})
-"""Fields that mean the same as text and as an object."""
 _PARAMS, _BODY = "sampling_params", "body"
 """Columns that contain fields."""
 _LINE = ("custom_id", "method", "url")
@@ -71,11 +66,9 @@ class TextFields:
 
     def _value(self, name: str, field: Field, text: str) -> Any:
         structured = text.lstrip(_BLANK)[:1] in ("[", "{")
-        if field.name in _PROSE:
-            if structured and field.name in _PROMPTS and conversation(text) is not None:
-                remedy = f"name it with --prompt-column {name} to run it as messages"
-                raise invalid(name, f"holds a conversation as JSON text; {remedy}")
-            return text
+        if structured and field.name in _PROMPTS and conversation(text) is not None:
+            remedy = f"name it with --prompt-column {name} to run it as messages"
+            raise invalid(name, f"holds a conversation as JSON text; {remedy}")
         if structured:
             return _structured(name, field, text)
         if not self._scalars or _accepts(field, name, text):
@@ -93,11 +86,11 @@ def _structured(name: str, field: Field, text: str) -> Any:
         except RowError as error:
             problem = f"`{name}` is text that is not JSON ({error.info.message})"
             raise RowError(error.info.code, problem, name) from None
-    found = _parsed(text)
-    if field.name in MEDIA_FIELDS.values() and _accepts(field, name, found):  # no file is called like that
-        return found
-    if found is text or field.name in _EQUAL or not _accepts(field, name, found):
+    found = text if field.json_text == "text" else _parsed(text)
+    if found is text or not _accepts(field, name, found):
         return text
+    if type(found) is dict or field.json_text == "value":
+        return found
     raise invalid(name, "is a string that is also JSON; give a list in a list column (Parquet), or in JSON lines")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,8 +17,9 @@ import pytest
 
 from batchgen import __version__
 from batchgen.cli.app import _replace_closed_streams, command_names, run_command
-from batchgen.cli.flags import FLAGS_OF_OTHERS, translated
+from batchgen.cli.flags import translated
 from batchgen.cli.reference import reference
+from batchgen.config.engine_config import FLAGS_OF_OTHERS
 from batchgen.config.run_config import OPTIONS, RunConfig
 from batchgen.config.units import Shard
 from batchgen.errors import (
@@ -59,7 +61,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
                 raise outcome
             return outcome
 
-        def check_job(checked: CheckedJob, as_json: bool) -> int:
+        def check_job(checked: CheckedJob, progress: object, as_json: bool) -> int:
             run_job(checked)
             print("json" if as_json else "text")
             return 0
@@ -232,6 +234,37 @@ def test_exit_codes(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert (captured.out, captured.err) == ("", "error: x\n")
 
 
+def _in_place_of(error: Exception) -> Exception:
+    try:
+        try:
+            raise error
+        except Exception:
+            raise ModelError("the tokenizer cannot be loaded") from None
+    except ModelError as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MemoryError(), 5),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 5),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), 5),
+        (ImportError("libx.so: failed to map segment from shared object"), 5),
+        (RuntimeError("can't start new thread"), 5),
+        (_in_place_of(MemoryError()), 5),
+        (_in_place_of(ValueError()), 6),
+        (DeviceError("the host ran out of memory while reading a step's results; allocate memory"), 7),
+        (RuntimeError("a shape"), 1),
+    ],
+    ids=str,
+)
+def test_a_process_without_memory(job: Any, capsys: pytest.CaptureFixture[str], error: Exception, status: int) -> None:
+    job(error)
+    assert run_command(["run", "p.jsonl"]) == status
+    assert ("the process has no memory left. Give it more" in capsys.readouterr().err) == (status == 5)
+
+
 def test_control_characters_never_reach_the_terminal(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
     job(InputError("`\x1b]0;title\x07\x9b2J\r` says\nerror: a library"))
     assert run_command(["run", "p.jsonl"]) == 4
@@ -279,6 +312,7 @@ def test_usage_errors(line: str, message: str, capsys: pytest.CaptureFixture[str
         ("run p --seed", "--seed"),
         ("show x --row -1", "--row"),
         ("merge x", "--output"),
+        ("export p", "Missing option '--format'. Choose from: openai-batch, jsonl"),
     ],
 )
 def test_parser_errors_are_one_line(line: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +331,7 @@ def test_closed_pipe_exits_like_sigpipe() -> None:
     code = (
         "import sys, types\n"
         "module = types.ModuleType('batchgen.job.check')\n"
-        "def check_job(job, as_json):\n    print('x' * 1_000_000)\n    return 0\n"
+        "def check_job(job, progress, as_json):\n    print('x' * 1_000_000)\n    return 0\n"
         "module.check_job = check_job\nsys.modules[module.__name__] = module\n"
         "from batchgen.cli.app import main\nmain()"
     )

@@ -134,9 +134,9 @@ def test_thresholds(threshold: str | None, errors: int, rows: int, exceeded: boo
     assert str(parsed) == (threshold or "fewer than all rows")
 
 
-def slurm(task: int, count: int, low: int = 0, step: int = 1) -> dict[str, str]:
-    names = {"ID": task, "COUNT": count, "MIN": low, "STEP": step}
-    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in names.items()}
+def slurm(task: int, count: int, low: int = 0, step: int = 1, high: int | None = None) -> dict[str, str]:
+    names = {"ID": task, "COUNT": count, "MIN": low, "MAX": high, "STEP": step}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in names.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,15 @@ def slurm(task: int, count: int, low: int = 0, step: int = 1) -> dict[str, str]:
         ("auto", slurm(3, 4), "3/4"),
         ("auto", slurm(4, 4, 1), "3/4"),
         ("auto", slurm(10, 4, 1, 3), "3/4"),
+        ("auto", slurm(0, 1, 0, 1, 0), "0/1"),
+        ("auto", slurm(3, 4, 0, 1, 3), "3/4"),
+        ("auto", slurm(7, 4, 1, 3, 10), "2/4"),
+        ("auto", slurm(3, 2, 0, 1, 3), "1/2"),  # --array=0,3
+        ("auto", slurm(4, 3, 0, 1, 4), "2/3"),  # --array=0,2,4
+        ("auto", slurm(0, 3, 0, 1, 7), "the array's 3 ids from 0 to 7 must be evenly spaced"),
+        ("auto", slurm(3, 3, 1, 1, 7), "auto cannot derive the part of task 3"),  # --array=1,3,7
+        ("auto", slurm(0, 2, 0, 2, 3), "evenly spaced"),
+        ("auto", slurm(0, 4, 0, 1, 2), "evenly spaced"),
         ("auto", slurm(7, 3, 1), "evenly spaced"),
         ("auto", slurm(2, 4, 1, 3), "evenly spaced"),
         ("auto", slurm(0, 4, 1), "evenly spaced"),

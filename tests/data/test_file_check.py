@@ -147,6 +147,30 @@ def test_a_file_that_another_program_wrote_is_read_and_said_to_be_so(
         assert not table.has_checksums
 
 
+@pytest.mark.parametrize("loss", ["trailer", "zeros", "table"])
+@pytest.mark.parametrize(("rows", "groups"), [(0, 0), (11, 1), (3000, 3)])
+def test_a_file_that_lost_its_checksums_is_damaged(tmp_path: Path, loss: str, rows: int, groups: int) -> None:
+    """Without its trailer, or the whole table: not one of an earlier version, or one that another program wrote."""
+    path, schema = tmp_path / "a.parquet", pa.schema({"row_index": pa.int64(), "text": pa.string()})
+    values = [(f"{row} " * 9)[: row % 9] for row in range(rows)]
+    table = pa.table({"row_index": [*range(rows)], "text": [value or None for value in values]}, schema)
+    with path.open("wb") as stream, parquet_writer(stream, schema) as writer:
+        for number in range(groups):
+            size = rows // groups
+            writer.write_table(table.slice(number * size, size), row_group_size=size // 2 + 1)
+    with open_parquet(path) as stored:
+        assert stored.has_checksums
+        footer = stored.metadata.serialized_size
+    data = path.read_bytes()
+    end = len(data) - footer - 8
+    count = int.from_bytes(data[end - 24 : end - 20], "little")
+    cut = {"trailer": (24, b""), "zeros": (24, bytes(24)), "table": (24 + 4 * count, b"")}[loss]
+    path.write_bytes(data[: end - cut[0]] + cut[1] + data[end:])
+    assert pq.read_table(path) == table
+    with pytest.raises(InputError, match="its table of checksums is missing"), open_parquet(path):
+        pass
+
+
 def test_missing_and_damaged_states(tmp_path: Path) -> None:
     out = finished(tmp_path / "r.parquet")
     states = tmp_path / "r.hidden.parquet"

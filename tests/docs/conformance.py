@@ -49,6 +49,12 @@ def unsupported() -> frozenset[str]:
     return frozenset(field.name for field in FIELDS if not field.supported)
 
 
+def refused() -> str:
+    """Table of the refused fields, with what to do instead."""
+    lines = [f"| `{field.name}` | {field.remedy} |" for field in FIELDS if not field.supported]
+    return "\n".join(["| field | instead |", "|---|---|", *lines, ""])
+
+
 @cache
 def tests_of() -> dict[str, list[str]]:
     """Field name -> the file, relative to `tests/`, of each test tagged by it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.cli.reference import reference
-from tests.docs import conformance, model_types, other_systems, results_tables
+from tests.docs import conformance, import_graph, model_types, other_systems, results_tables, versions
 from tests.gpu import table as gpu_table
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,10 @@ PARTS = (
     Part(DOCS / "conformance.md", conformance.page),
     Part(DOCS / "model-types.md", model_types.table, "types"),
     Part(DOCS / "other-systems.md", other_systems.flags, "flags"),
+    Part(DOCS / "limits.md", conformance.refused, "refused"),
+    Part(DOCS / "install.md", versions.packages, "packages"),
+    Part(DOCS / "install.md", versions.sets, "sets"),
+    Part(DOCS / "architecture.md", import_graph.table, "imports"),
     Part(DOCS / "other-systems.md", other_systems.tables, "names"),
 )
 

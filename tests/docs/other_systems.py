@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchgen.cli.flags import FLAGS_OF_OTHERS
+from batchgen.config.engine_config import FLAGS_OF_OTHERS
 from batchgen.request.fields import LOOKUP
 from batchgen.request.other_systems import ANSWERS, NAMES, snake_case
 

@@ -82,6 +82,15 @@ def test_every_page_is_a_topic_with_a_summary() -> None:
         assert 10 < len(summary_of(topic)) <= 90, f"{topic}: {summary_of(topic)}"
 
 
+def test_jobs_that_are_queued_again_keep_their_log() -> None:
+    """And nodes without a GPU, which never start a job that asks for one, have a word."""
+    found = [(page, snippet) for page in PAGES for snippet in snippets_of(page) if "#SBATCH --requeue" in snippet.text]
+    assert {page.stem for page, _ in found} >= {"README", "sharding"}
+    for page, snippet in found:
+        assert "#SBATCH --open-mode=append" in snippet.text
+        assert "nodes without a GPU leave `--gpus=1` out" in " ".join(page.read_text(encoding="utf-8").split())
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 250
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 import batchgen
 from batchgen import Completion, Engine, SamplingParams
+from batchgen.config.python_words import in_python
 from batchgen.errors import ModelError, RowError, UsageError
 from tests.e2e.model import CONTEXT, DEFAULTS
 from tests.e2e.rows import TOLERANCE, mixed_lines, prompts, rows_of, write_lines
@@ -51,7 +53,7 @@ def assert_same(completion: Completion, row: dict[str, Any]) -> None:
     if row["error"] is not None:
         assert completion.error is not None
         assert row["error"]["code"] == completion.error.code
-        assert row["error"]["message"].endswith(completion.error.message)
+        assert in_python(row["error"]["message"]).endswith(completion.error.message)
         return
     for name in ("id", "text", "finish_reason", "stop_kind", "matched_stop", "prompt_tokens", "completion_tokens"):
         assert getattr(completion, name) == row[name]
@@ -125,6 +127,78 @@ def test_max_new_tokens_none_generates_to_the_end_of_the_context(engine: Engine)
     assert (done.prompt_tokens or 0) + len(done.output_ids or []) == CONTEXT == engine.model.spec.context_length
 
 
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (
+            {"max_tokens": 3},
+            "`max_tokens` is not an argument of generate(); write generate(rows, SamplingParams(max",
+        ),
+        ({"temperature": 0}, "SamplingParams(temperature=...)"),
+        ({"sampling_params": None}, "did you mean `params`?"),
+        ({"order": True}, "did you mean `ordered`?"),
+        ({"use_tqdm": False}, "its arguments are rows, params, ordered, on_event"),
+        (
+            {"params": {"n": 2}},
+            "must be one SamplingParams for all rows, got dict; write SamplingParams(**params)",
+        ),
+        ({"params": [SamplingParams()]}, "got list; give rows their own fields"),
+    ],
+)
+def test_wrong_arguments_of_generate_name_the_right_one(engine: Engine, arguments: dict[str, Any], part: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(part)):
+        engine.generate(["a"], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"max_model_length": 9}, "`max_model_length` is not an argument of Engine; did you mean `max_model_len`?"),
+        ({"gpu_memory_utilization": 0.9}, "did you mean `kv_memory`?"),
+        ({"shard": "0/2"}, "its arguments are model, revision, "),
+        (
+            {"max_num_seqs": 64, "max_tokens_per_step": 32},
+            "`max_tokens_per_step` (32) must be at least `max_num_",
+        ),
+        ({"max_model_len": 10**9}, "`max_model_len=1000000000` is past the model's context"),
+        ({"lora": {"x": "/none"}}, "Engine argument `lora`"),
+    ],
+)
+def test_errors_of_an_engine_name_arguments_and_no_flags(model: Path, options: dict[str, Any], part: str) -> None:
+    with pytest.raises((UsageError, ModelError), match=re.escape(part)) as caught:
+        Engine(str(model), **options)
+    assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "part"),
+    [
+        ({"text": "a", "lora_path": "x"}, "add it with Engine argument `lora=NAME=PATH`"),
+        ({"text": "a", "stream": True}, "`stream` needs a destination for events: `on_event` of generate() in Python"),
+        ({"text": "a" * 9000}, "shorten it"),
+        ({"question": "a"}, "give it `text`, `input_ids`, `input_embeds` or `messages`"),
+        ({"text": "a", "json_schema": {"if": {}}}, "allow it with Engine argument `lenient_schemas`"),
+        ({"text": "a", "sampling_params": {"chat_template": "x"}}, "an option of vLLM"),
+    ],
+)
+def test_errors_of_rows_name_arguments_and_no_flags(engine: Engine, row: dict[str, Any], part: str) -> None:
+    (done,) = engine.generate([row])
+    assert done.error is not None
+    assert part in done.error.message
+    assert "--" not in done.error.message
+
+
+def test_advice_is_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    list(engine.generate([{"input_ids": [5]}] * 3, SamplingParams(max_new_tokens=1)))
+    assert caplog.messages == ["all 3 prompts are equal: for more samples of one prompt set `n`"]
+    caplog.clear()
+    rows = [{"input_ids": [token], "choice": ["yes"]} for token in (5, 6, 7)]
+    for _ in engine.generate(rows):
+        assert caplog.messages == []
+    assert [line.split(":")[0] for line in caplog.messages] == ["all 3 answers are equal, and the prompts are not"]
+    assert {record.name for record in caplog.records} == {"batchgen"}
+
+
 def test_failed_rows_give_completions_with_errors(engine: Engine) -> None:
     rows: list[Any] = [
         {"text": "fine", **GREEDY},
@@ -162,7 +236,8 @@ def test_wrong_options_and_models_are_refused(model: Path, tmp_path: Path) -> No
         Engine(str(tmp_path / "nothing-here"))
     with pytest.raises(UsageError, match="page_size"):
         Engine(str(model), page_size=0)
-    with pytest.raises(TypeError, match="pages"):
-        Engine(str(model), pages=3)
+    for kind in (UsageError, TypeError):
+        with pytest.raises(kind, match="pages"):
+            Engine(str(model), pages=3)
     with pytest.raises(RowError, match="top_p"):
         SamplingParams(top_p=2.0)

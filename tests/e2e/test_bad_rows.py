@@ -150,7 +150,13 @@ def test_check_reports_rows_that_will_be_skipped(model: Path, tmp_path: Path) ->
     text = run(["check", *skip], tmp_path).stdout
     assert text.startswith("rows            27 (ok 4, errors 0, skipped 23)\n")
     assert f"row 6 (id 'hot'): invalid_field: {source}, line 7: " in text
-    assert "  ... and 3 more\n" in text
+    assert f"  21 rows, the first is row 4 (id 'empty'): missing_prompt: {source}, line 5: " in text
+    assert text.count("missing_prompt: ") == 2, "its count and one sentence"
+    assert [(cause["code"], cause["row"], cause["rows"]) for cause in report["error_causes"]] == [
+        ("missing_prompt", 4, 21),
+        ("invalid_json", 5, 1),
+        ("invalid_field", 6, 1),
+    ]
     done = run(["run", *skip, "--report", "-"], tmp_path).report
     assert [done[f"rows{name}"] for name in ("", "_ok", "_error", "_skipped")] == [27, 4, 0, 23]
     again = run(["run", *skip, "--report", "-"], tmp_path)

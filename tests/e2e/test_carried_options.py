@@ -78,8 +78,11 @@ def test_a_resumed_run_that_reads_no_rows_names_them_again(model: Path, tmp_path
 
 
 def test_python_warns(engine: batchgen.Engine) -> None:
-    with pytest.warns(UserWarning, match=r"`temprature` in 1 row: did you mean `temperature`\? left out, not obeyed"):
+    with pytest.warns(
+        UserWarning, match=r"`temprature` in 1 row: did you mean `temperature`\? left out, not obeyed"
+    ) as found:
         list(engine.generate([ROWS[1]]))
+    assert found[0].filename == __file__, "of the caller"
 
 
 def test_too_many_errors_name_the_commonest_with_its_first_row(model: Path, tmp_path: Path) -> None:
@@ -94,7 +97,8 @@ def test_too_many_errors_name_the_commonest_with_its_first_row(model: Path, tmp_
     assert reason in done.stderr
     assert done.report["commonest_error"].startswith(reason)
     checked = run(["check", source, "--model", model, *F32], tmp_path, expect=3)
-    assert reason in checked.stdout
+    assert f"  2 rows, the first is row 1 (id 'b'): missing_prompt: {source}, line 2: " in checked.stdout
+    assert "row 0 (id 'a'): invalid_field: " in checked.stdout
 
 
 def test_a_prompt_column_that_no_row_has(model: Path, tmp_path: Path) -> None:

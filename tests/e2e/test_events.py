@@ -108,7 +108,7 @@ def test_rows_that_cannot_be_streamed_are_refused(engine: Engine) -> None:
     first, second, third = engine.generate(rows, ordered=True)
     assert first.error is not None
     assert (first.error.code, first.error.param) == ("invalid_field", "stream")
-    assert "--events" in first.error.message
+    assert "`on_event` of generate()" in first.error.message
     assert second.error is None
     assert third.error is not None
     assert "best_of" in third.error.message

@@ -217,6 +217,24 @@ def test_slurm_shards_under_names_that_are_not_utf_8(
     assert_same(read(tmp_path / "out.parquet"), expected, ignore=["cached_tokens", "dedup_of"])
 
 
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_results_of_another_number_of_shards_are_named(model: Path, tmp_path: Path, command: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' * 2)
+    (tmp_path / "out").mkdir()
+    job = [command, "in.jsonl", "-o", "out", "--model", model, *OPTIONS, "--shard", "auto"]
+    array = {f"SLURM_ARRAY_TASK_{name}": value for name, value in (("ID", "2"), ("COUNT", "2"), ("MIN", "0"))}
+    array = {**array, "SLURM_ARRAY_TASK_MAX": "3", "SLURM_ARRAY_TASK_STEP": "1"}
+    assert "must be evenly spaced" in run(job, tmp_path, expect=2, env=array).stderr
+    (tmp_path / "out/part-00000-of-00002.parquet").touch()
+    array["SLURM_ARRAY_TASK_ID"] = "3"
+    assert "another number of shards" not in run(job, tmp_path, env=array).stderr
+    (tmp_path / "out/part-00003-of-00016.parquet").touch()
+    assert (
+        "results of another number of shards than 2: part-00003-of-00016.parquet."
+        in run([*job, "--overwrite"], tmp_path, env=array).stderr
+    )
+
+
 def test_csv_files_run_resume_and_verify_like_others(model: Path, tmp_path: Path, expected: pa.Table) -> None:
     with gzip.open(tmp_path / "in.csv.gz", "wt", encoding="utf-8-sig", newline="") as stream:
         csv.writer(stream).writerows([["question", "note"], *([text, "a\nb"] for text in TEXTS)])

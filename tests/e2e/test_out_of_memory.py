@@ -161,7 +161,7 @@ def assert_only_failed(got: dict[int, list[Completion]], want: dict[int, list[Co
         (only,) = samples
         assert only.error is not None
         assert only.error.code == "oom"
-        assert "lower --kv-memory" in only.error.message
+        assert "lower Engine argument `kv_memory`" in only.error.message
 
 
 def test_a_row_that_never_fits_fails_alone(model: Path) -> None:

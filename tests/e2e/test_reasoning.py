@@ -218,8 +218,13 @@ def test_what_cannot_be_obeyed_is_refused(engines: dict[str, Engine], engine: En
     chat = {"messages": HELLO, "max_new_tokens": 2}
     thinks = engines["qwen3"]
     cases: list[tuple[Engine, dict[str, Any], str, str]] = [
-        (engine, {"separate_reasoning": True}, "separate_reasoning", "name its family with --reasoning"),
-        (engine, {"thinking_budget": 4}, "thinking_budget", "name its family with --reasoning"),
+        (
+            engine,
+            {"separate_reasoning": True},
+            "separate_reasoning",
+            "name its family with Engine argument `reasoning`",
+        ),
+        (engine, {"thinking_budget": 4}, "thinking_budget", "name its family with Engine argument `reasoning`"),
         (thinks, {"constrain_reasoning": True}, "constrain_reasoning", "needs a constraint"),
         (thinks, {"thinking_budget": 4, "regex": "a+", "constrain_reasoning": True}, "thinking_budget", "whole text"),
         (thinks, {"thinking_budget": 4, "regex": "a+", "separate_reasoning": False}, "thinking_budget", "whole text"),

@@ -109,7 +109,12 @@ def test_what_cannot_be_had_is_refused(engines: dict[str, Engine], engine: Engin
             "tool_choice",
             "'now'",
         ),
-        (engine, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "name the format with --tool-parser"),
+        (
+            engine,
+            {"tools": TOOLS, "tool_choice": "required"},
+            "tool_choice",
+            "name the format with Engine argument `tool_parser`",
+        ),
         (
             known,
             {

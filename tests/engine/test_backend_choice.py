@@ -16,6 +16,7 @@ import batchgen.engine.backend_choice as engine_kernels
 import batchgen.kernels.backend as backend
 from batchgen.cli.app import run_command
 from batchgen.config.engine_config import EngineConfig
+from batchgen.config.python_words import in_python
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, typical_step
 from batchgen.engine.engine import Engine
@@ -111,7 +112,7 @@ def test_options_are_rejected_before_a_row_is_read(
 ) -> None:
     with pytest.raises(UsageError) as refused:
         Engine(str(model_path()), **options)
-    assert str(refused.value) == message
+    assert str(refused.value) == in_python(message)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

@@ -255,7 +255,7 @@ def test_invalid_embeddings_are_errors_of_their_field(llama: Path) -> None:
     results = Engine(str(llama), dtype="float32").generate([row for row, _, _ in rows], ordered=True)
     for result, (_, code, param) in zip(results, rows, strict=True):
         assert (result.error.code, result.error.param) == (code, param)
-    with pytest.raises(UsageError, match=r"`--media-root` .* is not a folder"):
+    with pytest.raises(UsageError, match=r"`media_root` .* is not a folder"):
         Engine(str(llama), media_root=str(llama / "config.json"))
 
 

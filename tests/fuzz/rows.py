@@ -89,7 +89,8 @@ def check_lines(data: bytes) -> Hashable:
     text = data.removeprefix(_BOM)
     if _DOCUMENT.match(text.lstrip(_BLANK)):
         return "document", _check_document(rows, text), _outcome(rows)
-    lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip(_BLANK)]
+    found = enumerate((line.removeprefix(_BOM) for line in text.split(b"\n")), 1)
+    lines = [(number, line) for number, line in found if line.strip(_BLANK)]
     require(
         [row.line for row in rows] == [number for number, _ in lines], "every line that is not blank is a row:", data
     )

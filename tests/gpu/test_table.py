@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+from packaging.requirements import Requirement
+
+from tests.docs.versions import PROJECT
 from tests.gpu.goals import GOALS, with_goal
 from tests.gpu.report import Measure
 from tests.gpu.table import markdown, stored, unmeasured
@@ -72,3 +78,24 @@ def test_real_runs_on_one_device_are_stored(tmp_path: Path) -> None:
     for name in ("old", "new"):
         (tmp_path / f"{name}.json").unlink()
     assert [run["date"] for run in stored(tmp_path)] == ["2027-01-04"], "the device that there is"
+
+
+_IMPORTS = """
+import importlib, pathlib, re, sys
+importlib.import_module(f"tests.gpu.stages.{sys.argv[1]}")
+files = [module.__file__ for name, module in sys.modules.items() if name.startswith(("batchgen.", "tests.gpu."))]
+found = [re.findall(r"^(?:import|from) (\\w+)", pathlib.Path(file).read_text(), re.MULTILINE) for file in files]
+print(*{name for names in found for name in names})
+"""
+
+
+@pytest.mark.parametrize(("stage", "more"), [("parity_ops", ""), ("engine", "transformers")])
+def test_the_page_names_what_the_stages_import(stage: str, more: str) -> None:
+    """Of the packages that the project requires, without those that come with the named ones."""
+    page = (Path(__file__).parents[2] / "batchgen" / "docs" / "gpu-check.md").read_text(encoding="utf-8")
+    kernels, others = page.split("`parity`, `flash`, `bench` and `tune` need ")[1].split(".")[:2]
+    named = kernels + (others if more else "")
+    done = subprocess.run([sys.executable, "-c", _IMPORTS, stage], capture_output=True, text=True, check=True)
+    required = {need.name for need in map(Requirement, PROJECT["dependencies"])}
+    with_transformers = {"tokenizers", "safetensors"} if more else set()
+    assert {name for name in set(done.stdout.split()) & required if name not in named} <= with_transformers

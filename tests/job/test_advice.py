@@ -25,7 +25,11 @@ INPUTS: dict[str, tuple[Rows, list[str], str | None]] = {
     "ids": ([{"input_ids": [5, 6]}], [], None),
     "two BOS": ([{"input_ids": [0, 0, 5]}, {"input_ids": [0, 5]}], [], "1 of 2 prompts begin with two BOS tokens"),
     "BOS in a message": ([{"messages": [{"role": "user", "content": "<s>"}]}], [], None),
-    "equal prompts": ([{"input_ids": [5]}] * 3, [], "all 3 prompts are equal: if the prompt is in another column"),
+    "equal prompts": (
+        [{"input_ids": [5]}] * 3,
+        [],
+        "all 3 prompts are equal: for more samples of one prompt set `n`",
+    ),
     "truncated": (
         [{"input_ids": [5] * CONTEXT}, {"input_ids": [6]}],
         ["--truncate", "left"],
@@ -53,6 +57,27 @@ def advice_of(report: dict[str, Any]) -> list[str]:
     """The advice, each line cut to the length of the expected beginning of its kind."""
     starts = [expected for _, _, expected in INPUTS.values() if expected is not None]
     return [next((start for start in starts if line.startswith(start)), line) for line in report["advice"]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "choices", "expected"),
+    [
+        ([[5], [6], [7]], ["yes"], True),
+        ([[5], [6], [7, 8]], ["yes"], True),
+        ([[5], [6]], ["yes"], False),
+        ([[5]] * 3, ["yes"], False),
+        ([[5], [6], [7]], ["yes", "no", "other"], False),
+    ],
+)
+def test_equal_answers_to_different_prompts(
+    prompts: list[list[int]], choices: list[str], expected: bool, model: Path, tmp_path: Path
+) -> None:
+    rows = [{"input_ids": ids, "choice": [choices[i % len(choices)]]} for i, ids in enumerate(prompts)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    done = run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--report", "-"], tmp_path)
+    line = f"all {len(rows)} answers are equal, and the prompts are not: look at what the model sees"
+    assert any(found.startswith(line) for found in done.report["advice"]) == expected
+    assert (line in done.stderr) == expected
 
 
 @pytest.mark.parametrize(

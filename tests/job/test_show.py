@@ -13,7 +13,7 @@ from rich.console import Console
 from batchgen.data.write.schema import OutputRow, completions_to_table, with_footer
 from batchgen.errors import ErrorCode, ErrorInfo, InputError
 from batchgen.job.show import show_results, show_row
-from batchgen.request.completion import Completion
+from batchgen.request.completion import Completion, Score
 
 
 def good(row: int, text: str, prompt: int = 0, sample: int = 0, **more: object) -> OutputRow:
@@ -83,6 +83,34 @@ def test_a_pipe_gets_tab_separated_lines(out: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == (
         "0\tid-0\tok\tstop\tone\\ntwo\\x1b[31m red\n1\tid-1\terror\tmissing_prompt\tno prompt\\there\n"
     )
+
+
+CALLS = [
+    {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "R\u00f4me", "days": [1]}'}},
+    {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+]
+
+
+def test_calls_and_scores_are_written_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = (Score(-1.25, -0.625, 2, True), Score(-30.0, -math.inf, 3, False))
+    rows = [
+        good(0, "", tool_calls=json.dumps(CALLS)),
+        good(1, "So:", tool_calls=json.dumps(CALLS[1:])),
+        OutputRow(Completion(2, scores=scores), "id-2"),
+    ]
+    write(tmp_path / "out.parquet", rows)
+    shown = ['weather(city="R\u00f4me", days=[1]) now()', "So: now()"]
+    shown += ["sum -1.25, mean -0.625, 2 tokens, greedy; sum -30, mean -inf, 3 tokens"]
+    show_results(tmp_path / "out.parquet", errors_only=False, limit=None)
+    assert [line.split("\t")[4] for line in capsys.readouterr().out.splitlines()] == shown
+    console = terminal(120)
+    show_results(tmp_path / "out.parquet", errors_only=False, limit=None, console=console)
+    assert all(text in line for text, line in zip(shown, written(console)[1:], strict=False))
+    console = terminal()
+    show_row(tmp_path / "out.parquet", 0, console=console)
+    assert f"tool_calls     {shown[0]}" in written(console)
+    show_row(tmp_path / "out.parquet", 0)
+    assert json.loads(json.loads(capsys.readouterr().out)["tool_calls"]) == CALLS
 
 
 def test_one_row_on_a_terminal(out: Path) -> None:

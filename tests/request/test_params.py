@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 from collections import OrderedDict
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +53,30 @@ def test_null_is_refused_or_none() -> None:
 def test_messages(name: str, value: Any, problem: str) -> None:
     with pytest.raises(RowError, match=re.escape(f"`{name}` {problem}")):
         SamplingParams(**{name: value})
+
+
+def test_aliases_are_accepted_as_in_rows() -> None:
+    assert SamplingParams(max_tokens=3, min_tokens=1) == SamplingParams(max_new_tokens=3, min_new_tokens=1)
+    assert SamplingParams(max_completion_tokens=3).max_new_tokens == 3
+    assert replace(SamplingParams(max_tokens=3), n=2) == SamplingParams(max_new_tokens=3, n=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"temprature": 1}, "`temprature` is not a field of SamplingParams; did you mean `temperature`?"),
+        ({"maxTokens": 1}, "did you mean `max_tokens`?"),
+        ({"guided_json": {}}, "an option of vLLM: use `json_schema`"),
+        (
+            {"truncate_prompt_tokens": 5},
+            "is not a field of SamplingParams; it is set for a whole run",
+        ),
+        ({"max_tokens": 1, "max_new_tokens": 1}, "`max_new_tokens` is given together with its alias"),
+    ],
+)
+def test_other_names_are_refused_with_the_right_one(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RowError, match=re.escape(problem)):
+        SamplingParams(**given)
 
 
 def test_any_iterable_and_mapping_of_python_is_accepted() -> None:

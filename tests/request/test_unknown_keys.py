@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -45,11 +46,38 @@ def test_a_misspelt_field_is_named(key: str) -> None:
     assert carried_hint(key) == f"did you mean `{MISSPELT[key]}`?"
 
 
+OF_OTHERS = {
+    "do_samples": "`do_sample`, an option of Hugging Face and TGI: use `temperature: 0`",
+    "doSamples": "`do_sample`, an option of",
+    "num_beam": "`num_beams`, an option of",
+    "length_penalties": "`length_penalty`, an option of",
+    "guided_jsons": "`guided_json`, an option of vLLM: use `json_schema`",
+    "repeat_penaltys": "`repeat_penalty`, an option of llama.cpp and Ollama: use `repetition_penalty`",
+}
+
+
+@pytest.mark.parametrize("key", OF_OTHERS)
+def test_a_misspelt_option_of_another_system_is_named(key: str) -> None:
+    hint = f"did you mean {OF_OTHERS[key]}"
+    assert (carried_hint(key) or "").startswith(hint)
+    with pytest.raises(RowError, match=re.escape(hint)):
+        parse(text(sampling_params={key: 1}))
+
+
+OLD_NAMES = words("penalize_nl penalize_newline mirostat_mode stopping_strings rep_pen banned_tokens runtime_top_k")
+
+
+@pytest.mark.parametrize("key", OLD_NAMES)
+def test_names_of_earlier_or_smaller_systems_are_named(key: str) -> None:
+    assert (carried_hint(key) or "").startswith("an option of ")
+
+
 ORDINARY = words(
     """idx ids index label labels answer answers source score scores split subset category language lang title topic
     question reference references output target context content name date author url tags type status level
     difficulty choices completed tokens num_tokens n_tokens token_ids message user metadata meta query passage
     documents image format system_id model_name prompt_id text_id N n_shots stopwords seed_id top mode embed
+    stop_id rep_id sample_ids num_turns no_answer user_prompt output_text model_size
     store task prefix rationale chosen rejected year price weight step steps batch worker ID Id Text Prompt"""
 )
 

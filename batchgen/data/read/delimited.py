@@ -87,6 +87,8 @@ class _Cells:
         self.ended = line.endswith(("\n", "\r"))
         self._row_characters += len(line)
         if self._row_characters <= MAX_ROW_CHARACTERS:
+            if not self._read:  # the first of a row; files that were joined have a byte order mark at the begin of each
+                line = line.removeprefix("\ufeff")
             self._read.append(line)
             return line
         del line

@@ -194,7 +194,7 @@ def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_sour
     problem = _conflict(own, partitions, source) if row.error is None else None
     if problem is not None:
         own = {name: value for name, value in own.items() if name not in source}  # those have types that a row may lack
-        row = RawRow.failed(row.index, row.source, row.line, ErrorCode.INVALID_FIELD, problem).with_found(own)
+        row = row.with_error(ErrorCode.INVALID_FIELD, problem).with_found(own)
     origin: dict[str, Any] = {name: value for name, value in partitions.items() if value is not None} | source
     return row._replace(displaced={name: value for name, value in origin.items() if name not in own})
 
@@ -213,7 +213,7 @@ def _renamed(row: RawRow, prompt_column: str | None, id_column: str | None) -> R
         return _rename(row, prompt_column, id_column)
     except Exception as error:
         info = row_error(error, "reading the named columns")
-        return RawRow.failed(row.index, row.source, row.line, info.code, info.message)._replace(displaced=row.displaced)
+        return row.with_error(info.code, info.message)
 
 
 def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from batchgen.data.read.pieces import MAX_LINE_BYTES, Peeked, Piece, RowFilter, piece_rows
+from batchgen.data.read.pieces import BOM, MAX_LINE_BYTES, Peeked, Piece, RowFilter, piece_rows
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
 from batchgen.request.row_memory import line_is_cut, parse_line
@@ -105,7 +105,7 @@ class ElementScanner:
     def _cut(self, end: int, after: int) -> Iterator[Piece]:
         """The element before `end`, unless it is blank; the next one begins at `after`."""
         text = self._buffer[self._start : end].strip(_BLANK)
-        if text:
+        if text and text != BOM:  # as between documents that were joined
             yield Piece(self._start_line + self._blank_lines(), text, True)
         self._start, self._start_line = after, self._line
 

@@ -104,7 +104,8 @@ def parquet_rows(
         _raise_memory(error)
         problem = f"the Parquet file is cut or damaged and none of its rows can be read ({_first_line(error)})"
         wanted = keep is None or keep(first_index)
-        yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
+        failed = RawRow(first_index, source, 1, unit="row").with_error(ErrorCode.TRUNCATED_INPUT, problem)
+        yield failed if wanted else None
         return
     size = _LARGE_BATCH_ROWS if "input_embeds" in names else _BATCH_ROWS
     fields = TextFields(columns_of_text(file.schema_arrow), named=text_columns)
@@ -120,8 +121,8 @@ def parquet_rows(
                 code, problem = _unreadable(group, error)
                 for index in range(first_index + row, first_index + end):
                     wanted = keep is None or keep(index)
-                    line = index - first_index + 1
-                    yield RawRow.failed(index, source, line, code, problem) if wanted else None
+                    failed = RawRow(index, source, index - first_index + 1, unit="row").with_error(code, problem)
+                    yield failed if wanted else None
                 row = end
                 break
             indexes = range(first_index + row, first_index + row + batch.num_rows)
@@ -130,9 +131,10 @@ def parquet_rows(
                 if value is None:
                     yield None
                 elif isinstance(value, UnreadableRow):
-                    yield RawRow.failed(index, source, row, value.info.code, value.info.message).with_found(value.found)
+                    raw = RawRow(index, source, row, unit="row")
+                    yield raw.with_error(value.info.code, value.info.message).with_found(value.found)
                 else:
-                    yield RawRow(index, source, row, value)
+                    yield RawRow(index, source, row, value, unit="row")
 
 
 def _check_counts(metadata: pq.FileMetaData) -> None:

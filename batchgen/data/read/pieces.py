@@ -15,7 +15,7 @@ MAX_LINE_BYTES = 1 << 28
 """Longest line in bytes; a longer one is an error row, so that a file without line ends does not fill the memory."""
 
 BLANK = b" \t\r\n"
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _HEAD = 1 << 12
 
 RowFilter = Callable[[int], bool]
@@ -64,12 +64,12 @@ class Peeked:
         self._read_some = stream.read1 if isinstance(stream, io.BufferedIOBase) else stream.read
         head = b""
         # One read at a time: a damaged stream first gives what comes before the damage.
-        while not head.removeprefix(_BOM).strip(BLANK) and (more := self._read_some(_HEAD)):
+        while not head.removeprefix(BOM).strip(BLANK) and (more := self._read_some(_HEAD)):
             head += more
-        self._head = io.BytesIO(head.removeprefix(_BOM))
+        self._head = io.BytesIO(head.removeprefix(BOM))
         self._damage: DamagedStream | None = None
         """What ends the stream after the head."""
-        self.first = head.removeprefix(_BOM).lstrip(BLANK)[:1]
+        self.first = head.removeprefix(BOM).lstrip(BLANK)[:1]
         """First byte that is not blank; empty for a blank stream."""
 
     def peek(self, size: int) -> bytes:
@@ -113,14 +113,17 @@ def raw_lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def lines_of(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
-    """The lines that are not blank. A line that is too long is cut to `MAX_LINE_BYTES` and the rest skipped."""
+    """The lines that are not blank. A line that is too long is cut to `MAX_LINE_BYTES` and the rest skipped.
+
+    A line loses a byte order mark at its begin: files that were joined have one at the begin of each.
+    """
     for number, line in enumerate(lines, start=1):
         ended = line.endswith(b"\n")
         if not ended and len(line) == MAX_LINE_BYTES:
             for rest in lines:
                 if rest.endswith(b"\n"):
                     break
-        content = line.removeprefix(_BOM) if number == 1 else line
+        content = line.removeprefix(BOM)
         if content.strip(BLANK):
             yield number, content, ended  # the fields of a `Piece`, which takes longer to make
 

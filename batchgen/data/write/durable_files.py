@@ -21,6 +21,8 @@ from batchgen.data.files import (
 from batchgen.errors import BatchgenError, OutputError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of opening a path at which there is no file."""
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -50,7 +52,7 @@ def part_errors(part: Path) -> Iterator[None]:
 
     Raises:
         OutputError: the part cannot be read: no permission, a failing disk or too little memory.
-        OSError: the part is damaged or missing.
+        OSError: the part is damaged or missing, or a folder has its name.
     """
     try:
         yield
@@ -60,7 +62,7 @@ def part_errors(part: Path) -> Iterator[None]:
             "are kept."
         ) from error
     except OSError as error:
-        if error.errno in (None, errno.ENOENT, errno.ENOTDIR):
+        if error.errno is None or isinstance(error, NO_FILE):
             raise
         remedy = "Check the permissions" if error.errno in _FORBIDDEN else "Check the disk"
         raise OutputError(

@@ -11,6 +11,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import socket
 import stat
 import time
@@ -37,6 +38,8 @@ from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 LOCK_NAME = "lock"
 HELD_NAME = "lock.held"
 """The lock where there is no flock; it exists while a run holds it."""
+_FOLDERS = re.compile(r"(earlier/[0-9]+/)?(parts|states)|earlier(/[0-9]+)?|tokenized|features|scratch(/parts)?")
+"""Folders in a work folder."""
 _HELD = {errno.EAGAIN, errno.EACCES}
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _GONE = {errno.ENOENT, errno.ESTALE}
@@ -58,7 +61,7 @@ class RunLock:
     def __init__(self, folder: Path, out: Path) -> None:
         self.path = folder / LOCK_NAME
         self.foreign: list[Path] = []
-        """New names of what was found in the folder and is not ours: links and other users' files."""
+        """New names of what was found in the folder and is not ours: links, other users' files, misplaced folders."""
         self._file: io.FileIO | None = None
         self._held: Path | None = None
         with output_errors(folder):
@@ -72,7 +75,7 @@ class RunLock:
                 raise OutputError(f"{self.path} is removed again and again by other runs. Wait for them.")
             try:
                 _refuse_other_disk(folder, out)
-                self.foreign += set_aside_foreign(folder)
+                self.foreign += set_aside_foreign(folder, _FOLDERS)
             except BaseException:
                 self.release()
                 raise
@@ -102,9 +105,10 @@ class RunLock:
         return True
 
     def _set_foreign_aside(self) -> None:
-        """Set aside what is in the place of the lock and is not ours: a link, also a hard one to another file."""
+        """Set aside what is in the place of the lock and is not ours: a folder, a link, another file's second name."""
         status = status_of(self.path, follow=False)
-        if status is not None and (is_foreign(self.path, status) or status.st_nlink > 1):
+        odd = status is not None and (status.st_nlink > 1 or stat.S_ISDIR(status.st_mode))
+        if status is not None and (odd or is_foreign(self.path, status)):
             with suppress(FileNotFoundError):
                 self.foreign.append(set_aside(self.path))
 

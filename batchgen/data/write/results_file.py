@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.files import is_file, open_named, open_own
 from batchgen.data.write.checksums import CheckedStream, ChecksumWriter, read_checksums
-from batchgen.data.write.durable_files import part_errors
+from batchgen.data.write.durable_files import NO_FILE, part_errors
 from batchgen.data.write.schema import READABLE_VERSIONS, RUN_KEY, VERSION_KEY
 from batchgen.errors import InputError
 from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
@@ -33,6 +33,11 @@ _RECORD: Kinds = {
 """Types in the run record of a footer."""
 NULLS_KEY = b"batchgen.nulls"
 """Footer key: the number of nulls of each column, a JSON object, as counted when the rows were written."""
+
+_CHECKSUMS_KEY = b"batchgen.checksums"
+"""Footer key: the number of bytes before the table of checksums, which are those of the row groups."""
+_OF_WRITER = {NULLS_KEY, _CHECKSUMS_KEY}
+"""Footer keys that a writer makes, which the schema of a file that was read has as well."""
 
 
 class DamagedFile(InputError, OSError):
@@ -51,7 +56,7 @@ class TableWriter:
     """Writer of tables of one schema to a Parquet file, which counts their nulls."""
 
     def __init__(self, stream: BinaryIO, schema: pa.Schema, **options: Any) -> None:
-        about = {key: value for key, value in (schema.metadata or {}).items() if key != NULLS_KEY}  # of a file read
+        about = {key: value for key, value in (schema.metadata or {}).items() if key not in _OF_WRITER}
         self.schema: pa.Schema = schema.with_metadata(about)
         self._stream = ChecksumWriter(stream)
         self._writer = pq.ParquetWriter(
@@ -72,12 +77,23 @@ class TableWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._writer.add_key_value_metadata({NULLS_KEY: json.dumps(self.nulls).encode()})
+                checked = str(self._stream.tell()).encode()
+                self._writer.add_key_value_metadata(
+                    {NULLS_KEY: json.dumps(self.nulls).encode(), _CHECKSUMS_KEY: checked}
+                )
                 with self._stream.footer():
                     self._writer.close()
         finally:
             # Otherwise the garbage collector would close the writer, which writes its footer into a closed stream.
             self._writer.is_open = False
+
+
+def _end_of_groups(metadata: pq.FileMetaData) -> int:
+    """Bytes of a file up to the end of its row groups: others if another program has rewritten it."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = (group.column(number) for group in groups for number in range(group.num_columns))
+    starts = ((each.dictionary_page_offset or each.data_page_offset, each.total_compressed_size) for each in columns)
+    return max((start + size for start, size in starts), default=len(b"PAR1"))
 
 
 def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> TableWriter:
@@ -125,6 +141,8 @@ class StoredTable:
             self.schema: pa.Schema = self._file.schema_arrow
             self.about: Mapping[bytes, bytes] = self.metadata.metadata or {}
             """Footer keys with their values."""
+            if checksums is None and self.about.get(_CHECKSUMS_KEY) == str(_end_of_groups(self.metadata)).encode():
+                raise DamagedFile(path, "its table of checksums is missing")
 
     def __len__(self) -> int:
         rows: int = self.metadata.num_rows
@@ -180,7 +198,7 @@ def open_part(path: Path) -> Iterator[StoredTable]:
     try:
         with part_errors(path), open_own(path) as stream:
             yield StoredTable(path, stream)
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except NO_FILE as error:
         raise DamagedFile(path, "it is missing") from error
 
 

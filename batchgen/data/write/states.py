@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.files import make_durably, open_own, size_of
-from batchgen.data.write.durable_files import output_errors, part_errors, write_durably
+from batchgen.data.write.durable_files import NO_FILE, output_errors, part_errors, write_durably
 from batchgen.data.write.results_file import DamagedFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.request.completion import StateBlock
@@ -162,7 +162,7 @@ def check_states_part(path: Path, records: int, *, whole: bool) -> None:
                 with open_own(path) as stream:
                     for entry in index:
                         _checked_content(stream, entry)
-    except (FileNotFoundError, NotADirectoryError) as problem:
+    except NO_FILE as problem:
         raise DamagedFile(path, "it is missing") from problem
     except OSError as problem:
         raise DamagedFile(path, str(problem)) from problem

@@ -234,7 +234,7 @@ def _refuse_other_lines(result: Path, identity: RunIdentity) -> None:
 
 def _set_aside(work: Path) -> None:
     """Move the parts of another job, with their states, to a folder of `earlier`."""
-    number = 1 + max((int(folder.name) for folder in files_in(work / "earlier")), default=-1)
+    number = 1 + max((int(path.name) for path in files_in(work / "earlier") if path.name.isdecimal()), default=-1)
     target = work / "earlier" / f"{number:03d}"
     make_durably(target)
     for name in ("states", "parts"):  # a part without its states counts as damaged

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, BinaryIO, Final
 
 from batchgen.data.files import open_named, open_own, status_of
-from batchgen.data.write.durable_files import part_errors, write_durably
+from batchgen.data.write.durable_files import NO_FILE, part_errors, write_durably
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.results_file import DamagedFile, open_part
 from batchgen.data.write.schema import FINGERPRINT_KEY
@@ -68,7 +68,7 @@ def state_damage(work: Path) -> str | None:
 
 def _read(work: Path) -> dict[str, Any] | None:
     path = work / STATE_NAME
-    with suppress(FileNotFoundError, NotADirectoryError), part_errors(path), open_own(path) as stream:
+    with suppress(*NO_FILE), part_errors(path), open_own(path) as stream:
         return {**_STATE, **typed(unsealed(stream.read()), {**_KINDS, "fingerprint": str, "info": dict})}
     return _copy(work)
 

@@ -39,6 +39,7 @@ FORMS = {
     "carriage returns and line feeds": "id,text\r\n1,Hello\r\n2,Bye\r\n",
     "carriage returns": "id,text\r1,Hello\r2,Bye\r",
     "byte order mark": "\ufeffid,text\n1,Hello\n2,Bye\n",
+    "files that were joined": '\ufeff"id","text"\n1,Hello\n\ufeff"2",Bye\n',
     "quotes": '"id","text"\n"1","Hello"\n"2","Bye"\n',
     "blank lines": "\nid,text\n\n1,Hello\n\n\n2,Bye\n\n",
     "blanks around names": "id , text\n1,Hello\n2,Bye\n",

@@ -29,7 +29,7 @@ from batchgen.data.read.input_set import InputSet
 from batchgen.data.read.input_set import open_inputs as open_found
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.read.selection import Selection
-from batchgen.errors import ErrorCode, InputError, UsageError
+from batchgen.errors import ErrorCode, ErrorInfo, InputError, UsageError
 
 
 def open_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> InputSet:
@@ -47,6 +47,23 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def values(*paths: str, **options: Any) -> list[Any]:
     return [row.value for row in open_inputs(paths).rows(**options)]
+
+
+def test_rows_of_parquet_are_called_rows(tmp_path: Path) -> None:
+    """Whatever is wrong with them; those of other files are lines."""
+    folder = tmp_path / "k=2"
+    folder.mkdir()
+    table = pa.table({"text": ["a", "b", "c"], "k": ["2", "3", "2"], "stop": ['["x"]', None, None]})
+    pq.write_table(table, folder / "a.parquet")
+    (folder / "cut.parquet").write_bytes(b"PAR1")
+    (tmp_path / "b.jsonl").write_text("{}\n{\n")
+    found = find_inputs([str(folder), str(tmp_path / "b.jsonl")])
+    rows = [*open_found(found).rows()]
+    messages = [row.locate(row.error or ErrorInfo(ErrorCode.INTERNAL, "wrong")).message for row in rows]
+    places = [f"{folder}/a.parquet, row {number}: " for number in (1, 2, 3)]
+    places += [f"{folder}/cut.parquet, row 1: ", f"{tmp_path}/b.jsonl, line 1: ", f"{tmp_path}/b.jsonl, line 2: "]
+    assert [row.error is None for row in rows] == [False, False, True, False, True, False]
+    assert all(message.startswith(place) for message, place in zip(messages, places, strict=True)), messages
 
 
 def test_files_of_all_formats_are_read_in_the_order_given() -> None:

@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[bytes, ErrorCode, str]] = {
     "bare point": (b'{"a":.5}', BAD_JSON, "column"),
     "hexadecimal": (b'{"a":0x10}', BAD_JSON, "column"),
     "only NULs": (b"\x00\x00\x00", BAD_JSON, "column 1"),
-    "byte order mark not at the start": (b'\xef\xbb\xbf{"a":1}', BAD_JSON, "column 1"),
+    "byte order mark inside a line": (b'{"a":1}\xef\xbb\xbf{"a":2}', BAD_JSON, "several objects are run together"),
     "no-break space around": ('\u00a0{"a":1}'.encode(), BAD_JSON, "column 1"),
     "a little too deep": (nested(MAX_DEPTH + 1), BAD_JSON, "deep"),
     "arrays a little too deep": (b'{"a":' + b"[" * 200 + b"]" * 200 + b"}", BAD_JSON, "deep"),
@@ -168,6 +168,14 @@ def test_byte_order_mark_on_the_first_line() -> None:
     assert values(b"\xef\xbb\xbf") == []
 
 
+def test_byte_order_marks_between_files_that_were_joined() -> None:
+    assert values(b'{"a":1}\n\xef\xbb\xbf{"a":"\xef\xbb\xbf"}\n\xef\xbb\xbf\n') == [{"a": 1}, {"a": "\ufeff"}]
+    for text in ('[{"a":1}]\n\ufeff[{"a":2}]', '{"a":1}\ufeff{\n"a":2}', '\ufeff[{"a":1}]\ufeff[{"a":2}]'):
+        assert [row and row.value for row in json_document_rows(io.BytesIO(text.encode()), "x")] == [{"a": 1}, {"a": 2}]
+    rows = text_rows(io.BytesIO(b"one\n\xef\xbb\xbftwo\n"), "x")
+    assert [row and row.value for row in rows] == [{"text": "one"}, {"text": "two"}]
+
+
 @pytest.mark.parametrize("data", [b"", b"\n", b"\r\n\r\n", b"   ", b"\t\n \n"])
 def test_blank_input_has_no_rows(data: bytes) -> None:
     assert values(data) == []
@@ -233,7 +241,7 @@ def test_round_trip(rows: list[dict[str, Any]], ascii_only: bool, end: str, last
 @given(st.binary(max_size=200))
 def test_no_bytes_crash_the_reader(data: bytes) -> None:
     content = data.removeprefix(b"\xef\xbb\xbf")
-    lines = [line for line in content.split(b"\n") if line.strip(b" \t\r")]
+    lines = [line for line in content.split(b"\n") if line.removeprefix(b"\xef\xbb\xbf").strip(b" \t\r")]
     if not content.lstrip().startswith(b"["):
         assert len(read(data)) == len(lines)
     assert [*json_rows(io.BytesIO(data), "x")] or not content.strip(b" \t\r\n,[]")

@@ -318,6 +318,9 @@ AS_TEXT: dict[str, tuple[str, Any]] = {
     "structural_tag": ('{"type": "x"}', '{"type": "x"}'),
     "text": ('["a", "b"]', '["a", "b"]'),
     "completion": ("[1]", "[1]"),
+    "tool_choice": ('{"type": "function", "name": "f"}', {"type": "function", "name": "f"}),
+    "image_data": ('["a.png", "b.png"]', ["a.png", "b.png"]),
+    "input_embeds": ("[[0.5, 1.0]]", [[0.5, 1.0]]),
     "stop": ("[", "["),
     "stop_regex": ("[ab]", "[ab]"),
     "regex": ('["a"]', '["a"]'),
@@ -352,12 +355,15 @@ def test_text_that_may_mean_two_things_is_refused(name: str) -> None:
 
 
 def test_json_text_inside_bodies_and_parameters_is_read_too() -> None:
-    body = {"messages": json.dumps(CHAT), "user": "[me]", "max_tokens": 3}
+    body = {"messages": json.dumps(CHAT), "user": "[me]", "max_tokens": 3, "extra_headers": '["a"]'}
     params = {"stop_token_ids": "[1]", "temperature": 0.5}
     rows = read(pa.table({"custom_id": ["a"], "body": [body], "sampling_params": [params]}))
     assert rows == [
         {"custom_id": "a", "body": {**body, "messages": CHAT}, "sampling_params": {**params, "stop_token_ids": [1]}}
     ]
+    either = {"messages": CHAT, "function_call": '{"name": "f"}', "tool_choice": '{"type": "function", "name": "f"}'}
+    ((value,),) = (read(pa.table({"custom_id": ["a"], "body": [either]})),)
+    assert [value["body"][name] for name in either] == [CHAT, {"name": "f"}, {"type": "function", "name": "f"}]
     mail = {"text": ["Summarise."], "body": ['{"mail": 1}']}
     assert read(pa.table(mail)) == [{"text": "Summarise.", "body": '{"mail": 1}'}], "a column that is carried"
 

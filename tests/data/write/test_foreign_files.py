@@ -16,8 +16,9 @@ import pytest
 from batchgen.data.files import FileSystem
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lock import RunLock
-from batchgen.data.write.work_folder import output_paths
+from batchgen.data.write.work_folder import RunIdentity, output_paths
 from batchgen.data.write.work_owner import open_work
+from batchgen.data.write.work_state import read_state
 from batchgen.errors import OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, group, stored_keys
 
@@ -26,6 +27,9 @@ PLACES = [
     "parts/part-000001.parquet", "states", "states/part-000000.states", "states/part-000000.states.tmp", "scratch",
     "scratch/result.parquet", "tokenized", "tokenized/tokens", "earlier", "earlier/000", "anything",
 ]  # fmt: skip
+
+
+FOLDERS = ["parts", "states", "scratch", "tokenized", "earlier", "earlier/000"]
 
 
 def run_two_parts(out: Path) -> list[Path]:
@@ -37,6 +41,44 @@ def run_two_parts(out: Path) -> list[Path]:
         finish(work, expect([(0, 0, 1), (1, 0, 1)]), {})
     assert stored_keys(out) == [(0, 0, 0), (1, 0, 0)]
     return work.foreign
+
+
+def test_earlier_work_is_numbered_past_what_was_set_aside(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    earlier = output_paths(out).work / "earlier"
+    with begin(out) as work:
+        commit(work, [group(0)])
+    earlier.mkdir()
+    (earlier / "000").write_bytes(b"kept")
+    for number in range(2):
+        with begin(out, RunIdentity(f"another {number}"), policy="resume-anyway") as work:
+            commit(work, [group(number)])
+    assert {path.name for path in earlier.iterdir()} == {"000", "000.foreign", "001"}
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in FOLDERS])
+def test_a_folder_in_the_place_of_a_file_is_set_aside(tmp_path: Path, place: str) -> None:
+    """With what it holds; so is a folder that is none of the job's, and a file in the place of a folder."""
+    out = tmp_path / "r.parquet"
+    planted = output_paths(out).work / place
+    (planted / "deeper").mkdir(parents=True)
+    (planted / "deeper" / "note").write_bytes(b"kept")
+    assert read_state(planted.parent) is None
+    (found,) = run_two_parts(out)
+    assert found.name == f"{planted.name}.foreign"
+    assert (found / "deeper" / "note").read_bytes() == b"kept"
+    assert run_again(out)
+
+
+@pytest.mark.parametrize("place", FOLDERS)
+def test_a_file_in_the_place_of_a_folder_is_set_aside(tmp_path: Path, place: str) -> None:
+    out = tmp_path / "r.parquet"
+    planted = output_paths(out).work / place
+    planted.parent.mkdir(parents=True)
+    planted.write_bytes(b"kept")
+    (found,) = run_two_parts(out)
+    assert found.read_bytes() == b"kept"
+    assert run_again(out)
 
 
 @pytest.mark.parametrize(

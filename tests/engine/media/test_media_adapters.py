@@ -169,7 +169,7 @@ def test_what_cannot_be_changed_of_towers_is_named(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps({**whole, "exclude_modules": r"^(?!.*vision).*"}))
         save_file({name: torch.ones(size) for name, size in tensors.items()}, folder / "adapter_model.safetensors")
         engine = Engine(str(tmp_path / "base"), dtype="float32", max_model_len=512, lora=[f"a={folder}"])
-        with pytest.raises(ModelError, match=rf"The adapter a \(--lora\) cannot be used: .*{message}"):
+        with pytest.raises(ModelError, match=rf"The adapter a \(Engine argument `lora`\) cannot be used: .*{message}"):
             list(engine.generate(rows))
         (words,) = engine.generate(rows[2:])
         assert words.error is None
