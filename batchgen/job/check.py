@@ -27,9 +27,9 @@ from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.media_figures import media_size
 from batchgen.job.opening import set_clock
-from batchgen.job.preflight import CheckedJob
+from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.reasons import Reasons
-from batchgen.job.setup import Setup, prepare, wait_for_hashes
+from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import PageCounts, bytes_by_kind, window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +25,6 @@ from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.engine.quantization import computed_weights, stored_products
 from batchgen.job.preflight import CheckedJob
-from batchgen.job.signals import StopRequest
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
@@ -49,8 +46,6 @@ DEMO_NOTE = "no --model given: running the demonstration model, a toy for small 
 
 _FEATURE_LIBRARIES = ("torch", "transformers", "torchvision", "pillow", "soundfile", "soxr")
 """Libraries that compute features of images and sounds."""
-_NOTED_AFTER = 1.0
-"""Seconds of waiting for the digests of the weights after which a line says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,21 +259,6 @@ def _quantised_note(plain: PlainTensors, setup: Setup) -> str:
         more = f"; then weights are quantized to int8, {own} to the checkpoint's own integers"
     sizes = f"{format_size(plain.nbytes)} stored, {format_size(setup.weight_bytes)} in memory"
     return f"the checkpoint is quantized ({plain}): {what}, {sizes}{more}"
-
-
-def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:
-    """Wait until all weights are hashed; `note` is called with a line if that takes long.
-
-    Raises:
-        Interrupted: `stop` requests a stop.
-    """
-    began, noted = time.monotonic(), False
-    while not wait([hashes.done], timeout=0.1).done:
-        if stop is not None and stop.requested:
-            raise stop.error_at_start()
-        if not noted and time.monotonic() - began > _NOTED_AFTER:
-            note(f"hashing {format_size(hashes.size)} of weights, to tell them from others when the job is run again")
-            noted = True
 
 
 def _digest(values: Sequence[Any]) -> str:
