@@ -7,7 +7,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
-from batchgen.plan.cache_groups import PageCounts, bytes_by_kind, window_of
+from batchgen.plan.cache_groups import CacheGroup, PageCounts, bytes_by_kind, window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
+from batchgen.plan.dry_run import peak_pages
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
+from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
@@ -44,6 +47,8 @@ from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
 _ALL_PAGES = 1 << 40
+_MOST_TOKENS = 1_000_000
+"""Sampled tokens of a dry run, which takes seconds for so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +245,19 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
     order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
     groups = cache_groups(with_job_windows(setup.spec, workload), config.engine.page_size)
     counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences, window_of(groups))
-    peaks = bytes_by_kind(groups, PageCounts(counts.kv_peak_pages, counts.kv_peak_window_pages))
-    return counts, simulate(order, workload.samples, draws, limits), peaks
+    pages = PageCounts(counts.kv_peak_pages, counts.kv_peak_window_pages)
+    if pages.window:  # a prompt's chunk in work is not in them, which may be more than all windows
+        limits = replace(limits, cache_groups=groups, window_pages=_ALL_PAGES)
+        scheduler = Scheduler(workload.tree, workload.samples, draws, limits, kinds, workload.spans)
+        used, complete = peak_pages(scheduler, draws, _MOST_TOKENS, lag=_lag(config, setup, groups))
+        pages = used if complete else PageCounts(max(pages.full, used.full), max(pages.window, used.window))
+    return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
+
+
+def _lag(config: RunConfig, setup: Setup, groups: Sequence[CacheGroup]) -> int:
+    """Steps that a run plans before it knows how the last one ended."""
+    on_gpu, eager = setup.spec.device.type == "cuda", config.engine.attention == "torch" or torch.get_num_threads() == 1
+    return int(on_gpu or not (eager or setup.model.native is None or len({group.kind for group in groups}) > 1))
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.plan.cache_groups import CacheGroup, PageCounts, cache_bytes, least_window_pages, window_pages
+from batchgen.plan.dry_run import peak_pages
 from batchgen.plan.scheduler import SchedulerConfig
 from tests.plan.counted import counted
 from tests.plan.simulator import Simulator
@@ -52,6 +53,23 @@ def test_every_request_that_fits_alone_finishes(
     stats = sim.scheduler.stats
     assert stats.prompt_tokens == live_distinct(sim)
     assert stats.peak_window_pages <= sim.config.window_pages - 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows, configs(num_pages=1000), windows, st.integers(0, 2))
+def test_a_dry_run_uses_the_pages_of_a_run(rows: list[tuple], config: SchedulerConfig, window: int, lag: int) -> None:
+    rows = [(prompt, [max(lengths)] * len(lengths) if lengths else [], 0, key) for prompt, lengths, _, key in rows]
+    sim, dry = (simulator(rows, windowed(config, window), lag) for _ in range(2))
+    sim.run()
+    stats, limits = sim.scheduler.stats, np.array([max(row[1], default=1) for row in rows])
+    expected = PageCounts(stats.peak_pages, stats.peak_window_pages)
+    assert peak_pages(dry.scheduler, limits, 1 << 60, lag) == (expected, True)
+
+
+def test_a_dry_run_of_a_long_job_stops() -> None:
+    sim = simulator([([i], [20], 0, 0) for i in range(9)], windowed(SchedulerConfig(100, 4, 3, 16), 8))
+    pages, complete = peak_pages(sim.scheduler, np.full(9, 20), 25)
+    assert (pages.window > 0, complete, sim.scheduler.stats.sampled_tokens) == (True, False, 27)
 
 
 @settings(max_examples=50, deadline=None)
