@@ -15,8 +15,8 @@ from torch import Tensor
 from batchgen.engine.decode_table import DecodeTable, DecodeTables
 from batchgen.engine.input_batch import BatchView, InputBatch
 from batchgen.engine.media.step import StepEmbeds, StepMedia
-from batchgen.kernels.attention.restart import restarted
 from batchgen.kernels.device import Device
+from batchgen.kernels.grouped import restarted
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import AttentionBatch, ChunkPages
 from batchgen.models.base import TokenEmbeds

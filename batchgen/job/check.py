@@ -34,7 +34,6 @@ from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import CacheGroup, PageCounts, bytes_by_kind, window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
-from batchgen.plan.dry_run import peak_pages
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
@@ -249,8 +248,10 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
     if pages.window:  # a prompt's chunk in work is not in them, which may be more than all windows
         limits = replace(limits, cache_groups=groups, window_pages=_ALL_PAGES)
         scheduler = Scheduler(workload.tree, workload.samples, draws, limits, kinds, workload.spans)
-        used, complete = peak_pages(scheduler, draws, _MOST_TOKENS, lag=_lag(config, setup, groups))
-        pages = used if complete else PageCounts(max(pages.full, used.full), max(pages.window, used.window))
+        used = scheduler.dry_run(_MOST_TOKENS, _lag(config, setup, groups))
+        if scheduler.unended:
+            used = PageCounts(max(pages.full, used.full), max(pages.window, used.window))
+        pages = used
     return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
 
 

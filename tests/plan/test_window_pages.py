@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.plan.cache_groups import CacheGroup, PageCounts, cache_bytes, least_window_pages, window_pages
-from batchgen.plan.dry_run import peak_pages
 from batchgen.plan.scheduler import SchedulerConfig
 from tests.plan.counted import counted
 from tests.plan.simulator import Simulator
@@ -61,15 +60,15 @@ def test_a_dry_run_uses_the_pages_of_a_run(rows: list[tuple], config: SchedulerC
     rows = [(prompt, [max(lengths)] * len(lengths) if lengths else [], 0, key) for prompt, lengths, _, key in rows]
     sim, dry = (simulator(rows, windowed(config, window), lag) for _ in range(2))
     sim.run()
-    stats, limits = sim.scheduler.stats, np.array([max(row[1], default=1) for row in rows])
-    expected = PageCounts(stats.peak_pages, stats.peak_window_pages)
-    assert peak_pages(dry.scheduler, limits, 1 << 60, lag) == (expected, True)
+    stats = sim.scheduler.stats
+    assert dry.scheduler.dry_run(1 << 60, lag) == PageCounts(stats.peak_pages, stats.peak_window_pages)
+    assert dry.scheduler.unended == 0
 
 
 def test_a_dry_run_of_a_long_job_stops() -> None:
     sim = simulator([([i], [20], 0, 0) for i in range(9)], windowed(SchedulerConfig(100, 4, 3, 16), 8))
-    pages, complete = peak_pages(sim.scheduler, np.full(9, 20), 25)
-    assert (pages.window > 0, complete, sim.scheduler.stats.sampled_tokens) == (True, False, 27)
+    assert sim.scheduler.dry_run(25).window > 0
+    assert (sim.scheduler.unended, sim.scheduler.stats.sampled_tokens) == (9, 27)
 
 
 @settings(max_examples=50, deadline=None)

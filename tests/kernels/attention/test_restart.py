@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchgen.kernels.attention.restart import restarted
 from batchgen.kernels.attention.torch_attention import TorchAttention
+from batchgen.kernels.grouped import restarted
 from batchgen.kernels.types import AttentionArgs
 from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, StepBuilder
