@@ -120,6 +120,11 @@ class Scheduler:
         assert not self._open, "commit the last step first"
         return self._forecast.left(self.config)
 
+    def work_left_since(self) -> WorkLeft:
+        """The work that is left after the last `work_left`, which takes no simulation."""
+        assert not self._open, "commit the last step first"
+        return self._forecast.since(self.config)
+
     def work_of(self, samples: npt.NDArray[np.integer]) -> Work:
         """The work of requests of the tree alone, with the lengths that were expected before any sample had ended.
 
