@@ -243,15 +243,13 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
     draws = workload.max_tokens
     order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
     groups = cache_groups(with_job_windows(setup.spec, workload), config.engine.page_size)
-    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences, window_of(groups))
-    pages = PageCounts(counts.kv_peak_pages, counts.kv_peak_window_pages)
-    if pages.window:  # a prompt's chunk in work is not in them, which may be more than all windows
+    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences)
+    pages = PageCounts(counts.kv_peak_pages)
+    if window_of(groups) is not None:  # windows are small: a prompt's chunk in work may hold more than all of them
         limits = replace(limits, cache_groups=groups, window_pages=_ALL_PAGES)
         scheduler = Scheduler(workload.tree, workload.samples, draws, limits, kinds, workload.spans)
         used = scheduler.dry_run(_MOST_TOKENS, _lag(config, setup, groups))
-        if scheduler.unended:
-            used = PageCounts(max(pages.full, used.full), max(pages.window, used.window))
-        pages = used
+        pages = used if not scheduler.unended else replace(used, full=max(pages.full, used.full))
     return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.cache_groups import window_pages
 from batchgen.plan.tree import PrefixTree, blocks
 
 Int64s = npt.NDArray[np.int64]
@@ -32,8 +31,6 @@ class PlanCounts:
     """
     kv_unshared_peak_pages: int
     """`kv_peak_pages` without prefix sharing."""
-    kv_peak_window_pages: int
-    """`kv_peak_pages` of the layers with a window; 0 if there are none."""
     page_waste: float
     """Fraction of page positions that stay empty, over all samples at full length."""
 
@@ -54,7 +51,6 @@ def plan_counts(
     max_new: npt.NDArray[np.integer[Any]],
     page_size: int,
     max_num_seqs: int,
-    window: int | None = None,
 ) -> PlanCounts:
     """Count the tokens that a job computes and the pages that it holds.
 
@@ -64,22 +60,18 @@ def plan_counts(
         max_new: [N] maximum tokens per sample.
         page_size: positions per page.
         max_num_seqs: maximum number of samples at once.
-        window: positions that a token sees in the layers with a window; None: there are none.
     """
     rows = np.flatnonzero(samples[tree.order]).astype(np.int32)
     if not len(rows):
-        return PlanCounts(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+        return PlanCounts(0, 0, 0, 0, 0, 0, 0, 0.0)
     sums = np.zeros(6, np.int64)
-    peak = unshared_peak = window_peak = 0
+    peak = unshared_peak = 0
     for part in blocks(len(rows)):
         own = part.stop - part.start
         columns = _Columns.of(tree, samples, max_new, rows, slice(part.start, part.stop + max_num_seqs))
         counts = columns.pages(page_size, max_num_seqs)
         sums += columns.sums(counts, page_size, own)
         peak = max(peak, counts.peak(counts.each, counts.head, max_num_seqs, own))
-        if window is not None:
-            seen = counts.within(window_pages(window, page_size))
-            window_peak = max(window_peak, seen.peak(seen.each, seen.head, max_num_seqs, own))
         all_pages = counts.held * counts.total
         unshared_peak = max(unshared_peak, counts.peak(all_pages, np.zeros_like(all_pages), max_num_seqs, own))
     sampled, prompt_tokens, distinct, output, pages, filled = sums.tolist()
@@ -91,7 +83,6 @@ def plan_counts(
         max_output_tokens=output,
         kv_peak_pages=peak,
         kv_unshared_peak_pages=unshared_peak,
-        kv_peak_window_pages=window_peak,
         page_waste=1.0 - filled / (pages * page_size),
     )
 
@@ -113,17 +104,6 @@ class _Pages:
     def each(self) -> Int64s:
         """Pages that each row adds to its predecessor's."""
         return self.prompt - self.head + self.held * (self.total - self.prompt)
-
-    def within(self, most: int) -> _Pages:
-        """The last `most` pages of each sample at its full length.
-
-        Those of the prompt are shared with the previous row as far as they are within its window, too.
-        """
-        own = np.minimum(self.total - self.prompt, most)
-        prompt = np.minimum(self.prompt, most - own)
-        begin = self.prompt - prompt
-        before = np.maximum(begin, np.concatenate([self.prompt[:1], begin[:-1]]))
-        return _Pages(prompt, prompt + own, np.maximum(0, self.head - before), self.held)
 
     def peak(self, pages: Int64s, head: Int64s, max_num_seqs: int, windows: int) -> int:
         """Most pages of the windows of neighbours with at most `max_num_seqs` samples that begin at the first rows.

@@ -121,26 +121,25 @@ class LengthPredictor:
         self._kinds = _Kinds(1 + int(np.max(self._kind_of, initial=EXACT)))
         self._limits_array, self._kind_column = np.asarray(self._limits), np.asarray(self._kind_of)
         self._running: dict[int, tuple[int, int]] = {}
-        self._begun = _Column(0.0, self._kinds.all_kinds + 1)
-        self._begun_count = 0
+        self._begun = tuple(_Column(0.0, self._kinds.all_kinds + 1) for _ in range(2))
         self._limit_means: Float64s | None = None
 
     @property
-    def begun(self) -> tuple[Float64s, int]:
-        """[K + 1] limits of samples that have begun, summed by kind, `EXACT` last; and how many are of other kinds."""
-        return self._begun.all.copy(), self._begun_count
+    def begun(self) -> Float64s:
+        """[2, K + 1] limits of all samples that have begun, and their number, by kind, `EXACT` last."""
+        return np.stack([column.all for column in self._begun])
 
-    def by_kind(self, requests: slice, values: npt.NDArray[np.integer]) -> Float64s:
-        """[K + 1] sums of the values of some requests, by kind, `EXACT` last."""
-        count, kinds = len(self._begun.all), self._kind_column[requests]
-        return np.bincount(np.where(kinds == EXACT, count - 1, kinds), values, count).astype(np.float64, copy=False)
+    def by_kind(self, requests: slice, *columns: npt.NDArray[np.integer]) -> Float64s:
+        """[columns, K + 1] sums of the values of some requests, by kind, `EXACT` last."""
+        count, kinds = self._kinds.all_kinds + 1, self._kind_column[requests]
+        places = np.where(kinds == EXACT, count - 1, kinds)
+        return np.stack([np.bincount(places, column, count) for column in columns])
 
     def shares(self, step: int) -> Float64s:
         """[K + 1] expected share of its limit that a sample generates, by kind, `EXACT` last."""
         if self._limit_means is None:
-            every = slice(0, len(self._limits_array))
-            counts = self.by_kind(every, np.ones(len(self._limits_array), np.int32))
-            self._limit_means = np.maximum(1.0, self.by_kind(every, self._limits_array) / np.maximum(1.0, counts))[:-1]
+            sums, counts = self.by_kind(slice(None), self._limits_array, np.ones_like(self._limits_array))
+            self._limit_means = np.maximum(1.0, sums / np.maximum(1.0, counts))[:-1]
         limits: Any = self._limit_means
         means = self._kinds.means(np.arange(len(limits)), limits, step)
         return np.append(-means * np.expm1(-limits / means) / limits, 1.0)
@@ -192,10 +191,10 @@ class LengthPredictor:
 
     def begin(self, sequence: int, request: int, step: int) -> None:
         """Record that a sample begins in `step`."""
-        self._begun.one[self._kind_of[request]] += self._limits[request]  # `EXACT`, which is -1, is the last
+        for column, value in zip(self._begun, (self._limits[request], 1), strict=True):
+            column.one[self._kind_of[request]] += value  # `EXACT`, which is -1, is the last
         if self._kind_of[request] == EXACT:
             return
-        self._begun_count += 1
         for kind in (self._kinds.all_kinds, self._kind_of[request]):
             self._kinds.begin(kind, self._limits[request], step)
         self._running[sequence] = (request, step)

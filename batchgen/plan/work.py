@@ -109,16 +109,14 @@ class WorkForecast:
         pending = _pending(tree, self._samples, np.frombuffer(manager.unstarted, np.int32))
         running = _Running.of(tree, self._sequences, predictor, manager.step)
         lengths = np.ones(len(pending), np.int32)
-        limits, tokens, counts = np.zeros((3, len(predictor.begun[0])))
+        waiting = np.zeros((3, predictor.begun.shape[1]))
         for part in blocks(len(pending)):
-            waiting = part.start + np.flatnonzero(pending[part])
+            some = part.start + np.flatnonzero(pending[part])
             # Each sample to come has its own quantile, too.
-            ids, none = self._sequences.next_id + waiting, np.zeros(len(waiting), np.int64)
-            lengths[waiting] = predictor.remaining_of(ids, waiting, none, manager.step)
-            by_row = pending[part].astype(np.int64)
-            limits += predictor.by_kind(part, by_row * predictor.limits[part])
-            tokens += predictor.by_kind(part, by_row * lengths[part])
-            counts += predictor.by_kind(part, by_row)
+            ids, none = self._sequences.next_id + some, np.zeros(len(some), np.int64)
+            lengths[some] = predictor.remaining_of(ids, some, none, manager.step)
+            count = pending[part].astype(np.int64)
+            waiting += predictor.by_kind(part, count * predictor.limits[part], count, count * lengths[part])
         complete = np.frombuffer(manager.refs, np.int32) == 0
         complete[list(manager.active)] = True
         prompt_tokens, reads = _prompt_work(tree, pending, complete)
@@ -133,12 +131,9 @@ class WorkForecast:
             decoded + int(running.remaining.sum()),
             attended + running.reads - self._saved(pending, lengths, running),
         )
-        total, uncertain = float(tokens.sum() + running.remaining.sum()), int(counts[:-1].sum())
-        begun_limits, begun_count = predictor.begun
-        self._planned = _Planned(
-            work_done(self._stats), self._stats.sampled_tokens, expected, total,
-            limits, tokens, predictor.shares(manager.step), begun_limits, begun_count + uncertain,
-        )  # fmt: skip
+        total = float(waiting[2].sum() + running.remaining.sum())
+        done, sampled, shares = work_done(self._stats), self._stats.sampled_tokens, predictor.shares(manager.step)
+        self._planned = _Planned(done, sampled, expected, total, waiting, predictor.begun, shares)
         return self.since(config)
 
     def since(self, config: SchedulerConfig) -> WorkLeft:
@@ -150,9 +145,8 @@ class WorkForecast:
         plan, predictor, step = self._planned, self._predictor, self._block_manager.step
         assert plan is not None
         running = _Running.of(self._order.tree, self._sequences, predictor, step)
-        begun_limits, begun_count = predictor.begun
-        limits = np.maximum(0.0, plan.limits - (begun_limits - plan.begun))
-        waiting = plan.tokens * limits / np.maximum(1.0, plan.limits) * predictor.shares(step) / plan.shares
+        limits, counts = np.maximum(0.0, plan.waiting[:2] - (predictor.begun - plan.begun))
+        waiting = plan.waiting[2] * limits / np.maximum(1.0, plan.waiting[0]) * predictor.shares(step) / plan.shares
         tokens = float(waiting.sum() + running.remaining.sum())
         more = tokens - (plan.total - (self._stats.sampled_tokens - plan.sampled))
         steps, prompts, prompt_reads, decoded, reads = (
@@ -165,7 +159,7 @@ class WorkForecast:
         # How far the lengths of those whose limit does not end them may be off.
         uncertain = predictor.uncertain[running.requests]
         unsure = float(waiting[:-1].sum() + running.remaining[uncertain].sum())
-        count = max(0, plan.uncertain - begun_count) + int(uncertain.sum())
+        count = int(counts[:-1].sum() + uncertain.sum())
         if not count or not unsure:
             return WorkLeft(expected, expected, expected)
         most = float(limits[:-1].sum() + running.limits[uncertain].sum())
@@ -199,7 +193,7 @@ class WorkForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What was left when the steps to come were simulated. Arrays are [K + 1], by kind as in `LengthPredictor`."""
+    """What was left when the steps to come were simulated. Columns are by kind, as in `LengthPredictor`."""
 
     done: Work
     """Work that was done before."""
@@ -209,16 +203,12 @@ class _Planned:
     """Expected work that was left."""
     total: float
     """Expected tokens that were to be sampled."""
-    limits: Float64s
-    """Limits of the samples that had not begun, summed."""
-    tokens: Float64s
-    """Expected tokens of these."""
-    shares: Float64s
-    """Expected share of its limit that a sample generates."""
+    waiting: Float64s
+    """[3, K + 1] limits of the samples that had not begun, their number, and their expected tokens."""
     begun: Float64s
-    """Limits of the samples that had begun, summed."""
-    uncertain: int
-    """Samples whose limit alone does not end them, begun ones included."""
+    """[2, K + 1] limits of those that had, and their number."""
+    shares: Float64s
+    """[K + 1] expected share of its limit that a sample generates."""
 
 
 @dataclass(frozen=True, slots=True)
