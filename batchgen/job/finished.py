@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +96,7 @@ class OpenedCommand:
         """Where the fingerprint is kept: by a digest of everything that it follows from."""
         job, config, hashes = self.job, self.job.config, self.job.hashes.done.result()
         parts: list[Any] = [
-            (__version__, SCHEMA_VERSION, [_version(name) for name in _LIBRARIES], _machine()),
+            (__version__, SCHEMA_VERSION, [library_version(name) for name in _LIBRARIES], _machine()),
             {name: option["value"] for name, option in config.describe()["options"].items()},
             (job.model.folder.config_digest, [(file.name, hashes[file]) for file in job.model.folder.files]),
             self.companions,
@@ -129,19 +129,13 @@ def _machine() -> list[str]:
     found += sorted(str(path) for pattern in _GPU_FILES for path in Path("/dev").glob(pattern))
     with suppress(OSError):
         found.append(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
-    found += sorted(_instruction_sets())
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        found.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
     return found
 
 
-def _instruction_sets() -> Iterator[str]:
-    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith(("flags", "Features")):
-                yield line
-                return
-
-
-def _version(library: str) -> str | None:
+def library_version(library: str) -> str | None:
+    """The version of an installed library; None if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:

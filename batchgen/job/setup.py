@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.engine.quantization import computed_weights, stored_products
+from batchgen.job.finished import library_version
 from batchgen.job.preflight import CheckedJob
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
@@ -178,7 +178,7 @@ class Setup:
         """Equal where equal images and sounds have equal features: the model, its numbers, and what computes them."""
         model = {name: value for name, value in self.identity.items() if name != "model"}
         how = [self.spec.device.type, self.config.engine.deterministic, self.model.folder.overrides.given]
-        return _digest([model, how, __version__, *map(_version, _FEATURE_LIBRARIES)])
+        return _digest([model, how, __version__, *map(library_version, _FEATURE_LIBRARIES)])
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
@@ -263,13 +263,6 @@ def _quantised_note(plain: PlainTensors, setup: Setup) -> str:
 
 def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def _wants_gpu(engine: EngineConfig) -> bool:

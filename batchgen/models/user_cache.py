@@ -23,7 +23,7 @@ def kept_value(kind: str, name: str, about: Sequence[object]) -> str | None:
     if not hasattr(os, "getuid"):
         return None
     try:
-        with FileIO(_folder(kind) / name, opener=_open_entry) as stream:
+        with FileIO(cache_folder(kind) / name, opener=_open_entry) as stream:
             content, owner = stream.read(1024), os.fstat(stream.fileno()).st_uid
     except (OSError, RuntimeError):  # the latter: the user has no home folder
         return None
@@ -42,7 +42,7 @@ def keep_value(kind: str, name: str, about: Sequence[object], value: str) -> Non
         value: one word.
     """
     with suppress(OSError, RuntimeError):
-        entry = _folder(kind) / name
+        entry = cache_folder(kind) / name
         entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=entry.parent) as folder:
             made = Path(folder) / entry.name
@@ -53,7 +53,8 @@ def keep_value(kind: str, name: str, about: Sequence[object], value: str) -> Non
             old.unlink()
 
 
-def _folder(kind: str) -> Path:
+def cache_folder(kind: str) -> Path:
+    """Folder of one kind of entries in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "batchgen" / kind
 
