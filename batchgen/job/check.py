@@ -254,9 +254,11 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
 
 
 def _lag(config: RunConfig, setup: Setup, groups: Sequence[CacheGroup]) -> int:
-    """Steps that a run plans before it knows how the last one ended."""
-    on_gpu, eager = setup.spec.device.type == "cuda", config.engine.attention == "torch" or torch.get_num_threads() == 1
-    return int(on_gpu or not (eager or setup.model.native is None or len({group.kind for group in groups}) > 1))
+    """Steps that a run plans before it knows how the last one ended: one, where a step runs in the background."""
+    if setup.spec.device.type == "cuda":
+        return 1
+    compiled = setup.model.native is not None and config.engine.attention != "torch" and torch.get_num_threads() > 1
+    return int(compiled and len({group.kind for group in groups}) == 1)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:

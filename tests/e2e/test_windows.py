@@ -44,10 +44,11 @@ def test_the_memory_of_both_kinds_of_layers(model_type: str, full: int, windowed
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("model_type", ["qwen2", "mistral"])
+@pytest.mark.parametrize("model_type", ["qwen2", "mistral", "llama4_text"])
 def test_the_planned_peak_is_what_a_run_uses(model_type: str, seed: int, tmp_path: Path) -> None:
     """Prompts that are longer than the window and than a chunk, shared prefixes, several samples."""
-    folder, rng = save_tiny(model_type, tmp_path / "model"), random.Random(seed)
+    chunk = {"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1]} if model_type == "llama4_text" else {}
+    folder, rng = save_tiny(model_type, tmp_path / "model", **chunk), random.Random(seed)
     save_word_tokenizer(folder, VOCAB)
     root = rng.choices(range(5, VOCAB), k=60)
     rows = [
