@@ -55,6 +55,8 @@ class EtaTracker:
         self._plan()
         self._done, self._at = scheduler.work_done, clock()
         """Work that was done at a time, both as last seen."""
+        self._every = _OBSERVE_SECONDS
+        """Seconds between two looks at the work done."""
         self._warm = False
         self._in_flight: Work | None = None
         """Work that was planned at the last tick, whose last step was in flight then."""
@@ -85,7 +87,7 @@ class EtaTracker:
         if self._in_flight is not None:
             self._observe(self._in_flight, now)
             self._in_flight = None
-        elif now >= self._at + _OBSERVE_SECONDS:
+        elif now >= self._at + self._every:
             done = self._scheduler.work_done
             if in_flight:
                 self._in_flight = done
@@ -102,7 +104,12 @@ class EtaTracker:
         self._left = self._estimate(now)
 
     def _estimate(self, now: float) -> TimeLeft | None:
-        left = self._plan() if now >= self._plan_due else self._scheduler.work_left_since()
+        if now >= self._plan_due:
+            left = self._plan()
+        else:
+            began = self._clock()
+            left = self._scheduler.work_left_since()
+            self._every = max(_OBSERVE_SECONDS, (self._clock() - began) / _PLAN_SHARE)
         in_flight = _minus(self._scheduler.work_done, self._done)
         expected, least, most = (self._costs.estimate(_plus(work, in_flight)) for work in left)
         past = self._costs.estimate(_plus(self._earlier, self._done))
