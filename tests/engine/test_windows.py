@@ -137,6 +137,14 @@ def test_attention_in_chunks_equals_eager(attention: str, no_rope: list[int], tm
         assert (len(run.kv_peak_bytes) == 2) == (0 in no_rope)
 
 
+def test_a_cache_that_does_not_hold_an_attention_chunk_is_refused(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 10, "no_rope_layers": [1] * 10, "moe_layers": []}
+    save_tiny("llama4_text", tmp_path, attention_chunk_size=256, **layers)
+    save_word_tokenizer(tmp_path, VOCAB)
+    with pytest.raises(UsageError, match=r"1\.0 MiB do not hold the .* chunks of 256 tokens need; raise it, or lower"):
+        list(engine_of(tmp_path, kv_memory="1MiB").generate([{"input_ids": [3] * 300, "max_new_tokens": 2}]))
+
+
 def test_pages_may_not_lie_across_the_border_of_an_attention_chunk(tmp_path: Path) -> None:
     save_tiny("llama4_text", tmp_path, attention_chunk_size=10)
     save_word_tokenizer(tmp_path, VOCAB)
