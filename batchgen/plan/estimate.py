@@ -29,15 +29,8 @@ class PlanCounts:
 
     A run also holds a partly filled page for each node that has yet to branch.
     """
-    kv_unshared_peak_pages: int
-    """`kv_peak_pages` without prefix sharing."""
     page_waste: float
     """Fraction of page positions that stay empty, over all samples at full length."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Number of prompt tokens that need not be computed, counting each request once."""
-        return self.prompt_tokens - self.distinct_prompt_tokens
 
     @property
     def sharing_ratio(self) -> float:
@@ -63,17 +56,15 @@ def plan_counts(
     """
     rows = np.flatnonzero(samples[tree.order]).astype(np.int32)
     if not len(rows):
-        return PlanCounts(0, 0, 0, 0, 0, 0, 0, 0.0)
+        return PlanCounts(0, 0, 0, 0, 0, 0, 0.0)
     sums = np.zeros(6, np.int64)
-    peak = unshared_peak = 0
+    peak = 0
     for part in blocks(len(rows)):
         own = part.stop - part.start
         columns = _Columns.of(tree, samples, max_new, rows, slice(part.start, part.stop + max_num_seqs))
         counts = columns.pages(page_size, max_num_seqs)
         sums += columns.sums(counts, page_size, own)
-        peak = max(peak, counts.peak(counts.each, counts.head, max_num_seqs, own))
-        all_pages = counts.held * counts.total
-        unshared_peak = max(unshared_peak, counts.peak(all_pages, np.zeros_like(all_pages), max_num_seqs, own))
+        peak = max(peak, counts.peak(max_num_seqs, own))
     sampled, prompt_tokens, distinct, output, pages, filled = sums.tolist()
     return PlanCounts(
         requests=len(rows),
@@ -82,7 +73,6 @@ def plan_counts(
         distinct_prompt_tokens=distinct,
         max_output_tokens=output,
         kv_peak_pages=peak,
-        kv_unshared_peak_pages=unshared_peak,
         page_waste=1.0 - filled / (pages * page_size),
     )
 
@@ -100,24 +90,18 @@ class _Pages:
     held: Int64s
     """Samples that run at once."""
 
-    @property
-    def each(self) -> Int64s:
-        """Pages that each row adds to its predecessor's."""
-        return self.prompt - self.head + self.held * (self.total - self.prompt)
-
-    def peak(self, pages: Int64s, head: Int64s, max_num_seqs: int, windows: int) -> int:
+    def peak(self, max_num_seqs: int, windows: int) -> int:
         """Most pages of the windows of neighbours with at most `max_num_seqs` samples that begin at the first rows.
 
         Args:
-            pages: [rows] pages that each row adds to its predecessor's.
-            head: [rows] pages that each row shares with its predecessor.
             max_num_seqs: maximum number of samples at once.
             windows: number of windows.
         """
-        page_sums = np.concatenate([[0], np.cumsum(pages)])
+        added = self.prompt - self.head + self.held * (self.total - self.prompt)  # to those of the previous row
+        page_sums = np.concatenate([[0], np.cumsum(added)])
         seq_sums = np.concatenate([[0], np.cumsum(self.held)])
         ends = np.searchsorted(seq_sums, seq_sums[:windows] + max_num_seqs, side="right") - 1
-        return int((page_sums[ends] - page_sums[:windows] + head[:windows]).max())
+        return int((page_sums[ends] - page_sums[:windows] + self.head[:windows]).max())
 
 
 @dataclass(frozen=True, slots=True)

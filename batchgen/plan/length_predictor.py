@@ -157,10 +157,9 @@ class LengthPredictor:
         """[N] maximum tokens of a sample of each request."""
         return self._limits_array
 
-    @property
-    def uncertain(self) -> npt.NDArray[np.bool_]:
-        """[N] `is_uncertain` of each request."""
-        return np.asarray(self._kind_column != EXACT)
+    def uncertain(self, requests: Int64s) -> npt.NDArray[np.bool_]:
+        """[R] `is_uncertain` of each request."""
+        return np.asarray(self._kind_column[requests] != EXACT)
 
     def error_factors(self, samples: int) -> tuple[float, float]:
         """Factors between which the tokens of `samples` uncertain samples lie, relative to the expected ones.

@@ -157,7 +157,7 @@ class WorkForecast:
         reads += more * plan.work.decode_reads / max(1.0, plan.work.decode_tokens)
         expected = Work(*(max(0.0, left) for left in (steps, prompts, prompt_reads, decoded + more, reads)))
         # How far the lengths of those whose limit does not end them may be off.
-        uncertain = predictor.uncertain[running.requests]
+        uncertain = predictor.uncertain(running.requests)
         unsure = float(waiting[:-1].sum() + running.remaining[uncertain].sum())
         count = int(counts[:-1].sum() + uncertain.sum())
         if not count or not unsure:
