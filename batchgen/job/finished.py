@@ -70,13 +70,14 @@ class OpenedCommand:
         config = self.job.config
         shard = None if config.shard is None else (config.shard.index, config.shard.count)
         paths = output_paths(config.output, shard)
-        if config.existing == "overwrite" or config.retry_errors or not exists(paths.result) or exists(paths.work):
+        if config.existing == "overwrite" or not exists(paths.result) or exists(paths.work):
             return None
         wait_for_hashes(self.job.hashes, note, stop)
         fingerprint = kept_value(*self._entry())
         if fingerprint is None or not is_done(paths, RunIdentity(fingerprint, shard)):
             return None
-        return self.summary(paths.result, fingerprint)
+        summary = self.summary(paths.result, fingerprint)
+        return None if config.retry_errors and summary.rows_error else summary
 
     def summary(self, result: Path, fingerprint: str) -> RunSummary:
         """The summary of the complete output.

@@ -104,7 +104,13 @@ def job(model: Path, tmp_path: Path) -> list[str]:
 
 
 def test_a_finished_job_is_found_without_torch(job: list[str], tmp_path: Path) -> None:
-    options = ("--report a.json", "-o out.jsonl", "-o out --shard 0/1", "-o b.parquet --reuse in.out.parquet")
+    options = (
+        "--report a.json",
+        "-o out.jsonl",
+        "-o out --shard 0/1",
+        "-o b.parquet --reuse in.out.parquet",
+        "-o c.parquet --retry-errors",
+    )
     commands = [[*job, *words.split()] for words in options]
     for words in commands:
         run(words, tmp_path)
