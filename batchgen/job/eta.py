@@ -22,8 +22,12 @@ _OBSERVE_SECONDS: Final = 0.1
 _PLAN_EVERY: Final = 0.05
 _PLAN_SECONDS: Final = 10.0
 """Time between two looks at the work left: this share of the run so far, but at most so many seconds."""
-_PLAN_SHARE: Final = 0.01
-"""Largest share of the run that looking at the work left may take."""
+_PLAN_SHARE: Final = 0.002
+"""Largest share of the run that looking at the work left may take, if it is looked at often enough then."""
+_PLAN_LATEST: Final = 20.0
+"""Seconds after which it is looked at, if that takes no more than `_MOST_SHARE` of them."""
+_MOST_SHARE: Final = 0.01
+"""Largest share of the run that an estimate may take in any case."""
 _DRIFT: Final = 0.04
 """Standard deviation of a machine's speed in the rest of a run, relative to that so far."""
 _DEVIATIONS: Final = 1.64
@@ -109,7 +113,7 @@ class EtaTracker:
         else:
             began = self._clock()
             left = self._scheduler.work_left_since()
-            self._every = max(_OBSERVE_SECONDS, (self._clock() - began) / _PLAN_SHARE)
+            self._every = max(_OBSERVE_SECONDS, (self._clock() - began) / _MOST_SHARE)
         in_flight = _minus(self._scheduler.work_done, self._done)
         expected, least, most = (self._costs.estimate(_plus(work, in_flight)) for work in left)
         past = self._costs.estimate(_plus(self._earlier, self._done))
@@ -127,7 +131,8 @@ class EtaTracker:
         left = self._scheduler.work_left()
         now = self._clock()
         often = min(_PLAN_SECONDS, _PLAN_EVERY * (now - self._began))
-        self._plan_due = now + max(often, (now - began) / _PLAN_SHARE)
+        took = now - began
+        self._plan_due = now + max(often, min(took / _PLAN_SHARE, max(_PLAN_LATEST, took / _MOST_SHARE)))
         return left
 
 
