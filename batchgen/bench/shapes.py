@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import shutil
 import string
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from batchgen.bench.workloads import AdapterSet
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.folder import check_model_folder
+from batchgen.models.user_cache import cache_folder
 
 RANDOM = "random:"
 DEMO = "demo"
@@ -107,8 +107,7 @@ def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
 
 def bench_cache() -> Path:
     """Cache folder of generated models and adapters."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "bench"
+    return cache_folder("bench")
 
 
 def build_model(shape: Shape, folder: Path, seed: int = 0, device: torch.device | None = None) -> None:

@@ -70,6 +70,7 @@ def _check(job: CheckedJob, as_json: bool) -> int:
 
 def _run(job: CheckedJob) -> None:
     from batchgen.engine.gc_control import DeferredGC
+    from batchgen.job.finished import OpenedCommand
     from batchgen.job.progress import ProgressState, make_progress
     from batchgen.job.signals import StopRequest, handle_signals
     from batchgen.library_settings import short_openmp_spins
@@ -78,10 +79,13 @@ def _run(job: CheckedJob) -> None:
     # A signal during the imports stops the job as usual, and the display is open while they take their seconds.
     with handle_signals(stop), make_progress(job.config.progress) as progress:
         progress.update(ProgressState("starting"))
-        # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
-        with short_openmp_spins(), DeferredGC():
-            from batchgen.job.run import run_job  # imports torch, which is slow
-        summary = run_job(job, stop, progress, began)
+        command = OpenedCommand.of(job)
+        summary = command.finished(progress.note, stop)
+        if summary is None:
+            # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
+            with short_openmp_spins(), DeferredGC():
+                from batchgen.job.run import run_job  # imports torch, which is slow
+            summary = run_job(command, stop, progress, began)
     from batchgen.job.summary import print_summary, write_report
 
     print_summary(summary)

@@ -258,7 +258,7 @@ def _matching_rows(stored: StoredTable, group: int, row: int | None, errors: boo
 
 
 _COLUMNS = [
-    *("row_index", "status", "error.code", "completion_tokens", "cached_tokens", "dropped_tokens"),
+    *("row_index", "error.code", "completion_tokens", "cached_tokens", "dropped_tokens"),
     *("finish_reason", "constraint_ok", "dedup_of", "text", "tool_calls"),
 ]
 
@@ -288,7 +288,7 @@ def read_totals(path: Path) -> Totals:
     with open_parquet(path) as file:
         for batch in (batch for table in file.groups(_COLUMNS) for batch in table.to_batches()):
             rows = batch["row_index"]
-            failed = rows.filter(pc.equal(batch["status"], "error"))
+            failed = rows.filter(pc.is_valid(batch["error"]))  # a comparison with a Python value would import pandas
             totals.rows += _count_new(rows.unique().to_pylist(), last_row)
             totals.rows_error += _count_new(failed.unique().to_pylist(), last_error)
             last_row = rows[-1].as_py() if len(rows) else last_row
@@ -302,7 +302,7 @@ def read_totals(path: Path) -> Totals:
             totals.copied_tokens += pc.sum(copied).as_py() or 0
             answered = pc.is_valid(batch["finish_reason"])
             totals.answers += pc.sum(answered).as_py() or 0
-            empty = pc.and_(answered, pc.equal(pc.binary_length(batch["text"]), 0))
+            empty = pc.and_not(answered, pc.cast(pc.binary_length(batch["text"]), pa.bool_()))
             if "tool_calls" in batch.schema.names:  # not in outputs of older versions
                 empty = pc.and_(empty, pc.is_null(batch["tool_calls"]))
             totals.empty_texts += pc.sum(empty).as_py() or 0

@@ -160,6 +160,8 @@ class DecodeTable:
 class DecodeTables:
     """The decode tables of a job: one, or one of the layers without a window and one of those with a window."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, restart: int | None = None) -> None:
+        """`restart`: size of the chunks in which layers with a window attend; None: their window slides."""
+        self.restart = restart
         self.tables = [DecodeTable(part.page_size) for part in pools_of(pool)]
         """The last one is that of the layers with a window, if there are any."""

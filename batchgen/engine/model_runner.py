@@ -68,7 +68,7 @@ class ModelRunner:
         self._sampler = sampler
         self._executors = executors_for(context)
         page_size = context.pool.page_size
-        self._decode_tables = DecodeTables(context.pool)
+        self._decode_tables = DecodeTables(context.pool, context.model.spec.attention_chunk)
         self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, workload.spans)
         """Runs a step in parts when it does not fit into memory"""
 

@@ -16,6 +16,7 @@ from batchgen.engine.decode_table import DecodeTable, DecodeTables
 from batchgen.engine.input_batch import BatchView, InputBatch
 from batchgen.engine.media.step import StepEmbeds, StepMedia
 from batchgen.kernels.device import Device
+from batchgen.kernels.grouped import restarted
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import AttentionBatch, ChunkPages
 from batchgen.models.base import TokenEmbeds
@@ -193,6 +194,8 @@ def _lay_out_kinds(
     """
     *full, last = decodes.tables
     attention, slots = _lay_out_pages(plan, last, positions, rows, plan.window_pages)
+    if decodes.restart is not None and plan.window_pages is not None:
+        attention = restarted(attention, decodes.restart, last.page_size)
     if not full:
         return attention, slots, None
     window, window_slots = attention, slots

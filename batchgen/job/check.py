@@ -8,8 +8,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,16 +30,17 @@ from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.media_figures import media_size
 from batchgen.job.opening import set_clock
-from batchgen.job.preflight import CheckedJob
+from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.progress import Progress, ProgressState
 from batchgen.job.reasons import Reasons
-from batchgen.job.setup import Setup, prepare, wait_for_hashes
+from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
-from batchgen.plan.cache_groups import PageCounts, bytes_by_kind, window_of
+from batchgen.plan.cache_groups import CacheGroup, PageCounts, bytes_by_kind, window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
+from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
@@ -53,6 +54,8 @@ _LABEL, _PROMPT = 16, "  | "
 _PLACE = re.compile(r"\A.*?, (?:line|row) [0-9]+: ", re.DOTALL)
 """The file and the line that the message of a row's error begins with."""
 _ALL_PAGES = 1 << 40
+_MOST_TOKENS = 1_000_000
+"""Sampled tokens of a dry run, which takes seconds for so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +272,22 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
     draws = workload.max_tokens
     order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
     groups = cache_groups(with_job_windows(setup.spec, workload), config.engine.page_size)
-    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences, window_of(groups))
-    peaks = bytes_by_kind(groups, PageCounts(counts.kv_peak_pages, counts.kv_peak_window_pages))
-    return counts, simulate(order, workload.samples, draws, limits), peaks
+    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences)
+    pages = PageCounts(counts.kv_peak_pages)
+    if window_of(groups) is not None:  # windows are small: a prompt's chunk in work may hold more than all of them
+        limits = replace(limits, cache_groups=groups, window_pages=_ALL_PAGES)
+        scheduler = Scheduler(workload.tree, workload.samples, draws, limits, kinds, workload.spans)
+        used = scheduler.dry_run(_MOST_TOKENS, _lag(config, setup, groups))
+        pages = used if not scheduler.unended else replace(used, full=max(pages.full, used.full))
+    return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
+
+
+def _lag(config: RunConfig, setup: Setup, groups: Sequence[CacheGroup]) -> int:
+    """Steps that a run plans before it knows how the last one ended: one, where a step runs in the background."""
+    if setup.spec.device.type == "cuda":
+        return 1
+    compiled = setup.model.native is not None and config.engine.attention != "torch" and torch.get_num_threads() > 1
+    return int(compiled and len({group.kind for group in groups}) == 1)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:

@@ -15,7 +15,7 @@ from batchgen.job.progress import TimeLeft
 from batchgen.models.base import ModelSpec
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_costs import StepCosts
-from batchgen.plan.work import Work
+from batchgen.plan.work import Work, WorkLeft
 
 _OBSERVE_SECONDS: Final = 0.1
 """Least seconds between two looks at the work done."""
@@ -23,7 +23,11 @@ _PLAN_EVERY: Final = 0.05
 _PLAN_SECONDS: Final = 10.0
 """Time between two looks at the work left: this share of the run so far, but at most so many seconds."""
 _PLAN_SHARE: Final = 0.002
-"""Largest share of the run that looking at the work left may take."""
+"""Largest share of the run that looking at the work left may take, if it is looked at often enough then."""
+_PLAN_LATEST: Final = 20.0
+"""Seconds after which it is looked at, if that takes no more than `_MOST_SHARE` of them."""
+_MOST_SHARE: Final = 0.01
+"""Largest share of the run that an estimate may take in any case."""
 _DRIFT: Final = 0.04
 """Standard deviation of a machine's speed in the rest of a run, relative to that so far."""
 _DEVIATIONS: Final = 1.64
@@ -55,6 +59,8 @@ class EtaTracker:
         self._plan()
         self._done, self._at = scheduler.work_done, clock()
         """Work that was done at a time, both as last seen."""
+        self._every = _OBSERVE_SECONDS
+        """Seconds between two looks at the work done."""
         self._warm = False
         self._in_flight: Work | None = None
         """Work that was planned at the last tick, whose last step was in flight then."""
@@ -85,10 +91,8 @@ class EtaTracker:
         if self._in_flight is not None:
             self._observe(self._in_flight, now)
             self._in_flight = None
-        elif now >= self._at + _OBSERVE_SECONDS:
+        elif now >= self._at + self._every:
             done = self._scheduler.work_done
-            if now >= self._plan_due:
-                self._plan()
             if in_flight:
                 self._in_flight = done
             else:
@@ -101,14 +105,18 @@ class EtaTracker:
         # The first steps also load kernels and touch memory for the first time.
         self._warm = self._warm or done.steps > 0
         self._done, self._at = done, now
-        self._left = self._estimate()
+        self._left = self._estimate(now)
 
-    def _estimate(self) -> TimeLeft | None:
-        moved = _minus(self._done, self._planned_at)
-        expected, least, most = (
-            self._costs.estimate(Work(*(max(0.0, x) for x in _minus(work, moved)))) for work in self._work_left
-        )
-        past = self._costs.estimate(Work(*map(sum, zip(self._earlier, self._done, strict=True))))
+    def _estimate(self, now: float) -> TimeLeft | None:
+        if now >= self._plan_due:
+            left = self._plan()
+        else:
+            began = self._clock()
+            left = self._scheduler.work_left_since()
+            self._every = max(_OBSERVE_SECONDS, (self._clock() - began) / _MOST_SHARE)
+        in_flight = _minus(self._scheduler.work_done, self._done)
+        expected, least, most = (self._costs.estimate(_plus(work, in_flight)) for work in left)
+        past = self._costs.estimate(_plus(self._earlier, self._done))
         if expected is None or least is None or most is None or past is None:
             return None
         spread = _DEVIATIONS * hypot(expected.deviation, _DRIFT * expected.mean)
@@ -117,15 +125,19 @@ class EtaTracker:
         share = past.mean / max(past.mean + expected.mean, 1e-9)
         return TimeLeft(expected.mean, low, high, share if self._left is None else max(share, self._left.work_done))
 
-    def _plan(self) -> None:
-        """Look at the work left after all steps planned so far."""
+    def _plan(self) -> WorkLeft:
+        """The work left after all steps planned so far, by a simulation of those to come."""
         began = self._clock()
         left = self._scheduler.work_left()
-        self._work_left = (left.expected, left.least, left.most)
-        self._planned_at = self._scheduler.work_done
         now = self._clock()
         often = min(_PLAN_SECONDS, _PLAN_EVERY * (now - self._began))
-        self._plan_due = now + max(often, (now - began) / _PLAN_SHARE)
+        took = now - began
+        self._plan_due = now + max(often, min(took / _PLAN_SHARE, max(_PLAN_LATEST, took / _MOST_SHARE)))
+        return left
+
+
+def _plus(a: Work, b: Work) -> Work:
+    return Work(*(x + y for x, y in zip(a, b, strict=True)))
 
 
 def _minus(a: Work, b: Work) -> Work:

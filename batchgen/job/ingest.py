@@ -14,7 +14,6 @@ import orjson
 from batchgen.config.run_config import RunConfig
 from batchgen.data.carry import Carry, effective_carry
 from batchgen.data.read.input_set import InputSet, NamedFields
-from batchgen.data.read.selection import Selection
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.schema import extra_json
@@ -22,6 +21,7 @@ from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.engine.advice import input_advice
 from batchgen.engine.row_reader import ProcessedRow, ReadRecord
 from batchgen.errors import InputError, UsageError
+from batchgen.job.preflight import selection_of
 from batchgen.job.setup import Setup
 from batchgen.request.columns import Column, Columns
 from batchgen.request.completion import Completion
@@ -106,17 +106,6 @@ class Ingested:
         """
         for spool in (self.tokens, self.texts.spool, self.bad):
             spool.close(keep=keep)
-
-
-def selection_of(config: RunConfig) -> Selection:
-    """The rows of the input that the options select."""
-    return Selection(
-        offset=config.offset,
-        limit=config.limit,
-        sample=config.sample,
-        sample_seed=config.engine.seed,
-        shard=(config.shard.index, config.shard.count) if config.shard else None,
-    )
 
 
 def ingest(

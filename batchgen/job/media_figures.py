@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final
 
-from batchgen.engine.media.job import MediaPlan
+from batchgen.request.media_items import MediaPlan
 
 MEDIA_COUNTS: Final = "media_"
 """Beginning of the names of the engine's counts of items, which go on through all runs of a job."""

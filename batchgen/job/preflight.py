@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +21,18 @@ from batchgen.config.units import STDIN
 from batchgen.data.files import followed, resolved, status_of, system
 from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.reserved_paths import ReservedPaths, refuse_other_file
+from batchgen.data.read.selection import Selection
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
+from batchgen.job.signals import StopRequest
 from batchgen.models.check import CheckedModel, check_model
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.overrides import Overrides
+from batchgen.request.printable import format_size
 from batchgen.request.processors import LoadedProcessor, load_processors
+
+_NOTED_AFTER = 1.0
+"""Seconds of waiting for the digests of the weights after which a line says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +120,32 @@ def check_output_targets(config: RunConfig, inputs: Iterable[FoundInput]) -> Non
         refuse_other_file(option, str(target), config.existing == "overwrite")
     if config.report not in (None, STDIN):
         _check_writable(followed(Path(str(config.report))))
+
+
+def selection_of(config: RunConfig) -> Selection:
+    """The rows of the input that the options select."""
+    return Selection(
+        offset=config.offset,
+        limit=config.limit,
+        sample=config.sample,
+        sample_seed=config.engine.seed,
+        shard=(config.shard.index, config.shard.count) if config.shard else None,
+    )
+
+
+def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:
+    """Wait until all weights are hashed; `note` is called with a line if that takes long.
+
+    Raises:
+        Interrupted: `stop` requests a stop.
+    """
+    began, noted = time.monotonic(), False
+    while not wait([hashes.done], timeout=0.1).done:
+        if stop is not None and stop.requested:
+            raise stop.error_at_start()
+        if not noted and time.monotonic() - began > _NOTED_AFTER:
+            note(f"hashing {format_size(hashes.size)} of weights, to tell them from others when the job is run again")
+            noted = True
 
 
 def _status(path: Path) -> os.stat_result | None:

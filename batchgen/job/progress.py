@@ -31,9 +31,10 @@ PLAIN_SECONDS = 30.0
 JSON_SECONDS = 1.0
 _SAMPLE_SECONDS = 0.25
 _WINDOW_SECONDS = 10.0
-_KNOWN_SECONDS = 2.0
-_KNOWN_SHARE = 0.1
-"""A time is shown as one number if the ends of its range are this close to it, in seconds or relative to it."""
+_WIDE = 2.0
+"""Factor between the ends of the range of a time that is shown as a range, not as one number."""
+_RANGE_FROM = 0.01
+"""Share of the rows that must be done before a range is shown: until then it says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,6 @@ class TimeLeft:
     most: float
     work_done: float
     """Fraction of the job's work that is done, earlier runs included; in units of time."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether one number tells it."""
-        off = max(self.most - self.seconds, self.seconds - self.least)
-        return off <= max(_KNOWN_SECONDS, _KNOWN_SHARE * self.seconds)
 
 
 DONE = TimeLeft(0.0, 0.0, 0.0, 1.0)
@@ -218,7 +213,7 @@ class PlainProgress(_LineProgress):
         return due
 
     def _line(self, state: ProgressState, rate: float | None) -> str:
-        speed = f"{_format_rate(rate)} tokens/s, {_format_eta(state.left)}"
+        speed = f"{_format_rate(rate)} tokens/s, {_format_eta(state)}"
         return f"{state.phase}: {_format_rows(state)} rows, {speed}, errors {state.rows_error:,}"
 
 
@@ -296,7 +291,7 @@ class BarProgress(Progress):
 
 def _bar_line(state: ProgressState, elapsed: float, width: int, blocks: str) -> Text:
     """`generating ━━━━──── 34% 120/1,000 ETA 0:03:20`, never wider than `width`."""
-    timing = _format_eta(state.left) if state.phase == "generating" else _format_clock(elapsed)
+    timing = _format_eta(state) if state.phase == "generating" else _format_clock(elapsed)
     line = Text(no_wrap=True, overflow="crop")
     line.append(state.phase, style="bold")
     line.append(" ")
@@ -361,8 +356,10 @@ def _format_clock(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
-def _format_eta(left: TimeLeft | None) -> str:
-    """`ETA 0:03:20`; `ETA 0:02:10 to 0:03:40` while it is not known; `ETA -` for None."""
-    if left is None or left.is_known:
-        return f"ETA {_format_clock(None if left is None else left.seconds)}"
-    return f"ETA {_format_clock(left.least)} to {_format_clock(left.most)}"
+def _format_eta(state: ProgressState) -> str:
+    """`ETA 0:03:20`; `ETA 0:02:10 to 0:05:40` where the ends are far apart; `ETA -` while nothing is known."""
+    left = state.left
+    begun = state.rows_done >= _RANGE_FROM * (state.rows_total or 0)
+    if left is not None and begun and left.most > _WIDE * left.least and round(left.least) > 0:
+        return f"ETA {_format_clock(left.least)} to {_format_clock(left.most)}"
+    return f"ETA {_format_clock(None if left is None else left.seconds)}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.files import exists
-from batchgen.data.read.input_set import InputSet, open_inputs
+from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.committed import Committed, first_of_prompt
 from batchgen.data.write.feature_files import FeatureFiles
 from batchgen.data.write.parts import PartWriter
@@ -31,19 +30,20 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
 from batchgen.job.events import open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
+from batchgen.job.finished import OpenedCommand
 from batchgen.job.in_work import InWork
-from batchgen.job.ingest import Ingested, ingest, selection_of
+from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.media_figures import media_facts, media_figures
 from batchgen.job.opening import OpenedJob, refuse_named
 from batchgen.job.output import write_output
-from batchgen.job.preflight import CheckedJob
+from batchgen.job.preflight import wait_for_hashes
 from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
 from batchgen.job.reasons import Reasons
 from batchgen.job.request_hashes import RequestHashes, output_rows
 from batchgen.job.reuse import Reuse, find_reuse, reusable_files
-from batchgen.job.setup import Setup, prepare, wait_for_hashes
+from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
-from batchgen.job.summary import RunCounts, RunSummary, finished_summary, run_summary
+from batchgen.job.summary import RunCounts, RunSummary, run_summary
 from batchgen.job.tokenized_cache import (
     discard_tokenized,
     load_rows,
@@ -57,11 +57,11 @@ from batchgen.request.completion import Completion
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 
-def run_job(job: CheckedJob, stop: StopRequest, progress: Progress, began: float) -> RunSummary:
+def run_job(command: OpenedCommand, stop: StopRequest, progress: Progress, began: float) -> RunSummary:
     """Run a job to its end.
 
     Args:
-        job: the checked job.
+        command: the checked job with its inputs.
         stop: ends the run when it requests a stop.
         progress: the display, to which the job reports its state.
         began: when the command began, by `time.monotonic`.
@@ -70,23 +70,24 @@ def run_job(job: CheckedJob, stop: StopRequest, progress: Progress, began: float
         BatchgenError: the job ended early; all finished rows are committed.
     """
     with DeferredGC(every=1) as collector:
-        return _Job(job, stop, progress, collector, began).run()
+        return _Job(command, stop, progress, collector, began).run()
 
 
 class _Job:
     """One run of one job: the phases and the state they share."""
 
     def __init__(
-        self, job: CheckedJob, stop: StopRequest, progress: Progress, collector: DeferredGC, began: float
+        self, command: OpenedCommand, stop: StopRequest, progress: Progress, collector: DeferredGC, began: float
     ) -> None:
-        self.job = job
-        self.config = job.config
+        self.command = command
+        self.job = command.job
+        self.config = command.job.config
         self.stop = stop
         self.progress = progress
         self.collector = collector
         self.seconds: dict[str, float] = {"starting": time.monotonic() - began}
         self.state = ProgressState("starting")
-        self.result = job.config.output
+        self.result = self.config.output
         """Path of the results file; for a shard, its file in the output folder."""
         self.errors_before = 0
         """Number of rows that failed in earlier runs while generating."""
@@ -113,17 +114,16 @@ class _Job:
         """Run the job and return its summary."""
         with self._phase("starting"):  # the cost of a job of any size
             setup = prepare(self.job, self.progress.note, compiling=self._compiling)
-            inputs = open_inputs(self.job.inputs, include_source=self.config.include_source)
+            inputs = self.command.inputs
             wait_for_hashes(self.job.hashes, self.progress.note, self.stop)
             identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
             refuse_named(setup, identity)
+            self.command.keep(identity.run.fingerprint)
             work = OpenedJob(setup, inputs, identity, paths, self.progress.note).open()
         if work is None:
-            skips = self.config.on_bad_row == "skip"
-            count = partial(inputs.count_selected, selection_of(self.config))
-            return finished_summary(paths.result, identity.run.fingerprint, count, skips=skips)
+            return self.command.summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader, self.opened:
             self.in_work = self.opened.enter_context(InWork(work, retry_errors=self.config.retry_errors))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,8 @@ from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.engine.quantization import computed_weights, stored_products
+from batchgen.job.finished import library_version
 from batchgen.job.preflight import CheckedJob
-from batchgen.job.signals import StopRequest
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
@@ -51,8 +48,6 @@ DEMO_NOTE = "no --model given: running the demonstration model, a toy for small 
 
 _FEATURE_LIBRARIES = ("torch", "transformers", "torchvision", "pillow", "soundfile", "soxr")
 """Libraries that compute features of images and sounds."""
-_NOTED_AFTER = 1.0
-"""Seconds of waiting for the digests of the weights after which a line says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +180,7 @@ class Setup:
         """Equal where equal images and sounds have equal features: the model, its numbers, and what computes them."""
         model = {name: value for name, value in self.identity.items() if name != "model"}
         how = [self.spec.device.type, self.config.engine.deterministic, self.model.folder.overrides.given]
-        return _digest([model, how, __version__, *map(_version, _FEATURE_LIBRARIES)])
+        return _digest([model, how, __version__, *map(library_version, _FEATURE_LIBRARIES)])
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
@@ -285,30 +280,8 @@ def _quantised_note(plain: PlainTensors, setup: Setup) -> str:
     return f"the checkpoint is quantized ({plain}): {what}, {sizes}{more}"
 
 
-def wait_for_hashes(hashes: FileHashes, note: Callable[[str], None], stop: StopRequest | None = None) -> None:
-    """Wait until all weights are hashed; `note` is called with a line if that takes long.
-
-    Raises:
-        Interrupted: `stop` requests a stop.
-    """
-    began, noted = time.monotonic(), False
-    while not wait([hashes.done], timeout=0.1).done:
-        if stop is not None and stop.requested:
-            raise stop.error_at_start()
-        if not noted and time.monotonic() - began > _NOTED_AFTER:
-            note(f"hashing {format_size(hashes.size)} of weights, to tell them from others when the job is run again")
-            noted = True
-
-
 def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
 
 
 def _wants_gpu(engine: EngineConfig) -> bool:

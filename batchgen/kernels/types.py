@@ -181,6 +181,8 @@ class AttentionArgs:
     """Whether values are the first numbers of the keys, which alone are stored."""
     runs: bool = True
     """Whether the tokens of each of the step's `spans` see one another in this layer."""
+    restarts: bool = False
+    """Whether a token sees none before its last multiple of `window` either; steps over a pool are `restarted` so."""
 
 
 class Attention(Protocol):

@@ -54,6 +54,8 @@ class ModelSpec:
     """By index: what an adapter changes of the modules that read images or audio; None: nothing."""
     windows: tuple[int | None, ...] = ()
     """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
+    attention_chunk: int | None = None
+    """The window of layers in which a token sees no position before its last multiple either; None: windows slide."""
     unscaled_context: int | None = None
     """Positions up to which a model with two sets of rotary frequencies has the first one, if the context is longer."""
     embedding_size: int | None = None

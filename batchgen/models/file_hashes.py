@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from batchgen.errors import ModelError
+from batchgen.models.user_cache import keep_value, kept_value
 
 _PIECE: Final = 8 << 20
 """Bytes hashed at a time. Reading and hashing release Python's lock; small pieces would wait for it often."""
@@ -29,8 +27,6 @@ _CACHED_BYTES: Final = 16 << 20
 _SETTLED_NS: Final = 2_000_000_000
 """A file that changed later than this before it was hashed may change again within one tick of its file system's
 clock, so its digest is not kept."""
-_KEPT: Final = 1024
-"""Digests kept in the cache folder."""
 _MOST_THREADS: Final = 8
 
 
@@ -120,7 +116,7 @@ def hash_file(file: Path, stamp: FileStamp) -> str:
         with file.open("rb", buffering=0) as stream:
             _check_same(file, stamp, status := os.fstat(stream.fileno()))
             opened, begun = FileStamp.of(status), time.time_ns()
-            if (known := _load(opened)) is not None:
+            if (cached := opened.size >= _CACHED_BYTES) and (known := kept_value(*_entry(opened))) is not None:
                 return known
             digest, piece = hashlib.sha256(), memoryview(bytearray(min(_PIECE, opened.size + 1)))
             while count := stream.readinto(piece):
@@ -128,8 +124,8 @@ def hash_file(file: Path, stamp: FileStamp) -> str:
             _check_same(file, stamp, os.fstat(stream.fileno()))
     except OSError as error:
         raise _unreadable(file, error) from None
-    if begun - opened.ctime_ns > _SETTLED_NS:
-        _save(opened, digest.hexdigest())
+    if cached and begun - opened.ctime_ns > _SETTLED_NS:
+        keep_value(*_entry(opened), digest.hexdigest())
     return digest.hexdigest()
 
 
@@ -144,50 +140,5 @@ def _unreadable(file: Path, error: OSError) -> ModelError:
     return ModelError(f"Cannot read {file}: {error.strerror or error}. Check the file and its permissions.")
 
 
-def _folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "weights"
-
-
-def _entry(stamp: FileStamp) -> Path:
-    return _folder() / f"{stamp.device:x}-{stamp.inode:x}"
-
-
-def _line(stamp: FileStamp, digest: str) -> bytes:
-    """Content of an entry: the stamp, the digest, and a checksum of both."""
-    text = " ".join(map(str, (*stamp, digest)))
-    return f"{text} {hashlib.sha256(text.encode()).hexdigest()}\n".encode()
-
-
-def _load(stamp: FileStamp) -> str | None:
-    """The digest kept for a file; None if there is none, or none that can be believed."""
-    if stamp.size < _CACHED_BYTES or not hasattr(os, "getuid"):
-        return None
-    try:
-        with FileIO(_entry(stamp), opener=_open_entry) as stream:
-            content, owner = stream.read(1024), os.fstat(stream.fileno()).st_uid
-    except (OSError, RuntimeError):  # the latter: the user has no home folder
-        return None
-    words = content.split()
-    digest = words[len(stamp)].decode("ascii", "replace") if len(words) > len(stamp) else ""
-    return digest if owner == os.getuid() and content == _line(stamp, digest) else None
-
-
-def _open_entry(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe under the name is not waited for
-
-
-def _save(stamp: FileStamp, digest: str) -> None:
-    """Keep a digest, if the folder can be written, and drop the oldest ones."""
-    if stamp.size < _CACHED_BYTES:
-        return
-    with suppress(OSError, RuntimeError):
-        entry = _entry(stamp)
-        entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=entry.parent) as folder:
-            made = Path(folder) / entry.name
-            made.write_bytes(_line(stamp, digest))
-            made.replace(entry)  # atomic: another process may be reading
-        entries = [path for path in entry.parent.iterdir() if path.is_file()]
-        for old in sorted(entries, key=lambda path: path.stat().st_mtime_ns, reverse=True)[_KEPT:]:
-            old.unlink()
+def _entry(stamp: FileStamp) -> tuple[str, str, FileStamp]:
+    return "weights", f"{stamp.device:x}-{stamp.inode:x}", stamp

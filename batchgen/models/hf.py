@@ -101,6 +101,7 @@ def _attend(
             f"key heads of size {size}, {groups} per key head, which do not fit. Check config.json."
         )
     q = query[0].transpose(0, 1)  # [T, N, D]
+    chunk = _attention_chunk(module, layer)
     out = attention.attend(
         layer,
         q if absorbed is None else absorbed.fold_query(q),
@@ -108,7 +109,8 @@ def _attend(
         value[0].transpose(0, 1),  # [T, K, Dv]
         AttentionArgs(
             scale=size**-0.5 if scaling is None else float(scaling),
-            window=sliding_window or None,
+            window=chunk or sliding_window or None,
+            restarts=chunk is not None,
             softcap=softcap or None,
             sinks=s_aux,
             latent=absorbed is not None,
@@ -118,6 +120,13 @@ def _attend(
     if absorbed is not None:
         out = absorbed.expand_result(out)
     return out.contiguous()[None], None
+
+
+def _attention_chunk(module: nn.Module, layer: int) -> int | None:
+    """Positions at whose multiples a layer's attention begins again; None: it does not."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    return config.attention_chunk_size if config and kinds and kinds[layer] == "chunked_attention" else None
 
 
 def _type_of(module: nn.Module) -> str | None:

@@ -111,6 +111,7 @@ def transformers_spec(
         tower_adapters=tuple(adapter.towers for adapter in fitted),
         num_heads=uses[0].num_heads if uses else 1,
         windows=windows_within([use.window for use in uses], context),
+        attention_chunk=next((use.window for use in uses if use.restarts), None),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
         tied=getattr(model.get_output_embeddings(), "weight", None) is model.get_input_embeddings().weight,
         adapts_head=any(map(sites.changes_head, fitted)),
@@ -245,9 +246,6 @@ def _check_windows(config: Any, context: int, passed: list[int | None]) -> None:
     """Reject a model that applies its window by a mask only: batchgen's attention would ignore it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    if kinds and "chunked_attention" in kinds and (chunk is None or chunk < context):
-        raise _unsupported(config, f"it attends in chunks of {chunk} tokens (--max-model-len {chunk} would do)")
     if not window or window >= context or not getattr(config, "use_sliding_window", True):
         return
     sliding = (

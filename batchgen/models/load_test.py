@@ -40,6 +40,7 @@ class Expected:
         The largest of all sequences.
         """
         probe, got = ProbeAttention(), [torch.empty(0)] * len(self.starts)
+        probe.starts = self.starts
         first = [(i, 0, _SPLIT) for i in range(len(self.starts))]
         last = [(i, _SPLIT, _TOKENS) for i in reversed(range(len(self.starts)))]
         for step in (first, last):

@@ -6,6 +6,7 @@ attention at load. On the meta device it only records.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,8 @@ class LayerUse:
     window: int | None
     num_heads: int
     """Number of query heads."""
+    restarts: bool = False
+    """As in `AttentionArgs`."""
 
 
 class ProbeAttention:
@@ -32,13 +35,15 @@ class ProbeAttention:
         """(layer, use) in the order of the calls."""
         self.parts: tuple[tuple[int, int], ...] = ()
         """(sequence, tokens) of the next forward, in order; empty for all tokens in one sequence."""
+        self.starts: Sequence[int] = (0,)
+        """First position of each sequence."""
         self._keys: dict[tuple[int, int], Tensor] = {}
         self._values: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """See `Attention.attend`."""
         kv = LayerKV(key.shape[1], key.shape[2], value.shape[2], args.latent)
-        self.calls.append((layer, LayerUse(kv, args.window, query.shape[1])))
+        self.calls.append((layer, LayerUse(kv, args.window, query.shape[1], args.restarts)))
         if query.is_meta:
             return query.new_empty(*query.shape[:2], value.shape[2])
         sequences, counts = zip(*(self.parts or ((0, query.shape[0]),)), strict=True)
@@ -51,20 +56,22 @@ class ProbeAttention:
         if at in self._keys:
             key, value = torch.cat((self._keys[at], key)), torch.cat((self._values[at], value))
         self._keys[at], self._values[at] = key, value
-        return _dense(query, key, value, args)
+        return _dense(query, key, value, args, self.starts[at[1]])
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-    """[T, N, D], [S, K, D], [S, K, Dv] -> [T, N, Dv]; the queries are the last T of S positions."""
+def _dense(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs, start: int) -> Tensor:
+    """[T, N, D], [S, K, D], [S, K, Dv] -> [T, N, Dv]; the queries are the last T of S positions from `start` on."""
     tokens, length = query.shape[0], key.shape[0]
     group = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (key, value))  # [S, N, D], [S, N, Dv]
     scores = torch.einsum("tnd,snd->nts", query.float(), k) * args.scale  # [N, T, S]
     if args.softcap is not None:
         scores = torch.tanh(scores / args.softcap) * args.softcap
-    at = torch.arange(length - tokens, length, device=query.device)[:, None]  # [T, 1]
-    keys = torch.arange(length, device=query.device)  # [S]
-    visible = keys <= at if args.window is None else (keys <= at) & (keys > at - args.window)  # [T, S]
+    keys = torch.arange(start, start + length, device=query.device)  # [S]
+    at = keys[length - tokens :, None]  # [T, 1]
+    visible = keys <= at  # [T, S]
+    if args.window is not None:
+        visible &= keys >= at // args.window * args.window if args.restarts else keys > at - args.window
     scores = scores.masked_fill(~visible, -torch.inf)
     if args.sinks is not None:
         scores = torch.cat((scores, args.sinks.float()[:, None, None].expand(-1, tokens, 1)), -1)  # [N, T, S + 1]

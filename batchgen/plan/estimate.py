@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.cache_groups import window_pages
 from batchgen.plan.tree import PrefixTree, blocks
 
 Int64s = npt.NDArray[np.int64]
@@ -30,17 +29,8 @@ class PlanCounts:
 
     A run also holds a partly filled page for each node that has yet to branch.
     """
-    kv_unshared_peak_pages: int
-    """`kv_peak_pages` without prefix sharing."""
-    kv_peak_window_pages: int
-    """`kv_peak_pages` of the layers with a window; 0 if there are none."""
     page_waste: float
     """Fraction of page positions that stay empty, over all samples at full length."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Number of prompt tokens that need not be computed, counting each request once."""
-        return self.prompt_tokens - self.distinct_prompt_tokens
 
     @property
     def sharing_ratio(self) -> float:
@@ -54,7 +44,6 @@ def plan_counts(
     max_new: npt.NDArray[np.integer[Any]],
     page_size: int,
     max_num_seqs: int,
-    window: int | None = None,
 ) -> PlanCounts:
     """Count the tokens that a job computes and the pages that it holds.
 
@@ -64,24 +53,18 @@ def plan_counts(
         max_new: [N] maximum tokens per sample.
         page_size: positions per page.
         max_num_seqs: maximum number of samples at once.
-        window: positions that a token sees in the layers with a window; None: there are none.
     """
     rows = np.flatnonzero(samples[tree.order]).astype(np.int32)
     if not len(rows):
-        return PlanCounts(0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+        return PlanCounts(0, 0, 0, 0, 0, 0, 0.0)
     sums = np.zeros(6, np.int64)
-    peak = unshared_peak = window_peak = 0
+    peak = 0
     for part in blocks(len(rows)):
         own = part.stop - part.start
         columns = _Columns.of(tree, samples, max_new, rows, slice(part.start, part.stop + max_num_seqs))
         counts = columns.pages(page_size, max_num_seqs)
         sums += columns.sums(counts, page_size, own)
-        peak = max(peak, counts.peak(counts.each, counts.head, max_num_seqs, own))
-        if window is not None:
-            seen = counts.within(window_pages(window, page_size))
-            window_peak = max(window_peak, seen.peak(seen.each, seen.head, max_num_seqs, own))
-        all_pages = counts.held * counts.total
-        unshared_peak = max(unshared_peak, counts.peak(all_pages, np.zeros_like(all_pages), max_num_seqs, own))
+        peak = max(peak, counts.peak(max_num_seqs, own))
     sampled, prompt_tokens, distinct, output, pages, filled = sums.tolist()
     return PlanCounts(
         requests=len(rows),
@@ -90,8 +73,6 @@ def plan_counts(
         distinct_prompt_tokens=distinct,
         max_output_tokens=output,
         kv_peak_pages=peak,
-        kv_unshared_peak_pages=unshared_peak,
-        kv_peak_window_pages=window_peak,
         page_waste=1.0 - filled / (pages * page_size),
     )
 
@@ -109,35 +90,18 @@ class _Pages:
     held: Int64s
     """Samples that run at once."""
 
-    @property
-    def each(self) -> Int64s:
-        """Pages that each row adds to its predecessor's."""
-        return self.prompt - self.head + self.held * (self.total - self.prompt)
-
-    def within(self, most: int) -> _Pages:
-        """The last `most` pages of each sample at its full length.
-
-        Those of the prompt are shared with the previous row as far as they are within its window, too.
-        """
-        own = np.minimum(self.total - self.prompt, most)
-        prompt = np.minimum(self.prompt, most - own)
-        begin = self.prompt - prompt
-        before = np.maximum(begin, np.concatenate([self.prompt[:1], begin[:-1]]))
-        return _Pages(prompt, prompt + own, np.maximum(0, self.head - before), self.held)
-
-    def peak(self, pages: Int64s, head: Int64s, max_num_seqs: int, windows: int) -> int:
+    def peak(self, max_num_seqs: int, windows: int) -> int:
         """Most pages of the windows of neighbours with at most `max_num_seqs` samples that begin at the first rows.
 
         Args:
-            pages: [rows] pages that each row adds to its predecessor's.
-            head: [rows] pages that each row shares with its predecessor.
             max_num_seqs: maximum number of samples at once.
             windows: number of windows.
         """
-        page_sums = np.concatenate([[0], np.cumsum(pages)])
+        added = self.prompt - self.head + self.held * (self.total - self.prompt)  # to those of the previous row
+        page_sums = np.concatenate([[0], np.cumsum(added)])
         seq_sums = np.concatenate([[0], np.cumsum(self.held)])
         ends = np.searchsorted(seq_sums, seq_sums[:windows] + max_num_seqs, side="right") - 1
-        return int((page_sums[ends] - page_sums[:windows] + head[:windows]).max())
+        return int((page_sums[ends] - page_sums[:windows] + self.head[:windows]).max())
 
 
 @dataclass(frozen=True, slots=True)

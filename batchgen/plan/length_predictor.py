@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from math import exp, expm1, log1p, sqrt
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +121,28 @@ class LengthPredictor:
         self._kinds = _Kinds(1 + int(np.max(self._kind_of, initial=EXACT)))
         self._limits_array, self._kind_column = np.asarray(self._limits), np.asarray(self._kind_of)
         self._running: dict[int, tuple[int, int]] = {}
+        self._begun = tuple(_Column(0.0, self._kinds.all_kinds + 1) for _ in range(2))
+        self._limit_means: Float64s | None = None
+
+    @property
+    def begun(self) -> Float64s:
+        """[2, K + 1] limits of all samples that have begun, and their number, by kind, `EXACT` last."""
+        return np.stack([column.all for column in self._begun])
+
+    def by_kind(self, requests: slice, *columns: npt.NDArray[np.integer]) -> Float64s:
+        """[columns, K + 1] sums of the values of some requests, by kind, `EXACT` last."""
+        count, kinds = self._kinds.all_kinds + 1, self._kind_column[requests]
+        places = np.where(kinds == EXACT, count - 1, kinds)
+        return np.stack([np.bincount(places, column, count) for column in columns])
+
+    def shares(self, step: int) -> Float64s:
+        """[K + 1] expected share of its limit that a sample generates, by kind, `EXACT` last."""
+        if self._limit_means is None:
+            sums, counts = self.by_kind(slice(None), self._limits_array, np.ones_like(self._limits_array))
+            self._limit_means = np.maximum(1.0, sums / np.maximum(1.0, counts))[:-1]
+        limits: Any = self._limit_means
+        means = self._kinds.means(np.arange(len(limits)), limits, step)
+        return np.append(-means * np.expm1(-limits / means) / limits, 1.0)
 
     @property
     def expected(self) -> npt.NDArray[np.int32]:
@@ -134,10 +157,9 @@ class LengthPredictor:
         """[N] maximum tokens of a sample of each request."""
         return self._limits_array
 
-    @property
-    def uncertain(self) -> npt.NDArray[np.bool_]:
-        """[N] `is_uncertain` of each request."""
-        return np.asarray(self._kind_column != EXACT)
+    def uncertain(self, requests: Int64s) -> npt.NDArray[np.bool_]:
+        """[R] `is_uncertain` of each request."""
+        return np.asarray(self._kind_column[requests] != EXACT)
 
     def error_factors(self, samples: int) -> tuple[float, float]:
         """Factors between which the tokens of `samples` uncertain samples lie, relative to the expected ones.
@@ -168,6 +190,8 @@ class LengthPredictor:
 
     def begin(self, sequence: int, request: int, step: int) -> None:
         """Record that a sample begins in `step`."""
+        for column, value in zip(self._begun, (self._limits[request], 1), strict=True):
+            column.one[self._kind_of[request]] += value  # `EXACT`, which is -1, is the last
         if self._kind_of[request] == EXACT:
             return
         for kind in (self._kinds.all_kinds, self._kind_of[request]):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.builder import StepBuilder
-from batchgen.plan.cache_groups import window_of
+from batchgen.plan.cache_groups import PageCounts, window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
@@ -120,6 +120,11 @@ class Scheduler:
         assert not self._open, "commit the last step first"
         return self._forecast.left(self.config)
 
+    def work_left_since(self) -> WorkLeft:
+        """The work that is left after the last `work_left`, which takes no simulation."""
+        assert not self._open, "commit the last step first"
+        return self._forecast.since(self.config)
+
     def work_of(self, samples: npt.NDArray[np.integer]) -> Work:
         """The work of requests of the tree alone, with the lengths that were expected before any sample had ended.
 
@@ -181,6 +186,23 @@ class Scheduler:
             self._unended -= len(finished)
             self._sequences.finish(finished)
             self._prefill.on_finished(finished)
+
+    def dry_run(self, most_tokens: int, lag: int = 0) -> PageCounts:
+        """Most pages in use at once, in steps without a model in which every sample runs to its limit.
+
+        Args:
+            most_tokens: sampled tokens after which it stops, since they take its time.
+            lag: steps that are planned before the end of a sample is known.
+        """
+        left: dict[int, int] = {}
+        ended: list[list[int]] = [[] for _ in range(lag)]
+        while self.stats.sampled_tokens < most_tokens and (plan := self.step()) is not None:
+            left.update((start.sequence, int(self._max_new[start.request])) for start in plan.starts)
+            for row in plan.samples:
+                left[row.sequence] -= 1
+            ended.append([row.sequence for row in plan.samples if not left[row.sequence]])
+            self.commit(ended.pop(0))
+        return PageCounts(self.stats.peak_pages, self.stats.peak_window_pages)
 
     def cancel(self, request: int) -> list[int]:
         """Cancel all samples of `request`; call it between `commit` and `step`.

@@ -21,6 +21,7 @@ from batchgen.plan.tree import PrefixTree, blocks
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
 
 
 class Work(NamedTuple):
@@ -37,8 +38,7 @@ class Work(NamedTuple):
     """Positions that these attend to. What a prefix group reads once counts once."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkLeft:
+class WorkLeft(NamedTuple):
     """Work that is left: expected, and if samples end as early or as late as may reasonably be."""
 
     expected: Work
@@ -86,8 +86,9 @@ class WorkForecast:
         """[N] positions of each request that other samples share; None before they are needed."""
         self._decoded_shared = 0.0
         """The same, summed over the tokens decoded so far."""
+        self._planned: _Planned | None = None
         self._seen = (0, 0.0)
-        """Tokens decoded until the last forecast, and the mean of `_shared` over the samples that ran then."""
+        """Tokens decoded until the last simulation, and the mean of `_shared` over the samples that ran then."""
 
     def of(self, samples: npt.NDArray[np.integer[Any]], config: SchedulerConfig) -> Work:
         """The work of requests alone, with the lengths expected before any sample ended and all slots in use.
@@ -103,51 +104,69 @@ class WorkForecast:
         return Work(max(decoded / slots, tokens / config.max_tokens_per_step), tokens, reads, decoded, attended)
 
     def left(self, config: SchedulerConfig) -> WorkLeft:
-        """The work that is left, between two steps."""
+        """The work that is left, between two steps, by a simulation of all steps to come."""
         tree, manager, predictor = self._order.tree, self._block_manager, self._predictor
         pending = _pending(tree, self._samples, np.frombuffer(manager.unstarted, np.int32))
         running = _Running.of(tree, self._sequences, predictor, manager.step)
         lengths = np.ones(len(pending), np.int32)
+        waiting = np.zeros((3, predictor.begun.shape[1]))
         for part in blocks(len(pending)):
-            waiting = part.start + np.flatnonzero(pending[part])
+            some = part.start + np.flatnonzero(pending[part])
             # Each sample to come has its own quantile, too.
-            ids, none = self._sequences.next_id + waiting, np.zeros(len(waiting), np.int64)
-            lengths[waiting] = predictor.remaining_of(ids, waiting, none, manager.step)
+            ids, none = self._sequences.next_id + some, np.zeros(len(some), np.int64)
+            lengths[some] = predictor.remaining_of(ids, some, none, manager.step)
+            count = pending[part].astype(np.int64)
+            waiting += predictor.by_kind(part, count * predictor.limits[part], count, count * lengths[part])
         complete = np.frombuffer(manager.refs, np.int32) == 0
         complete[list(manager.active)] = True
-        tokens, reads = _prompt_work(tree, pending, complete)
+        prompt_tokens, reads = _prompt_work(tree, pending, complete)
         partial, partial_reads = _partial_work(manager)
         backlog = running.backlog + partial
         begun = Begun(running.remaining, backlog, manager.allocator.used_count, complete)
         decoded, attended = _decode_work(tree, pending, lengths)
-        fed = decoded + int(running.remaining.sum())
         expected = Work(
             simulate(self._order, pending, lengths, config, begun).steps,
-            tokens + backlog,
+            prompt_tokens + backlog,
             reads + partial_reads,
-            fed,
+            decoded + int(running.remaining.sum()),
             attended + running.reads - self._saved(pending, lengths, running),
         )
-        low, high = self._length_factors(pending, lengths, running, fed)
-        return WorkLeft(expected, _scaled(expected, low), _scaled(expected, high))
+        total = float(waiting[2].sum() + running.remaining.sum())
+        done, sampled, shares = work_done(self._stats), self._stats.sampled_tokens, predictor.shares(manager.step)
+        self._planned = _Planned(done, sampled, expected, total, waiting, predictor.begun, shares)
+        return self.since(config)
 
-    def _length_factors(self, pending: Int32s, lengths: Int32s, running: _Running, fed: int) -> tuple[float, float]:
-        """Factors between which the tokens to come lie, relative to the `fed` expected ones; 1 if all are known."""
-        predictor = self._predictor
-        uncertain = predictor.uncertain
-        begun = uncertain[running.requests]
-        count, tokens = int(begun.sum()), int(running.remaining[begun].sum())
-        most = int(running.limits[begun].sum())
-        for part in blocks(len(pending)):
-            waiting = np.where(uncertain[part], pending[part], 0).astype(np.int64)
-            count += int(waiting.sum())
-            tokens += int((waiting * (lengths[part] - 1)).sum())
-            most += int((waiting * (predictor.limits[part] - 1)).sum())
-        if not count or not tokens:
-            return 1.0, 1.0
+    def since(self, config: SchedulerConfig) -> WorkLeft:
+        """The work that is left after the steps since `left`, without another simulation.
+
+        What the samples that have ended since then were expected to generate is not left, and those that have not are
+        expected to end as those that have.
+        """
+        plan, predictor, step = self._planned, self._predictor, self._block_manager.step
+        assert plan is not None
+        running = _Running.of(self._order.tree, self._sequences, predictor, step)
+        limits, counts = np.maximum(0.0, plan.waiting[:2] - (predictor.begun - plan.begun))
+        waiting = plan.waiting[2] * limits / np.maximum(1.0, plan.waiting[0]) * predictor.shares(step) / plan.shares
+        tokens = float(waiting.sum() + running.remaining.sum())
+        more = tokens - (plan.total - (self._stats.sampled_tokens - plan.sampled))
+        steps, prompts, prompt_reads, decoded, reads = (
+            before - (now - then)
+            for before, now, then in zip(plan.work, work_done(self._stats), plan.done, strict=True)
+        )
+        steps = max(steps + more * plan.work.steps / max(1.0, plan.total), prompts / config.max_tokens_per_step)
+        reads += more * plan.work.decode_reads / max(1.0, plan.work.decode_tokens)
+        expected = Work(*(max(0.0, left) for left in (steps, prompts, prompt_reads, decoded + more, reads)))
+        # How far the lengths of those whose limit does not end them may be off.
+        uncertain = predictor.uncertain(running.requests)
+        unsure = float(waiting[:-1].sum() + running.remaining[uncertain].sum())
+        count = int(counts[:-1].sum() + uncertain.sum())
+        if not count or not unsure:
+            return WorkLeft(expected, expected, expected)
+        most = float(limits[:-1].sum() + running.limits[uncertain].sum())
         low, high = predictor.error_factors(count)
-        share = tokens / fed
-        return 1.0 - share + share * low, 1.0 - share + share * min(high, max(1.0, most / tokens))
+        share = unsure / tokens
+        factors = 1.0 - share + share * low, 1.0 - share + share * min(high, max(1.0, most / unsure))
+        return WorkLeft(expected, *(_scaled(expected, factor) for factor in factors))
 
     def _saved(self, pending: Int32s, lengths: Int32s, running: _Running) -> float:
         """Reads that prefix groups will save, if they go on saving the same fraction of what is shared.
@@ -170,6 +189,26 @@ class WorkForecast:
         for part in blocks(len(pending)):
             total += int((pending[part].astype(np.int64) * (lengths[part] - 1) * shared[part]).sum())
         return fraction * float(total)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What was left when the steps to come were simulated. Columns are by kind, as in `LengthPredictor`."""
+
+    done: Work
+    """Work that was done before."""
+    sampled: int
+    """Tokens that were sampled before."""
+    work: Work
+    """Expected work that was left."""
+    total: float
+    """Expected tokens that were to be sampled."""
+    waiting: Float64s
+    """[3, K + 1] limits of the samples that had not begun, their number, and their expected tokens."""
+    begun: Float64s
+    """[2, K + 1] limits of those that had, and their number."""
+    shares: Float64s
+    """[K + 1] expected share of its limit that a sample generates."""
 
 
 @dataclass(frozen=True, slots=True)

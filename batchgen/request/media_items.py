@@ -125,3 +125,21 @@ class MediaItems:
             found.append(number)
             at += self._items[number].features
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlan:
+    """Figures of a job's images and sounds. Names are those of the report."""
+
+    items: int
+    """Distinct images and sounds, each of which is decoded and encoded once."""
+    images: int
+    sounds: int
+    megapixels: float
+    """Pixels of the images that are decoded, in millions."""
+    audio_seconds: float
+    """Length of the sounds that are decoded."""
+    encoded_tokens: int
+    """Tokens of the distinct items: the work of the encoder."""
+    prompt_tokens: int
+    """Tokens of all prompts that items became."""

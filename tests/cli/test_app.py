@@ -33,6 +33,7 @@ from batchgen.errors import (
     TooManyErrors,
     UsageError,
 )
+from batchgen.job.finished import OpenedCommand
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.summary import RunSummary
 
@@ -55,14 +56,17 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
     def install(outcome: Any) -> list[RunConfig]:
         seen: list[RunConfig] = []
 
-        def run_job(checked: CheckedJob, stop: object = None, *display: object) -> Any:
+        def run_job(command: OpenedCommand, *display: object) -> Any:
+            return end(command.job)
+
+        def end(checked: CheckedJob) -> Any:
             seen.append(checked.config)
             if isinstance(outcome, BaseException):
                 raise outcome
             return outcome
 
         def check_job(checked: CheckedJob, progress: object, as_json: bool) -> int:
-            run_job(checked)
+            end(checked)
             print("json" if as_json else "text")
             return 0
 

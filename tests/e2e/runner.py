@@ -241,7 +241,7 @@ json.dump(found, sys.stdout)
 """
 
 
-def refused_before_torch(lines: Sequence[Sequence[object]], folder: Path) -> list[ProcessResult]:
+def ended_before_torch(lines: Sequence[Sequence[object]], folder: Path) -> list[ProcessResult]:
     """Run command lines one after the other in a fresh interpreter, none of which may import torch."""
     given = json.dumps([list(map(str, words)) for words in lines])
     words = [sys.executable, "-c", _BEFORE_TORCH]

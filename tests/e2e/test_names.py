@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.config.units import NAME_BYTES, SUFFIX_BYTES
-from tests.e2e.runner import refused_before_torch, run
+from tests.e2e.runner import ended_before_torch, run
 
 LONGEST = NAME_BYTES - SUFFIX_BYTES
 ROWS: list[dict[str, Any]] = [
@@ -109,7 +109,7 @@ def test_names_that_are_refused_at_once(folder: Path) -> None:
         (["merge", "x" * 300, "-o", "y"], LONG),
     ]  # fmt: skip
     before = set(folder.iterdir())
-    for (words, text), done in zip(cases, refused_before_torch([words for words, _ in cases], folder), strict=True):
+    for (words, text), done in zip(cases, ended_before_torch([words for words, _ in cases], folder), strict=True):
         assert done.code == 2, f"{words}: {done.stderr}"
         assert text in done.stderr, words
         assert len(done.stderr) < 300, "a long name is cut"

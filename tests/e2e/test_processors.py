@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.rows import rows_of, write_lines
-from tests.e2e.runner import refused_before_torch, run
+from tests.e2e.runner import ended_before_torch, run
 
 CODE = """
 import helper_of_mine
@@ -115,12 +115,12 @@ INVALID = {
 }
 
 
-def test_invalid_processors_are_refused_before_torch_is_imported(folder: Path, model: Path) -> None:
+def test_invalid_processors_are_ended_before_torch_is_imported(folder: Path, model: Path) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "quits.py").write_text("import sys\nsys.exit(0)\n")
     cases = [(command, target) for command in ("run", "check") for target in INVALID]
     lines = [[command, "in.jsonl", "--model", model, "--logit-processor", f"only={t}"] for command, t in cases]
-    for (_, target), done in zip(cases, refused_before_torch(lines, folder), strict=True):
+    for (_, target), done in zip(cases, ended_before_torch(lines, folder), strict=True):
         assert done.code == 2, done.stderr
         assert INVALID[target] in done.stderr
         assert f"only={target}" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from batchgen.kernels.cpu.library import COMPILING, library_file, loaded, missing
 from tests.e2e.rows import write_lines
-from tests.e2e.runner import batchgen
+from tests.e2e.runner import batchgen, ended_before_torch, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,3 +90,56 @@ def test_compiling_the_kernels_is_a_phase(tmp_path: Path) -> None:
     assert "compiling" in reports[0]
     assert "compiling" not in reports[1]
     assert all(seconds >= 0 for seconds in reports[0].values())
+
+
+@pytest.fixture
+def job(model: Path, tmp_path: Path) -> list[str]:
+    """A command with a model folder, a tokenizer folder and a logit processor, which a test may change."""
+    for name in ("own", "tok"):
+        shutil.copytree(model, tmp_path / name)
+    (tmp_path / "mine.py").write_text("def calm(ids, logits):\n    return logits\n")
+    write_lines(tmp_path / "in.jsonl", [{"text": "Reverse: a b c"}])
+    words = f"run in.jsonl --model {tmp_path}/own --tokenizer tok --device cpu --attention torch --max-new-tokens 3"
+    return [*words.split(), "--logit-processor", "calm=mine:calm"]
+
+
+def test_a_finished_job_is_found_without_torch(job: list[str], tmp_path: Path) -> None:
+    options = (
+        "--report a.json",
+        "-o out.jsonl",
+        "-o out --shard 0/1",
+        "-o b.parquet --reuse in.out.parquet",
+        "-o c.parquet --retry-errors",
+    )
+    commands = [[*job, *words.split()] for words in options]
+    for words in commands:
+        run(words, tmp_path)
+    for done in ended_before_torch(commands, tmp_path):
+        assert (done.code, done.stderr.endswith(" is complete: 1 rows, nothing to do\n")) == (0, True), done.stderr
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert (report["already_done"], report["rows_ok"]) == (True, 1)
+
+
+CHANGES = {
+    "generation_config.json": ("own/generation_config.json", lambda text: '{"temperature": 0.5, "do_sample": true}'),
+    "template": ("tok/chat_template.jinja", lambda text: "{{ messages[0].content }}"),
+    "processor": ("mine.py", lambda text: f"{text}\n# another"),
+    "input": ("in.jsonl", lambda text: text.replace("a b", "b a")),
+    "config": ("own/config.json", lambda text: f"{text} "),
+    "output": ("in.out.parquet", None),
+    "option": ("in.jsonl", lambda text: text),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_from_a_finished_job_is_noticed(job: list[str], tmp_path: Path, change: str) -> None:
+    run(job, tmp_path)
+    name, edited = CHANGES[change]
+    file = tmp_path / name
+    if edited is None:
+        file.unlink()
+    else:
+        file.write_text(edited(file.read_text() if file.exists() else ""))
+    done = run([*job, *(["--seed", "5"] if change == "option" else [])], tmp_path, expect=None)
+    assert "nothing to do" not in done.stderr
+    assert (done.code, "Changed" in done.stderr) == ((0, False) if change == "output" else (2, True)), done.stderr

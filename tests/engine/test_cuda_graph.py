@@ -125,6 +125,11 @@ def test_rows_that_are_not_plain_are_sampled_after_graphs(tmp_path: Path) -> Non
     check(model_folder(tmp_path, "mistral", sliding_window=6), work)
 
 
+def test_attention_begins_again_at_the_borders_of_chunks_inside_graphs(tmp_path: Path) -> None:
+    sizes = {"intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 8, "no_rope_layers": [1, 0]}
+    check(model_folder(tmp_path, "llama4_text", layers=2, **sizes), rows())
+
+
 def test_experts_are_captured_inside_graphs(tmp_path: Path) -> None:
     """A transformers model's forward is captured too, because it does not wait for the host."""
     check(model_folder(tmp_path, "qwen3_moe", moe_intermediate_size=16), rows(return_routed_experts=True)[:3])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchgen.engine.engine import Engine
+from batchgen.errors import UsageError
 from batchgen.plan.cache_groups import PageCounts, least_window_pages, window_pages
 from tests.engine.reference import Greedy, assert_all_same, eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, WINDOW, save_tiny
@@ -30,7 +32,7 @@ TYPES = [
 """Layers with a window natively (`mistral`, all; `qwen2`, some) and through transformers; `test_parity` has more."""
 
 
-def engine_of(folder: Path, **options: int) -> Engine:
+def engine_of(folder: Path, **options: Any) -> Engine:
     return Engine(str(folder), dtype="float32", page_size=SIZE, **{"max_tokens_per_step": 2048, **options})
 
 
@@ -115,3 +117,38 @@ def test_rows_shorter_than_the_window_are_planned_without_it(tmp_path: Path) -> 
     run = engine.last_run
     assert run is not None
     assert list(run.kv_peak_bytes) == ["full"]
+
+
+@pytest.mark.parametrize("no_rope", [[1, 0, 1], [1, 1, 1]], ids=["some-layers", "all-layers"])
+@pytest.mark.parametrize("attention", ["torch", "compiled", pytest.param("triton", marks=pytest.mark.slow)])
+def test_attention_in_chunks_equals_eager(attention: str, no_rope: list[int], tmp_path: Path) -> None:
+    """Llama 4 over several attention chunks: prompts in one step and in prefill chunks, borders while decoding."""
+    folder = save_tiny("llama4_text", tmp_path, attention_chunk_size=8, no_rope_layers=no_rope)
+    save_word_tokenizer(folder, VOCAB)
+    prompts = shared_prefix_prompts(10, VOCAB, seed=3)[: 4 if attention == "triton" else 10]
+    assert max(map(len, prompts)) >= 3 * 8
+    expected = eager_greedy(folder, prompts, NEW)
+    more = {"max_num_seqs": 3, "deterministic": attention == "torch"}
+    for options in ({"max_tokens_per_step": 13, "max_num_seqs": 5}, {}, more)[: 1 if attention == "triton" else 3]:
+        engine = engine_of(folder, attention=attention, device="cpu", **options)
+        check(engine, prompts, [*range(len(prompts))], expected)
+        run = engine.last_run
+        assert run is not None
+        assert (len(run.kv_peak_bytes) == 2) == (0 in no_rope)
+
+
+def test_a_cache_that_does_not_hold_an_attention_chunk_is_refused(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 10, "no_rope_layers": [1] * 10, "moe_layers": []}
+    save_tiny("llama4_text", tmp_path, attention_chunk_size=256, **layers)
+    save_word_tokenizer(tmp_path, VOCAB)
+    with pytest.raises(UsageError, match=r"1\.0 MiB do not hold the .* chunks of 256 tokens need; raise it, or lower"):
+        list(engine_of(tmp_path, kv_memory="1MiB").generate([{"input_ids": [3] * 300, "max_new_tokens": 2}]))
+
+
+def test_pages_may_not_lie_across_the_border_of_an_attention_chunk(tmp_path: Path) -> None:
+    save_tiny("llama4_text", tmp_path, attention_chunk_size=10)
+    save_word_tokenizer(tmp_path, VOCAB)
+    row = {"input_ids": [3] * 20, "max_new_tokens": 2}
+    with pytest.raises(UsageError, match="`--page-size` 4 does not divide the model's attention chunks of 10 tokens"):
+        list(engine_of(tmp_path).generate([row]))
+    assert next(engine_of(tmp_path).generate([{**row, "input_ids": [3] * 8}])).error is None, "it has one chunk"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.e2e.runner import refused_before_torch
+from tests.e2e.runner import ended_before_torch
 from tests.models.tiny import save_tiny
 
 
@@ -45,25 +45,25 @@ MODELS = {
 }
 
 
-def test_bad_inputs_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_bad_inputs_are_ended_before_torch_is_imported(tmp_path: Path) -> None:
     for other in ("rows.parquet", "rows.doc"):
         (tmp_path / other).write_text('{"text": "a"}\n')
     model = save_tiny("llama", tmp_path / "model")
     cases = [(command, name) for command in ("run", "check") for name in INPUTS]
     lines = [[command, name, "--model", model, "-o", "out.parquet"] for command, name in cases]
-    for (_, name), done in zip(cases, refused_before_torch(lines, tmp_path), strict=True):
+    for (_, name), done in zip(cases, ended_before_torch(lines, tmp_path), strict=True):
         assert done.code == 4, done.stderr
         assert INPUTS[name] in done.stderr
         assert done.stderr.count("\n") == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "rows.doc", "rows.parquet"]
 
 
-def test_bad_models_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_bad_models_are_ended_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "models").mkdir()
     cases = [(command, folder(tmp_path / "models", kind)) for kind in MODELS for command in ("run", "check")]
     lines = [[command, "rows.jsonl", "--model", model] for command, model in cases]
-    for (_, model), done in zip(cases, refused_before_torch(lines, tmp_path), strict=True):
+    for (_, model), done in zip(cases, ended_before_torch(lines, tmp_path), strict=True):
         assert done.code == 6, done.stderr
         assert MODELS[model.name] in done.stderr
         assert done.stderr.count("\n") == 1

@@ -73,14 +73,14 @@ def test_plain_lines() -> None:
         for second in range(100):
             clock.now += 1
             for _ in range(9):  # updates are cheap: a line is written every 30 seconds
-                time_left = left(1000 - second, second / 400, within=0.3 if second < 60 else 0.09) if second else None
+                time_left = left(1000 - second, second / 400, within=0.4 if second < 60 else 0.3) if second else None
                 progress.update(state(done=second, tokens=50 * second, rows_error=second // 50, left=time_left))
         progress.update(state(done=1000, tokens=5000, rows_error=2, left=DONE))
         clock.now += 1
     assert stream.getvalue().splitlines() == [
         "the demonstration model runs",
         "generating: 0% 0/1,000 rows, - tokens/s, ETA -, errors 0",
-        "generating: 7% 30/1,000 rows, 50 tokens/s, ETA 0:11:19 to 0:21:01, errors 0",
+        "generating: 7% 30/1,000 rows, 50 tokens/s, ETA 0:09:42 to 0:22:38, errors 0",
         "generating: 15% 60/1,000 rows, 50 tokens/s, ETA 0:15:40, errors 1",
         "generating: 22% 90/1,000 rows, 50 tokens/s, ETA 0:15:10, errors 1",
         "generating: 100% 1,000/1,000 rows, 50 tokens/s, ETA 0:00:00, errors 2",
@@ -88,22 +88,24 @@ def test_plain_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimate", "text"),
+    ("estimate", "rows", "text"),
     [
-        (None, "ETA -"),
-        (left(200), "ETA 0:03:20"),
-        (left(200, within=0.09), "ETA 0:03:20"),
-        (left(200, within=0.2), "ETA 0:02:40 to 0:04:00"),
-        (left(5, within=0.4), "ETA 0:00:05"),  # two seconds more or less
-        (left(9000, within=0.5), "ETA 1:15:00 to 3:45:00"),
-        (TimeLeft(100, 95, 300, 0.5), "ETA 0:01:35 to 0:05:00"),
-        (DONE, "ETA 0:00:00"),
+        (None, 500, "ETA -"),
+        (left(200), 500, "ETA 0:03:20"),
+        (left(200, within=0.33), 500, "ETA 0:03:20"),
+        (left(200, within=0.34), 500, "ETA 0:02:12 to 0:04:28"),
+        (left(200, within=0.34), 10, "ETA 0:02:12 to 0:04:28"),
+        (left(200, within=0.34), 9, "ETA 0:03:20"),  # less than a hundredth of the rows
+        (left(200, within=1.0), 500, "ETA 0:03:20"),  # not 0:00:00 to 0:06:40
+        (left(9000, within=0.5), 500, "ETA 1:15:00 to 3:45:00"),
+        (TimeLeft(100, 95, 300, 0.5), 500, "ETA 0:01:35 to 0:05:00"),
+        (DONE, 1000, "ETA 0:00:00"),
     ],
 )
-def test_a_time_that_is_not_known_is_a_range(estimate: TimeLeft | None, text: str) -> None:
+def test_a_time_is_a_range_where_its_ends_are_far_apart(estimate: TimeLeft | None, rows: int, text: str) -> None:
     stream = Stream()
     with PlainProgress(stream, Clock()) as progress:
-        progress.update(state(left=estimate))
+        progress.update(state(done=rows, left=estimate))
     assert f" {text}, " in stream.getvalue()
 
 

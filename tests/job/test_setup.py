@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import Interrupted
-from batchgen.job.setup import wait_for_hashes
+from batchgen.job.preflight import wait_for_hashes
 from batchgen.job.signals import StopRequest
 from batchgen.models.file_hashes import FileHashes, FileStamp
 

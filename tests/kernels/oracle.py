@@ -75,6 +75,7 @@ def attend_by_token(
     out = torch.empty(*query.shape[:2], values.shape[3], dtype=compute, device=query.device)
     for token, (position, slots) in enumerate(visible_slots(batch, page_size)):
         begin = 0 if args.window is None else max(0, position - args.window + 1)
+        begin = position // args.window * args.window if args.window and args.restarts else begin
         chosen = (_with_span(batch, token, position, slots, begin, page_size) if args.runs else slots[begin:]).to(
             query.device
         )

@@ -69,7 +69,6 @@ UNLISTED: dict[str, tuple[dict[str, Any], str]] = {
     "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, r"type linear_attention \(2 of 3\)"),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "layers of type conv"),
     "phimoe": ({"sliding_window": 5}, "does not pass its window of 5 tokens to attention"),
-    "llama4_text": ({"attention_chunk_size": 32}, "chunks of 32 tokens"),
     "camembert": ({"is_decoder": True}, "logits differ"),
 }
 if not RECENT_TYPES:

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.plan import cache_groups
 from batchgen.plan.estimate import find_dedup, plan_counts
 from tests.plan.simulator import Simulator
 from tests.plan.test_scheduler import SchedulerConfig, rows, simulator
@@ -44,11 +43,10 @@ def test_planned_counts_equal_the_run(rows: list[tuple], size: int, seqs: int) -
     if not planned.samples:
         return
     assert 0.0 <= planned.page_waste < 1.0
-    assert planned.cached_tokens == planned.prompt_tokens - planned.distinct_prompt_tokens
     assert planned.sharing_ratio == planned.prompt_tokens / stats.prompt_tokens
 
     live = [r for r in sim.tree.order.tolist() if samples[r]]
-    best = unshared = 0
+    best = 0
     for i in range(len(live)):
         for j in range(i + 1, len(live) + 1):
             part = live[i:j]
@@ -57,35 +55,7 @@ def test_planned_counts_equal_the_run(rows: list[tuple], size: int, seqs: int) -
                 lengths = [int(max_new[r]) for r in part]
                 prompts = [sim.prompts[r] for r in part]
                 best = max(best, window_pages(prompts, lengths, held, size))
-                each = [-(-(len(p) + n - 1) // size) for p, n in zip(prompts, lengths, strict=True)]
-                unshared = max(unshared, sum(h * e for h, e in zip(held, each, strict=True)))
     assert planned.kv_peak_pages == best
-    assert planned.kv_unshared_peak_pages == unshared
-
-
-@settings(max_examples=100, deadline=None)
-@given(rows, st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(1, 12))
-def test_planned_window_pages_hold_the_windows_of_all_slots(
-    rows: list[tuple], size: int, seqs: int, window: int
-) -> None:
-    sim = simulator(rows, SchedulerConfig(2000, size, seqs, seqs + 20))
-    samples, max_new = counts_of(sim)
-    planned = plan_counts(sim.tree, samples, max_new, size, seqs, window)
-    assert planned.kv_peak_window_pages <= planned.kv_peak_pages
-    live = [r for r in sim.tree.order.tolist() if samples[r]]
-    most = cache_groups.window_pages(window, size)
-    for i in range(len(live)):
-        for j in range(i + 1, len(live) + 1):
-            held = [(r, min(int(samples[r]), seqs)) for r in live[i:j]]
-            if sum(count for _, count in held) <= seqs:
-                pages = set()
-                for r, count in held:
-                    prompt, total = sim.prompts[r], -(-(len(sim.prompts[r]) + int(max_new[r]) - 1) // size)
-                    for page in range(max(0, total - most), total):
-                        end = (page + 1) * size
-                        key = (sim.keys[r], *prompt[:end])
-                        pages |= {key} if end <= len(prompt) else {(r, sample, page) for sample in range(count)}
-                assert planned.kv_peak_window_pages >= len(pages)
 
 
 def test_counts_of_no_samples() -> None:

@@ -55,6 +55,23 @@ def test_every_request_that_fits_alone_finishes(
 
 
 @settings(max_examples=50, deadline=None)
+@given(rows, configs(num_pages=1000), windows, st.integers(0, 2))
+def test_a_dry_run_uses_the_pages_of_a_run(rows: list[tuple], config: SchedulerConfig, window: int, lag: int) -> None:
+    rows = [(prompt, [max(lengths)] * len(lengths) if lengths else [], 0, key) for prompt, lengths, _, key in rows]
+    sim, dry = (simulator(rows, windowed(config, window), lag) for _ in range(2))
+    sim.run()
+    stats = sim.scheduler.stats
+    assert dry.scheduler.dry_run(1 << 60, lag) == PageCounts(stats.peak_pages, stats.peak_window_pages)
+    assert dry.scheduler.unended == 0
+
+
+def test_a_dry_run_of_a_long_job_stops() -> None:
+    sim = simulator([([i], [20], 0, 0) for i in range(9)], windowed(SchedulerConfig(100, 4, 3, 16), 8))
+    assert sim.scheduler.dry_run(25).window > 0
+    assert (sim.scheduler.unended, sim.scheduler.stats.sampled_tokens) == (9, 27)
+
+
+@settings(max_examples=50, deadline=None)
 @given(tight_jobs(), windows, st.lists(st.tuples(st.integers(0, 30), st.integers(0, 13)), max_size=4))
 def test_cancelled_requests_free_their_windows(
     job: tuple[list[tuple], SchedulerConfig], window: int, cancels: list[tuple[int, int]]

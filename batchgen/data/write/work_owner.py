@@ -85,7 +85,7 @@ def open_work(
     refuse_special(paths.result)
     refuse_special(paths.states)
     replaces = policy in ("overwrite", "retry")
-    if not replaces and _is_done(paths, identity, whole):
+    if not replaces and is_done(paths, identity, whole):
         return None
     lock = RunLock(paths.work, paths.result)
     try:
@@ -108,7 +108,7 @@ def open_work(
         raise
 
 
-def _is_done(paths: OutputPaths, identity: RunIdentity, whole: bool) -> bool:
+def is_done(paths: OutputPaths, identity: RunIdentity, whole: bool = False) -> bool:
     """Whether the output is complete and intact, and there is no work folder."""
     if exists(paths.work) or not is_complete(paths, identity):
         return False

@@ -25,7 +25,7 @@ from batchgen.kernels.device import Device, cpu_quota
 from batchgen.models.base import Model, ModelSpec
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import blocks
-from batchgen.request.media_items import MediaItems
+from batchgen.request.media_items import MediaItems, MediaPlan
 from batchgen.request.table import RequestTable
 
 Ints = npt.NDArray[np.int64]
@@ -258,24 +258,6 @@ def open_media(
 
     step = StepMedia(table, feed, workload.spans, spec.rope_axes, find)
     return JobMedia(workload, uses, samples, feed, step)
-
-
-@dataclass(frozen=True, slots=True)
-class MediaPlan:
-    """Figures of a job's images and sounds. Names are those of the report."""
-
-    items: int
-    """Distinct images and sounds, each of which is decoded and encoded once."""
-    images: int
-    sounds: int
-    megapixels: float
-    """Pixels of the images that are decoded, in millions."""
-    audio_seconds: float
-    """Length of the sounds that are decoded."""
-    encoded_tokens: int
-    """Tokens of the distinct items: the work of the encoder."""
-    prompt_tokens: int
-    """Tokens of all prompts that items became."""
 
 
 def most_media_bytes(table: RequestTable, width: int) -> int:

@@ -155,7 +155,14 @@ def _whole_mib(count: int) -> str:
 
 
 def cache_groups(spec: ModelSpec, page_size: int) -> tuple[CacheGroup, ...]:
-    """The caches that a model's layers keep: a group for each size of keys and values without and with a window."""
+    """The caches that a model's layers keep: a group for each size of keys and values without and with a window.
+
+    Raises:
+        UsageError: a page would hold positions of two attention chunks.
+    """
+    chunk = spec.attention_chunk
+    if chunk in spec.windows and chunk is not None and chunk % page_size:
+        raise UsageError(f"`--page-size` {page_size} does not divide the model's attention chunks of {chunk} tokens")
     windows = spec.windows or (None,) * len(spec.kv_layers)
     kinds = list(zip(spec.kv_layers, windows, strict=True))
     return tuple(
@@ -185,8 +192,13 @@ def with_windows_in(spec: ModelSpec, workload: JobWorkload, page_size: int, budg
     if window is None:
         return spec
     least = least_window_pages(window + workload.longest_span, page_size)
-    if cache_bytes(groups, PageCounts(2, least)) <= budget:
+    if (size := cache_bytes(groups, PageCounts(2, least))) <= budget:
         return spec
+    if spec.attention_chunk is not None:
+        raise UsageError(
+            f"`--kv-memory`: {format_size(budget)} do not hold the {format_size(size)} that layers which attend in "
+            f"chunks of {window:,} tokens need; raise it, or lower --max-model-len to {window}"
+        )
     return replace(spec, windows=())
 
 

@@ -15,10 +15,10 @@ from batchgen.engine import engine as engine_module
 from batchgen.engine.media import feed as feed_module
 from batchgen.engine.media import job as job_module
 from batchgen.engine.media.features import FeatureStore
-from batchgen.engine.media.job import ItemUses, MediaPlan, most_media_bytes, plan_media
+from batchgen.engine.media.job import ItemUses, most_media_bytes, plan_media
 from batchgen.engine.memory.kv_budget import DeviceMemory
 from batchgen.kernels.device import HOST
-from batchgen.request.media_items import DistinctItem, MediaItems
+from batchgen.request.media_items import DistinctItem, MediaItems, MediaPlan
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 from tests.engine.fake_device import LateDevice
