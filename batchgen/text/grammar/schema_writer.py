@@ -8,8 +8,16 @@ from itertools import product
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS, NOTE_FORMATS
-from batchgen.text.grammar.keywords import ASSERTIONS, UNSUPPORTED_KEYWORDS, Json, unknown_keywords
+from batchgen.text.grammar.formats import FORMATS, IMPLIED_PATTERNS, is_known_format
+from batchgen.text.grammar.keywords import (
+    ASSERTIONS,
+    HEAD_KEYWORDS,
+    ORDER,
+    UNSUPPORTED_KEYWORDS,
+    Json,
+    is_order,
+    unknown_keywords,
+)
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 from batchgen.text.grammar.schema_analysis import (
     any_of,
@@ -24,6 +32,8 @@ _MAX_DEPTH = 200
 """Deepest nesting of a schema."""
 _REMEDIES = {
     "nullable": 'write `"type": [..., "null"]`',
+    "propertyOrder": "write `propertyOrdering`, a list of names",
+    ORDER: "put `properties` into the wanted order, or allow it with --lenient-schemas",
     "uniqueItems": "change the schema, or allow it with --lenient-schemas: finished texts are checked for it",
 }
 
@@ -97,6 +107,7 @@ class SchemaWriter(ABC):
             raise self._invalid(path, f"is more than {_MAX_DEPTH} levels deep")
         try:
             self._check_keywords(schema, path)
+            self._check_order(schema, path, is_part)
             return self._object(schema, path, is_part)
         finally:
             self._depth -= 1
@@ -118,6 +129,18 @@ class SchemaWriter(ABC):
             self._unsupported(path, "contains", "grammars cannot count items")
         if path != "#" and "$id" in schema:
             self._unsupported(path, "$id", "only the document itself may have one")
+
+    def _check_order(self, schema: Json, path: str, is_part: bool) -> None:
+        """Refuse an order of properties that are not all declared next to it; `Schema.parse` obeys all others."""
+        order = schema.get(ORDER)
+        if not order or not is_order(order):
+            return
+        undeclared = next((name for name in order if name not in schema.get("properties", ())), None)
+        head = next((key for key in HEAD_KEYWORDS if key in schema), "allOf" if is_part else None)
+        if undeclared is not None:
+            self._unsupported(path, ORDER, f"{undeclared[:60]!r} is not in `properties`")
+        elif head is not None:
+            self._unsupported(path, ORDER, f"it occurs with `{head}`")
 
     def _ref(self, target: Any, path: str, *, is_part: bool = False) -> Any:
         if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
@@ -150,13 +173,14 @@ class SchemaWriter(ABC):
     def _patterns_of(self, schema: Json, path: str) -> dict[str, str]:
         """`pattern` and `format` of strings -> a pattern as it is given, or that describes the format."""
         found: dict[str, str] = {}
-        named = schema.get("format")
+        named: Any = schema.get("format")
         if named in FORMATS and FORMATS[named].pattern is not None:
             found["format"] = FORMATS[named].pattern or ""
-        elif named is not None and named not in NOTE_FORMATS and named not in INTEGER_FORMATS:
-            problem = f"no grammar for {named} is known" if named in FORMATS else f"the format {named!r} is unknown"
-            self._unsupported(path, "format", problem)
-        if "pattern" in schema:
+        elif named in FORMATS:
+            self._unsupported(path, "format", f"no grammar for {named} is known")
+        elif named is not None and not is_known_format(schema):
+            self._unsupported(path, "format", f"the format {named!r} is unknown")
+        if "pattern" in schema and schema["pattern"] != IMPLIED_PATTERNS.get(named):
             found["pattern"] = schema["pattern"]
         return found
 
