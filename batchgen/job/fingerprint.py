@@ -78,6 +78,8 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     # Options that are new are left out at their defaults, too.
     options |= {"input_format": config.input_format} if config.input_format != AUTO_FORMAT else {}
     options |= {"include_source": True} if config.include_source else {}
+    media = {"image_column": config.image_column, "audio_column": config.audio_column}
+    options |= {name: column for name, column in media.items() if column is not None}
     # Source and digest: a processor whose code changes makes another job.
     if config.strict_fields:  # left out otherwise, for equal fingerprints with older versions
         options["strict_fields"] = True
@@ -115,5 +117,5 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     names = () if isinstance(carry, str) else carry
     if is_lines(config.output) and JOB_KEY in names:
         raise UsageError(f"`--carry` {JOB_KEY}: each line of {config.output} names its job so; rename the field")
-    carried = carried_fields(names, inputs.files, config.prompt_column, config.id_column)
+    carried = carried_fields(names, inputs.files, config.columns)
     return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)
