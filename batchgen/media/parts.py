@@ -9,8 +9,10 @@ from typing import Final, Literal
 
 from batchgen.media.faults import MediaFault
 
-MAX_PARTS: Final = {"JPEG": 512, "PNG": 1 << 16, "WEBP": 1 << 16, "GIF": 1 << 16, "TIFF": 1 << 16}
-"""Format -> most parts of a file. Of JPEG, the library joins the segments of EXIF one by one, copying those before."""
+MAX_PARTS: Final = 1 << 16
+"""Most parts of a file of another format than JPEG."""
+MAX_SEGMENTS: Final = 512
+"""Most segments of a JPEG file in front of the pixels: the library joins those of EXIF one by one."""
 _FURTHER: Final = frozenset({34665, 34853, 40965})
 """Tags of TIFF that lead to further tags: EXIF, GPS, interoperability."""
 _WIDTHS: Final = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
@@ -21,11 +23,11 @@ def check_parts(data: bytes, form: str) -> None:
     """Refuse a file by the number of its parts, before the library reads it.
 
     Raises:
-        MediaFault: it has more than `MAX_PARTS`.
+        MediaFault: it has more than are allowed.
     """
-    parts = _PARTS.get(form)
-    if parts is not None and next(islice(parts(data), MAX_PARTS[form], None), None) is not None:
-        raise MediaFault(f"is a {form} image of more than {MAX_PARTS[form]:,} parts; convert it")
+    parts, most = _PARTS.get(form), MAX_SEGMENTS if form == "JPEG" else MAX_PARTS
+    if parts is not None and next(islice(parts(data), most, None), None) is not None:
+        raise MediaFault(f"is a {form} image of more than {most:,} parts; convert it")
 
 
 def png_chunks(data: bytes) -> Iterator[int]:
