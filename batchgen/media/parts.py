@@ -1,4 +1,4 @@
-"""Parts of a picture's file: segments, chunks, blocks or tags. The library spends time on each, whatever it holds."""
+"""Parts of a file: segments, chunks, blocks or tags. The libraries spend time on each, whatever it holds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WIDTHS: Final = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 
 
 
 def check_parts(data: bytes, form: str) -> None:
-    """Refuse a file by the number of its parts, before the library reads it.
+    """Refuse a file by the number of its parts, before a library reads it.
 
     Raises:
         MediaFault: it has more than are allowed.
     """
     parts, most = _PARTS.get(form), MAX_SEGMENTS if form == "JPEG" else MAX_PARTS
     if parts is not None and next(islice(parts(data), most, None), None) is not None:
-        raise MediaFault(f"is a {form} image of more than {most:,} parts; convert it")
+        raise MediaFault(f"is a {form} file of more than {most:,} parts; convert it")
 
 
 def png_chunks(data: bytes) -> Iterator[int]:
@@ -105,4 +105,5 @@ _PARTS: Final[dict[str, Callable[[bytes], Iterator[int]]]] = {
     "WEBP": partial(riff_chunks, inside=b"ANMF"),
     "GIF": _gif_blocks,
     "TIFF": _tiff_values,
+    "WAV": riff_chunks,
 }

@@ -161,7 +161,7 @@ def accepted_parts(data: bytes, form: str, monkeypatch: pytest.MonkeyPatch) -> i
             assert image_size(data, ENOUGH) == SIZE
             assert_decoded(data, as_the_library(data))
             return limit
-        with pytest.raises(MediaFault, match=rf"is a {form} image of more than {limit} parts; convert it"):
+        with pytest.raises(MediaFault, match=rf"is a {form} file of more than {limit} parts; convert it"):
             image_size(data, ENOUGH)
         limit += 1
 
