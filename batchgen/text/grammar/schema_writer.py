@@ -9,15 +9,7 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.grammar.formats import FORMATS, IMPLIED_PATTERNS, is_known_format
-from batchgen.text.grammar.keywords import (
-    ASSERTIONS,
-    HEAD_KEYWORDS,
-    ORDER,
-    UNSUPPORTED_KEYWORDS,
-    Json,
-    is_order,
-    unknown_keywords,
-)
+from batchgen.text.grammar.keywords import ASSERTIONS, ORDER, UNSUPPORTED_KEYWORDS, Json, is_order, unknown_keywords
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 from batchgen.text.grammar.schema_analysis import (
     any_of,
@@ -33,7 +25,6 @@ _MAX_DEPTH = 200
 _REMEDIES = {
     "nullable": 'write `"type": [..., "null"]`',
     "propertyOrder": "write `propertyOrdering`, a list of names",
-    ORDER: "put `properties` into the wanted order, or allow it with --lenient-schemas",
     "uniqueItems": "change the schema, or allow it with --lenient-schemas: finished texts are checked for it",
 }
 
@@ -106,13 +97,12 @@ class SchemaWriter(ABC):
         if self._depth > _MAX_DEPTH:
             raise self._invalid(path, f"is more than {_MAX_DEPTH} levels deep")
         try:
-            self._check_keywords(schema, path)
-            self._check_order(schema, path, is_part)
+            self._check_keywords(schema, path, is_part)
             return self._object(schema, path, is_part)
         finally:
             self._depth -= 1
 
-    def _check_keywords(self, schema: Json, path: str) -> None:
+    def _check_keywords(self, schema: Json, path: str, is_part: bool) -> None:
         for key in unknown_keywords(schema):
             near = get_close_matches(key.lower(), [known.lower() for known in ASSERTIONS], 1, 0.8)
             hint = next((f"; did you mean `{known}`?" for known in ASSERTIONS if [known.lower()] == near), "")
@@ -127,20 +117,11 @@ class SchemaWriter(ABC):
             self._unsupported(path, "uniqueItems", "grammars cannot compare items")
         if "contains" in schema:
             self._unsupported(path, "contains", "grammars cannot count items")
+        order: Any = schema.get(ORDER)
+        if order and is_order(order) and (is_part or not set(order) <= set(schema.get("properties", ()))):
+            self._unsupported(path, ORDER, "its names must be in `properties` next to it, and not in a part of `allOf`")
         if path != "#" and "$id" in schema:
             self._unsupported(path, "$id", "only the document itself may have one")
-
-    def _check_order(self, schema: Json, path: str, is_part: bool) -> None:
-        """Refuse an order of properties that are not all declared next to it; `Schema.parse` obeys all others."""
-        order = schema.get(ORDER)
-        if not order or not is_order(order):
-            return
-        undeclared = next((name for name in order if name not in schema.get("properties", ())), None)
-        head = next((key for key in HEAD_KEYWORDS if key in schema), "allOf" if is_part else None)
-        if undeclared is not None:
-            self._unsupported(path, ORDER, f"{undeclared[:60]!r} is not in `properties`")
-        elif head is not None:
-            self._unsupported(path, ORDER, f"it occurs with `{head}`")
 
     def _ref(self, target: Any, path: str, *, is_part: bool = False) -> Any:
         if not isinstance(target, str) or not (target == "#" or target.startswith("#/")):
@@ -176,10 +157,9 @@ class SchemaWriter(ABC):
         named: Any = schema.get("format")
         if named in FORMATS and FORMATS[named].pattern is not None:
             found["format"] = FORMATS[named].pattern or ""
-        elif named in FORMATS:
-            self._unsupported(path, "format", f"no grammar for {named} is known")
-        elif named is not None and not is_known_format(schema):
-            self._unsupported(path, "format", f"the format {named!r} is unknown")
+        elif named in FORMATS or (named is not None and not is_known_format(schema)):
+            problem = f"no grammar for {named} is known" if named in FORMATS else f"the format {named!r} is unknown"
+            self._unsupported(path, "format", problem)
         if "pattern" in schema and schema["pattern"] != IMPLIED_PATTERNS.get(named):
             found["pattern"] = schema["pattern"]
         return found
