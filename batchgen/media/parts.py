@@ -14,9 +14,9 @@ MAX_PARTS: Final = 1 << 16
 MAX_SEGMENTS: Final = 512
 """Most segments of a JPEG file in front of the pixels: the library joins those of EXIF one by one."""
 _FURTHER: Final = frozenset({34665, 34853, 40965})
-"""Tags of TIFF that lead to further tags: EXIF, GPS, interoperability."""
+"""Tags of TIFF that lead to further tags: of EXIF, GPS, interoperability."""
 _WIDTHS: Final = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
-"""Type of a tag -> bytes of a value, where each becomes a number."""
+"""Type of a tag of TIFF -> bytes of a value, where each becomes a number."""
 
 
 def check_parts(data: bytes, form: str) -> None:
@@ -65,38 +65,30 @@ def _gif_blocks(data: bytes) -> Iterator[int]:
     at = 13 + (3 << (flags & 7) + 1 if flags & 128 else 0)
     while at < len(data) and data[at] not in b",;":
         yield at
-        if data[at] != 0x21:
-            at += 1
-            continue
-        at += 2
-        while at < len(data) and data[at]:
+        at += 2 if (extension := data[at] == 0x21) else 1
+        while extension and at < len(data) and data[at]:
             yield at
             at += 1 + data[at]
-        at += 1
+        at += extension
 
 
 def _tiff_values(data: bytes) -> Iterator[int]:
-    """Tags of the first picture, once for each number that they hold."""
+    """Tags of the first picture and of those that they lead to, once for each number that they hold."""
     order: Literal["little", "big"] = "little" if data[:2] == b"II" else "big"
-    big = 43 in data[2:4]
-    wide, entry, first = (8, 20, 8) if big else (4, 12, 4)
-
-    def number(at: int, size: int) -> int:
-        return int.from_bytes(data[at : at + size], order)
-
-    waiting, seen = [number(first, wide)], set[int]()
-    while waiting:
-        table = waiting.pop()
-        if table in seen:
-            continue
-        seen.add(table)
-        start = table + (8 if big else 2)
-        for at in range(start, min(start + entry * number(table, start - table), len(data)), entry):
+    wide, counts, entry = (8, 8, 20) if 43 in data[2:4] else (4, 2, 12)
+    number = partial(_number, data, order)
+    tables = [number(wide, wide)]
+    for table in tables:
+        start = table + counts
+        for at in range(start, min(start + entry * number(table, counts), len(data)), entry):
             width = _WIDTHS.get(number(at + 2, 2))
-            count = number(at + 4, wide)
-            yield from repeat(at, 1 if width is None else max(1, min(count, len(data) // width)))
+            yield from repeat(at, 1 if width is None else max(1, min(number(at + 4, wide), len(data) // width)))
             if number(at, 2) in _FURTHER:
-                waiting.append(number(at + 4 + wide, wide))
+                tables.append(number(at + 4 + wide, wide))
+
+
+def _number(data: bytes, order: Literal["little", "big"], at: int, size: int) -> int:
+    return int.from_bytes(data[at : at + size], order)
 
 
 _PARTS: Final[dict[str, Callable[[bytes], Iterator[int]]]] = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from batchgen.request.fields import ID_NAMES
-from batchgen.request.media import MEDIA_FIELDS
 
 PROMPT_FIELDS = ("text", "prompt")
-"""Fields that a named prompt replaces."""
+_REPLACED = {"prompt": PROMPT_FIELDS, "id": ID_NAMES, "image": ("image_data",), "audio": ("audio_data",)}
+"""What a name is given for -> the fields that the named one replaces."""
 
 
 class NamedColumns(NamedTuple):
@@ -25,22 +25,17 @@ class NamedColumns(NamedTuple):
 
     def replaced(self) -> tuple[str, ...]:
         """Fields that are carried as data, unless they are named themselves: others take their place."""
-        return (
-            *(PROMPT_FIELDS if self.prompt is not None else ()),
-            *(ID_NAMES if self.id is not None else ()),
-            *(field for _, field in self.media()),
-        )
+        return tuple(name for role, names in _REPLACED.items() if getattr(self, role) is not None for name in names)
 
     def media(self) -> list[tuple[str, str]]:
         """(column, field that it becomes) of each column of images or sounds."""
-        named = zip((self.image, self.audio), (MEDIA_FIELDS["image"], MEDIA_FIELDS["audio"]), strict=True)
-        return [(name, field) for name, field in named if name is not None]
+        named = {"image_data": self.image, "audio_data": self.audio}
+        return [(name, field) for field, name in named.items() if name is not None]
 
     def fields(self) -> dict[str, str]:
         """Column of a table -> the field that it is read as, where that has another name; empty for plain text."""
-        found = {field: "extra" for _, field in self.media()} | dict(self.media())
-        plain = (*(PROMPT_FIELDS if self.prompt is not None else ()), self.prompt, self.id)
-        return found | {name: "" for name in plain if name is not None}
+        plain = {name: "" for name in (self.prompt, self.id) if name is not None}
+        return dict.fromkeys(self.replaced(), "extra") | dict(self.media()) | plain
 
 
 UNNAMED = NamedColumns()
