@@ -189,7 +189,7 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 def _exif_chunk(data: bytes) -> bytes | None:
     """The EXIF chunk of a PNG file, which may come after the pixels."""
     at = next((at for at in png_chunks(data) if data[at + 4 : at + 8] == b"eXIf"), None)
-    return None if at is None else b"Exif\0\0" + data[at + 8 :][: int.from_bytes(data[at : at + 4], "big")]
+    return None if at is None else b"Exif\0\0" + data[at + 8 : at + 8 + int.from_bytes(data[at : at + 4], "big")]
 
 
 def _rgb(image: Image.Image) -> Image.Image:
