@@ -30,6 +30,7 @@ from batchgen.config.option_types import (
 from batchgen.config.sampling_options import SAMPLING, SAMPLING_OPTIONS
 from batchgen.config.units import Shard, Threshold, parse_shard
 from batchgen.errors import UsageError
+from batchgen.request.named_columns import NamedColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,12 @@ class RunConfig:
         None, "Field that contains the prompt. Example: --prompt-column question", NAME
     )
     id_column: str | None = INPUT.option(None, "Field that contains the id of the row. Example: --id-column uid", NAME)
+    image_column: str | None = INPUT.option(
+        None, "Field that contains the images of the row. Example: --image-column image", NAME
+    )
+    audio_column: str | None = INPUT.option(
+        None, "Field that contains the sounds of the row. Example: --audio-column audio", NAME
+    )
     chat: bool | None = INPUT.option(
         None,
         "Apply the chat template to text prompts (--chat), or refuse rows with messages (--no-chat). Example: --chat",
@@ -159,6 +166,11 @@ class RunConfig:
     )
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Option -> source of its value; absent: default."""
+
+    @property
+    def columns(self) -> NamedColumns:
+        """The fields that options name."""
+        return NamedColumns(self.prompt_column, self.id_column, self.image_column, self.audio_column)
 
     def describe(self) -> dict[str, Any]:
         """JSON form of the configuration, with the origin of each value."""

@@ -19,8 +19,9 @@ from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import SOURCE_COLUMNS
 from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import UsageError
-from batchgen.request.fields import ID_NAMES, LOOKUP
+from batchgen.request.fields import LOOKUP
 from batchgen.request.foreign_text import read_json
+from batchgen.request.named_columns import PROMPT_FIELDS, UNNAMED, NamedColumns
 
 _SOURCE_TYPES = dict(zip(SOURCE_COLUMNS, (pa.string(), pa.int64()), strict=True))
 
@@ -40,25 +41,23 @@ def effective_carry(carry: Carry, *, include_source: bool) -> Carry:
 
 
 def carried_fields(
-    names: Sequence[str], files: Sequence[InputFile], prompt_column: str | None, id_column: str | None
+    names: Sequence[str], files: Sequence[InputFile], columns: NamedColumns = UNNAMED
 ) -> tuple[pa.Field, ...]:
     """The output columns of the named fields, in the order given.
 
     Args:
         names: field names given by `--carry`.
         files: the input files, in any layout.
-        prompt_column: the field that contains the prompt, which is not carried.
-        id_column: the field that contains the id, which is not carried.
+        columns: the fields that options name, which are not carried, unlike those that they replace.
 
     Raises:
         UsageError: a name is a column of the output, a field that the row uses, or missing from the input.
     """
-    # Ids are carried if `--id-column` names another column.
-    free = frozenset(ID_NAMES) if id_column is not None else frozenset()
+    free = set(columns.replaced()).difference(PROMPT_FIELDS)
     for name in names:
         if name in SCHEMA.names:
             raise UsageError(f"`--carry` {name}: the output has a column of that name; rename the field")
-        if name in (prompt_column, id_column) or (name in LOOKUP["row"] and name not in free):
+        if name in columns or (name in LOOKUP["row"] and name not in free):
             raise UsageError(
                 f"`--carry` {name}: the row uses that field, and only unused fields are carried; leave it out"
             )

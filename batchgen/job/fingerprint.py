@@ -78,8 +78,11 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     # Options that are new are left out at their defaults, too.
     options |= {"input_format": config.input_format} if config.input_format != AUTO_FORMAT else {}
     options |= {name: True for name in ("include_source", "strict_fields") if getattr(config, name)}
-    for name in ("chat_template_name", "ignore_template_options"):
-        options |= {name: value} if (value := getattr(config.engine, name)) else {}
+    for owner, name in (
+        *((config.engine, name) for name in ("chat_template_name", "ignore_template_options")),
+        *((config, name) for name in ("image_column", "audio_column")),
+    ):
+        options |= {name: value} if (value := getattr(owner, name)) else {}
     # Source and digest: a processor whose code changes makes another job.
     processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
     info = {
@@ -115,5 +118,5 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     names = () if isinstance(carry, str) else carry
     if is_lines(config.output) and JOB_KEY in names:
         raise UsageError(f"`--carry` {JOB_KEY}: each line of {config.output} names its job so; rename the field")
-    carried = carried_fields(names, inputs.files, config.prompt_column, config.id_column)
+    carried = carried_fields(names, inputs.files, config.columns)
     return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)

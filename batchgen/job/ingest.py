@@ -130,8 +130,8 @@ def ingest(
 
     Raises:
         InputError: a row is bad, with `--on-bad-row fail`.
-        UsageError: no row has the field that `--id-column` names. If only some rows are selected, others may have it,
-            and a note says so; likewise for `--carry`, whose fields may be absent.
+        UsageError: no row has a field that `--id-column` or its like names. If only some rows are selected, others may
+            have it, and a note says so; likewise for `--carry`, whose fields may be absent.
     """
     config = setup.config
     tokens = TokenSpool(folder / TOKENS)
@@ -141,10 +141,11 @@ def ingest(
     carry = effective_carry(config.carry, include_source=config.include_source)
     selection = selection_of(config)
     carried_names = () if isinstance(config.carry, str) else config.carry
-    wanted = NamedFields({**dict.fromkeys(carried_names, "--carry"), config.id_column: "--id-column"})
+    named = {name: option for name, option in config.columns.options().items() if name != config.prompt_column}
+    wanted = NamedFields({**dict.fromkeys(carried_names, "--carry"), **named})
     decode = setup.decode_prompt if config.include_prompt else None
     try:
-        given = inputs.rows(config.prompt_column, config.id_column, selection, wanted)
+        given = inputs.rows(config.columns, selection, wanted)
         for row in reader.read(given, lambda row: _prepared(row, carry, decode), record):
             result.rows += 1
             on_row(result.rows)
@@ -154,7 +155,7 @@ def ingest(
                 _add_good(result, row)
             del row  # so that a large row is gone when the next is read
         for option, problem in wanted.problems("the input" if selection.selects_all else "the selection of rows"):
-            if option == "--id-column" and selection.selects_all:
+            if option != "--carry" and selection.selects_all:
                 raise UsageError(problem)
             result.notes.append(problem)
         result.notes += setup.front_end.notes

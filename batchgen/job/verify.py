@@ -181,7 +181,7 @@ def _check_model(setup: Setup, run: Mapping[str, Any]) -> None:
 
 def _replays(inputs: InputSet, setup: Setup, results: Results, chosen: list[int], *, scaled: bool) -> Iterator[_Replay]:
     engine, config = setup.engine(setup.load_model()), setup.config
-    for raw in inputs.rows_at(chosen, config.prompt_column, config.id_column):
+    for raw in inputs.rows_at(chosen, config.columns):
         yield _replay(engine, setup, raw, list(results.rows(row=raw.index)), scaled=scaled)
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from batchgen.errors import UsageError
 from batchgen.media.faults import MediaFault, describe, what_else
+from batchgen.media.parts import check_parts, png_chunks
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -161,6 +162,7 @@ def _opened(data: bytes) -> Image.Image:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
     if found == "JPEG" and (scans := data.count(_SCAN)) > MAX_SCANS:
         raise MediaFault(f"is a JPEG image of {scans} scans; at most {MAX_SCANS} are allowed: convert it")
+    check_parts(data, found)
     _silence()
     try:
         image: Image.Image = _library().open(io.BytesIO(data), formats=_FORMATS)
@@ -186,13 +188,8 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 
 def _exif_chunk(data: bytes) -> bytes | None:
     """The EXIF chunk of a PNG file, which may come after the pixels."""
-    at = 8
-    while at + 12 <= len(data):
-        size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        if kind == b"eXIf":
-            return b"Exif\0\0" + data[at + 8 : at + 8 + size]
-        at += size + 12
-    return None
+    at = next((at for at in png_chunks(data) if data[at + 4 : at + 8] == b"eXIf"), None)
+    return None if at is None else b"Exif\0\0" + data[at + 8 : at + 8 + int.from_bytes(data[at : at + 4], "big")]
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from batchgen.errors import UsageError
 from batchgen.media.faults import MediaFault, describe, what_else
+from batchgen.media.parts import check_parts, riff_chunks
 
 MIN_RATE, MAX_RATE = 1_000, 768_000
 """Sampling rates in Hz that are read."""
@@ -33,8 +34,10 @@ _BLOCK: Final = 1 << 18
 _FULL_SCALE: Final = {"int16": 1 << 15, "int32": 1 << 31}
 
 _CUT: Final = "is cut off: its {0} promises {1:,} bytes, but {2:,} follow; replace the file"
-_UNKNOWN: Final = 0xFFFFFFFF
-"""Size that a program writes which does not know the size yet."""
+_UNKNOWN: Final = frozenset(
+    {0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 2_000_000_000, (1 << 63) - 1, (1 << 64) - 1}
+)
+"""Sizes that programs write which do not know the size, since they write to a pipe."""
 
 _lock = Lock()
 _depth = 0
@@ -187,7 +190,7 @@ def _opened(data: bytes) -> Any:
     found = sound_format(data)
     if found is None:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
-    _check_whole(data, found)
+    data = _whole(data, found)
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:
@@ -217,28 +220,33 @@ def _is_layer_three(head: bytes) -> bool:
     return len(head) == 2 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2 and head[1] & 0x18 != 0x08
 
 
-def _check_whole(data: bytes, kind: str) -> None:
-    """Refuse a file that is shorter than it says, where the library would take what is left of it.
+def _whole(data: bytes, kind: str) -> bytes:
+    """The file, if it is as long as it says; else the library would take what is left of it.
 
     Raises:
         MediaFault: the file is cut off.
     """
-    if kind == "WAV" and data[:4] == b"RIFF":
-        _check_wav(data)
-    elif kind == "OGG":
+    check_parts(data, kind)
+    if kind == "OGG":
         _check_ogg(data)
+    return _whole_wav(data) if kind == "WAV" else data
 
 
-def _check_wav(data: bytes) -> None:
-    at = 12
-    while at + 8 <= len(data):
-        name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
-        at += 8
-        if name == b"data":
-            if size != _UNKNOWN and size > len(data) - at:
-                raise MediaFault(_CUT.format("header", size, len(data) - at))
-            return
-        at += size + size % 2
+def _whole_wav(data: bytes) -> bytes:
+    """The file; one of the form RF64 that has no size gets it, which the library needs."""
+    chunks = dict[bytes, int]()
+    for at in riff_chunks(data):
+        chunks.setdefault(data[at : at + 4], at)
+    name, width = (b"ds64", 8) if data[:4] == b"RF64" else (b"data", 4)
+    if b"data" not in chunks or name not in chunks:
+        return data
+    at, place = chunks[b"data"], chunks[name] + (16 if width == 8 else 4)
+    size, left = int.from_bytes(data[place : place + width], "little"), len(data) - at - 8
+    if size > left and size not in _UNKNOWN:
+        raise MediaFault(_CUT.format("header", size, left))
+    if width == 8 and (not size or size in _UNKNOWN):
+        return data[:place] + left.to_bytes(width, "little") + data[place + width :]
+    return data
 
 
 def _check_ogg(data: bytes) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from batchgen.errors import UsageError
@@ -18,6 +20,7 @@ from batchgen.request.unnamed_file import UnnamedFile
 
 if TYPE_CHECKING:
     import http.client
+    import urllib.request
 
 TIMEOUT_SECONDS: Final = 30.0
 """Most time of one item."""
@@ -60,9 +63,9 @@ class MediaUrls:
         if not self.allows(url):
             remedy = "download the file, or allow it with --allow-media-url PREFIX"
             raise MediaFault(f"is {show(url)}, which may not be fetched; {remedy}")
-        end, target = time.monotonic() + TIMEOUT_SECONDS, url
+        deadline, target = _Deadline(), url
         for _ in range(_MAX_REDIRECTS + 1):
-            found = _get(target, end, self._large)
+            found = _get(target, deadline, self._large)
             if isinstance(found, bytes):
                 return found
             target = urljoin(target, found)
@@ -156,19 +159,53 @@ def _prefix(url: str) -> tuple[tuple[str, str, int], str]:
     raise UsageError(f"`--allow-media-url` {url} is not the beginning of a URL; write https://HOST/FOLDER/")
 
 
-def _get(url: str, end: float, large: Lock) -> bytes | str:
+class _Deadline:
+    """The time at which the fetch of one item ends, whatever the server sends."""
+
+    def __init__(self) -> None:
+        self.end = time.monotonic() + TIMEOUT_SECONDS
+
+    def left(self) -> float:
+        """Seconds that are left; `TimeoutError` if there are none."""
+        if (left := self.end - time.monotonic()) <= 0:
+            raise TimeoutError
+        return left
+
+    def connect(self, address: tuple[str, int], *_: Any) -> socket.socket:
+        """A connection to one of the host's addresses; its timeout is what is left."""
+        problem = OSError("the host has no address")
+        for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+            try:
+                sock = socket.create_connection((str(found[4][0]), address[1]), self.left())
+                sock.settimeout(self.left())
+                return sock
+            except OSError as error:
+                problem = error
+        raise problem
+
+    def bound(self, response: Callable[..., Any], sock: socket.socket, *args: Any, **options: Any) -> Any:
+        """A response, each read of which, also of headers and trailers, has what is left as its timeout."""
+        made = response(sock, *args, **options)
+        read = made.fp.raw.readinto
+
+        def readinto(buffer: Any) -> Any:
+            sock.settimeout(self.left())
+            return read(buffer)
+
+        made.fp.raw.readinto = readinto
+        return made
+
+
+def _get(url: str, deadline: _Deadline, large: Lock) -> bytes | str:
     """The bytes at a URL, or the place to which it is redirected."""
     import http.client  # slow to import, and no job needs it but for URLs
     import urllib.error
     import urllib.request
 
-    opener = urllib.request.OpenerDirector()  # without what follows redirects
-    for handler in ("ProxyHandler", "HTTPHandler", "HTTPSHandler", "HTTPDefaultErrorHandler", "HTTPErrorProcessor"):
-        opener.add_handler(getattr(urllib.request, handler)())
     request = urllib.request.Request(url, headers={"User-Agent": "batchgen", "Accept-Encoding": "identity"})
     try:
-        with opener.open(request, timeout=max(end - time.monotonic(), 0.001)) as answer:
-            return _read(answer, end, large)
+        with _opener(deadline).open(request, timeout=deadline.left()) as answer:
+            return _read(answer, deadline, large)
     except urllib.error.HTTPError as error:
         error.close()
         place = error.headers.get("Location")
@@ -178,11 +215,36 @@ def _get(url: str, end: float, large: Lock) -> bytes | str:
     except MediaFault:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = describe(getattr(error, "reason", None) or error)
-        raise MediaFault(f"cannot be fetched from {show(url)} ({reason}); check the URL, or download it") from None
+        reason: Any = getattr(error, "reason", None) or error
+        if isinstance(reason, TimeoutError):
+            raise MediaFault(f"takes more than {TIMEOUT_SECONDS:g} s to fetch; download it") from None
+        problem = f"cannot be fetched from {show(url)} ({describe(reason)})"
+        raise MediaFault(f"{problem}; check the URL, or download it") from None
 
 
-def _read(answer: http.client.HTTPResponse, end: float, large: Lock) -> bytes:
+def _opener(deadline: _Deadline) -> urllib.request.OpenerDirector:
+    """An opener that follows no redirects, and does nothing past the deadline."""
+    import urllib.request
+
+    def open_by(do_open: Callable[..., Any], kind: Any, request: urllib.request.Request, **options: Any) -> Any:
+        def connection(*args: Any, **more: Any) -> Any:
+            made = kind(*args, **more)
+            made._create_connection = deadline.connect
+            made.response_class = partial(deadline.bound, kind.response_class)
+            return made
+
+        return do_open(connection, request, **options)
+
+    opener = urllib.request.OpenerDirector()
+    for name in ("ProxyHandler", "HTTPHandler", "HTTPSHandler", "HTTPDefaultErrorHandler", "HTTPErrorProcessor"):
+        handler = getattr(urllib.request, name)()
+        if hasattr(handler, "do_open"):
+            handler.do_open = partial(open_by, handler.do_open)
+        opener.add_handler(handler)
+    return opener
+
+
+def _read(answer: http.client.HTTPResponse, deadline: _Deadline, large: Lock) -> bytes:
     promised = answer.headers.get("Content-Length", "")
     if promised.isdecimal():
         check_bytes(int(promised) or 1)
@@ -192,11 +254,9 @@ def _read(answer: http.client.HTTPResponse, end: float, large: Lock) -> bytes:
             if len(found) <= _LARGE_BYTES < len(found) + len(block):
                 began = time.monotonic()
                 held.enter_context(large)
-                end += time.monotonic() - began
+                deadline.end += time.monotonic() - began
             found += block
             check_bytes(len(found))
-            if time.monotonic() > end:
-                raise MediaFault(f"takes more than {TIMEOUT_SECONDS:g} s to fetch; download it")
     if promised.isdecimal() and len(found) < int(promised):
         raise MediaFault(f"ended after {len(found):,} of {promised} bytes while it was fetched; run the job again")
     return bytes(found)

@@ -106,8 +106,8 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     if new is not None:
         params = defaults.share(key, _scoring_params(new) if texts else new)
     assert params is not None
-    if layout.suspects:
-        defaults.carried_options.add(layout.suspects, value)
+    if layout.suspects or row.extra:
+        defaults.carried_options.add(layout.suspects, value, row.extra)
     given = row.values
     name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(row_index, name, prompts, params, row.extra, "native", texts, given.get("seed", defaults.seed))
@@ -240,8 +240,8 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
         params = defaults.share(key, params)
     if layout.unsupported:
         row.reject_unsupported(layout)
-    if envelope.suspects:
-        defaults.carried_options.add(envelope.suspects, value)
+    if envelope.suspects or row.extra:
+        defaults.carried_options.add(envelope.suspects, value, row.extra)
     given = row.values
     name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(

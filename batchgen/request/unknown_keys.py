@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
@@ -55,6 +56,14 @@ _OPTIONS_BY_LENGTH = {
 _KNOWN = frozenset(LOOKUP["row"]) | {_PARAMS, "body", "method", "url"}
 _MAX_NAMES = 256
 """Most keys of one row that are compared with options."""
+_MEDIA_KEYS = frozenset({"bytes", "path", "array", "sampling_rate"})
+"""Keys of images and sounds in tables of Hugging Face."""
+_ENCODED = ("data:image/", "data:audio/", "iVBORw0KGgo", "/9j/", "UklGR", "R0lGOD", "T2dnUw", "ZkxhQw")
+"""Beginnings of `data:` URLs, and of base64 of PNG, JPEG, WebP or WAV, GIF, OGG and FLAC."""
+_MEDIA_HINT = (
+    "an image or a sound: give it as `image_data` or `audio_data`, or name it with --image-column or --audio-column"
+)
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _ordinary: set[str] = set()
 """Keys of recent rows that are ordinary columns: the layouts of wide tables are made again for each row."""
 _INNER = frozenset(LOOKUP["params"]) | {name for name, answer in ANSWERS.items() if answer.verdict != "idle"}
@@ -129,7 +138,7 @@ def close_name(key: str, names: Iterable[str]) -> str | None:
 
 
 class CarriedOptions:
-    """Counts the rows of a job in which a carried key looks like an option, by key."""
+    """Counts the rows of a job in which a carried key looks like an option or has media, by key."""
 
     def __init__(self, meant: Sequence[str] = (), *, strict: bool = False) -> None:
         """`meant` are keys that are carried on purpose; `strict` refuses the others."""
@@ -137,14 +146,16 @@ class CarriedOptions:
         self._meant = frozenset(meant)
         self._strict = strict
 
-    def add(self, keys: Sequence[str], row: Mapping[str, Any]) -> None:
-        """Count a row with these suspicious keys.
+    def add(self, keys: Sequence[str], row: Mapping[str, Any], carried: Mapping[str, Any] = _NONE) -> None:
+        """Count a row with these suspicious keys, and with media among what it carries.
 
         Raises:
             RowError: `unknown_field` for the first of them, if they are refused.
         """
-        for key in keys:
-            if key in self._meant or not _asks(key, row[key]):
+        asking = [key for key in keys if _asks(key, row[key])]
+        asking += [key for key, value in carried.items() if _is_media(value) and key not in keys]
+        for key in asking:
+            if key in self._meant:
                 continue
             if self._strict:
                 raise _refused(key)
@@ -161,13 +172,24 @@ def _asks(key: str, value: Any) -> bool:
     return isinstance(value, Mapping) and any(snake_case(str(item)) in inner for item in value)
 
 
+def _is_media(value: Any) -> bool:
+    """Whether a carried value is most likely an image or a sound."""
+    if type(value) is str:
+        return value.startswith(_ENCODED)
+    if isinstance(value, list | tuple):
+        return bool(value) and _is_media(value[0])
+    if isinstance(value, Mapping):
+        return bool(value) and value.keys() <= _MEDIA_KEYS
+    return hasattr(value, "getexif")  # a PIL image
+
+
 def _refused(key: str) -> RowError:
-    message = f"`{_shown(key)}` is not a field of a row; {carried_hint(key)}"
+    message = f"`{_shown(key)}` is not a field of a row; {carried_hint(key) or _MEDIA_HINT}"
     return RowError(ErrorCode.UNKNOWN_FIELD, f"{message} (--carry {_shown(key)} says that it is meant)", key)
 
 
 def carried_notes(rows: Mapping[str, int], carry: str | Sequence[str]) -> list[dict[str, Any]]:
-    """Key, number of rows and hint of each carried key that looks like an option, the most frequent first.
+    """Key, number of rows and hint of each carried key that looks like an option or has media, the most frequent first.
 
     Args:
         rows: key -> number of rows.
@@ -177,7 +199,7 @@ def carried_notes(rows: Mapping[str, int], carry: str | Sequence[str]) -> list[d
     ranked = sorted(rows.items(), key=lambda item: (-item[1], item[0]))
     notes = []
     for key, count in ranked:
-        hint = carried_hint(key) or ""
+        hint = carried_hint(key) or _MEDIA_HINT
         mark = "" if hint.endswith("?") else ";"
         notes.append({"key": key, "rows": count, "hint": f"{hint}{mark} {fate}, not obeyed"})
     return notes
@@ -187,7 +209,7 @@ def carried_summary(notes: Sequence[Mapping[str, Any]]) -> str:
     """All of `carried_notes` in one line, without the hints."""
     rows = ", ".join(f"`{_shown(note['key'])}` in {_rows(note['rows'])}" for note in notes[:MAX_NOTES])
     more = f" and {len(notes) - MAX_NOTES} more" if len(notes) > MAX_NOTES else ""
-    return f"not obeyed, though they look like options: {rows}{more}"
+    return f"not obeyed, though they look like options or media: {rows}{more}"
 
 
 def note_line(note: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_err
 from batchgen.request.fields import ID_NAMES, LOOKUP
 from batchgen.request.json_text import parse_json
 from batchgen.request.media import MEDIA_FIELDS
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.raw_row import UnreadableRow
 from batchgen.tables.temporal import temporal_to_text
 from batchgen.tables.text_fields import TextFields
@@ -62,7 +63,7 @@ _BAD_NAME = RowError(
 )
 
 
-def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset[str] = frozenset()) -> list[Value]:
+def read_rows(batch: pa.RecordBatch, fields: TextFields, columns: NamedColumns = UNNAMED) -> list[Value]:
     """The rows of a batch as dicts of JSON values, or the error of a row.
 
     A row has an error for text that is not UTF-8, or not the JSON that its type promises, for a map that repeats a key,
@@ -71,27 +72,27 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset
     Args:
         batch: the rows.
         fields: the columns that hold fields as text.
-        text_columns: further columns, such as a named prompt column, in which binary values must be UTF-8.
+        columns: the fields that options name.
 
     Raises:
         InputError: a column has a type that has no JSON form.
     """
     try:
-        return [fields.read(row) for row in _dicts(batch, text_columns)]
+        return [fields.read(row) for row in _dicts(batch, columns)]
     except Exception as error:
         is_name = isinstance(error, UnicodeDecodeError)  # of a type: values are looked at one by one
         info = _BAD_NAME.info if is_name else row_error(error, "reading the row's columns")
         if batch.num_rows == 1:
-            return [UnreadableRow(RowError(info.code, info.message, info.param), _readable(batch, text_columns))]
-    return [read_rows(batch.slice(i, 1), fields, text_columns)[0] for i in range(batch.num_rows)]
+            return [UnreadableRow(RowError(info.code, info.message, info.param), _readable(batch, columns))]
+    return [read_rows(batch.slice(i, 1), fields, columns)[0] for i in range(batch.num_rows)]
 
 
-def _readable(row: pa.RecordBatch, text_columns: frozenset[str]) -> dict[str, Any]:
+def _readable(row: pa.RecordBatch, columns: NamedColumns) -> dict[str, Any]:
     """The values of a row's columns that can be read."""
     found: dict[str, Any] = {}
     for place in range(row.num_columns):
         with suppress(Exception):
-            found |= _dicts(row.select([place]), text_columns)[0]
+            found |= _dicts(row.select([place]), columns)[0]
     return found
 
 
@@ -130,19 +131,23 @@ def columns_of_text(schema: pa.Schema) -> list[str]:
     ]
 
 
-def _dicts(batch: pa.RecordBatch, text_columns: frozenset[str]) -> list[dict[str, Any]]:
-    strict = _TEXT_COLUMNS | text_columns
-    names = batch.schema.names
-    columns = [
-        _json_values(column, _Place(name, name in _KNOWN, name in strict, name in _MEDIA))
+def _dicts(batch: pa.RecordBatch, columns: NamedColumns) -> list[dict[str, Any]]:
+    names, read_as = batch.schema.names, columns.fields()
+    values = [
+        _json_values(column, _place(name, read_as.get(name, name)))
         for name, column in zip(names, batch.columns, strict=True)
     ]
-    if not columns:
+    if not values:
         return [{} for _ in range(batch.num_rows)]
     return [
         {name: value for name, value in zip(names, row, strict=True) if value is not None}
-        for row in zip(*columns, strict=True)
+        for row in zip(*values, strict=True)
     ]
+
+
+def _place(name: str, field: str) -> _Place:
+    """The place of a column that is read as a field."""
+    return _Place(name, field in _KNOWN, not field or field in _TEXT_COLUMNS, field in _MEDIA)
 
 
 def _json_values(array: pa.Array, place: _Place) -> _Values:

@@ -6,7 +6,8 @@ decides (`Field.json_text`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from batchgen.errors import RowError
@@ -34,16 +35,17 @@ class TextFields:
         names: Collection[str],
         *,
         scalars: bool = False,
-        named: Collection[str] = (),
+        named: Mapping[str, str] = MappingProxyType({}),
         place: Place = "row",
     ) -> None:
         """Args:
         names: the table's columns.
         scalars: whether numbers and booleans are text as well, as in CSV.
-        named: columns of prompts and ids that the user names, and those that they replace: their text is left as it is.
+        named: columns that are read as another field, as in `NamedColumns.fields`.
         place: the place of the columns.
         """
-        self._fields = {name: LOOKUP[place][name] for name in names if name in LOOKUP[place] and name not in named}
+        known = LOOKUP[place]
+        self._fields = {name: known[field] for name in names if (field := named.get(name, name)) in known}
         self._containers = [name for name in (_PARAMS, _BODY) if name in names and place == "row"]
         self._scalars = scalars
 

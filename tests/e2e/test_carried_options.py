@@ -39,7 +39,9 @@ def test_a_run_names_them_at_once_and_in_the_summary_and_the_report(model: Path,
     stderr = done.stderr.splitlines()
     assert [line for line in stderr if line.startswith("`")] == LINES
     (summary,) = (line.split(maxsplit=1)[1] for line in stderr if line.startswith("carried "))
-    assert summary.startswith("not obeyed, though they look like options: `until` in 2 rows, `generation_kwargs` in")
+    assert summary.startswith(
+        "not obeyed, though they look like options or media: `until` in 2 rows, `generation_kwargs` in"
+    )
     assert {note["key"]: note["rows"] for note in done.report["carried_options"]} == COUNTS
     assert json.loads(rows_of(source.parent / "in.out.parquet")[2]["extra"]) == {"until": ["\n"]}
 

@@ -12,6 +12,7 @@ from threading import Lock, Thread
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -316,6 +317,30 @@ def test_urls_are_fetched_side_by_side_and_rows_stay_in_order(
         assert index in (41, 42, 70) or (url["id"], url["output_ids"]) == (file["id"], file["output_ids"])
 
 
+def test_a_named_column_of_a_table_is_used_and_an_unnamed_one_is_not_passed_over(folder: Path, model: Path) -> None:
+    write_lines(folder / "in.jsonl", rows(3))
+    run(command(model), folder)
+    expected = [row["output_ids"] for row in rows_of(folder / "out.parquet")]
+    table = rows(3)
+    for row in table:
+        if name := row.pop("image_data", None):
+            row["picture"] = {"bytes": (folder / "pictures" / name).read_bytes(), "path": name}
+    table[-1]["picture"] = None
+    pq.write_table(pa.Table.from_pylist(table), folder / "in.parquet")
+    words = [*command(model)[4:], "--max-num-seqs", "4"]
+    run(["run", "in.parquet", "-o", "named.parquet", *words, "--image-column", "picture"], folder)
+    named = rows_of(folder / "named.parquet")
+    assert [row["output_ids"] for row in named] == expected
+    assert {row["extra"] for row in named} == {None}
+    run(["verify", "named.parquet", "--rows", "2"], folder)
+    hint = "`picture` in 3 rows: an image or a sound: give it as `image_data` or `audio_data`, or name it with --image-"
+    assert hint in run(["check", "in.parquet", *words], folder).stdout
+    assert run(["run", "in.parquet", "-o", "unnamed.parquet", *words], folder).stderr.count(hint) == 1
+    wrong = run(["run", "in.parquet", "-o", "x.parquet", *words, "--image-column", "pictures"], folder, expect=2).stderr
+    assert "has no column 'pictures'" in wrong
+    assert "did you mean `picture`? Correct --image-column" in wrong
+
+
 def test_verify_replays_rows_with_images(folder: Path, model: Path) -> None:
     write_lines(folder / "in.jsonl", rows(8))
     run(command(model, "--deterministic"), folder)
@@ -344,4 +369,10 @@ def test_a_model_without_towers_says_so(folder: Path) -> None:
     refused, words = rows_of(folder / "out.parquet")
     assert refused["error"]["code"] == "unsupported_field"
     assert "`image_data` cannot be given to this model" in refused["error"]["message"]
+    assert words["status"] == "ok"
+    write_lines(folder / "in.jsonl", [{"text": "a", "picture": "0.png"}, {"text": "a"}])
+    run(command(folder / "text model", "--image-column", "picture", "--overwrite"), folder)
+    refused, words = rows_of(folder / "out.parquet")
+    assert refused["error"]["param"] == "picture"
+    assert "`picture` cannot be given to this model" in refused["error"]["message"]
     assert words["status"] == "ok"

@@ -16,8 +16,8 @@ from tests.text.test_stops import brute_force
 
 STRINGS = ["a", "th", "e ", "\n", "ó", "|", "<|im_end|>", "ing"]
 PATTERNS = [r"[0-9]+", r"a.*e", r"[^\x00-\x7f]", r"\bth", r"(?i)[a-z]{3,}", r"\s\S+\s", r"(?<=o)[a-z]", r"\W$", "never"]
-CATASTROPHIC = {"stop_regex": "(.|..|a)+$(?<!.)", "ignore_eos": True}
-"""A pattern that never matches and takes twice as long with every character."""
+SLOW = {"stop_regex": "(?=.)" + "[^\ue000]+" * 4 + "[\ue000\ue001]", "ignore_eos": True}
+"""A pattern that never matches, whose search takes some milliseconds."""
 
 
 def stopping_rows(count: int) -> list[dict[str, Any]]:
@@ -82,10 +82,11 @@ def test_stops_equal_a_brute_force_search_of_the_full_output(engine: Engine) -> 
 
 @pytest.mark.field("stop_regex")
 def test_a_pattern_that_times_out_fails_only_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.2)
+    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.05)
+    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS_PER_TOKEN", 0.0)
     rows = stopping_rows(12)
     expected = generate(engine, rows)
-    rows[5] |= {"stop": [], "stop_token_ids": [], "min_new_tokens": 0, "max_new_tokens": 70, "n": 2, **CATASTROPHIC}
+    rows[5] |= {"stop": [], "stop_token_ids": [], "min_new_tokens": 0, "max_new_tokens": 200, "n": 2, **SLOW}
     done = generate(engine, rows)
     (failed,) = (c for c in done if c.row_index == 5)
     assert failed.error is not None

@@ -15,6 +15,7 @@ import pytest
 from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import open_inputs
 from batchgen.engine.row_reader import ProcessedRow, RowReader, python_rows
+from batchgen.request.named_columns import NamedColumns
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
@@ -73,14 +74,20 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = {
     "csv: the file ends in the id": ("a.csv", b"k,id,text\n1,a", {}, "row-0", {"k": "1"}),
     "csv: not UTF-8": ("a.csv", b"text,k,id\n\xff,1,a\n", {}, "a", {"k": "1"}),
     "csv: broken JSON": ("a.csv", b"text,k,logit_bias,id\nx,1,{,a\n", {}, "a", {"k": "1"}),
-    "csv: named columns": ("a.csv", b"key,q,id\na,x,1,2\n", {"prompt_column": "q", "id_column": "key"}, "a", {}),
-    "csv: not the named id": ("a.csv", b"id,key,q\n1,a,x,2\n", {"id_column": "key"}, "row-0", {"id": "1"}),
+    "csv: named columns": ("a.csv", b"key,q,id\na,x,1,2\n", {"columns": NamedColumns("q", "key")}, "a", {}),
+    "csv: not the named id": (
+        "a.csv",
+        b"id,key,q\n1,a,x,2\n",
+        {"columns": NamedColumns(id="key")},
+        "row-0",
+        {"id": "1"},
+    ),
     "parquet: a bad field": ("a.parquet", parquet(id=["a"], text=["x"], stop=['["x"]'], k=[1]), {}, "a", {"k": 1}),
     "parquet: a bad column": ("a.parquet", parquet(bad=BAD_MAP, rid=[7], text=["x"], k=[1]), {}, "7", {"k": 1}),
     "parquet: a named id": (
         "a.parquet",
         parquet(bad=BAD_MAP, id=[1], key=["a"], text=["x"]),
-        {"id_column": "key"},
+        {"columns": NamedColumns(id="key")},
         "a",
         {"id": 1},
     ),
@@ -88,7 +95,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = {
     "a folder, and a named id": (
         "k=2/a.jsonl",
         b'{"key":"a","text":"x","k":1}',
-        {"id_column": "key"},
+        {"columns": NamedColumns(id="key")},
         "a",
         {"k": 1},
     ),
@@ -99,7 +106,7 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = {
         "a",
         {"source_file": "a.jsonl", "source_line": 1, "k": 1},
     ),
-    "a line, and a named id": ("a.jsonl", b'{"id":"a","score":NaN}', {"id_column": "key"}, "row-0", {}),
+    "a line, and a named id": ("a.jsonl", b'{"id":"a","score":NaN}', {"columns": NamedColumns(id="key")}, "row-0", {}),
     "a field of a wrong type": ("a.jsonl", b'{"id":"a","text":5,"k":1}', {}, "a", {"k": 1}),
 }
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.errors import ErrorCode, InputError
 from batchgen.request.fields import LOOKUP
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.raw_row import RawRow
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer
 from tests.fuzz.mutations import dump, load, mutate_bytes, value_mutator
@@ -39,11 +40,11 @@ _KINDS = tuple(name for name in CASES if name != "run_end_encoded")
 """Types that pyarrow writes."""
 
 
-def _rows(data: bytes, text_columns: frozenset[str] = frozenset()) -> list[RawRow]:
+def _rows(data: bytes, columns: NamedColumns = UNNAMED) -> list[RawRow]:
     stream = io.BytesIO(data)
     parquet_schema(stream, "in")
     stream.seek(0)
-    found: list[Any] = list(islice(parquet_rows(stream, "in", text_columns=text_columns), _MOST_ROWS))
+    found: list[Any] = list(islice(parquet_rows(stream, "in", columns=columns), _MOST_ROWS))
     for index, row in enumerate(found):
         require(row is not None and row.index == index, "rows are counted in order:", row)
         require((row.value is None) != (row.error is None), "a row has a value or an error:", row)

@@ -7,12 +7,14 @@ import struct
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
+from batchgen.media import parts
 from batchgen.media.faults import MediaFault
 from batchgen.media.images import array_pixels, decode_image, image_size, upright_pixels
 from tests.media.samples import IMAGE_FORMATS, SIZE, pixels, saved
@@ -148,6 +150,79 @@ def test_a_jpeg_image_of_many_scans_is_refused() -> None:
     assert_decoded(few, as_the_library(few))
     with pytest.raises(MediaFault, match=r"of 10\d scans; at most 100 are allowed"):
         image_size(data[:-2] + 99 * scan + data[-2:], ENOUGH)
+
+
+def accepted_parts(data: bytes, form: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The least limit of parts with which a file is accepted."""
+    limit = 0
+    while True:
+        monkeypatch.setattr(parts, "MAX_SEGMENTS" if form == "JPEG" else "MAX_PARTS", limit)
+        with suppress(MediaFault):
+            assert image_size(data, ENOUGH) == SIZE
+            assert_decoded(data, as_the_library(data))
+            return limit
+        with pytest.raises(MediaFault, match=rf"is a {form} file of more than {limit} parts; convert it"):
+            image_size(data, ENOUGH)
+        limit += 1
+
+
+def _jpeg(more: bytes) -> bytes:
+    data = saved(pixels(), "JPEG")
+    return data[:2] + more + data[2:]
+
+
+def _png(*more: bytes, late: bool = False) -> bytes:
+    data = saved(pixels(), "PNG")
+    at = data.index(b"IEND" if late else b"IDAT") - 4
+    return data[:at] + b"".join(more) + data[at:]
+
+
+def _gif(more: bytes) -> bytes:
+    data = saved(pixels("P"), "GIF")
+    at = 13 + (3 << (data[10] & 7) + 1)
+    return data[:at] + more + data[at:]
+
+
+def _tiff(*numbers: int, exif: int = 0) -> bytes:
+    tags = TiffImagePlugin.ImageFileDirectory_v2()
+    tags[65000] = numbers
+    if exif:
+        tags[34665] = {40000 + tag: 1 for tag in range(exif)}
+    return saved(pixels(), "TIFF", tiffinfo=tags)
+
+
+def _webp(frames: int, **options: Any) -> bytes:
+    more = [pixels(seed=seed) for seed in range(1, frames)]
+    return saved(pixels(), "WEBP", save_all=True, append_images=more, lossless=True, **options)
+
+
+COMMENT = b"\xff\xfe\0\4ab"
+TEXT = chunk(b"tEXt", b"a\0b")
+PARTS: list[tuple[str, bytes, bytes, int]] = [
+    ("JPEG", _jpeg(b""), _jpeg(3 * COMMENT), 3),
+    ("JPEG", _jpeg(COMMENT), _jpeg(b"\xff\xff\xff" + COMMENT), 3),
+    ("PNG", _png(), _png(TEXT, TEXT), 2),
+    ("PNG", _png(), _png(TEXT, TEXT, late=True), 2),
+    ("GIF", _gif(b""), _gif(b"!\xfe\1a\0"), 2),
+    ("GIF", _gif(b"!\xfe\1a\0"), _gif(b"!\xfe" + b"\1a" * 4 + b"\0"), 3),
+    ("GIF", _gif(b""), _gif(b"\0\0\0"), 3),
+    ("TIFF", _tiff(1, 2), _tiff(*range(7)), 5),
+    ("TIFF", _tiff(1, 2, exif=1), _tiff(1, 2, exif=4), 3),
+    ("WEBP", _webp(2), _webp(4), 4),
+    ("WEBP", _webp(2), _webp(2, xmp=b"<x/>"), 1),
+]
+
+
+@pytest.mark.parametrize(("form", "data", "longer", "more"), PARTS, ids=[case[0] for case in PARTS])
+def test_the_parts_of_a_file_have_a_limit(
+    form: str, data: bytes, longer: bytes, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least = accepted_parts(data, form, monkeypatch)
+    assert accepted_parts(longer, form, monkeypatch) - least == more
+
+
+def test_a_large_colour_profile_is_within_the_limit() -> None:
+    assert image_size(saved(pixels(), "JPEG", icc_profile=bytes(200 * 60_000)), ENOUGH) == SIZE
 
 
 OTHERS: list[tuple[bytes, str]] = [

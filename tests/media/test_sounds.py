@@ -12,6 +12,7 @@ import pytest
 import soundfile
 import soxr
 
+from batchgen.media import parts
 from batchgen.media.faults import MediaFault
 from batchgen.media.sounds import SoundHeader, array_sound, check_sound, decode_sound, resampled, sound_header
 from tests.media.samples import SOUND_FORMATS, recorded, wave
@@ -66,7 +67,7 @@ def test_a_long_sound_is_decoded_in_pieces_to_the_same_samples() -> None:
     np.testing.assert_array_equal(decode_sound(data, RATE), as_the_library(data, RATE))
 
 
-@pytest.mark.parametrize("name", ["wav", "flac", "ogg", "opus", "mp3"])
+@pytest.mark.parametrize("name", ["wav", "rf64", "flac", "ogg", "opus", "mp3"])
 def test_a_file_that_is_cut_off_is_refused(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     data = recorded(name, 48000, frames=48000)
     for part in (1, 4, 12, 30, len(data) // 3, len(data) // 2, len(data) - 50 - 4096 * (name == "mp3")):
@@ -75,10 +76,42 @@ def test_a_file_that_is_cut_off_is_refused(name: str, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_wav_file_of_unknown_size_is_read_to_its_end() -> None:
+PLACEHOLDERS = [
+    (0x7FFFF024, 0x7FFFF000), (0x7FFFFFFF, 0x7FFFFFFF), (2_000_000_036, 2_000_000_000), (0xFFFFFFFF, 0xFFFFFFFF),
+    (0x80000024, 0x80000000), (0, 0xFFFFFFFF),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("whole", "size"), PLACEHOLDERS)
+def test_a_wav_file_that_went_through_a_pipe_is_read_to_its_end(whole: int, size: int) -> None:
+    """As the library reads it."""
     data = recorded("wav")
-    written = data[:40] + b"\xff\xff\xff\xff" + data[44:]
-    np.testing.assert_array_equal(decode_sound(written, RATE), as_the_library(data, RATE))
+    at = data.index(b"data") + 4
+    streamed = data[:4] + struct.pack("<I", whole) + data[8:at] + struct.pack("<I", size) + data[at + 4 :]
+    assert sound_header(streamed, 60) == sound_header(data, 60)
+    np.testing.assert_array_equal(decode_sound(streamed, 16000), decode_sound(data, 16000))
+    assert soundfile.info(io.BytesIO(streamed)).frames == sound_header(data, 60).frames
+
+
+@pytest.mark.parametrize("size", [0, (1 << 64) - 1, (1 << 63) - 1, 0xFFFFFFFF, None])
+def test_an_rf64_file_without_sizes_is_read_to_its_end(size: int | None) -> None:
+    data = recorded("rf64")
+    at = data.index(b"ds64") + 8
+    sizes = data[at : at + 24] if size is None else struct.pack("<3Q", size, size, size)
+    streamed = data[:at] + sizes + data[at + 24 :]
+    assert sound_header(streamed, 60) == sound_header(data, 60)
+    np.testing.assert_array_equal(decode_sound(streamed, 16000), decode_sound(data, 16000))
+
+
+def test_the_chunks_of_a_wav_file_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = recorded("wav")
+    at = data.index(b"data")
+    longer = data[:at] + 3 * b"note\1\0\0\0x\0" + data[at:]
+    np.testing.assert_array_equal(decode_sound(longer, 16000), decode_sound(data, 16000))
+    monkeypatch.setattr(parts, "MAX_PARTS", 3)
+    assert sound_header(data, 60).frames
+    with pytest.raises(MediaFault, match="is a WAV file of more than 3 parts; convert it"):
+        sound_header(longer, 60)
 
 
 def test_notes_behind_an_mp3_file_are_accepted(capfd: pytest.CaptureFixture[str]) -> None:

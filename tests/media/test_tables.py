@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import open_inputs
+from batchgen.errors import RowError
 from batchgen.request.media import MediaItem
+from batchgen.request.named_columns import NamedColumns
 from batchgen.request.parser import parse_row
 from batchgen.request.row_values import RowDefaults
+from batchgen.request.unknown_keys import CarriedOptions, carried_notes
 from batchgen.tables.arrow_values import table_items
 from tests.media.samples import pixels, recorded, saved
 
@@ -70,6 +75,70 @@ def test_columns(table: pa.Table, expected: list[list[Any]], tmp_path: Path) -> 
     assert [sources(row) for row in table_items(table)] == expected
 
 
+NAMED = {"image_data": NamedColumns(image="picture"), "audio_data": NamedColumns(audio="picture")}
+
+
+@pytest.mark.field("image_data", "audio_data")
+@pytest.mark.parametrize(("table", "expected"), [case for case in COLUMNS if "messages" not in case[0].column_names])
+def test_a_named_column_is_read_like_the_field(table: pa.Table, expected: list[list[Any]], tmp_path: Path) -> None:
+    """A field whose name it takes is carried."""
+    field = table.column_names[1]
+    named = table.rename_columns(["text", "picture"]).append_column(field, pa.array([b"other"] * len(table)))
+    pq.write_table(named, tmp_path / "in.parquet")
+    rows = [*open_inputs(find_inputs([str(tmp_path / "in.parquet")])).rows(NAMED[field])]
+    assert [sources(row.value) for row in rows] == expected
+    assert {row.displaced[field] for row in rows} == {"other"}
+
+
+@pytest.mark.field("image_data")
+def test_errors_name_the_column(tmp_path: Path) -> None:
+    rows = [{"id": "a", "text": "a", "pic": 5, "k": 1}, {"text": "a", "pic": ["a.png", "b.png"]}, {"text": "a"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wrong, two, none = open_inputs(find_inputs([str(tmp_path / "in.jsonl")])).rows(NamedColumns(image="pic"))
+    assert wrong.error is not None
+    assert wrong.error.param == "pic"
+    assert "line 1: `pic` must be a file below --media-root" in wrong.error.message
+    assert (wrong.id, wrong.found["k"]) == ("a", 1)
+    assert two.value is not None
+    assert [item.place for item in two.value["image_data"].items] == ["pic[0]", "pic[1]"]
+    assert none.value == {"text": "a"}
+
+
+CARRIED: list[tuple[Any, bool]] = [
+    ({"bytes": "aGVsbG8=", "path": None}, True),
+    ({"path": "a.png"}, True),
+    ([{"bytes": "aGVsbG8=", "path": "a.png"}], True),
+    ({"array": [0.5], "sampling_rate": 8000, "path": "a.wav"}, True),
+    ("data:image/png;base64,iVBORw0KGgo=", True),
+    (base64.b64encode(WAV).decode(), True),
+    (Image.new("L", (1, 1)), True),
+    ({}, False),
+    ({"path": "a.png", "size": 3}, False),
+    ("a.png", False),
+    ("a picture", False),
+    ([], False),
+    (None, False),
+]
+
+
+@pytest.mark.parametrize(("value", "is_named"), CARRIED, ids=str)
+@pytest.mark.parametrize("form", ["row", "line"])
+def test_carried_media_are_named(value: Any, is_named: bool, form: str) -> None:
+    row: dict[str, Any] = {"custom_id": "a", "url": "/v1/completions", "body": {"model": "*", "prompt": "a"}}
+    row = row if form == "line" else {"text": "a"}
+    defaults = RowDefaults()
+    parse_row({**row, "picture": value}, 0, defaults)
+    assert defaults.carried_options.rows == ({"picture": 1} if is_named else {})
+    if is_named:
+        (note,) = carried_notes(defaults.carried_options.rows, "all")
+        assert note["hint"].endswith("or name it with --image-column or --audio-column; carried, not obeyed")
+        with pytest.raises(RowError, match="`picture` is not a field of a row; an image or a sound"):
+            parse_row({**row, "picture": value}, 0, RowDefaults(carried_options=CarriedOptions(strict=True)))
+        meant = RowDefaults(carried_options=CarriedOptions(["picture"], strict=True))
+        parse_row({**row, "picture": value}, 0, meant)
+        assert not meant.carried_options.rows
+
+
 @pytest.mark.field("image_data")
 def test_other_binary_columns_stay_text() -> None:
     (row,) = table_items(pa.table({"text": [b"a"], "note": [PNG[:4]], "image_data": [PNG]}))
@@ -81,6 +150,9 @@ def test_a_cell_of_csv(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text('text,image_data\na,a.png\nb,"[""a.png"", ""b.png""]"\nc,\n')
     rows = [raw.value for raw in open_inputs(find_inputs([str(tmp_path / "in.csv")])).rows()]
     assert [sources(row) for row in rows] == [["a.png"], ["a.png", "b.png"], []]
+    (tmp_path / "in.csv").write_text((tmp_path / "in.csv").read_text().replace("image_data", "pic"))
+    named = open_inputs(find_inputs([str(tmp_path / "in.csv")])).rows(NamedColumns(image="pic"))
+    assert [sources(row.value) for row in named] == [["a.png"], ["a.png", "b.png"], []]
 
 
 @pytest.mark.field("image_data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -172,6 +173,50 @@ def test_one_large_item_is_in_memory_at_once_and_others_do_not_wait_in_their_tim
     assert [file.read(*fetched.get(name)) for name in (first, second)] == [b"bytes"] * 2
     assert not fetched.begin(second)
     fetched.close()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nbytes\r\n0\r\n"
+SLOW = {
+    "status line": (b"", b"H"),
+    "headers": (HEAD, b"a: b\r\n"),
+    "a header": (HEAD, b"a"),
+    "interim responses": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "body": (HEAD + b"\r\n", b"x"),
+    "chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+    "trailers": (CHUNKED, b"a: b\r\n"),
+    "redirects": (b"HTTP/1.1 302 Found\r\nLocation: /again\r\nContent-Length: 0\r\n", b"\r\n"),
+}
+"""What a server sends at once, and what it sends piece by piece as long as it is read."""
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_one_limit_of_time_holds_for_all_that_a_server_sends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setenv("no_proxy", "*")
+    first, then = SLOW[name]
+
+    def serve(listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = listening.accept()
+                with sock, suppress(OSError):
+                    sock.recv(1 << 16)
+                    sock.sendall(first)
+                    while True:
+                        time.sleep(0.02)
+                        sock.sendall(then)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        began = time.monotonic()
+        with pytest.raises(MediaFault, match=r"takes more than 0\.1 s to fetch; download it"):
+            MediaUrls([url]).fetch(url)
+        assert time.monotonic() - began < 0.6
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
 
 
 def test_limits_of_size_and_time(fetcher: MediaUrls, server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from batchgen.data.read.parquet import named_twice
 from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, InputError, RowError, row_error
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.tables.text_fields import TextFields
 
@@ -175,7 +176,7 @@ def delimited_rows(
     source: str,
     first_index: int = 0,
     keep: RowFilter | None = None,
-    text_columns: frozenset[str] = frozenset(),
+    columns: NamedColumns = UNNAMED,
     *,
     delimiter: str | None = None,
 ) -> Iterator[RawRow | None]:
@@ -188,15 +189,15 @@ def delimited_rows(
         source: name of the file in messages.
         first_index: index of the file's first row.
         keep: predicate of wanted row indexes; None for all rows.
-        text_columns: columns that hold prompts and ids, which stay text.
+        columns: the fields that options name.
         delimiter: separator of the cells; None for a comma, or a semicolon if the header has no comma.
     """
     with closing(_Cells(stream, delimiter)) as cells:
-        yield from _raw_rows(cells, source, first_index, keep, text_columns)
+        yield from _raw_rows(cells, source, first_index, keep, columns)
 
 
 def _raw_rows(
-    cells: _Cells, source: str, index: int, keep: RowFilter | None, text_columns: frozenset[str]
+    cells: _Cells, source: str, index: int, keep: RowFilter | None, columns: NamedColumns
 ) -> Iterator[RawRow | None]:
     names, fields = list[str](), None
     while True:
@@ -204,7 +205,7 @@ def _raw_rows(
         try:
             if fields is None:
                 names = _header(cells, source)
-                fields = TextFields(names, scalars=True, named=text_columns)
+                fields = TextFields(names, scalars=True, named=columns.fields())
             row = cells.next()
             if row is None:
                 return

@@ -10,8 +10,9 @@ from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.selection import Selection
-from batchgen.errors import ErrorCode, InputError, UsageError, row_error
-from batchgen.request.fields import ID_NAMES
+from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
+from batchgen.request.fields import LOOKUP
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.other_rows import fields_there
 from batchgen.request.printable import encodable, printable
 from batchgen.request.raw_row import RawRow
@@ -20,7 +21,6 @@ from batchgen.tables.text_fields import conversation
 
 SOURCE_COLUMNS = ("source_file", "source_line")
 """Carried fields of `--include-source`: the file as the user names it, and the line, or row, in it."""
-_PROMPT_FIELDS = ("text", "prompt")
 _SHOWN_FIELDS = 256
 """Most fields of the rows that are remembered for a message."""
 
@@ -28,9 +28,9 @@ _SHOWN_FIELDS = 256
 class NamedFields:
     """The fields that options name, until a column or a row has them."""
 
-    def __init__(self, options: Mapping[str | None, str]) -> None:
-        """`options`: name of a field -> the option that names it; a name that is None is not given."""
-        self._missing = {name: option for name, option in options.items() if name is not None}
+    def __init__(self, options: Mapping[str, str]) -> None:
+        """`options`: name of a field -> the option that names it."""
+        self._missing = dict(options)
         self._there: dict[str, None] = {}
         """Fields that the input has, in the order in which they were found."""
 
@@ -88,21 +88,17 @@ class InputSet:
         return total if keep is None else sum(map(keep, range(total)))
 
     def rows(
-        self,
-        prompt_column: str | None = None,
-        id_column: str | None = None,
-        selection: Selection | None = None,
-        wanted: NamedFields | None = None,
+        self, columns: NamedColumns = UNNAMED, selection: Selection | None = None, wanted: NamedFields | None = None
     ) -> Iterator[RawRow]:
         """Stream the rows in bounded memory.
 
         A named prompt column becomes `text` (`messages` if it holds a list of objects, also as JSON text), a named id
-        column becomes `id` (integers become strings); fields that had these names move to `RawRow.displaced`. So do the
-        folders named `key=value` of a row's file, and its source.
+        column becomes `id` (integers become strings), named columns of media become `image_data` and `audio_data`;
+        fields that had these names move to `RawRow.displaced`. So do the folders named `key=value` of a row's file, and
+        its source.
 
         Args:
-            prompt_column: the field that holds the prompt.
-            id_column: the field that holds the id.
+            columns: the fields that options name.
             selection: the rows that are read; None for all.
             wanted: learns of the columns of the files and the fields of the rows, until all that it wants are found.
 
@@ -110,7 +106,7 @@ class InputSet:
             UsageError: a named column does not exist in a Parquet or CSV file, or an input is a `.txt` file.
             InputError: the disk fails or a file changes during reading.
         """
-        self._check_columns(prompt_column, id_column)
+        self._check_columns(columns)
         selection = selection or Selection()
         keep = selection.row_filter(self.count)
         stop = selection.stop
@@ -119,43 +115,34 @@ class InputSet:
                 wanted.found(dict(partitions_of(file.path)))
                 schema = file.schema() if wanted else None
                 wanted.found(() if schema is None else schema.names)
-        return self._selected(keep, stop, prompt_column, id_column, wanted)
+        return self._selected(keep, stop, columns, wanted)
 
-    def rows_at(
-        self, indexes: Collection[int], prompt_column: str | None = None, id_column: str | None = None
-    ) -> Iterator[RawRow]:
+    def rows_at(self, indexes: Collection[int], columns: NamedColumns = UNNAMED) -> Iterator[RawRow]:
         """Rows with these indexes, in order; columns are named as for `rows`."""
         wanted = frozenset(indexes)
-        self._check_columns(prompt_column, id_column)
-        return self._selected(wanted.__contains__, max(wanted, default=-1) + 1, prompt_column, id_column)
+        self._check_columns(columns)
+        return self._selected(wanted.__contains__, max(wanted, default=-1) + 1, columns)
 
     def _selected(
-        self,
-        keep: RowFilter | None,
-        stop: int | None,
-        prompt_column: str | None,
-        id_column: str | None,
-        wanted: NamedFields | None = None,
+        self, keep: RowFilter | None, stop: int | None, columns: NamedColumns, wanted: NamedFields | None = None
     ) -> Iterator[RawRow]:
         if stop == 0:
             return
-        named = frozenset(column for column in (prompt_column, id_column) if column is not None)
-        displaced = _PROMPT_FIELDS if prompt_column is not None else ()
-        for index, row in enumerate(self._items(keep, named.union(displaced))):
+        for index, row in enumerate(self._items(keep, columns)):
             if row is not None:
                 if wanted:
                     wanted.found(row.found if row.value is None else row.value)
                     wanted.found(row.displaced)
-                yield _renamed(row, prompt_column, id_column) if named else row
+                yield row if columns == UNNAMED else _renamed(row, columns)
             if stop is not None and index + 1 >= stop:
                 return
 
-    def _items(self, keep: RowFilter | None, text_columns: frozenset[str] = frozenset()) -> Iterator[RawRow | None]:
+    def _items(self, keep: RowFilter | None, columns: NamedColumns = UNNAMED) -> Iterator[RawRow | None]:
         index = 0
         for file in self.files:
             try:
                 partitions = dict(partitions_of(file.path))
-                for row in _file_items(file, index, keep, text_columns):
+                for row in _file_items(file, index, keep, columns):
                     index += 1
                     if row is not None and (partitions or self._include_source):
                         row = _with_origin(row, partitions, self._include_source)
@@ -164,27 +151,26 @@ class InputSet:
             except OSError as error:
                 raise InputError(f"{file.path} cannot be read ({error.strerror or error}). Check the disk.") from None
 
-    def _check_columns(self, prompt_column: str | None, id_column: str | None) -> None:
-        named = {prompt_column: "--prompt-column", id_column: "--id-column"}
-        names = {name for name in named if name is not None}
-        for file in self.files if names else ():
+    def _check_columns(self, columns: NamedColumns) -> None:
+        options = columns.options()
+        for file in self.files if options else ():
             schema = file.schema()
             if schema is None:
                 continue
             if not schema.names:
-                raise UsageError(f"{file.path} has no columns to name; leave out --prompt-column and --id-column.")
-            for name in sorted(names.difference(schema.names)):
+                raise UsageError(f"{file.path} has no columns to name; leave out {' and '.join(options.values())}.")
+            for name in sorted(options.keys() - set(schema.names)):
                 there = fields_there(schema.names, name)
                 end = "" if there.endswith("?") else "."
-                raise UsageError(f"{file.path} has no column {name!r}; {there}{end} Correct {named[name]}.")
+                raise UsageError(f"{file.path} has no column {name!r}; {there}{end} Correct {options[name]}.")
 
 
 def _file_items(
-    file: InputFile, first_index: int, keep: RowFilter | None, text_columns: frozenset[str]
+    file: InputFile, first_index: int, keep: RowFilter | None, columns: NamedColumns
 ) -> Iterator[RawRow | None]:
     source = "standard input" if file.path == STDIN else encodable(file.path)
     with file.open() as stream:
-        yield from file.format.rows(stream, source, first_index, keep, text_columns)
+        yield from file.format.rows(stream, source, first_index, keep, columns)
 
 
 def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_source: bool) -> RawRow:
@@ -208,31 +194,34 @@ def _conflict(own: Mapping[str, Any], partitions: Mapping[str, str | None], sour
     return None if twice is None else f"the row has a field {twice!r}, which --include-source adds; rename it"
 
 
-def _renamed(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:
+def _renamed(row: RawRow, columns: NamedColumns) -> RawRow:
     try:
-        return _rename(row, prompt_column, id_column)
+        return _rename(row, columns)
     except Exception as error:
         info = row_error(error, "reading the named columns")
         return row.with_error(info.code, info.message)
 
 
-def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:
-    value, displaced = dict(row.found if row.value is None else row.value), dict(row.displaced)
-    given = {name: value.pop(name) for name in (prompt_column, id_column) if name is not None and name in value}
-    if prompt_column is not None:
-        displaced |= {name: value.pop(name) for name in _PROMPT_FIELDS if name in value}
-        if prompt_column in given:
-            prompt = given[prompt_column]
-            if type(prompt) is str:
-                prompt = conversation(prompt) or prompt
-            chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-            value["messages" if chat else "text"] = prompt
-    if id_column is not None:
-        displaced |= {name: value.pop(name) for name in ID_NAMES if name in value}
-        if id_column in given:
-            value["id"] = given[id_column]
-    if row.error is None:
+def _rename(row: RawRow, columns: NamedColumns) -> RawRow:
+    value, problem = dict(row.found if row.value is None else row.value), row.error
+    given = {name: value.pop(name) for name in columns.options() if name in value}
+    displaced = {**row.displaced, **{name: value.pop(name) for name in columns.replaced() if name in value}}
+    if columns.prompt in given:
+        prompt = given[columns.prompt]
+        if type(prompt) is str:
+            prompt = conversation(prompt) or prompt
+        chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+        value["messages" if chat else "text"] = prompt
+    if columns.id in given:
+        value["id"] = given[columns.id]
+    try:
+        for name, field in columns.media():
+            if name in given:
+                value[field] = LOOKUP["row"][field].check(name, given[name])  # errors name the column
+    except RowError as error:
+        problem = problem or row.locate(error.info)
+    if problem is None:
         return row._replace(value=value, displaced=displaced)
     # The id of a text that cannot be parsed was read from a field that may not be the named one.
-    name = given_id(value) if value else row.id if id_column is None else None
-    return row._replace(found=value, displaced=displaced, id=name)
+    own = given_id(value) if value else row.id if columns.id is None else None
+    return row._replace(value=None, error=problem, found=value, displaced=displaced, id=own)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from batchgen.data.read.pieces import BOM, MAX_LINE_BYTES, Peeked, Piece, RowFilter, piece_rows
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
 from batchgen.request.row_memory import line_is_cut, parse_line
@@ -130,7 +131,7 @@ def json_rows(
     source: str,
     first_index: int = 0,
     keep: RowFilter | None = None,
-    text_columns: frozenset[str] = frozenset(),
+    columns: NamedColumns = UNNAMED,
 ) -> Iterator[RawRow | None]:
     """Rows of JSON text: an array of objects, or objects one after another, whatever is between them."""
     return piece_rows(_pieces(stream), source, first_index, keep, parse_line, line_is_cut, readable_id)

@@ -15,6 +15,7 @@ from batchgen.data.read.json_elements import ElementScanner
 from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, RowFilter, lines_of, piece_rows, raw_lines
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.json_text import decode_utf8
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
 from batchgen.request.row_memory import line_is_cut, parse_line
@@ -31,7 +32,7 @@ def json_line_rows(
     source: str,
     first_index: int = 0,
     keep: RowFilter | None = None,
-    text_columns: frozenset[str] = frozenset(),
+    columns: NamedColumns = UNNAMED,
 ) -> Iterator[RawRow | None]:
     """Rows of JSON lines, one per line that is not blank; a stream that is an array of objects is read as a document.
 
@@ -47,7 +48,7 @@ def json_document_rows(
     source: str,
     first_index: int = 0,
     keep: RowFilter | None = None,
-    text_columns: frozenset[str] = frozenset(),
+    columns: NamedColumns = UNNAMED,
 ) -> Iterator[RawRow | None]:
     """Rows of a JSON document, as `json_rows`.
 
@@ -64,7 +65,7 @@ def text_rows(
     source: str,
     first_index: int = 0,
     keep: RowFilter | None = None,
-    text_columns: frozenset[str] = frozenset(),
+    columns: NamedColumns = UNNAMED,
 ) -> Iterator[RawRow | None]:
     """Rows of plain text: `{"text": line}` per line that is not blank, with its spaces, whatever it holds."""
     return piece_rows(lines_of(raw_lines(stream)), source, first_index, keep, _parse_text, lambda line: False)
@@ -75,7 +76,7 @@ def prompt_line_rows(
     source: str,
     first_index: int = 0,
     keep: RowFilter | None = None,
-    text_columns: frozenset[str] = frozenset(),
+    columns: NamedColumns = UNNAMED,
 ) -> Iterator[RawRow | None]:
     """As `text_rows`, but a line that is a JSON object is refused: the file most likely holds rows."""
     return piece_rows(lines_of(raw_lines(stream)), source, first_index, keep, _parse_prompt, lambda line: False)

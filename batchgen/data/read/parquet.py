@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.read.pieces import RowFilter
 from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.raw_row import RawRow, UnreadableRow
 from batchgen.request.row_memory import ROW_MEMORY
 from batchgen.tables.arrow_values import JSON_EXTENSION, Value, columns_of_text, read_rows
@@ -82,7 +83,7 @@ def parquet_rows(
     source: str,
     first_index: int = 0,
     keep: RowFilter | None = None,
-    text_columns: frozenset[str] = frozenset(),
+    columns: NamedColumns = UNNAMED,
 ) -> Iterator[RawRow | None]:
     """Rows of a Parquet file, read in bounded batches; None for a row that `keep` rejects.
 
@@ -94,7 +95,7 @@ def parquet_rows(
         source: name of the file in messages.
         first_index: index of the file's first row.
         keep: predicate of wanted row indexes; None for all rows.
-        text_columns: further columns in which binary values must be UTF-8.
+        columns: the fields that options name.
     """
     try:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
@@ -108,8 +109,8 @@ def parquet_rows(
         yield failed if wanted else None
         return
     size = _LARGE_BATCH_ROWS if "input_embeds" in names else _BATCH_ROWS
-    fields = TextFields(columns_of_text(file.schema_arrow), named=text_columns)
-    read = partial(_read, fields=fields, text_columns=text_columns)
+    fields = TextFields(columns_of_text(file.schema_arrow), named=columns.fields())
+    read = partial(_read, fields=fields, columns=columns)
     row = 0
     for group in range(file.metadata.num_row_groups):
         end = row + file.metadata.row_group(group).num_rows
@@ -148,13 +149,13 @@ def _check_counts(metadata: pq.FileMetaData) -> None:
         raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, and {sum(counts)} in its row groups")
 
 
-def _read(batch: pa.RecordBatch, fields: TextFields, text_columns: frozenset[str]) -> list[Value]:
+def _read(batch: pa.RecordBatch, fields: TextFields, columns: NamedColumns) -> list[Value]:
     """As `read_rows`; a row whose values would take too much memory has an error."""
     try:
         _check_memory(batch)
     except RowError as error:
         return [UnreadableRow(error, {})]
-    return read_rows(batch, fields, text_columns)
+    return read_rows(batch, fields, columns)
 
 
 def _batches(file: pq.ParquetFile, group: int, size: int) -> Iterator[pa.RecordBatch]:

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, row_error
+from batchgen.request.named_columns import UNNAMED, NamedColumns
 from batchgen.request.raw_row import RawRow
 
 MAX_LINE_BYTES = 1 << 28
@@ -31,7 +32,7 @@ class RowsOfStream(Protocol):
         source: str,
         first_index: int = 0,
         keep: RowFilter | None = None,
-        text_columns: frozenset[str] = frozenset(),
+        columns: NamedColumns = UNNAMED,
     ) -> Iterator[RawRow | None]:
         """One item per row, None for a row that is not wanted.
 
@@ -42,7 +43,7 @@ class RowsOfStream(Protocol):
             source: name of the file in messages.
             first_index: index of the file's first row.
             keep: predicate of wanted row indexes; None for all rows.
-            text_columns: columns in which binary values must be UTF-8.
+            columns: the fields that options name.
         """
 
 

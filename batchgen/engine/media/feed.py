@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Condition
 from typing import Final
 
 import numpy as np
@@ -28,7 +30,8 @@ from batchgen.models.media_processor import PreparedItem
 from batchgen.request.media_items import DistinctItem, MediaItems
 
 PREPARED_BYTES: Final = 256 << 20
-"""Most bytes of items that are prepared and not encoded, as far as their sizes tell; a single item may have more."""
+"""Most bytes of items that are prepared and not encoded, and of those that threads decode at once, as far as their
+sizes tell; a single item may have more."""
 FEATURE_BYTES: Final = 512 << 20
 """Most bytes of features in the memory of the host; others are in files."""
 DEVICE_FEATURE_BYTES: Final = 512 << 20
@@ -67,6 +70,28 @@ class FeedSettings:
     """Whether items are encoded in batches, which may change their last bits."""
 
 
+class _Room:
+    """Bytes of the items that threads decode at once: one that needs more than all of them is decoded alone."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._changed = Condition()
+
+    @contextmanager
+    def of(self, nbytes: int) -> Iterator[None]:
+        """Room for an item, as soon as there is any."""
+        taken = min(nbytes, self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: taken <= self._free)
+            self._free -= taken
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += taken
+                self._changed.notify_all()
+
+
 class MediaFeed:
     """The features of a job's items, each from its first use to its last.
 
@@ -99,6 +124,7 @@ class MediaFeed:
         """Where features are kept."""
         self._settings = settings
         self._threads: ThreadPoolExecutor | None = None
+        self._room = _Room(PREPARED_BYTES)
         self._ahead: dict[int, Future[PreparedItem | Floats]] = {}
         """Items that are being prepared or are ready, in the order of the plan."""
         self._ahead_bytes = 0
@@ -198,7 +224,8 @@ class MediaFeed:
 
     def _prepared(self, number: int) -> PreparedItem | Floats:
         try:
-            return self._prepare(self._items[number])
+            with self._room.of(self._bytes(number)):
+                return self._prepare(self._items[number])
         except BaseException:
             self._broken.append(number)
             raise

@@ -12,10 +12,11 @@ import binascii
 import ipaddress
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +292,29 @@ INTEGER_FORMATS = {
 }
 """Format of integers -> its least and greatest value."""
 
-NOTE_FORMATS = frozenset({"binary", "directory-path", "double", "file-path", "float", "new-path", "password", "path"})
+NOTE_FORMATS = frozenset(
+    {"binary", "directory-path", "double", "enum", "file-path", "float", "new-path", "password", "path"}
+)
 """Formats that say what a value is for, and exclude no text or number."""
 
+PATTERN_FORMATS = frozenset(
+    {
+        "cidrv4", "cidrv6", "cuid", "cuid2", "e164", "emoji", "ends_with", "hex", "includes", "ksuid", "lowercase",
+        "mac", "nanoid", "starts_with", "ulid", "uppercase", "xid",
+    }
+)  # fmt: skip
+"""Formats of zod that say no more than the `pattern` that zod writes next to them."""
+IMPLIED_PATTERNS = {
+    "email": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+    "duration": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+    "hostname": r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$",
+}
+"""Format -> the pattern with look-around that zod writes next to it; all texts of the format's own pattern match it."""
+_CHECKED = FORMATS.keys() | INTEGER_FORMATS.keys() | NOTE_FORMATS
 
-def is_known_format(name: object) -> bool:
-    """Whether finished values of a format are checked, or need no check."""
-    return isinstance(name, str) and (name in FORMATS or name in INTEGER_FORMATS or name in NOTE_FORMATS)
+
+def is_known_format(schema: Mapping[str, Any]) -> bool:
+    """Whether finished values of a schema's `format` are checked, or need no check."""
+    name = schema["format"]
+    return isinstance(name, str) and (name in _CHECKED or (name in PATTERN_FORMATS and "pattern" in schema))

@@ -41,11 +41,14 @@ NOTES = frozenset(
         # `if` decides whether these say anything
         "then", "else",
         # of OpenAPI, and of tools that show or write schemas
-        "discriminator", "example", "externalDocs", "xml", "propertyOrdering", "propertyOrder", "enumNames",
-        "enumDescriptions", "markdownDescription", "errorMessage", "strict",
+        "discriminator", "example", "externalDocs", "xml", "enumNames", "enumDescriptions", "markdownDescription",
+        "errorMessage", "strict",
     }
 )  # fmt: skip
 """Keywords that say something about a schema and constrain no value, as those that begin with `x-`."""
+_KNOWN = ASSERTIONS | NOTES
+ORDER = "propertyOrdering"
+"""Keyword of Gemini's schemas: names of properties in the order in which they are written."""
 
 _OF_ONE = (
     "additionalProperties", "unevaluatedProperties", "propertyNames", "items", "additionalItems", "unevaluatedItems",
@@ -56,8 +59,16 @@ _OF_NAMES = ("properties", "patternProperties", "dependentSchemas", "dependencie
 
 
 def unknown_keywords(schema: Json) -> Iterator[str]:
-    """Keywords of one schema object that no draft knows."""
-    return (key for key in schema if key not in ASSERTIONS and key not in NOTES and not key.startswith("x-"))
+    """Keywords of one schema object that no draft knows, or whose form is unknown."""
+    extra = {ORDER} if is_order(schema.get(ORDER)) else set()
+    if schema.get("contentEncoding") == schema.get("format"):
+        extra.add("contentEncoding")  # says the same
+    return (key for key in schema if key not in _KNOWN and key not in extra and not key.startswith("x-"))
+
+
+def is_order(value: Any) -> bool:
+    """Whether a value of `propertyOrdering` has the form of one: a list of names."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def subschemas(schema: Json) -> Iterator[Any]:
@@ -88,7 +99,7 @@ def unchecked_keywords(root: Any, resolve: Callable[[str], Any]) -> Iterator[str
             continue
         seen.add(id(schema))
         yield from unknown_keywords(schema)
-        if "format" in schema and not is_known_format(schema["format"]):
+        if "format" in schema and not is_known_format(schema):
             yield "format"
         patterns = [schema["pattern"]] if "pattern" in schema else []
         if not all(map(has_one_reading, (*patterns, *schema.get("patternProperties", ())))):

@@ -94,9 +94,10 @@ def _required_calls(text: str, lenient: bool) -> Iterator[Source]:
     from batchgen.text.grammar.validation import Schema
 
     value = read_json(text)
-    functions = [Function(each["name"], each["parameters"]) for each in value["functions"]]
-    for function in functions:
-        Schema.parse(json.dumps(function.parameters), "tools")  # formats rely on its form
+    functions = [
+        Function(each["name"], Schema.parse(json.dumps(each["parameters"]), "tools").root)  # formats rely on its form
+        for each in value["functions"]
+    ]
     try:
         found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
     except RecursionError:

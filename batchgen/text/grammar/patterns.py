@@ -56,6 +56,13 @@ class PatternError(ValueError):
         """Whether the pattern itself is invalid, not just beyond what grammars support."""
 
 
+class _NoCharacter(PatternError):
+    """A part of a pattern that no text can have, since its characters are barred."""
+
+    def __init__(self) -> None:
+        super().__init__("needs a character that the text cannot hold unescaped")
+
+
 _PART = re.compile(
     r"\\.|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\]?)|(?P<count>\{(?:\d+(?:,\d*)?|,\d*)\})|(?P<brace>\{)|.", re.DOTALL
 )
@@ -171,6 +178,13 @@ class _PatternWriter:
             written.append(self._item(op, argument, at_first, at_last))
         return "".join(written)
 
+    def _possible(self, items: list[tuple[Any, Any]], *, first: bool, last: bool) -> str | None:
+        """`sequence` of items that may be left out; None if no text can have them."""
+        try:
+            return self.sequence(items, first=first, last=last)
+        except _NoCharacter:
+            return None
+
     def any_character(self) -> str:
         """Text of a class of all characters, line breaks too."""
         return f"(?:{self._characters(((0, _MAX_CODE_POINT),))})"
@@ -185,8 +199,11 @@ class _PatternWriter:
         if op is sre.IN:
             return self._characters(_class_ranges(argument))
         if op is sre.BRANCH:
-            branches = [self.sequence(list(branch), first=first, last=last) for branch in argument[1]]
-            return f"(?:{'|'.join(branches)})"
+            branches = [self._possible(list(branch), first=first, last=last) for branch in argument[1]]
+            written = [branch for branch in branches if branch is not None]
+            if not written:
+                raise _NoCharacter
+            return f"(?:{'|'.join(written)})"
         if op is sre.SUBPATTERN:
             _, added, removed, inner = argument
             if added or removed:
@@ -199,7 +216,9 @@ class _PatternWriter:
         raise PatternError(f"uses {_REFUSED.get(op, op)}, which grammars do not support")
 
     def _repeat(self, low: int, high: Any, inner: Any) -> str:
-        body = self.sequence(list(inner), first=False, last=False)
+        body = self._possible(list(inner), first=False, last=False)
+        if body is None and low:
+            raise _NoCharacter
         if not body or high == 0:
             return ""
         # In a schema's pattern, xgrammar 0.2 allows other texts where `?`, or an open count of 2 or more, is around
@@ -221,7 +240,7 @@ class _PatternWriter:
     def _characters(self, ranges: Ranges) -> str:
         left = _complement(_union(_complement(ranges), self._barred))
         if not left:
-            raise PatternError("needs a character that the text cannot hold unescaped")
+            raise _NoCharacter
         if len(left) == 1 and left[0][0] == left[0][1]:
             return _escape(left[0][0])
         # xgrammar allows overlong UTF-8 if one class spans several zones; alternatives of one class per zone are exact.

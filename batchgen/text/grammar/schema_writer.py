@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS, NOTE_FORMATS
-from batchgen.text.grammar.keywords import ASSERTIONS, UNSUPPORTED_KEYWORDS, Json, unknown_keywords
+from batchgen.text.grammar.formats import FORMATS, IMPLIED_PATTERNS, is_known_format
+from batchgen.text.grammar.keywords import ASSERTIONS, ORDER, UNSUPPORTED_KEYWORDS, Json, is_order, unknown_keywords
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 from batchgen.text.grammar.schema_analysis import (
     any_of,
@@ -24,6 +24,7 @@ _MAX_DEPTH = 200
 """Deepest nesting of a schema."""
 _REMEDIES = {
     "nullable": 'write `"type": [..., "null"]`',
+    "propertyOrder": "write `propertyOrdering`, a list of names",
     "uniqueItems": "change the schema, or allow it with --lenient-schemas: finished texts are checked for it",
 }
 
@@ -96,12 +97,12 @@ class SchemaWriter(ABC):
         if self._depth > _MAX_DEPTH:
             raise self._invalid(path, f"is more than {_MAX_DEPTH} levels deep")
         try:
-            self._check_keywords(schema, path)
+            self._check_keywords(schema, path, is_part)
             return self._object(schema, path, is_part)
         finally:
             self._depth -= 1
 
-    def _check_keywords(self, schema: Json, path: str) -> None:
+    def _check_keywords(self, schema: Json, path: str, is_part: bool) -> None:
         for key in unknown_keywords(schema):
             near = get_close_matches(key.lower(), [known.lower() for known in ASSERTIONS], 1, 0.8)
             hint = next((f"; did you mean `{known}`?" for known in ASSERTIONS if [known.lower()] == near), "")
@@ -116,6 +117,9 @@ class SchemaWriter(ABC):
             self._unsupported(path, "uniqueItems", "grammars cannot compare items")
         if "contains" in schema:
             self._unsupported(path, "contains", "grammars cannot count items")
+        order: Any = schema.get(ORDER)
+        if order and is_order(order) and (is_part or not set(order) <= set(schema.get("properties", ()))):
+            self._unsupported(path, ORDER, "its names must be in `properties` next to it, and not in a part of `allOf`")
         if path != "#" and "$id" in schema:
             self._unsupported(path, "$id", "only the document itself may have one")
 
@@ -150,13 +154,13 @@ class SchemaWriter(ABC):
     def _patterns_of(self, schema: Json, path: str) -> dict[str, str]:
         """`pattern` and `format` of strings -> a pattern as it is given, or that describes the format."""
         found: dict[str, str] = {}
-        named = schema.get("format")
+        named: Any = schema.get("format")
         if named in FORMATS and FORMATS[named].pattern is not None:
             found["format"] = FORMATS[named].pattern or ""
-        elif named is not None and named not in NOTE_FORMATS and named not in INTEGER_FORMATS:
+        elif named in FORMATS or (named is not None and not is_known_format(schema)):
             problem = f"no grammar for {named} is known" if named in FORMATS else f"the format {named!r} is unknown"
             self._unsupported(path, "format", problem)
-        if "pattern" in schema:
+        if "pattern" in schema and schema["pattern"] != IMPLIED_PATTERNS.get(named):
             found["pattern"] = schema["pattern"]
         return found
 

@@ -25,7 +25,7 @@ from jsonschema.validators import validator_for
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS
-from batchgen.text.grammar.keywords import unchecked_keywords
+from batchgen.text.grammar.keywords import ORDER, is_order, unchecked_keywords
 from batchgen.text.grammar.patterns import has_one_reading, with_escaped_braces
 
 CHECK_STEPS = 50_000
@@ -130,7 +130,7 @@ class Schema:
 
     @classmethod
     def parse(cls, text: str, field: str) -> Schema:
-        """Parse JSON text and check it against its metaschema.
+        """Parse JSON text and check it against its metaschema. `properties` are in the order that the schema asks for.
 
         Raises:
             RowError: `invalid_grammar`: the text is not a valid schema; the message names `field`.
@@ -153,6 +153,7 @@ class Schema:
             raise _invalid(field, f"is not a JSON Schema: {error.message[:300]} at {error.json_path[:200]}") from None
         except RecursionError:
             raise _invalid(field, "is nested too deeply") from None
+        _put_in_order(root)
         return cls(root)
 
     def resolve(self, target: str) -> Any:
@@ -226,7 +227,14 @@ def _with_own_checks(base: Any) -> Any:
         if all(next(validator.descend(instance, part), None) is not None for part in parts):
             yield jsonschema.ValidationError("none of the alternatives holds")
 
+    def property_ordering(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        if validator.is_type(instance, "object") and is_order(wanted):
+            order = dict.fromkeys(wanted)
+            if [name for name in order if name in instance] != [name for name in instance if name in order]:
+                yield jsonschema.ValidationError(f"the properties are not in the order {wanted!r}")
+
     checks = {**base.VALIDATORS, "pattern": pattern, "patternProperties": pattern_properties, "multipleOf": multiple_of}
+    checks[ORDER] = property_ordering
     checks |= {name: check for name, check in (("uniqueItems", unique_items), ("anyOf", any_of)) if name in checks}
     made = jsonschema.validators.extend(base, {name: _counted(check) for name, check in checks.items()})
     names = [(each.alias, each.name) for each in made.__attrs_attrs__ if each.init]
@@ -267,6 +275,21 @@ def _is_multiple(value: float, factor: float) -> bool:
     return (isinstance(value, int) or math.isfinite(value)) and (
         Fraction(repr(value)) / Fraction(repr(factor))
     ).denominator == 1
+
+
+def _put_in_order(root: Any) -> None:
+    """Put the properties of a document's schemas into the order of their `propertyOrdering`."""
+    waiting = [root]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            order: Any = part.get(ORDER)
+            declared = part.get("properties")
+            if is_order(order) and isinstance(declared, dict):
+                part["properties"] = {name: declared[name] for name in (*order, *declared) if name in declared}
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
 
 
 def _invalid(field: str, problem: str) -> RowError:

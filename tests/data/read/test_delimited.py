@@ -21,6 +21,7 @@ from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import open_inputs
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError
+from batchgen.request.named_columns import NamedColumns
 from batchgen.request.raw_row import RawRow
 
 
@@ -133,7 +134,7 @@ def test_a_row_with_a_broken_quote_keeps_the_cells_before_it(name: str) -> None:
 
 def test_a_row_with_a_broken_quote_keeps_its_named_id(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text('uid,id,text\n7,1,"a"b\n8,2,c\n')
-    first, second = open_inputs(find_inputs([str(tmp_path / "in.csv")])).rows(id_column="uid")
+    first, second = open_inputs(find_inputs([str(tmp_path / "in.csv")])).rows(NamedColumns(id="uid"))
     assert first.error is not None
     assert [first.id, second.value] == ["7", {"id": "8", "text": "c"}]
 
@@ -186,13 +187,13 @@ def test_files_with_selections_and_named_columns(pack: Any, tmp_path: Path, monk
     name = {bytes: "a.csv", gzip.compress: "a.csv.gz"}.get(pack, "a.csv.zst")
     Path(name).write_bytes(pack(b"q,uid\n" + b"".join(b'"line\n%d",%d\n' % (i, i) for i in range(50))))
     inputs = open_inputs(find_inputs([name]))
-    rows = [*inputs.rows("q", "uid")]
+    rows = [*inputs.rows(NamedColumns("q", "uid"))]
     assert [row.value for row in rows] == [{"text": f"line\n{i}", "id": str(i)} for i in range(50)]
     assert inputs.count() == 50
     for selection in (Selection(offset=7, limit=9), Selection(sample=5), Selection(shard=(1, 3))):
         keep = selection.row_filter(lambda: 50)
         assert keep is not None
-        assert [*inputs.rows("q", "uid", selection)] == [row for row in rows if keep(row.index)]
+        assert [*inputs.rows(NamedColumns("q", "uid"), selection)] == [row for row in rows if keep(row.index)]
     assert [row.line for row in inputs.rows_at([3, 4])] == [8, 10]
 
 

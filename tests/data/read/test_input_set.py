@@ -30,6 +30,7 @@ from batchgen.data.read.input_set import open_inputs as open_found
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, ErrorInfo, InputError, UsageError
+from batchgen.request.named_columns import NamedColumns
 
 
 def open_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> InputSet:
@@ -45,8 +46,8 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def values(*paths: str, **options: Any) -> list[Any]:
-    return [row.value for row in open_inputs(paths).rows(**options)]
+def values(*paths: str, prompt_column: str | None = None) -> list[Any]:
+    return [row.value for row in open_inputs(paths).rows(NamedColumns(prompt_column))]
 
 
 def test_rows_of_parquet_are_called_rows(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ class TestFolders:
         Path("a.jsonl").write_bytes(b"\n" + lines({"text": "x", "q": "why", "uid": 1}) + b"broken\n")
         Path("b.jsonl").write_bytes(lines({"text": "x", "source_file": "mine"}))
         inputs = open_found(find_inputs(["a.jsonl", "b.jsonl"]), include_source=True)
-        first, broken, twice = inputs.rows("q", "uid")
+        first, broken, twice = inputs.rows(NamedColumns("q", "uid"))
         assert first.value == {"text": "why", "id": 1}
         assert first.displaced == {"text": "x", "source_file": "a.jsonl", "source_line": 2}
         assert broken.displaced == {"source_file": "a.jsonl", "source_line": 3}
@@ -381,7 +382,7 @@ def test_the_error_row_of_a_damaged_file_belongs_to_one_shard_and_window(name: s
 class TestNamedColumns:
     def test_a_named_prompt_column_becomes_text_and_displaces_prompt_fields(self) -> None:
         Path("a.jsonl").write_bytes(lines({"q": "why", "text": "a passage", "prompt": "p", "id": "x"}, {"text": "t"}))
-        row, without = open_inputs(["a.jsonl"]).rows(prompt_column="q")
+        row, without = open_inputs(["a.jsonl"]).rows(NamedColumns(prompt="q"))
         assert (row.value, row.displaced) == ({"text": "why", "id": "x"}, {"text": "a passage", "prompt": "p"})
         assert (without.value, without.displaced) == ({}, {"text": "t"})
 
@@ -406,21 +407,21 @@ class TestNamedColumns:
         Path("c.csv").write_text("uid,text,q\n1," + '"' + chat.replace('"', '""') + '",why\n')
         for name in ("c.parquet", "c.csv"):
             for id_column in (None, "uid"):
-                (row,) = open_inputs([name]).rows(id_column=id_column)
+                (row,) = open_inputs([name]).rows(NamedColumns(id=id_column))
                 assert row.error is not None
                 assert "--prompt-column text" in row.error.message
-            (row,) = open_inputs([name]).rows("q", "uid")
+            (row,) = open_inputs([name]).rows(NamedColumns("q", "uid"))
             assert (row.value, row.displaced) == ({"text": "why", "id": "1"}, {"text": chat})
 
     def test_a_named_id_column_becomes_the_id(self) -> None:
         Path("a.jsonl").write_bytes(lines({"k": 7, "id": "old", "text": "t"}, {"k": "b", "text": "t"}, {"k": True}))
-        rows = [*open_inputs(["a.jsonl"]).rows(id_column="k")]
+        rows = [*open_inputs(["a.jsonl"]).rows(NamedColumns(id="k"))]
         assert [row.value for row in rows] == [{"text": "t", "id": 7}, {"text": "t", "id": "b"}, {"id": True}]
         assert rows[0].displaced == {"id": "old"}
 
     def test_naming_the_default_columns_changes_nothing(self) -> None:
         Path("a.jsonl").write_bytes(lines({"id": "i", "text": "t"}))
-        (row,) = open_inputs(["a.jsonl"]).rows(prompt_column="text", id_column="id")
+        (row,) = open_inputs(["a.jsonl"]).rows(NamedColumns("text", "id"))
         assert row.value == {"id": "i", "text": "t"}
         assert row.displaced == {}
 
@@ -428,12 +429,12 @@ class TestNamedColumns:
         pq.write_table(pa.table({"q": ["a"]}), "a.parquet")
         assert values("a.parquet", prompt_column="q") == [{"text": "a"}]
         with pytest.raises(UsageError, match="no column 'question'; it has `q`"):
-            open_inputs(["a.parquet"]).rows(prompt_column="question")
+            open_inputs(["a.parquet"]).rows(NamedColumns(prompt="question"))
 
     def test_text_files_have_no_columns(self) -> None:
         Path("a.txt").write_bytes(b"x\n")
         with pytest.raises(UsageError, match="no columns"):
-            open_inputs(["a.txt"]).rows(id_column="q")
+            open_inputs(["a.txt"]).rows(NamedColumns(id="q"))
 
 
 class TestSelection:

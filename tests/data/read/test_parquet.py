@@ -21,6 +21,7 @@ from batchgen.data.read import parquet
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError
+from batchgen.request.named_columns import NamedColumns
 from batchgen.request.raw_row import RawRow
 from tests.tables.arrow_types import CASES, column
 
@@ -139,7 +140,7 @@ def test_strings_that_are_not_utf8_are_error_rows() -> None:
 def test_binary_prompt_columns_must_be_utf8() -> None:
     table = pa.table({"text": pa.array([b"a", b"\xff"]), "q": pa.array([b"\xff", b"b"])})
     assert read(table) == [{"text": "a", "q": "/w=="}, None]
-    assert read(table, text_columns=frozenset({"q"})) == [None, None]
+    assert read(table, columns=NamedColumns("q")) == [None, {"text": "/w==", "q": "b"}]
 
 
 def test_a_map_with_a_repeated_key_is_an_error_row() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,38 @@ def test_memory_of_items_is_that_of_their_budgets_at_most() -> None:
     source = SimpleNamespace(size=(4, 4), nbytes=1 << 40)
     items.add(DistinctItem("image", "large", "image_data", 1, 7, {}, False, source))
     assert most_media_bytes(table, 8) == feed_module.PREPARED_BYTES + 54 * 8 * 4
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((900, 900, 900, 900), 900), ((300,) * 6, 900), ((5000, 5000, 10), 5000)])
+def test_threads_decode_no_more_at_once_than_there_is_room_for(
+    sizes: tuple[int, ...], most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a step needs first; an item that is larger than the room is decoded alone."""
+    monkeypatch.setattr(feed_module, "PREPARED_BYTES", 1000)
+    items, lock, peaks, running = MediaItems(V), Lock(), list[int](), set[int]()
+    for number, nbytes in enumerate(sizes):
+        source = SimpleNamespace(size=(4, 4), nbytes=nbytes)
+        items.add(DistinctItem("image", str(number), "image_data", 4, 7, {}, False, source))
+
+    def prepare(item: DistinctItem) -> Any:
+        with lock:
+            running.add(int(item.digest))
+            peaks.append(sum(sizes[number] for number in running))
+        time.sleep(0.02)
+        with lock:
+            running.remove(int(item.digest))
+        return features(int(item.digest))
+
+    settings = feed_module.FeedSettings(8, 4, HOST, together=False)
+    count, encoder = len(sizes), SimpleNamespace()
+    store = FeatureStore(1 << 20, tmp_path)
+    feed = feed_module.MediaFeed(items, range(count), np.ones(count, np.int64), prepare, encoder, store, settings)  # type: ignore[arg-type]
+    for number in reversed(range(count)):
+        feed.prefetch()
+        feed.load([number])
+    feed.close()
+    assert max(peaks) <= most
+    assert len(peaks) == count
 
 
 @pytest.fixture(scope="module")

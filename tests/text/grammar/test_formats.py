@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from batchgen.text.grammar.formats import FORMATS
+from batchgen.errors import RowError
+from batchgen.text.grammar.formats import FORMATS, IMPLIED_PATTERNS
 from batchgen.text.grammar.validation import Schema
-from tests.text.grammar.walk import compile_schema
+from tests.text.grammar.walk import compile_constraint_of, compile_schema
 
 # Format -> valid texts, invalid texts.
 TEXTS: dict[str, tuple[list[str], list[str]]] = {
@@ -92,3 +94,53 @@ def test_formats_of_integers_are_ranges(name: str) -> None:
     assert grammar.accepts(str(most - 1))
     schema = Schema.parse(json.dumps({"type": "integer", "format": name}), "json_schema")
     assert [schema.satisfied_by(str(value)) for value in (least, most, most + 1)] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", IMPLIED_PATTERNS)
+def test_the_pattern_that_zod_writes_next_to_a_format_holds(name: str) -> None:
+    """Of several lengths too, and in a structural tag, which has no place for a pattern next to a format."""
+    schema = {"type": "string", "format": name, "pattern": IMPLIED_PATTERNS[name]}
+    tag = {"format": {"type": "json_schema", "json_schema": schema}}
+    assert compile_constraint_of("structural_tag", json.dumps(tag)).backend == "xgrammar"
+    for grammar in (compile_schema(schema), compile_schema({**schema, "maxLength": 200})):
+        found = {grammar.random_text(seed, steps=40) for seed in range(25)} - {None}
+        assert len(found) > 4
+        assert all(re.search(IMPLIED_PATTERNS[name], json.loads(text)) for text in found)
+    with pytest.raises(RowError, match="look-around"):
+        compile_schema({**schema, "pattern": schema["pattern"] + "|a"})
+
+
+ZOD = {
+    "uuid": (r"^([0-9a-fA-F]{8}-[0-9a-fA-F]{4}-4[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12})$",
+             "123e4567-e89b-42d3-a456-426614174000", "123e4567-e89b-12d3-a456-426614174000"),
+    "date-time": (r"^\d{4}-\d\d-\d\dT(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?:Z)$",
+                  "2024-02-29T12:00:00Z", "2024-02-30T12:00:00Z"),
+    "ipv4": (r"^(?:(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9][0-9]|[0-9])\.){3}(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|"
+             "[1-9][0-9]|[0-9])$", "10.0.0.1", "10.0.0.256"),
+    "base64": ("^$|^(?:[0-9a-zA-Z+/]{4})*(?:(?:[0-9a-zA-Z+/]{2}==)|(?:[0-9a-zA-Z+/]{3}=))?$", "YQ==", "YQ"),
+    "e164": (r"^\+[1-9]\d{6,14}$", "+4930123456", "030123456"),
+    "cuid2": ("^[0-9a-z]+$", "9msn", "A"),
+    "starts_with": (r"^a\.b.*", "a.b c", "b"),
+}  # fmt: skip
+"""Format -> the pattern that zod writes next to it, a text of both, a text that breaks one."""
+
+
+@pytest.mark.parametrize("name", ZOD)
+def test_formats_of_zod_with_their_patterns(name: str) -> None:
+    pattern, good, bad = ZOD[name]
+    schema = {"type": "string", "format": name, "pattern": pattern}
+    if name == "base64":
+        schema["contentEncoding"] = name
+    grammar, second = compile_schema(schema), Schema.parse(json.dumps(schema), "json_schema")
+    for text in (good, bad):
+        assert grammar.accepts(json.dumps(text)) is second.satisfied_by(json.dumps(text)) is (text == good)
+    if name not in FORMATS:
+        with pytest.raises(RowError, match=rf"the format '{name}' is unknown"):
+            compile_schema({"type": "string", "format": name})
+        assert Schema({"type": "string", "format": name}).satisfied_by('"a"') is None
+
+
+def test_a_note_next_to_the_values_of_an_enum() -> None:
+    schema = {"type": "string", "format": "enum", "enum": ["a", "b"]}
+    assert compile_schema(schema).accepts('"b"')
+    assert Schema(schema).satisfied_by('"b"') is True

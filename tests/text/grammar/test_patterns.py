@@ -134,11 +134,29 @@ def test_a_schema_s_pattern_goes_on_where_only_one_end_is_anchored(
     assert all(re.search(pattern, text) for text in good)
 
 
-@pytest.mark.parametrize("pattern", ['"', r"a\\b", r"\x00", "[\n\t]"])
+@pytest.mark.parametrize("pattern", ['"', r"a\\b", r"\x00", "[\n\t]", r"(?:\n|\t)a", r"\n{2,}"])
 def test_characters_that_json_escapes_are_refused_in_strings(pattern: str) -> None:
     explicit_pattern(pattern)
     with pytest.raises(PatternError, match="needs a character"):
         explicit_pattern(pattern, json_string=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^.*\$\{\{(.|[\r\n])*\}\}.*$", ["${{ a.b }}", "x${{}}y"], ["", "${ a }", "${{ a }"]),
+        (r"^a(?:\n|b)c$", ["abc"], ["ac"]),
+        (r'^a(?:"|b)?$', ["a", "ab"], []),
+        (r"^a\n*$", ["a"], ["ab"]),
+        (r"^(?:a|\t+)(?:\\|[\n\r]|b)$", ["ab"], ["a"]),
+    ],
+)
+def test_parts_that_need_escapes_are_left_out_where_others_do(pattern: str, good: list[str], bad: list[str]) -> None:
+    """The grammar allows fewer texts than the pattern, never others."""
+    grammar = compile_schema({"type": "string", "pattern": pattern})
+    assert {text: grammar.accepts(json.dumps(text)) for text in (*good, *bad)} == {t: t in good for t in (*good, *bad)}
+    assert [bool(re.search(pattern, text)) for text in (*good, *bad)] == [text in good for text in (*good, *bad)]
+    assert not grammar.accepts(json.dumps(good[0] + "\n"))
 
 
 @pytest.mark.parametrize("pattern", ["^a$", r"\Aa\Z", "(?:^a$)", "(^a|^b)$", "^$", "^(a|b$)"])

@@ -240,9 +240,12 @@ def test_a_long_chain_of_references_does_not_count_as_nesting() -> None:
 
 def test_many_paths_to_one_definition_are_visited_once() -> None:
     defs: dict[str, Any] = {
-        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(60)
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(8)
     }
-    assert compile_schema({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}).accepts("null")
+    schema = {"$ref": "#/$defs/d0", "$defs": {**defs, "d8": {"type": "null"}}}
+    _, written = next(enforceable_schemas(json.dumps(schema), "json_schema"))
+    assert len(written["$defs"]) == 9
+    assert compile_schema(schema).accepts("null")
 
 
 NULL = {"type": "null"}
@@ -345,6 +348,59 @@ def test_zero_is_outside_of_an_open_range(bounds: tuple[float, float], factor: f
     grammar = compile_schema(schema)
     assert grammar.backend == "xgrammar"
     assert not any(grammar.accepts(text) for text in ("0", "-0", "0.0"))
+
+
+A, B = {"type": "boolean"}, {"type": "integer", "multipleOf": 5}
+IN_BOTH_ORDERS = ('{"a": true, "b": true}', '{"b": true, "a": true}')
+ORDERED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"b": A, "a": A},
+    "propertyOrdering": ["a", "b"],
+    "required": ["a", "b"],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (ORDERED, *IN_BOTH_ORDERS),
+        ({**ORDERED, "properties": {"b": A, "a": B}}, '{"a": 5, "b": true}', '{"b": true, "a": 5}'),
+        ({"type": "array", "items": ORDERED}, '[{"a": true, "b": true}]', '[{"b": true, "a": true}]'),
+        ({"$ref": "#/$defs/x", "$defs": {"x": ORDERED}}, *IN_BOTH_ORDERS),
+        ({**ORDERED, "anyOf": [{"required": ["b"]}, {"properties": {"b": A, "a": A}}]}, *IN_BOTH_ORDERS),
+    ],
+    ids=str,
+)
+def test_properties_come_in_the_order_that_the_schema_asks_for(schema: Any, good: str, bad: str) -> None:
+    grammar = compile_schema(schema)
+    assert (grammar.accepts(good), grammar.accepts(bad)) == (True, False)
+    second = Schema.parse(json.dumps(schema), "json_schema")
+    assert (second.satisfied_by(good), second.satisfied_by(bad)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"propertyOrdering": ["a", "c", "b"]}, "`propertyOrdering`.*its names must be in `properties` next to it"),
+        ({"propertyOrdering": "a"}, "`propertyOrdering`.*nothing here knows"),
+        ({"propertyOrder": ["a"]}, "`propertyOrder`.*write `propertyOrdering`"),
+    ],
+)
+def test_an_order_that_cannot_be_obeyed_is_refused(change: dict[str, Any], message: str) -> None:
+    changed = {**ORDERED, **change}
+    for schema in (changed, {"type": "array", "items": changed}):
+        with pytest.raises(RowError, match=message):
+            compile_schema(schema)
+    with pytest.raises(RowError, match="not in a part of `allOf`"):
+        compile_schema({"allOf": [{"properties": {"c": A}}, ORDERED]})
+    schema = {**ORDERED, **change}
+    assert any(compile_schema(schema, lenient=True).accepts(text) for text in IN_BOTH_ORDERS)
+    assert Schema.parse(json.dumps(schema), "json_schema").satisfied_by(IN_BOTH_ORDERS[1]) in (False, None)
+
+
+def test_properties_may_have_the_names_of_keywords() -> None:
+    grammar = compile_schema({"type": "object", "properties": {"properties": A, "propertyOrdering": A}})
+    assert grammar.accepts('{"properties": true, "propertyOrdering": true}')
 
 
 def test_schemas_with_patterns_in_a_structural_tag() -> None:

@@ -344,6 +344,15 @@ def test_what_is_not_a_schema_is_refused_where_calls_are_required(known: dict[st
     assert named(done.tool_calls) == [PARIS]
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "pythonic"])
+def test_arguments_come_in_the_order_that_the_schema_asks_for(name: str) -> None:
+    names = {"type": "object", "properties": {"b": {"type": "boolean"}, "a": {"type": "boolean"}}}
+    ordered = {**names, "required": ["a", "b"], "propertyOrdering": ["a", "b"]}
+    walk = compile_constraint_of("tool_choice", required(name, ordered))
+    assert walk.accepts(FORMATS[name].write([ToolCall("f", {"a": True, "b": False})]))
+    assert not walk.accepts(FORMATS[name].write([ToolCall("f", {"b": True, "a": False})]))
+
+
 def test_a_schema_may_refer_to_others_and_to_itself() -> None:
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "on": {"type": "boolean"}}}
     nodes = {"$ref": "#/$defs/node", "$defs": {"node": {**node, "required": ["on"]}}}

@@ -1,0 +1,41 @@
+"""Fields of rows that options name: `--prompt-column`, `--id-column`, `--image-column` and `--audio-column`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from batchgen.request.fields import ID_NAMES
+
+PROMPT_FIELDS = ("text", "prompt")
+_REPLACED = {"prompt": PROMPT_FIELDS, "id": ID_NAMES, "image": ("image_data",), "audio": ("audio_data",)}
+"""What a name is given for -> the fields that the named one replaces."""
+
+
+class NamedColumns(NamedTuple):
+    """The fields that the run reads prompts, ids, images and sounds from; None where no option names one."""
+
+    prompt: str | None = None
+    id: str | None = None
+    image: str | None = None
+    audio: str | None = None
+
+    def options(self) -> dict[str, str]:
+        """Name of a field -> the option that names it."""
+        return {name: f"--{role}-column" for role, name in self._asdict().items() if name is not None}
+
+    def replaced(self) -> tuple[str, ...]:
+        """Fields that are carried as data, unless they are named themselves: others take their place."""
+        return tuple(name for role, names in _REPLACED.items() if getattr(self, role) is not None for name in names)
+
+    def media(self) -> list[tuple[str, str]]:
+        """(column, field that it becomes) of each column of images or sounds."""
+        named = {"image_data": self.image, "audio_data": self.audio}
+        return [(name, field) for field, name in named.items() if name is not None]
+
+    def fields(self) -> dict[str, str]:
+        """Column of a table -> the field that it is read as, where that has another name; empty for plain text."""
+        plain = {name: "" for name in (self.prompt, self.id) if name is not None}
+        return dict.fromkeys(self.replaced(), "extra") | dict(self.media()) | plain
+
+
+UNNAMED = NamedColumns()
