@@ -121,7 +121,7 @@ CARRIED: list[tuple[Any, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "is_named"), CARRIED, ids=str)
+@pytest.mark.parametrize(("value", "is_named"), CARRIED)
 @pytest.mark.parametrize("form", ["row", "line"])
 def test_carried_media_are_named(value: Any, is_named: bool, form: str) -> None:
     row: dict[str, Any] = {"custom_id": "a", "url": "/v1/completions", "body": {"model": "*", "prompt": "a"}}
