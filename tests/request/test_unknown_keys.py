@@ -51,7 +51,6 @@ OF_OTHERS = {
     "doSamples": "`do_sample`, an option of",
     "num_beam": "`num_beams`, an option of",
     "length_penalties": "`length_penalty`, an option of",
-    "guided_jsons": "`guided_json`, an option of vLLM: use `json_schema`",
     "repeat_penaltys": "`repeat_penalty`, an option of llama.cpp and Ollama: use `repetition_penalty`",
 }
 
