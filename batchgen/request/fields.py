@@ -23,6 +23,7 @@ from batchgen.request.checks import (
 from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
 from batchgen.request.media import MEDIA_FIELDS, MediaField
+from batchgen.request.named_columns import ID_NAMES
 from batchgen.request.params import PARAMETERS, SAMPLING_FIELDS
 from batchgen.request.prompts import embeddings
 from batchgen.request.tool_choice import tool_choice
@@ -54,7 +55,7 @@ HANDLING = (
 """Fields of bodies that tell a client or a server how to handle a request, and nothing about the text."""
 
 _PROMPTS = (
-    Field("id", field_checks.row_id, _ROW, aliases=("rid", "custom_id")),
+    Field("id", field_checks.row_id, _ROW, aliases=ID_NAMES[1:]),
     Field("text", field_checks.texts, _ROW, aliases=("prompt",), json_text="text"),
     Field("input_ids", token_id_lists, _ROW),
     Field("input_embeds", embeddings, _ROW, json_text="value"),
@@ -119,9 +120,6 @@ _OPENAI = (
 
 FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_CONSTRAINT_FORMS, *_OPENAI)
 """All row fields. A name is listed twice if its values differ by place."""
-
-ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
-"""Names of the row's id."""
 
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""
