@@ -70,6 +70,20 @@ class OpenedJob:
                 return open_output(self.paths, self.identity.run, self.identity.info, "resume-anyway", clock, self.note)
             raise self._refusal(other) from None
 
+    def refuse_named(self) -> None:
+        """Refuse `--reuse OUT` of a finished output whose rows are of another model.
+
+        Raises:
+            FingerprintError: no row of it can be reused.
+        """
+        named = self._config.reuse
+        job = None if named is None else _job_of(Path(named))
+        if job and (changed := self._changed_environment(job)):
+            raise FingerprintError(
+                f"no row of {named} can be reused: results of this job would differ. Changed: "
+                f"{self._describe(changed, job)}. Leave out --reuse to compute all rows."
+            )
+
     def _refuse_retry_of_lines(self) -> None:
         """Refuse to retry the errors of a finished output of JSON lines.
 
@@ -155,24 +169,6 @@ class OpenedJob:
                 return (len(np.unique(np.concatenate(found))) if found else 0), rows.rows
         except BatchgenError:
             return None
-
-
-def refuse_named(setup: Setup, identity: JobIdentity) -> None:
-    """Refuse `--reuse OUT` of a finished output whose rows are of another model.
-
-    Raises:
-        FingerprintError: no row of it can be reused.
-    """
-    named = setup.config.reuse
-    job = None if named is None else _job_of(Path(named))
-    if named is None or job is None:
-        return
-    changed = [name for name in environment(setup) if job.get(name) != identity.info.get(name)]
-    if changed:
-        raise FingerprintError(
-            f"no row of {named} can be reused: results of this job would differ. Changed: "
-            f"{describe_changes(changed, job, identity.info)}. Leave out --reuse to compute all rows."
-        )
 
 
 def clock_record(setup: Setup) -> dict[str, Any]:

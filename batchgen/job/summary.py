@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -253,7 +253,7 @@ def counted(totals: Totals) -> dict[str, Any]:
     }
 
 
-def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwrite: bool = False) -> None:
+def write_report(text: str, target: str, *, overwrite: bool = False) -> None:
     """Write a report, which is JSON, to a file, or to stdout for "-". A regular file is replaced atomically.
 
     Raises:
@@ -261,9 +261,8 @@ def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwr
     """
     text += "\n"
     if target == "-":
-        stream = stdout or sys.stdout
-        stream.write(text)
-        stream.flush()
+        sys.stdout.write(text)
+        sys.stdout.flush()
         return
     path = followed(Path(target))
     refuse_other_file("--report", target, overwrite)
