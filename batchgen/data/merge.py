@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,16 @@ from batchgen.data.files import (
     same_file,
 )
 from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs, merged_record, scratch_work
-from batchgen.data.view import Results
+from batchgen.data.view import Results, read_errors
 from batchgen.data.write.committed import Committed, read_keys
 from batchgen.data.write.durable_files import refuse_existing
 from batchgen.data.write.finish import CommittedRows, write_output
 from batchgen.data.write.job_changes import changes, describe_changes
 from batchgen.data.write.lines import is_lines
-from batchgen.data.write.results_file import DamagedFile, open_parquet, read_footer
+from batchgen.data.write.results_file import open_parquet, read_footer
 from batchgen.data.write.schema import STATES_CONTENTS
-from batchgen.data.write.states_result import part_from_result
+from batchgen.data.write.states import write_states_part
+from batchgen.data.write.states_result import records_of_result
 from batchgen.data.write.work_folder import (
     OutputPaths,
     RunIdentity,
@@ -136,8 +136,8 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     with scratch_work(paths, identity) as work:
         state_parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, state_parts, strict=True):
-            with _read_errors():
-                part_from_result(file, part)
+            with read_errors():
+                write_states_part(part, records_of_result(file))
         with open_parquet(files[0]) as first:
             schema = first.schema.remove_metadata()
         numbers = [np.unique(read_keys([file]).row_index) for file in files]
@@ -178,7 +178,7 @@ def _check_whole_jobs(
     _refuse_replacing("files", files, out, overwrite)
     _refuse_unfinished(output_paths(out), overwrite)
     if not allow_duplicate_ids and not any(map(_allows_duplicates, footers)):
-        with _read_errors():
+        with read_errors():
             refuse_duplicate_ids(files, whole_jobs=True)
 
 
@@ -189,22 +189,11 @@ def _checked_keys(
     _check_one_job(files, footers)
     _check_all_shards(files, footers)
     _refuse_replacing("shards", files, out, overwrite)
-    with _read_errors():
+    with read_errors():
         keys = read_keys(files)
         if not allow_duplicate_ids and not _allows_duplicates(footers[0]):
             refuse_duplicate_ids(files)
     return keys
-
-
-@contextmanager
-def _read_errors() -> Iterator[None]:
-    """Errors of the disk while files are read; a damaged file names itself."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, DamagedFile):
-            raise
-        raise InputError(f"a file cannot be read ({error}). Check its permissions and the disk.") from error
 
 
 def _allows_duplicates(footer: dict[str, Any]) -> bool:

@@ -98,11 +98,8 @@ class Engine:
         UsageError: an option is unknown, invalid or not supported on this machine.
     """
 
+    @python_errors()
     def __init__(self, model: str, **options: Any) -> None:
-        with python_errors():
-            self._load(model, options)
-
-    def _load(self, model: str, options: Mapping[str, Any]) -> None:
         refuse_unknown(options, "Engine", [option.name for option in ENGINE_OPTIONS])
         config = EngineConfig(model=model, **options)
         prepare_device(config)
@@ -360,10 +357,8 @@ class Engine:
         """The pool with what the backend keeps next to it, in as many bytes."""
         if self.backend is None:
             return pool
-        parts = []
-        for part in pools_of(pool):
-            parts.append(self.backend.extend_pool(part, room * part.nbytes // max(1, pool.nbytes)))
-        return with_pools(pool, parts)
+        shares = [(part, room * part.nbytes // max(1, pool.nbytes)) for part in pools_of(pool)]
+        return with_pools(pool, [self.backend.extend_pool(part, share) for part, share in shares])
 
     def _memory(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
         """The device's memory, with the bytes of the job's largest step, and the most tokens in a step."""
@@ -371,10 +366,8 @@ class Engine:
         if not workload.samples.any():
             return device_memory(spec.device), tokens
         if spec.device.type == "cpu":
-            return device_memory(
-                spec.device, estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
-            ), tokens
-
+            step_bytes = estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
+            return device_memory(spec.device, step_bytes), tokens
         run = self.dummy_runner(seqs, tokens)
         step_bytes, tokens = measure_largest_step(run, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.

@@ -20,10 +20,9 @@ from batchgen.data.write.damage import Note, ignore, output_damage
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.results_file import DamagedFile, intact_footer
-from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.reuse import ReuseFile, find_moves, part_file
 from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, is_complete, output_paths
-from batchgen.data.write.work_owner import OtherJobError, Policy, open_work
+from batchgen.data.write.work_owner import OtherJobError, Policy, open_for_retry, open_work
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files
 from batchgen.data.write.work_state import read_state
 from batchgen.errors import BatchgenError, FingerprintError, UsageError

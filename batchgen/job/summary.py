@@ -93,13 +93,9 @@ class RunSummary:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Counters of the engine and the writer: steps, preemptions, slot occupancy, writer stalls."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The summary as plain values, under the same names as in `check --json`."""
-        return asdict(self)
-
     def to_json(self) -> str:
-        """The summary as an indented JSON object."""
-        return json_printable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
+        """The summary as an indented JSON object, under the same names as in `check --json`."""
+        return json_printable(json.dumps(asdict(self), indent=2, ensure_ascii=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,14 +89,12 @@ _CONSTRAINT_FORMS = (
     Field("guided_json_object", boolean),
 )
 
+_CALLER = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+
 # Fields that exist only in the bodies of the two endpoints. The first six describe the caller.
 _OPENAI = (
-    Field("user", string, BODIES, carried=True),
-    Field("metadata", mapping, BODIES, carried=True),
-    Field("safety_identifier", string, BODIES, carried=True),
-    Field("prompt_cache_key", string, BODIES, carried=True),
-    Field("prompt_cache_retention", string, BODIES, carried=True),
-    Field("prompt_cache_options", mapping, BODIES, carried=True),
+    *(Field(name, string, BODIES, carried=True) for name in _CALLER),
+    *(Field(name, mapping, BODIES, carried=True) for name in ("metadata", "prompt_cache_options")),
     *(Field(name, field_checks.anything, BODIES, json_text="text") for name in HANDLING),
     _unsupported(
         "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
@@ -110,12 +108,9 @@ _OPENAI = (
         requests_nothing=_noop_if(("text",), ()),
         remedy='only ["text"] can be generated',
     ),
-    _unsupported("audio", mapping, _IN_CHAT),
-    _unsupported("prediction", mapping, _IN_CHAT),
     Field("reasoning_effort", nonempty_string, _CHAT, to_template=True),
     Field("verbosity", nonempty_string, _IN_CHAT, to_template=True, requests_nothing=_noop_if("medium")),
-    _unsupported("web_search_options", mapping, _IN_CHAT),
-    _unsupported("moderation", mapping, _IN_CHAT),
+    *(_unsupported(name, mapping, _IN_CHAT) for name in ("audio", "prediction", "web_search_options", "moderation")),
 )
 
 FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_CONSTRAINT_FORMS, *_OPENAI)

@@ -154,7 +154,7 @@ def test_wrong_arguments_of_generate_name_the_right_one(engine: Engine, argument
     ("options", "part"),
     [
         ({"max_model_length": 9}, "`max_model_length` is not an argument of Engine; did you mean `max_model_len`?"),
-        ({"gpu_memory_utilization": 0.9}, "did you mean `kv_memory`?"),
+        ({"mem_fraction_static": 0.9}, "did you mean `gpu_memory_utilization`?"),
         ({"shard": "0/2"}, "its arguments are model, revision, "),
         (
             {"max_num_seqs": 64, "max_tokens_per_step": 32},
