@@ -10,14 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from batchgen.data.files import (
-    exists,
-    files_in,
-    followed,
-    is_file,
-    is_folder,
-    same_file,
-)
+from batchgen.data.files import exists, files_in, followed, is_file, is_folder, same_file
 from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs, merged_record, scratch_work
 from batchgen.data.view import Results, read_errors
 from batchgen.data.write.committed import Committed, read_keys
@@ -29,12 +22,7 @@ from batchgen.data.write.results_file import open_parquet, read_footer
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import write_states_part
 from batchgen.data.write.states_result import records_of_result
-from batchgen.data.write.work_folder import (
-    OutputPaths,
-    RunIdentity,
-    belongs_to,
-    output_paths,
-)
+from batchgen.data.write.work_folder import OutputPaths, RunIdentity, belongs_to, output_paths
 from batchgen.data.write.work_parts import part_files
 from batchgen.errors import ErrorCode, FingerprintError, InputError, OutputError, UsageError
 

@@ -12,13 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
-from batchgen.config.python_words import (
-    in_python,
-    in_python_info,
-    python_errors,
-    refuse_unknown,
-    with_python_errors,
-)
+from batchgen.config.python_words import in_python, in_python_info, python_errors, refuse_unknown, with_python_errors
 from batchgen.engine.advice import input_advice, log_advice, output_advice
 from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, load_configured, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES

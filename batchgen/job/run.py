@@ -43,13 +43,7 @@ from batchgen.job.reuse import Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunCounts, RunSummary, run_summary
-from batchgen.job.tokenized_cache import (
-    discard_tokenized,
-    load_rows,
-    report_bad_rows,
-    save_tokenized,
-    tokenized_key,
-)
+from batchgen.job.tokenized_cache import discard_tokenized, load_rows, report_bad_rows, save_tokenized, tokenized_key
 from batchgen.kernels.cpu.library import COMPILING
 from batchgen.models.base import Model
 from batchgen.request.completion import Completion

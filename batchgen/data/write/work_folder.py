@@ -23,19 +23,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from batchgen.data.files import (
-    exists,
-    files_in,
-    followed,
-    remove_if_empty,
-    remove_tree,
-)
-from batchgen.data.write.damage import (
-    Note,
-    damaged_folder,
-    ignore,
-    set_aside,
-)
+from batchgen.data.files import exists, files_in, followed, remove_if_empty, remove_tree
+from batchgen.data.write.damage import Note, damaged_folder, ignore, set_aside
 from batchgen.data.write.lines import is_lines, lines_of_job
 from batchgen.data.write.lock import HELD_NAME, LOCK_NAME, RunLock
 from batchgen.data.write.results_file import DamagedFile, intact_footer, read_footer

@@ -20,14 +20,7 @@ from batchgen.data.files import (
     sync_folder,
 )
 from batchgen.data.write.committed import Committed, first_of_prompt, read_keys
-from batchgen.data.write.damage import (
-    Note,
-    ignore,
-    output_damage,
-    set_outputs_aside,
-    set_parts_aside,
-    set_state_aside,
-)
+from batchgen.data.write.damage import Note, ignore, output_damage, set_outputs_aside, set_parts_aside, set_state_aside
 from batchgen.data.write.durable_files import output_errors, part_errors, refuse_special
 from batchgen.data.write.job_changes import changes
 from batchgen.data.write.lines import errors_path, is_lines, written_by
