@@ -195,7 +195,7 @@ def merged_record(footers: Sequence[Mapping[str, Any]], rows: Sequence[Rows], co
 
 
 def _of_jobs(footers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the run record of merged jobs has of its own: the inputs of all, and the time that they saw if it is one."""
+    """Entries of the run record of merged jobs: the inputs of all, and the time that they saw, if it is one."""
     inputs = [file for footer in footers for file in footer["inputs"]]
     jobs = _jobs(footers)
     job = footers[0]["job"] | {INPUT_FILES: [[file["size"], file["sha256"]] for file in inputs], _MERGED: len(jobs)}
