@@ -16,14 +16,7 @@ from typer.main import get_command
 from batchgen import __version__
 from batchgen.cli import bench, help, jobs, results
 from batchgen.cli.flags import translated
-from batchgen.errors import (
-    BatchgenError,
-    DeviceError,
-    Interrupted,
-    OutputError,
-    UsageError,
-    is_out_of_host_memory,
-)
+from batchgen.errors import BatchgenError, DeviceError, Interrupted, OutputError, UsageError, is_out_of_host_memory
 from batchgen.request.printable import EscapedText, printable
 
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from batchgen.bench.config import OPTIONS, WORKLOADS_HELP
-from batchgen.cli.flags import GroupedCommand
+from batchgen.cli.flags import GroupedCommand, gather
 
 _FROM_HELP = (
     "Compare and draw the results of earlier runs, read from their JSON lines, without measuring. "
@@ -22,10 +21,10 @@ _CONFIG_HELP = (
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("bench", cls=GroupedCommand)(bench)
+    app.command("bench", cls=GroupedCommand)(gather(bench, "given", _parameters()))
 
 
-def bench(**given: Any) -> None:
+def bench(given: dict[str, Any]) -> None:
     """Benchmark workloads, alone and against other engines.
 
     Prints one JSON line per result, with shares of the machine's floor.
@@ -41,27 +40,17 @@ def bench(**given: Any) -> None:
     run_given(given, figures, config, typer.echo, SafeConsole(stderr=True))
 
 
-def _parameters() -> list[inspect.Parameter]:
-    """Parameters of the command, from which Typer makes its flags."""
+def _parameters() -> dict[str, Any]:
+    """Name of each parameter -> its annotation, from which Typer makes its flag."""
     workloads = typer.Argument(metavar="WORKLOAD", show_default=False, help=WORKLOADS_HELP)
-    made = [_parameter("workloads", list[str], workloads)]
+    found: dict[str, Any] = {"workloads": Annotated[list[str] | None, workloads]}
     for option in OPTIONS:
         if option.name == "timeout":
-            made.append(_parameter("figures", Path, _option("--from", "FILE", _FROM_HELP)))
+            found["figures"] = Annotated[Path | None, _option("--from", "FILE", _FROM_HELP)]
         flag = _option(option.flag, option.metavar, option.help, option.minimum)
-        made.append(_parameter(option.name, option.value_type, flag))
-    return [*made, _parameter("config", Path, _option("--config", "FILE", _CONFIG_HELP))]
+        found[option.name] = Annotated[option.value_type | None, flag]
+    return {**found, "config": Annotated[Path | None, _option("--config", "FILE", _CONFIG_HELP)]}
 
 
 def _option(flag: str, metavar: str, text: str, minimum: int | None = None) -> Any:
     return typer.Option(flag, min=minimum, metavar=metavar, show_default=False, help=text)
-
-
-def _parameter(name: str, value_type: Any, info: Any) -> inspect.Parameter:
-    annotation = Annotated[value_type | None, info]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-
-_PARAMETERS = _parameters()
-bench.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
-bench.__annotations__ = {parameter.name: parameter.annotation for parameter in _PARAMETERS}

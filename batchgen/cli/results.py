@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -16,13 +15,6 @@ from batchgen.request.printable import printable
 
 EXIT_DIFFERENT = 8
 """Exit code of `verify` if a row differs, or a file is damaged."""
-
-
-class Format(StrEnum):
-    """Formats of an export."""
-
-    OPENAI_BATCH = "openai-batch"
-    JSONL = "jsonl"
 
 
 def _local_path(text: str, check: Callable[[str], str] = check_local) -> Path:
@@ -83,7 +75,7 @@ DuplicateIds: TypeAlias = Annotated[
     _switch("--allow-duplicate-ids", "Allow rows with the same id in different shards. Example: --allow-duplicate-ids"),
 ]
 Shape: TypeAlias = Annotated[
-    Format,
+    Literal["openai-batch", "jsonl"],
     typer.Option(
         "--format",
         metavar="openai-batch|jsonl",
@@ -196,10 +188,9 @@ def export(
 
     Example: batchgen export results.parquet --format openai-batch
     """
-    from batchgen.job.export import ExportFormat, export_results  # imports pyarrow, which is slow
+    from batchgen.job.export import export_results  # imports pyarrow, which is slow
 
-    chosen: ExportFormat = "jsonl" if shape is Format.JSONL else "openai-batch"
-    export_results(out, chosen, output, overwrite=overwrite, tokenizer=tokenizer)
+    export_results(out, shape, output, overwrite=overwrite, tokenizer=tokenizer)
 
 
 def verify(

@@ -10,23 +10,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from batchgen.config.units import (
-    check_file_to_write,
-    check_local,
-    parse_bool,
-    parse_clock,
-    parse_columns,
-    parse_duration,
-    parse_float,
-    parse_int,
-    parse_memory,
-    parse_name_function,
-    parse_name_path,
-    parse_size,
-    parse_threshold,
-    parse_token_ids,
-    parse_total_share,
-)
+from batchgen.config import units
 from batchgen.errors import UsageError
 from batchgen.request.checks import INT64_HIGH, describe_range, json_type
 from batchgen.request.foreign_text import ForeignTextError, read_json
@@ -130,7 +114,7 @@ def int_range(low: int, high: int = INT64_HIGH) -> ValueType:
     """Value type of integers in [low, high]."""
 
     def parse(text: str) -> int:
-        value = parse_int(text)
+        value = units.parse_int(text)
         if not low <= value <= high:
             raise ValueError(f"must be {describe_range(low, high)}, got {value}")
         return value
@@ -139,7 +123,7 @@ def int_range(low: int, high: int = INT64_HIGH) -> ValueType:
 
 
 def _positive_duration(text: str) -> float:
-    value = parse_duration(text)
+    value = units.parse_duration(text)
     if not value:
         raise ValueError(f"must be more than 0 seconds, got {text!r}")
     return value
@@ -161,15 +145,15 @@ def _nonempty(text: str) -> str:
 
 
 def _path(text: str) -> str:
-    return check_local(_nonempty(text))
+    return units.check_local(_nonempty(text))
 
 
 def _file_to_write(text: str) -> str:
-    return check_file_to_write(_nonempty(text))
+    return units.check_file_to_write(_nonempty(text))
 
 
 def _carry(text: str) -> str | tuple[str, ...]:
-    return text if text in ("all", "none") else parse_columns(text)
+    return text if text in ("all", "none") else units.parse_columns(text)
 
 
 def _json_object(text: str) -> str:
@@ -198,22 +182,22 @@ NAME = ValueType("NAME", _nonempty)
 FILE = ValueType("PATH", _file_to_write, (str, os.PathLike), reach="files")
 PATH = ValueType("PATH", _path, (str, os.PathLike), reach="files")
 URL_PREFIX = ValueType("URL", _nonempty, reach="network")
-BOOL = ValueType("", parse_bool, (str, bool))
-NUMBER = ValueType("X", parse_float, (str, int, float))
-SIZE = ValueType("SIZE", parse_size, (str, int))
-MEMORY = ValueType("SIZE|SHARE", parse_memory, (str, int, float))
-TOTAL_SHARE = ValueType("SHARE", parse_total_share, (str, int, float))
-DURATION = ValueType("DURATION", parse_duration, (str, int, float))
+BOOL = ValueType("", units.parse_bool, (str, bool))
+NUMBER = ValueType("X", units.parse_float, (str, int, float))
+SIZE = ValueType("SIZE", units.parse_size, (str, int))
+MEMORY = ValueType("SIZE|SHARE", units.parse_memory, (str, int, float))
+TOTAL_SHARE = ValueType("SHARE", units.parse_total_share, (str, int, float))
+DURATION = ValueType("DURATION", units.parse_duration, (str, int, float))
 POSITIVE_DURATION = ValueType("DURATION", _positive_duration, (str, int, float))
-CLOCK = ValueType("TIME", parse_clock, (str, date))
-THRESHOLD = ValueType("N|P%", parse_threshold, (str, int))
+CLOCK = ValueType("TIME", units.parse_clock, (str, date))
+THRESHOLD = ValueType("N|P%", units.parse_threshold, (str, int))
 COLUMNS = ValueType("all|none|COL,...", _carry, comma_separated=True)
-TOKEN_IDS = ValueType("ID,...", parse_token_ids, (str, int), comma_separated=True)
+TOKEN_IDS = ValueType("ID,...", units.parse_token_ids, (str, int), comma_separated=True)
 JSON = ValueType("JSON|@PATH", _json_object, accepts_file=True, to_text=json_text)
 SHARD = ValueType("auto|I/N", _nonempty)
-NAME_PATH = ValueType("NAME=PATH", parse_name_path, (str, os.PathLike), named_pairs=True, reach="files")
+NAME_PATH = ValueType("NAME=PATH", units.parse_name_path, (str, os.PathLike), named_pairs=True, reach="files")
 NAME_FUNCTION = ValueType(
-    "NAME=module:function", parse_name_function, named_pairs=True, accepts_functions=True, reach="code"
+    "NAME=module:function", units.parse_name_function, named_pairs=True, accepts_functions=True, reach="code"
 )
 
 

@@ -20,19 +20,7 @@ from batchgen.config.option_types import (
 )
 from batchgen.config.units import parse_bool, parse_logit_bias
 from batchgen.errors import RowError
-from batchgen.request import field_checks
-from batchgen.request.checks import (
-    Check,
-    Integer,
-    Number,
-    boolean,
-    ids,
-    mapping,
-    nonempty_ids,
-    nonempty_string,
-    string_or_mapping,
-    strings,
-)
+from batchgen.request import checks, field_checks
 from batchgen.request.field import Field
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.hidden_states import hidden_states
@@ -85,27 +73,27 @@ def _hidden_states(text: str) -> bool | dict[str, Any]:
 _NONEMPTY = ValueType("TEXT", _nonempty)
 _BY_METAVAR = {"NAME": NAME, "TEXT|@PATH": ValueType("TEXT|@PATH", _nonempty, accepts_file=True)}
 """Value types that a field's declaration names."""
-_BY_CHECK: dict[Check, ValueType] = {
-    boolean: BOOL,
-    ids: TOKEN_IDS,
-    nonempty_ids: TOKEN_IDS,
-    strings: TEXT,
+_BY_CHECK: dict[checks.Check, ValueType] = {
+    checks.boolean: BOOL,
+    checks.ids: TOKEN_IDS,
+    checks.nonempty_ids: TOKEN_IDS,
+    checks.strings: TEXT,
     field_checks.bad_words: TEXT,
     field_checks.choice: _NONEMPTY,
-    nonempty_string: _NONEMPTY,
-    mapping: JSON,
-    string_or_mapping: JSON,
+    checks.nonempty_string: _NONEMPTY,
+    checks.mapping: JSON,
+    checks.string_or_mapping: JSON,
     field_checks.logit_bias: ValueType("ID=X,...", parse_logit_bias, comma_separated=True, to_text=_logit_bias_items),
     hidden_states: ValueType("all|prompt|output|last|mean|JSON", _hidden_states, (str, bool), to_text=json_text),
 }
 """Value types that follow from a field's check."""
-_REPEATABLE = (strings, field_checks.bad_words, field_checks.choice)
+_REPEATABLE = (checks.strings, field_checks.bad_words, field_checks.choice)
 
 
 def _value_type(field: Field) -> ValueType:
-    if isinstance(field.check, Integer):
+    if isinstance(field.check, checks.Integer):
         return int_range(field.check.low, field.check.high)
-    if isinstance(field.check, Number):
+    if isinstance(field.check, checks.Number):
         return NUMBER
     return _BY_METAVAR[field.metavar] if field.metavar is not None else _BY_CHECK[field.check]
 

@@ -88,14 +88,8 @@ def _output_type(arrow_type: pa.DataType) -> pa.DataType:
         return _output_type(arrow_type.value_type)
     if pat.is_float16(arrow_type):
         return pa.float32()
-    if (
-        pat.is_boolean(arrow_type)
-        or pat.is_integer(arrow_type)
-        or pat.is_floating(arrow_type)
-        or pat.is_date(arrow_type)
-    ):
-        return arrow_type
-    if pat.is_timestamp(arrow_type):
+    kept = (pat.is_boolean, pat.is_integer, pat.is_floating, pat.is_date, pat.is_timestamp)
+    if any(is_kind(arrow_type) for is_kind in kept):
         return arrow_type
     if pat.is_list(arrow_type) or pat.is_large_list(arrow_type) or pat.is_fixed_size_list(arrow_type):
         inner = arrow_type.value_type

@@ -14,7 +14,7 @@ import orjson
 from batchgen.data.files import is_folder, open_named
 from batchgen.data.openai_bodies import PieceLookup, batch_line, finish_reason
 from batchgen.data.row_shapes import RowShape, RowShapes
-from batchgen.data.view import Results, Totals, open_results
+from batchgen.data.view import Results, Totals, open_results, read_errors
 from batchgen.data.write.lines import JOB_KEY, job_mark, line_files
 from batchgen.data.write.results_file import DamagedFile
 from batchgen.errors import ErrorCode, InputError
@@ -140,12 +140,9 @@ def read_line_totals(path: Path) -> Totals:
     rows: set[int] = set()
     for file in line_files(path):
         try:
-            with open_named(file) as stream:
+            with read_errors(file), open_named(file) as stream:
                 for line in stream:
                     _count_line(typed(read_json(line), {}), totals, rows, failed)
-        except OSError as error:
-            why = error.strerror or error
-            raise InputError(f"{file} cannot be read ({why}). Check its permissions and the disk.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedFile(file, f"a line is not whole: {error}") from error
     totals.rows += len(rows)

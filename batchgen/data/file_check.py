@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from batchgen.data.files import exists, files_in, is_file, is_folder, open_named, resolved
 from batchgen.data.row_shapes import RowShapes
+from batchgen.data.view import read_errors
 from batchgen.data.write.committed import checked_keys, doubled_parts
 from batchgen.data.write.lines import is_lines, line_files, line_mark
 from batchgen.data.write.results_file import DamagedFile, StoredTable, open_parquet, read_footer
@@ -24,7 +25,7 @@ from batchgen.data.write.schema import KEY_COLUMNS, SCHEMA, STATES_CONTENTS
 from batchgen.data.write.work_folder import output_paths
 from batchgen.data.write.work_parts import part_files
 from batchgen.data.write.work_state import STATE_NAME, read_state, state_damage
-from batchgen.errors import BatchgenError, InputError
+from batchgen.errors import InputError
 from batchgen.request.foreign_text import read_json
 from batchgen.request.printable import printable
 
@@ -278,13 +279,8 @@ def verify_files(out: Path) -> bool:
         InputError: there is nothing to check, or a file cannot be read.
     """
     intact = True
-    try:
+    with read_errors(out):
         for finding in check_files(out):
             print(printable(finding.text()))
             intact &= not finding.problems
-    except OSError as error:
-        if isinstance(error, BatchgenError):
-            raise
-        why = error.strerror or error
-        raise InputError(f"{out} cannot be read ({why}). Check its permissions and the disk.") from error
     return intact

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +10,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from batchgen.data.files import (
-    exists,
-    files_in,
-    followed,
-    is_file,
-    is_folder,
-    make_durably,
-    remove_tree,
-    same_file,
-)
-from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs
-from batchgen.data.merged_records import grammar_backends, summed_counts
-from batchgen.data.row_shapes import RowShapes
-from batchgen.data.view import Results
+from batchgen.data.files import exists, files_in, followed, is_file, is_folder, same_file
+from batchgen.data.merge_jobs import check_same_columns, check_same_options, merge_jobs, merged_record, scratch_work
+from batchgen.data.view import Results, read_errors
 from batchgen.data.write.committed import Committed, read_keys
-from batchgen.data.write.durable_files import output_errors, refuse_existing
+from batchgen.data.write.durable_files import refuse_existing
 from batchgen.data.write.finish import CommittedRows, write_output
 from batchgen.data.write.job_changes import changes, describe_changes
 from batchgen.data.write.lines import is_lines
-from batchgen.data.write.lock import RunLock
-from batchgen.data.write.results_file import DamagedFile, open_parquet, read_footer
+from batchgen.data.write.results_file import open_parquet, read_footer
 from batchgen.data.write.schema import STATES_CONTENTS
-from batchgen.data.write.states_result import part_from_result
-from batchgen.data.write.work_folder import (
-    OutputPaths,
-    RunIdentity,
-    WorkFolder,
-    belongs_to,
-    output_paths,
-)
+from batchgen.data.write.states import write_states_part
+from batchgen.data.write.states_result import records_of_result
+from batchgen.data.write.work_folder import OutputPaths, RunIdentity, belongs_to, output_paths
 from batchgen.data.write.work_parts import part_files
 from batchgen.errors import ErrorCode, FingerprintError, InputError, OutputError, UsageError
 
@@ -139,20 +121,16 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     paths = output_paths(out)
     _refuse_unfinished(paths, overwrite)
     identity = RunIdentity(footers[0]["fingerprint"])
-    work = WorkFolder(paths, identity, RunLock(paths.work, paths.result))
-    try:
-        with output_errors(work.scratch):
-            remove_tree(work.scratch)
-            make_durably(work.scratch)
+    with scratch_work(paths, identity) as work:
         state_parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, state_parts, strict=True):
-            _states_to_part(file, part)
+            with read_errors():
+                write_states_part(part, records_of_result(file))
         with open_parquet(files[0]) as first:
             schema = first.schema.remove_metadata()
-        rows = CommittedRows(files, keys, state_parts)
-        write_output(paths, rows, _merged_footer(files, footers, len(keys)), schema, work)
-    finally:
-        work.remove()
+        numbers = [np.unique(read_keys([file]).row_index) for file in files]
+        footer = merged_record(footers, numbers, len(keys)) | {"merged_shards": len(files)}
+        write_output(paths, CommittedRows(files, keys, state_parts), footer, schema, work)
     return len(keys)
 
 
@@ -170,6 +148,12 @@ def _refuse_unfinished(paths: OutputPaths, overwrite: bool) -> None:
         )
 
 
+def _refuse_replacing(what: str, files: Sequence[Path], out: Path, overwrite: bool) -> None:
+    refuse_existing(out, overwrite)
+    if exists(out) and any(same_file(out, file) for file in files):
+        raise UsageError(f"{out} is one of the {what}, which the merged file would replace; name another file with -o.")
+
+
 def _check_whole_jobs(
     files: list[Path], footers: Sequence[dict[str, Any]], out: Path, overwrite: bool, allow_duplicate_ids: bool
 ) -> None:
@@ -179,12 +163,10 @@ def _check_whole_jobs(
     for number, file in enumerate(files):
         if any(same_file(file, other) for other in files[:number]):
             raise UsageError(f"{file} is named twice. Leave one out.")
-    refuse_existing(out, overwrite)
-    if exists(out) and any(same_file(out, file) for file in files):
-        raise UsageError(f"{out} is one of the files, which the merged file would replace; name another file with -o.")
+    _refuse_replacing("files", files, out, overwrite)
     _refuse_unfinished(output_paths(out), overwrite)
     if not allow_duplicate_ids and not any(map(_allows_duplicates, footers)):
-        with _read_errors():
+        with read_errors():
             refuse_duplicate_ids(files, whole_jobs=True)
 
 
@@ -194,51 +176,18 @@ def _checked_keys(
     """Keys of all rows, once the files are found to be all shards of one job, and none of them is `out`."""
     _check_one_job(files, footers)
     _check_all_shards(files, footers)
-    refuse_existing(out, overwrite)
-    if exists(out) and any(same_file(out, file) for file in files):
-        raise UsageError(f"{out} is one of the shards, which the merged file would replace; name another file with -o.")
-    with _read_errors():
+    _refuse_replacing("shards", files, out, overwrite)
+    with read_errors():
         keys = read_keys(files)
         if not allow_duplicate_ids and not _allows_duplicates(footers[0]):
             refuse_duplicate_ids(files)
     return keys
 
 
-@contextmanager
-def _read_errors() -> Iterator[None]:
-    """Errors of the disk while files are read; a damaged file names itself."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, DamagedFile):
-            raise
-        raise InputError(f"a file cannot be read ({error}). Check its permissions and the disk.") from error
-
-
-def _merged_footer(files: Sequence[Path], footers: Sequence[dict[str, Any]], rows: int) -> dict[str, Any]:
-    return (
-        footers[0]
-        | summed_counts(footers)
-        | grammar_backends(footers)
-        | {
-            "shard": None,
-            "rows": rows,
-            "merged_shards": len(files),
-            "created": max(footer["created"] for footer in footers),
-            "row_shapes": _row_shapes(files, footers),
-        }
-    )
-
-
 def _allows_duplicates(footer: dict[str, Any]) -> bool:
     """Whether the job, and so each of its shards, ran with `--on-duplicate-id allow`."""
     options = footer.get("configuration", {}).get("options", {})
     return bool(options.get("on_duplicate_id", {}).get("value") == "allow")
-
-
-def _row_shapes(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> str:
-    rows = [np.unique(read_keys([file]).row_index) for file in files]
-    return RowShapes.merged([footer["row_shapes"] for footer in footers], rows)
 
 
 def _shard_files(parts: Sequence[Path]) -> list[Path]:
@@ -278,11 +227,6 @@ def _states_file(shard: Path, footer: dict[str, Any]) -> Path:
             "right file there, or run the shard's command again with another output."
         )
     return states
-
-
-def _states_to_part(file: Path, part: Path) -> None:
-    with _read_errors():
-        part_from_result(file, part)
 
 
 def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:

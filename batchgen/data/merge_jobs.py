@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.data.files import exists, make_durably, remove_tree
-from batchgen.data.merged_records import common_clock, grammar_backends, summed_counts
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.write.committed import first_of_prompt, read_keys
 from batchgen.data.write.durable_files import output_errors
@@ -24,11 +24,12 @@ from batchgen.data.write.results_file import open_parquet, read_footer
 from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import states_part
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, belongs_to, output_paths
+from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, belongs_to, output_paths
 from batchgen.errors import FingerprintError, InputError, UsageError
 
 _MERGED = "merged outputs"
 """Name of the number of outputs in a merged one among the values of its job, so that no other job equals it."""
+_CLOCK = ("clock", "clock_text")
 _MAY_DIFFER = frozenset({INPUT_FILES, _MERGED, "--limit", "--offset", "--sample", "--on-duplicate-id", "--on-bad-row"})
 """Values of a job that say which rows it has, not what becomes of them."""
 
@@ -100,11 +101,7 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
     """
     paths = output_paths(out)
     fingerprint = hashlib.sha256("".join(_jobs(footers)).encode()).hexdigest()
-    work = WorkFolder(paths, RunIdentity(fingerprint), RunLock(paths.work, paths.result))
-    try:
-        with output_errors(work.scratch):
-            remove_tree(work.scratch)
-            make_durably(work.scratch / "parts")
+    with scratch_work(paths, RunIdentity(fingerprint)) as work:
         rows = [np.unique(read_keys([file]).row_index) for file in files]
         starts = np.cumsum([0, *map(len, rows)])
         parts = [work.scratch / "parts" / f"part-{number:06d}.parquet" for number in range(len(files))]
@@ -113,9 +110,25 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
         keys = read_keys(parts)
         states = [path for path in map(states_part, parts) if exists(path)]
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
-        footer = _footer(footers, numbered, len(keys)) | {"fingerprint": fingerprint}
+        footer = merged_record(footers, numbered, len(keys)) | _of_jobs(footers) | {"fingerprint": fingerprint}
+        footer.pop("merged_shards", None)
         write_output(paths, CommittedRows(parts, keys, states), footer, _schema(files[0]), work)
         return len(keys)
+
+
+@contextmanager
+def scratch_work(paths: OutputPaths, identity: RunIdentity) -> Iterator[WorkFolder]:
+    """The work folder of a merge, with an empty folder for files in work; it is removed at the end.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    work = WorkFolder(paths, identity, RunLock(paths.work, paths.result))
+    try:
+        with output_errors(work.scratch):
+            remove_tree(work.scratch)
+            make_durably(work.scratch / "parts")
+        yield work
     finally:
         work.remove()
 
@@ -160,24 +173,35 @@ def _jobs(footers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [job for footer in footers for job in footer.get("merged_jobs") or [footer["fingerprint"]]]
 
 
-def _footer(footers: Sequence[dict[str, Any]], rows: Sequence[Rows], count: int) -> dict[str, Any]:
-    """The run record of the merged file: that of the first job, with the inputs and counts of all."""
+def merged_record(footers: Sequence[Mapping[str, Any]], rows: Sequence[Rows], count: int) -> dict[str, Any]:
+    """The run record of merged outputs: that of the first one, with the counts and compilers of all.
+
+    Args:
+        footers: the run records of the outputs.
+        rows: the input rows of each, as the merged file numbers them.
+        count: rows of the merged file.
+    """
+    counts = {name: [footer.get(name) for footer in footers] for name in ("input_rows", "rows_skipped")}
+    backends = [footer["grammar_backends"] for footer in footers if "grammar_backends" in footer]
+    return {
+        **footers[0],
+        **{name: None if None in found else sum(found) for name, found in counts.items()},
+        **({"grammar_backends": sorted(set().union(*backends))} if backends else {}),
+        "shard": None,
+        "rows": count,
+        "created": max(footer["created"] for footer in footers),
+        "row_shapes": RowShapes.merged([footer["row_shapes"] for footer in footers], rows),
+    }
+
+
+def _of_jobs(footers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries of the run record of merged jobs: the inputs of all, and the time that they saw, if it is one."""
     inputs = [file for footer in footers for file in footer["inputs"]]
     jobs = _jobs(footers)
     job = footers[0]["job"] | {INPUT_FILES: [[file["size"], file["sha256"]] for file in inputs], _MERGED: len(jobs)}
-    first = {name: value for name, value in footers[0].items() if name != "merged_shards"}
-    return (
-        first
-        | summed_counts(footers)
-        | grammar_backends(footers)
-        | common_clock(footers)
-        | {
-            "job": job,
-            "merged_jobs": jobs,
-            "inputs": inputs,
-            "shard": None,
-            "rows": count,
-            "created": max(footer["created"] for footer in footers),
-            "row_shapes": RowShapes.merged([footer["row_shapes"] for footer in footers], rows),
-        }
-    )
+    clock: dict[str, Any] = {}
+    for name in _CLOCK:
+        if any(name in footer for footer in footers):
+            times = [footer.get(name) for footer in footers]
+            clock[name] = times[0] if all(each == times[0] for each in times) else None
+    return {"job": job, "merged_jobs": jobs, "inputs": inputs, **clock}

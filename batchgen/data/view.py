@@ -59,7 +59,7 @@ class Results:
             InputError: a file is damaged.
         """
         for file in self.files:
-            with _read_errors(file):
+            with read_errors(file):
                 yield from _file_rows(file, row, errors, columns)
 
 
@@ -167,24 +167,25 @@ def _is_newer(parts: Sequence[Path], out: Path) -> bool:
 
     A run that was killed just after it wrote its output leaves parts that are in it.
     """
-    with _read_errors(out):
+    with read_errors(out):
         mark = file_mark(out) if parts else None
     return mark is not None and any(replaced_by(part) == mark for part in parts)
 
 
 @contextmanager
-def _read_errors(file: Path) -> Iterator[None]:
+def read_errors(file: Path | None = None) -> Iterator[None]:
+    """Errors of the disk while files are read, as errors of `file` if it is given; a damaged file names itself."""
     try:
         yield
     except OSError as error:
         if isinstance(error, BatchgenError):
             raise
-        why = error.strerror or error
-        raise InputError(f"{file} cannot be read ({why}). Check its permissions and the disk.") from error
+        what, why = ("a file", error) if file is None else (file, error.strerror or error)
+        raise InputError(f"{what} cannot be read ({why}). Check its permissions and the disk.") from error
 
 
 def _count(file: Path) -> int:
-    with _read_errors(file), open_parquet(file) as table:
+    with read_errors(file), open_parquet(file) as table:
         return len(table)
 
 

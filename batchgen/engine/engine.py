@@ -12,13 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
-from batchgen.config.python_words import (
-    in_python,
-    in_python_info,
-    python_errors,
-    refuse_unknown,
-    with_python_errors,
-)
+from batchgen.config.python_words import in_python, in_python_info, python_errors, refuse_unknown, with_python_errors
 from batchgen.engine.advice import input_advice, log_advice, output_advice
 from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, load_configured, products_of
 from batchgen.engine.d2h_queue import QUEUE_BYTES
@@ -98,11 +92,8 @@ class Engine:
         UsageError: an option is unknown, invalid or not supported on this machine.
     """
 
+    @python_errors()
     def __init__(self, model: str, **options: Any) -> None:
-        with python_errors():
-            self._load(model, options)
-
-    def _load(self, model: str, options: Mapping[str, Any]) -> None:
         refuse_unknown(options, "Engine", [option.name for option in ENGINE_OPTIONS])
         config = EngineConfig(model=model, **options)
         prepare_device(config)
@@ -360,10 +351,8 @@ class Engine:
         """The pool with what the backend keeps next to it, in as many bytes."""
         if self.backend is None:
             return pool
-        parts = []
-        for part in pools_of(pool):
-            parts.append(self.backend.extend_pool(part, room * part.nbytes // max(1, pool.nbytes)))
-        return with_pools(pool, parts)
+        shares = [(part, room * part.nbytes // max(1, pool.nbytes)) for part in pools_of(pool)]
+        return with_pools(pool, [self.backend.extend_pool(part, share) for part, share in shares])
 
     def _memory(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
         """The device's memory, with the bytes of the job's largest step, and the most tokens in a step."""
@@ -371,10 +360,8 @@ class Engine:
         if not workload.samples.any():
             return device_memory(spec.device), tokens
         if spec.device.type == "cpu":
-            return device_memory(
-                spec.device, estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
-            ), tokens
-
+            step_bytes = estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
+            return device_memory(spec.device, step_bytes), tokens
         run = self.dummy_runner(seqs, tokens)
         step_bytes, tokens = measure_largest_step(run, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.

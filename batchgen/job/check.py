@@ -44,7 +44,6 @@ from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
-from batchgen.request.table import RequestTable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
@@ -199,7 +198,8 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
         setup.note_rows(table, progress.note)
         progress.update(ProgressState("planning", rows.rows, rows.rows, errors.counts.total()))
         read = time.monotonic()
-        workload = _workload(config, setup, table)
+        spec, dedup = setup.spec, config.engine.dedup
+        workload = plan_workload(table, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
         counts, steps, peaks = _plan(config, setup, workload)
         output, towers = estimate_output(rows, config, setup.spec), setup.tower_bytes(table)
         memory = estimate_memory(setup, workload, sum(peaks.values()), towers)
@@ -257,11 +257,6 @@ def _model(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _workload(config: RunConfig, setup: Setup, table: RequestTable) -> JobWorkload:
-    spec, dedup = setup.spec, config.engine.dedup
-    return plan_workload(table, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
-
-
 def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats, dict[str, int]]:
     """Token counts of the job, its simulation with unlimited pages and every row running to its limit, and the most
     bytes of keys and values by kind of layers.
@@ -299,8 +294,9 @@ def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:
     return round(flops / _matrix_rate(setup.spec.dtype, setup.spec.device), 1)
 
 
-def _matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 768) -> float:
+def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a square matrix product, the best of five."""
+    size = 768
     a = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
     for _ in range(5):
@@ -326,21 +322,29 @@ def _lines(report: CheckReport) -> list[str]:
             f"media           {media_size(report.media)}: {report.media['encoded_tokens']:,} tokens to encode, "
             f"{report.media['prompt_tokens']:,} of the prompts' tokens"
         )
+    form, kept = report.model["checkpoint_format"], report.model["quantization"] == "stored"
+    stored = "" if form is None else f", in the numbers of {form}" if kept else f", dequantized from {form}"
+    towers = f"; {format_size(report.tower_bytes)} for images and sounds" if report.tower_bytes else ""
+    hidden, peak, seconds = report.estimated_hidden_states_bytes, report.estimated_peak_bytes, report.estimated_seconds
+    states = f", including {format_size(hidden)} of hidden states" if hidden else ""
+    memory = [] if peak is None else [f"memory          about {format_size(peak)} at the peak, program included"]
+    time_text = "not estimated: the device is not available on this machine"
+    if seconds is not None:
+        time_text = f"at least {seconds:,.1f} s of computation if every row runs to its limit"
     lines += [
         f"prompt tokens   {report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
         f"sharing ratio {report.sharing_ratio:.2f})",
         f"output tokens   at most {report.max_completion_tokens:,}",
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
-        f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{_stored(report)}"
-        f"{_towers(report)}",
+        f"weights         {format_size(report.model['weight_bytes'])} of {report.model['dtype']}{stored}{towers}",
         f"KV cache        {format_kv_peak(report.kv_peak_bytes_by_group)} at the peak "
         f"({format_size(report.model['kv_bytes_per_token'])} a token, page waste {report.page_waste:.1%})",
-        *_memory(report),
+        *memory,
         f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
         f"{report.estimated_occupancy:.0%} full ({report.estimated_tail_efficiency:.0%} in the last "
         f"{report.estimated_tail_steps:,}, with no sample waiting)",
-        f"output          about {format_size(report.estimated_output_bytes)}{_states(report)}",
-        f"time            {_time(report)}",
+        f"output          about {format_size(report.estimated_output_bytes)}{states}",
+        f"time            {time_text}",
     ]
     lines += [f"advice          {line}" for line in report.advice]
     if report.grammar_backends:
@@ -350,29 +354,3 @@ def _lines(report: CheckReport) -> list[str]:
         lines.append("first prompt, as the model sees it:")
         lines += [f"{_PROMPT}{line}" for line in report.first_prompt.split("\n")]
     return lines
-
-
-def _stored(report: CheckReport) -> str:
-    form = report.model["checkpoint_format"]
-    kept = report.model["quantization"] == "stored"
-    return "" if form is None else f", in the numbers of {form}" if kept else f", dequantized from {form}"
-
-
-def _towers(report: CheckReport) -> str:
-    return f"; {format_size(report.tower_bytes)} for images and sounds" if report.tower_bytes else ""
-
-
-def _memory(report: CheckReport) -> list[str]:
-    size = report.estimated_peak_bytes
-    return [] if size is None else [f"memory          about {format_size(size)} at the peak, program included"]
-
-
-def _states(report: CheckReport) -> str:
-    size = report.estimated_hidden_states_bytes
-    return f", including {format_size(size)} of hidden states" if size else ""
-
-
-def _time(report: CheckReport) -> str:
-    if report.estimated_seconds is None:
-        return "not estimated: the device is not available on this machine"
-    return f"at least {report.estimated_seconds:,.1f} s of computation if every row runs to its limit"

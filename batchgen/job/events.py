@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 import orjson
@@ -34,9 +33,7 @@ class EventWriter:
     def __enter__(self) -> EventWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if not self._close:
             return
         try:
@@ -152,10 +149,8 @@ def _line(event: StreamEvent, row_id: str) -> bytes:
             "matched_stop": event.matched_stop,
             "completion_tokens": event.completion_tokens,
         }
-        if event.reasoning is not None:
-            values["reasoning"] = event.reasoning
-        if event.tool_calls is not None:
-            values["tool_calls"] = event.tool_calls
+        extracted = {"reasoning": event.reasoning, "tool_calls": event.tool_calls}
+        values |= {name: text for name, text in extracted.items() if text is not None}
         if event.error is not None:
             values["error"] = {name: value and str(value) for name, value in asdict(event.error).items()}
     if event.usage is not None:

@@ -20,10 +20,7 @@ from batchgen.data.write.work_folder import RunIdentity
 from batchgen.errors import UsageError
 from batchgen.job.setup import Setup
 
-_ENGINE_FIELDS = (
-    "max_model_len",
-    "seed",
-    "dedup",
+RESULT_OPTIONS = (
     "deterministic",
     "hidden_states_dtype",
     "stop_on_repeat",
@@ -31,6 +28,8 @@ _ENGINE_FIELDS = (
     "logprobs_mode",
     "lenient_schemas",
 )
+"""Options of the engine that change the results of every row."""
+_ENGINE_FIELDS = ("max_model_len", "seed", "dedup", *RESULT_OPTIONS)
 _RUN_FIELDS = (
     "sampling_defaults",
     "prompt_column",

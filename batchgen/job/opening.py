@@ -20,10 +20,9 @@ from batchgen.data.write.damage import Note, ignore, output_damage
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.results_file import DamagedFile, intact_footer
-from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.reuse import ReuseFile, find_moves, part_file
 from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, is_complete, output_paths
-from batchgen.data.write.work_owner import OtherJobError, Policy, open_work
+from batchgen.data.write.work_owner import OtherJobError, Policy, open_for_retry, open_work
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files
 from batchgen.data.write.work_state import read_state
 from batchgen.errors import BatchgenError, FingerprintError, UsageError
@@ -69,6 +68,20 @@ class OpenedJob:
             if self._config.retry_errors and other.job and changes(other.job, self.identity.info) == [INPUT_FILES]:
                 return open_output(self.paths, self.identity.run, self.identity.info, "resume-anyway", clock, self.note)
             raise self._refusal(other) from None
+
+    def refuse_named(self) -> None:
+        """Refuse `--reuse OUT` of a finished output whose rows are of another model.
+
+        Raises:
+            FingerprintError: no row of it can be reused.
+        """
+        named = self._config.reuse
+        job = None if named is None else _job_of(Path(named))
+        if job and (changed := self._changed_environment(job)):
+            raise FingerprintError(
+                f"no row of {named} can be reused: results of this job would differ. Changed: "
+                f"{self._describe(changed, job)}. Leave out --reuse to compute all rows."
+            )
 
     def _refuse_retry_of_lines(self) -> None:
         """Refuse to retry the errors of a finished output of JSON lines.
@@ -155,24 +168,6 @@ class OpenedJob:
                 return (len(np.unique(np.concatenate(found))) if found else 0), rows.rows
         except BatchgenError:
             return None
-
-
-def refuse_named(setup: Setup, identity: JobIdentity) -> None:
-    """Refuse `--reuse OUT` of a finished output whose rows are of another model.
-
-    Raises:
-        FingerprintError: no row of it can be reused.
-    """
-    named = setup.config.reuse
-    job = None if named is None else _job_of(Path(named))
-    if named is None or job is None:
-        return
-    changed = [name for name in environment(setup) if job.get(name) != identity.info.get(name)]
-    if changed:
-        raise FingerprintError(
-            f"no row of {named} can be reused: results of this job would differ. Changed: "
-            f"{describe_changes(changed, job, identity.info)}. Leave out --reuse to compute all rows."
-        )
 
 
 def clock_record(setup: Setup) -> dict[str, Any]:

@@ -52,44 +52,42 @@ def write_output(work: WorkFolder, rows: Ingested, record: Mapping[str, Any], se
     if not is_lines(result):
         finish(work, rows.expected, made, max_bytes=most)
         return read_totals(result)
-    lines = _LinesOutput(setup, result)
-    finish(work, rows.expected, made, max_bytes=most, publish=lines.publish)
-    return lines.totals
+    totals = Totals()
+
+    def publish(whole: Path) -> None:
+        nonlocal totals
+        totals = _publish_lines(setup, result, whole)
+
+    finish(work, rows.expected, made, max_bytes=most, publish=publish)
+    return totals
 
 
-class _LinesOutput:
-    """Writer of the lines of one job."""
+def _publish_lines(setup: Setup, path: Path, whole: Path) -> Totals:
+    """Write the lines of a complete results file, with the failed batch lines in a separate file, atomically.
 
-    def __init__(self, setup: Setup, path: Path) -> None:
-        self._setup = setup
-        self._path = path
-        self.totals = Totals()
-        """Totals of the results that were published."""
+    Returns:
+        The totals of the results.
 
-    def publish(self, whole: Path) -> None:
-        """Write the lines of a complete results file, with the failed batch lines in a separate file, atomically.
+    Raises:
+        OutputError: the disk is full, or the files exceed `--max-output-bytes`; nothing was replaced.
+    """
+    results = Results([whole], True, read_footer(whole))
+    lines = any(shape.line for shape in row_shapes(results))
+    errors = errors_path(path)
+    budget = OutputBudget(setup.config.max_output_bytes)
+    tokenizer = setup.front_end.tokenizer
+    pieces = cache(lambda: TokenBytes(tokenizer))  # made for the first row with logprobs
 
-        Raises:
-            OutputError: the disk is full, or the files exceed `--max-output-bytes`; nothing was replaced.
-        """
-        results = Results([whole], True, read_footer(whole))
-        lines = any(shape.line for shape in row_shapes(results))
-        files = [self._path, errors_path(self._path)] if lines else [self._path]
-        budget = OutputBudget(self._setup.config.max_output_bytes)
+    def piece(token: int) -> TokenPiece:
+        return TokenPiece(pieces()[token], token in tokenizer.special_ids)
 
-        def write(streams: Sequence[BinaryIO]) -> ExportCounts:
-            counts = write_as_given(results, streams[0], streams[1] if lines else None, self._pieces())
-            budget.check(sum(stream.tell() for stream in streams))
-            return counts
+    def write(streams: Sequence[BinaryIO]) -> ExportCounts:
+        counts = write_as_given(results, streams[0], streams[1] if lines else None, piece)
+        budget.check(sum(stream.tell() for stream in streams))
+        return counts
 
-        write_files(files, write, True, lambda path: whole.with_name(path.name))
-        errors = errors_path(self._path)
-        if not lines and is_file(errors) and has_only_marks(errors):
-            remove_file(errors)  # of the output that was replaced
-            sync_folder(errors.parent)
-        self.totals = read_totals(whole)
-
-    def _pieces(self) -> Any:
-        tokenizer = self._setup.front_end.tokenizer
-        pieces = cache(lambda: TokenBytes(tokenizer))  # made for the first row with logprobs
-        return lambda token: TokenPiece(pieces()[token], token in tokenizer.special_ids)
+    write_files([path, errors] if lines else [path], write, True, lambda file: whole.with_name(file.name))
+    if not lines and is_file(errors) and has_only_marks(errors):
+        remove_file(errors)  # of the output that was replaced
+        sync_folder(errors.parent)
+    return read_totals(whole)

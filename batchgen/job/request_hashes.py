@@ -1,10 +1,10 @@
 """Hashes of requests: by them a run finds finished rows of an earlier job that it need not compute again.
 
 A hash covers everything that a prompt's results depend on: its token ids or embeddings, the content of its images and
-sounds, its sampling parameters, seed
-and limits, the adapter and the logit processor that it names, and the facts of the model and the run that change every
-row (`environment`). A row's id counts through the seed that is derived from it. What the input or the order of the
-rows adds (indexes, carried fields) is not covered: it is written again when a row is reused.
+sounds, its sampling parameters, seed and limits, the adapter and the logit processor that it names, and the facts of
+the model and the run that change every row (`environment`). A row's id counts through the seed that is derived from it.
+What the input or the order of the rows adds (indexes, carried fields) is not covered: it is written again when a row is
+reused.
 """
 
 from __future__ import annotations
@@ -23,27 +23,19 @@ from batchgen.data.write.committed import first_of_prompt
 from batchgen.data.write.reuse import Prompts
 from batchgen.data.write.schema import OutputRow
 from batchgen.errors import row_error
+from batchgen.job.fingerprint import RESULT_OPTIONS
 from batchgen.job.ingest import RowTexts
 from batchgen.job.setup import Setup
 from batchgen.models.check import CheckedModel
 from batchgen.request.completion import Completion
+from batchgen.request.field import JSON_PARAMS
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
-_MODEL_FACTS: Final = ("config_digest", "weights", "tokenizer_digest", "eos_ids", "dtype", "implementation")
-_OPTIONS: Final = (
-    "deterministic",
-    "quantization",
-    "hidden_states_dtype",
-    "stop_on_repeat",
-    "repetition_penalty_scope",
-    "logprobs_mode",
-    "lenient_schemas",
-)
+MODEL_FACTS: Final = ("config_digest", "weights", "tokenizer_digest", "eos_ids", "dtype", "implementation")
+"""What of a model's identity changes the result of every row."""
 _DEFAULTS: Final = asdict(SamplingParams())
-_JSON: Final = frozenset({"json_schema", "structural_tag", "custom_params"})
-"""Parameters that are JSON text."""
 _BYTES: Final = 8
 _NUMBERS: Final = Struct("<qii")
 """Seed, limit and start of the scored text of a request."""
@@ -55,8 +47,8 @@ def environment(setup: Setup) -> dict[str, Any]:
     Other options act on the request of a row (its prompt, its parameters, its limits), which is compared itself.
     """
     facts, config = setup.identity, setup.config
-    found = {f"model {name}": facts[name] for name in _MODEL_FACTS}
-    found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in _OPTIONS}
+    found = {f"model {name}": facts[name] for name in MODEL_FACTS}
+    found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in RESULT_OPTIONS}
     # Left out otherwise, for equal hashes with older versions.
     found |= {f"model {name}": facts[name] for name in ("reasoning", "processor_digest") if name in facts}
     found["--quantization"] = setup.rounding  # "auto" is one of the other ways to compute
@@ -140,7 +132,7 @@ def output_rows(group: Sequence[Completion], texts: RowTexts, hashes: RequestHas
 def _hash_of_params(setup: Setup, facts: Mapping[str, Any], adapters: Mapping[str, str], params: SamplingParams) -> Any:
     """A hash of the environment and a parameter set, to be continued; fields at their defaults do not count."""
     named = {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
-    for name in _JSON & named.keys():
+    for name in JSON_PARAMS & named.keys():
         with suppress(ForeignTextError):
             named[name] = read_json(named[name])  # its spaces do not count
     parts: dict[str, Any] = {"environment": facts, "params": named}

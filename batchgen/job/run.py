@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.files import exists
-from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.committed import Committed, first_of_prompt
 from batchgen.data.write.feature_files import FeatureFiles
 from batchgen.data.write.parts import PartWriter
@@ -29,12 +28,12 @@ from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.estimate import estimate_output
 from batchgen.job.eta import EtaTracker
 from batchgen.job.events import open_events
-from batchgen.job.fingerprint import JobIdentity, identify_job
+from batchgen.job.fingerprint import identify_job
 from batchgen.job.finished import OpenedCommand
 from batchgen.job.in_work import InWork
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.media_figures import media_facts, media_figures
-from batchgen.job.opening import OpenedJob, refuse_named
+from batchgen.job.opening import OpenedJob
 from batchgen.job.output import write_output
 from batchgen.job.preflight import wait_for_hashes
 from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
@@ -44,13 +43,7 @@ from batchgen.job.reuse import Reuse, find_reuse, reusable_files
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunCounts, RunSummary, run_summary
-from batchgen.job.tokenized_cache import (
-    discard_tokenized,
-    load_rows,
-    report_bad_rows,
-    save_tokenized,
-    tokenized_key,
-)
+from batchgen.job.tokenized_cache import discard_tokenized, load_rows, report_bad_rows, save_tokenized, tokenized_key
 from batchgen.kernels.cpu.library import COMPILING
 from batchgen.models.base import Model
 from batchgen.request.completion import Completion
@@ -114,14 +107,14 @@ class _Job:
         """Run the job and return its summary."""
         with self._phase("starting"):  # the cost of a job of any size
             setup = prepare(self.job, self.progress.note, compiling=self._compiling)
-            inputs = self.command.inputs
             wait_for_hashes(self.job.hashes, self.progress.note, self.stop)
-            identity = identify_job(setup, inputs)
+            identity = identify_job(setup, self.command.inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
-            refuse_named(setup, identity)
+            job = OpenedJob(setup, self.command.inputs, identity, paths, self.progress.note)
+            job.refuse_named()
             self.command.keep(identity.run.fingerprint)
-            work = OpenedJob(setup, inputs, identity, paths, self.progress.note).open()
+            work = job.open()
         if work is None:
             return self.command.summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()
@@ -136,7 +129,7 @@ class _Job:
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
-                return self._complete(work, committed, inputs, identity, setup, model)
+                return self._complete(job, work, committed, model)
             except (UsageError, InputError, ModelError, TooManyErrors) as error:
                 # Refused before a token was computed: remove the work folder. Committed errors of invalid rows are
                 # found again by the next run. With too many of them, `show` lists them, unless no row is valid.
@@ -145,16 +138,9 @@ class _Job:
                     work.remove()
                 raise
 
-    def _complete(
-        self,
-        work: WorkFolder,
-        committed: Committed,
-        inputs: InputSet,
-        identity: JobIdentity,
-        setup: Setup,
-        model: Future[Model],
-    ) -> RunSummary:
+    def _complete(self, job: OpenedJob, work: WorkFolder, committed: Committed, model: Future[Model]) -> RunSummary:
         """Compute and commit the missing rows, then merge all committed rows into the output."""
+        setup, record = job.setup, job.identity.record
         config = self.config  # a wrong --reuse fails before the rows are read
         files = reusable_files(work, None if config.reuse is None else Path(config.reuse))
         resumed = len(committed) > 0 or bool(files)
@@ -167,7 +153,7 @@ class _Job:
             writer.before_part = None if events is None else events.sync
             self.stop.commit = writer.flush
             with self._phase("reading"):
-                rows = self._rows(work, identity, inputs, setup, committed, writer)
+                rows = self._rows(job, work, committed, writer)
             estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
             setup.note_rows(rows.table, self.progress.note)
             with self._phase("reading"):
@@ -193,8 +179,8 @@ class _Job:
         del running, engine  # frees the plan, before the keys of the whole output are in memory
         self.collector.collect()
         with self._phase("writing"):
-            totals = write_output(work, rows, {**identity.record, **facts}, setup)
-        summary = run_summary(self.result, identity.record, rows, totals, counts, self.seconds)
+            totals = write_output(work, rows, {**record, **facts}, setup)
+        summary = run_summary(self.result, record, rows, totals, counts, self.seconds)
         return replace(
             summary,
             rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
@@ -228,15 +214,7 @@ class _Job:
             self.progress.note(f"no row is reused: {self.config.reuse} does not hold another job's results")
         return reuse
 
-    def _rows(
-        self,
-        work: WorkFolder,
-        identity: JobIdentity,
-        inputs: InputSet,
-        setup: Setup,
-        committed: Committed,
-        writer: PartWriter,
-    ) -> Ingested:
+    def _rows(self, job: OpenedJob, work: WorkFolder, committed: Committed, writer: PartWriter) -> Ingested:
         """All rows tokenised: from the cache of an earlier run, or read now and cached for a later run."""
 
         def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
@@ -254,13 +232,14 @@ class _Job:
                 if self.stop.requested:
                     raise self.stop.error(committed.rows)
 
+        setup = job.setup
         # Rows that fail in parsing are found again: `on_error` removes them.
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
-        key = tokenized_key(identity, setup, self.in_work.refused)
+        key = tokenized_key(job.identity, setup, self.in_work.refused)
         rows = load_rows(work, key, committed, setup)
         if rows is None:
             discard_tokenized(work.tokenized)
-            rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row, self.in_work)
+            rows = ingest(setup, job.inputs, work.tokenized, work.scratch, on_row, self.in_work)
             save_tokenized(rows, work.tokenized, key)
         self.opened.callback(rows.close, keep=True)
         setup.front_end.release()

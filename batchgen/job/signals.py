@@ -43,7 +43,10 @@ class StopRequest:
         """`max_time`: seconds from now until a stop is requested."""
         self._clock = clock
         self._deadline = None if max_time is None else clock() + max_time
-        self._request: tuple[str, int] | None = None
+        self.reason: str | None = None
+        """Name of the signal, or "--max-time"; None without a request."""
+        self.exit_status: int | None = None
+        """75, 129, 130 or 143; None without a request."""
         self.commit: Callable[[], None] = lambda: None
         """Commits all finished rows; called from another thread if the loop does not end in time."""
         self.abandon: Callable[[], None] = lambda: None
@@ -51,41 +54,28 @@ class StopRequest:
 
     def request(self, reason: str, exit_status: int) -> None:
         """Request a stop."""
-        if self._request is None:
-            self._request = (reason, exit_status)
+        if self.reason is None:
+            self.reason, self.exit_status = reason, exit_status
 
     @property
     def requested(self) -> bool:
         """Whether to stop now. Checks the deadline, and is cheap enough for every step."""
-        if self._request is None and self._deadline is not None and self._clock() >= self._deadline:
+        if self.reason is None and self._deadline is not None and self._clock() >= self._deadline:
             self.request("--max-time", RESUMABLE)
-        return self._request is not None
-
-    @property
-    def reason(self) -> str | None:
-        """Name of the signal, or "--max-time"; None without a request."""
-        return self._request[0] if self._request else None
-
-    @property
-    def exit_status(self) -> int | None:
-        """75, 129, 130 or 143; None without a request."""
-        return self._request[1] if self._request else None
+        return self.reason is not None
 
     def error(self, rows_done: int, rows: int | None = None) -> Interrupted:
         """The error that the job raises after committing; `rows` is None if the number of rows is not known yet."""
-        assert self._request is not None
-        reason, status = self._request
-        of = "" if rows is None else f" of {rows:,}"
-        return Interrupted(
-            f"stopped by {reason} with {rows_done:,}{of} rows committed. Run the same command again to continue.",
-            status,
-        )
+        return self._error(f"with {rows_done:,}{'' if rows is None else f' of {rows:,}'} rows committed")
 
     def error_at_start(self) -> Interrupted:
         """The error that the job raises before it looks for committed rows."""
-        assert self._request is not None
-        reason, status = self._request
-        return Interrupted(f"stopped by {reason} at the start. Run the same command again to continue.", status)
+        return self._error("at the start")
+
+    def _error(self, when: str) -> Interrupted:
+        assert self.exit_status is not None
+        message = f"stopped by {self.reason} {when}. Run the same command again to continue."
+        return Interrupted(message, self.exit_status)
 
 
 @contextmanager

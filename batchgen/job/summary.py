@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -93,13 +93,9 @@ class RunSummary:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Counters of the engine and the writer: steps, preemptions, slot occupancy, writer stalls."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The summary as plain values, under the same names as in `check --json`."""
-        return asdict(self)
-
     def to_json(self) -> str:
-        """The summary as an indented JSON object."""
-        return json_printable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
+        """The summary as an indented JSON object, under the same names as in `check --json`."""
+        return json_printable(json.dumps(asdict(self), indent=2, ensure_ascii=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +249,7 @@ def counted(totals: Totals) -> dict[str, Any]:
     }
 
 
-def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwrite: bool = False) -> None:
+def write_report(text: str, target: str, *, overwrite: bool = False) -> None:
     """Write a report, which is JSON, to a file, or to stdout for "-". A regular file is replaced atomically.
 
     Raises:
@@ -261,9 +257,8 @@ def write_report(text: str, target: str, stdout: TextIO | None = None, *, overwr
     """
     text += "\n"
     if target == "-":
-        stream = stdout or sys.stdout
-        stream.write(text)
-        stream.flush()
+        sys.stdout.write(text)
+        sys.stdout.flush()
         return
     path = followed(Path(target))
     refuse_other_file("--report", target, overwrite)

@@ -46,6 +46,8 @@ from batchgen.request.table import RequestTable
 
 _COLUMNS: Final = "columns.npz"
 _ABOUT: Final = "about.json"
+_KEPT: Final = ("rows", "skipped", "plain", "truncated", "grammar_backends", "carried_options", "notes")
+"""Values of `Ingested` that are kept as they are."""
 _MAX_PARAMS: Final = 1 << 16
 """Most parameter sets of a job that is cached: they are all in memory as JSON at once."""
 _DEFAULTS: Final = asdict(SamplingParams())
@@ -87,14 +89,8 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     metadata = {
         "key": key,
         "params": list(map(_non_default_params, rows.table.params)),
-        "rows": rows.rows,
-        "skipped": rows.skipped,
-        "plain": rows.plain,
-        "truncated": rows.truncated,
         "errors": {str(code): count for code, count in rows.errors.items()},
-        "grammar_backends": rows.grammar_backends,
-        "carried_options": rows.carried_options,
-        "notes": rows.notes,
+        **{name: getattr(rows, name) for name in _KEPT},
     }
     for spool in (rows.tokens, rows.texts.spool, rows.bad):
         spool.sync()
@@ -147,13 +143,10 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
         bad = opened.enter_context(BlobSpool(folder / BAD, _PartColumns("bad", columns)))
         table = RequestTable(tokens=tokens)
         rows = Ingested(table, tokens, RowTexts(texts), bad)
-        rows.rows, rows.skipped = metadata["rows"], metadata["skipped"]
-        rows.plain, rows.truncated = metadata["plain"], metadata["truncated"]
         for name, part in _parts(rows).items():
             part.restore_columns(_PartColumns(name, columns))
-        rows.grammar_backends = metadata["grammar_backends"]
-        rows.carried_options.update(metadata["carried_options"])
-        rows.notes = metadata["notes"]
+        for name in _KEPT:
+            setattr(rows, name, metadata[name])
         rows.errors.update({ErrorCode(code): count for code, count in metadata["errors"].items()})
         table.restore_params([SamplingParams(**given) for given in metadata["params"]])
         opened.pop_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from batchgen.data.write.schema import OutputRow, completions_to_table
 from batchgen.engine.engine import Engine
 from batchgen.errors import FingerprintError, InputError, UsageError
 from batchgen.job.preflight import CheckedJob, check_engine_model, reserved_paths
+from batchgen.job.request_hashes import MODEL_FACTS
 from batchgen.job.setup import Setup, prepare
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.fields import ID_NAMES
@@ -28,17 +29,10 @@ from batchgen.request.processors import LoadedProcessor, load_processors
 from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
 
+_SAME = "same"
+"""Verdict on a row that was computed as before."""
 _NAME_INPUTS = "Name the original files: batchgen verify OUT INPUT..."
-_MODEL_FACTS = (
-    "config_digest",
-    "weights",
-    "tokenizer_digest",
-    "template_digest",
-    "eos_ids",
-    "dtype",
-    "implementation",
-    "adapters",
-)
+_MODEL_FACTS = (*MODEL_FACTS, "template_digest", "adapters")
 
 ROUNDING = (
     "The run was not deterministic: matrix products round differently in a batch than for one row alone, much more so "
@@ -49,16 +43,6 @@ ELSEWHERE = (
     "The run was deterministic: a row is the same in every batch, but not with another processor, number of threads or "
     "version of PyTorch."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay:
-    """Result of replaying one row: how it differs, or why it could not be computed."""
-
-    row_index: int
-    id: str
-    difference: Difference | None
-    refused: str | None = None
 
 
 def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> bool:
@@ -93,9 +77,9 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     _check_model(setup, run)
     chosen = choose_rows(out, rows, seed)
     same = 0
-    for replay in _replays(inputs, setup, results, chosen, scaled=run.get("scaled_positions", True)):
-        same += replay.difference is None and replay.refused is None
-        print(printable(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}"))
+    for row, name, verdict in _replays(inputs, setup, results, chosen, scaled=run.get("scaled_positions", True)):
+        same += verdict == _SAME
+        print(printable(f"row {row} (id {name!r}): {verdict}"))
     print(f"{same:,} of {len(chosen):,} rows are the same")
     if same < len(chosen):
         print(ELSEWHERE if run["deterministic"] else ROUNDING)
@@ -179,27 +163,34 @@ def _check_model(setup: Setup, run: Mapping[str, Any]) -> None:
         )
 
 
-def _replays(inputs: InputSet, setup: Setup, results: Results, chosen: list[int], *, scaled: bool) -> Iterator[_Replay]:
+def _replays(
+    inputs: InputSet, setup: Setup, results: Results, chosen: list[int], *, scaled: bool
+) -> Iterator[tuple[int, str, str]]:
+    """(index, id in the output, verdict) of each chosen row."""
     engine, config = setup.engine(setup.load_model()), setup.config
     for raw in inputs.rows_at(chosen, config.columns):
-        yield _replay(engine, setup, raw, list(results.rows(row=raw.index)), scaled=scaled)
+        recorded = list(results.rows(row=raw.index))
+        yield raw.index, recorded[0]["id"], _replay(engine, setup, raw, recorded, scaled=scaled)
 
 
-def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, Any]], *, scaled: bool) -> _Replay:
-    """Compute one row as a separate job, under the id in the output: the seeds of its samples depend on the id."""
+def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, Any]], *, scaled: bool) -> str:
+    """The verdict on a row that is computed again as a separate job.
+
+    It has the id of the output, as the seeds of its samples depend on that.
+    """
     row_id = recorded[0]["id"]
     table = RequestTable(EmbedsStore(setup.spec.embeds_size))
     reader = setup.front_end.row_reader(table, setup.defaults, "allow")
     (processed,) = reader.read([raw._replace(value=_with_id(raw.value or {}, row_id), error=None)])
     if processed.error is not None:
-        return _Replay(raw.index, row_id, None, f"the row is invalid now: {processed.error.message}")
+        return f"differs: the row is invalid now: {processed.error.message}"
     done = [completion for group in engine.start(table, scaled=scaled).loop.run() for completion in group]
     failed = next((completion.error for completion in done if completion.error is not None), None)
     if failed is not None:
-        return _Replay(raw.index, row_id, None, f"the row fails now: {failed.message}")
+        return f"differs: the row fails now: {failed.message}"
     done.sort(key=lambda completion: completion.key)
     replayed = completions_to_table([OutputRow(completion, row_id) for completion in done]).to_pylist()
-    return _Replay(raw.index, row_id, compare(recorded, replayed))
+    return _verdict(compare(recorded, replayed))
 
 
 def _with_id(value: Mapping[str, Any], row_id: str) -> dict[str, Any]:
@@ -208,12 +199,9 @@ def _with_id(value: Mapping[str, Any], row_id: str) -> dict[str, Any]:
     return {**value, given: row_id}
 
 
-def _verdict(replay: _Replay) -> str:
-    if replay.refused is not None:
-        return f"differs: {replay.refused}"
-    difference = replay.difference
+def _verdict(difference: Difference | None) -> str:
     if difference is None:
-        return "same"
+        return _SAME
     parts = []
     if difference.position is not None and difference.sample is not None:
         recorded, replayed = ("the end" if token is None else str(token) for token in difference.tokens)

@@ -31,7 +31,7 @@ NoOpTest = Callable[[Any, Mapping[str, Any]], bool]
 _T = TypeVar("_T")
 _KEY = "fields"
 """Key of the declared fields in the metadata of an attribute of `SamplingParams`."""
-_JSON = frozenset({"json_schema", "structural_tag", "custom_params"})
+JSON_PARAMS = frozenset({"json_schema", "structural_tag", "custom_params"})
 """Parameters that are stored as JSON text."""
 
 
@@ -144,7 +144,7 @@ def stored_value(name: str, check: Check, value: Any) -> Any:
     if name == "logit_bias" and type(value) is list:
         value = tuple(value)  # the stored pairs, read from JSON
     checked = check(name, plain(value))
-    if name in _JSON and type(checked) is dict:
+    if name in JSON_PARAMS and type(checked) is dict:
         checked = without_nulls(name, checked) if name == "custom_params" else schema_without_nulls(name, checked)
         try:
             text = json.dumps(checked, ensure_ascii=False, separators=(",", ":"))

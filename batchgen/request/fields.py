@@ -23,6 +23,7 @@ from batchgen.request.checks import (
 from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
 from batchgen.request.media import MEDIA_FIELDS, MediaField
+from batchgen.request.named_columns import ID_NAMES
 from batchgen.request.params import PARAMETERS, SAMPLING_FIELDS
 from batchgen.request.prompts import embeddings
 from batchgen.request.tool_choice import tool_choice
@@ -54,7 +55,7 @@ HANDLING = (
 """Fields of bodies that tell a client or a server how to handle a request, and nothing about the text."""
 
 _PROMPTS = (
-    Field("id", field_checks.row_id, _ROW, aliases=("rid", "custom_id")),
+    Field("id", field_checks.row_id, _ROW, aliases=ID_NAMES[1:]),
     Field("text", field_checks.texts, _ROW, aliases=("prompt",), json_text="text"),
     Field("input_ids", token_id_lists, _ROW),
     Field("input_embeds", embeddings, _ROW, json_text="value"),
@@ -88,14 +89,12 @@ _CONSTRAINT_FORMS = (
     Field("guided_json_object", boolean),
 )
 
+_CALLER = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+
 # Fields that exist only in the bodies of the two endpoints. The first six describe the caller.
 _OPENAI = (
-    Field("user", string, BODIES, carried=True),
-    Field("metadata", mapping, BODIES, carried=True),
-    Field("safety_identifier", string, BODIES, carried=True),
-    Field("prompt_cache_key", string, BODIES, carried=True),
-    Field("prompt_cache_retention", string, BODIES, carried=True),
-    Field("prompt_cache_options", mapping, BODIES, carried=True),
+    *(Field(name, string, BODIES, carried=True) for name in _CALLER),
+    *(Field(name, mapping, BODIES, carried=True) for name in ("metadata", "prompt_cache_options")),
     *(Field(name, field_checks.anything, BODIES, json_text="text") for name in HANDLING),
     _unsupported(
         "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
@@ -109,19 +108,13 @@ _OPENAI = (
         requests_nothing=_noop_if(("text",), ()),
         remedy='only ["text"] can be generated',
     ),
-    _unsupported("audio", mapping, _IN_CHAT),
-    _unsupported("prediction", mapping, _IN_CHAT),
     Field("reasoning_effort", nonempty_string, _CHAT, to_template=True),
     Field("verbosity", nonempty_string, _IN_CHAT, to_template=True, requests_nothing=_noop_if("medium")),
-    _unsupported("web_search_options", mapping, _IN_CHAT),
-    _unsupported("moderation", mapping, _IN_CHAT),
+    *(_unsupported(name, mapping, _IN_CHAT) for name in ("audio", "prediction", "web_search_options", "moderation")),
 )
 
 FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_CONSTRAINT_FORMS, *_OPENAI)
 """All row fields. A name is listed twice if its values differ by place."""
-
-ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
-"""Names of the row's id."""
 
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""

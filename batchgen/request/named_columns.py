@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from batchgen.request.fields import ID_NAMES
-
+ID_NAMES = ("id", "rid", "custom_id")
+"""Names of the row's id."""
 PROMPT_FIELDS = ("text", "prompt")
 _REPLACED = {"prompt": PROMPT_FIELDS, "id": ID_NAMES, "image": ("image_data",), "audio": ("audio_data",)}
 """What a name is given for -> the fields that the named one replaces."""

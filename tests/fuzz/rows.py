@@ -14,8 +14,7 @@ from random import Random
 from typing import Any
 
 from batchgen.data.read.delimited import delimited_rows
-from batchgen.data.read.json_elements import json_rows
-from batchgen.data.read.jsonl import json_line_rows
+from batchgen.data.read.jsonl import json_line_rows, json_rows
 from batchgen.errors import ErrorCode, InputError
 from batchgen.request.fields import LOOKUP
 from batchgen.request.json_text import MAX_DEPTH

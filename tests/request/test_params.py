@@ -66,7 +66,7 @@ def test_aliases_are_accepted_as_in_rows() -> None:
     [
         ({"temprature": 1}, "`temprature` is not a field of SamplingParams; did you mean `temperature`?"),
         ({"maxTokens": 1}, "did you mean `max_tokens`?"),
-        ({"response_schema": {}}, "use `json_schema`"),
+        ({"repeat_penalty": 1.1}, "an option of llama.cpp and Ollama: use `repetition_penalty`"),
         (
             {"truncate_prompt_tokens": 5},
             "is not a field of SamplingParams; it is set for a whole run",

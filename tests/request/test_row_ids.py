@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from batchgen.data.read.json_elements import json_rows
-from batchgen.data.read.jsonl import json_line_rows
+from batchgen.data.read.jsonl import json_line_rows, json_rows
 
 LINES: list[tuple[bytes, str | None]] = [
     (b'{"id": "a", "score": NaN}', "a"),

@@ -10,8 +10,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from batchgen.data.read.delimited import TAB, delimited_rows, delimited_schema
-from batchgen.data.read.json_elements import json_rows
-from batchgen.data.read.jsonl import json_document_rows, json_line_rows, prompt_line_rows, text_rows
+from batchgen.data.read.jsonl import json_document_rows, json_line_rows, json_rows, prompt_line_rows, text_rows
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.data.read.pieces import RowsOfStream
 from batchgen.errors import InputError

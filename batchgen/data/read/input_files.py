@@ -117,8 +117,7 @@ def find_inputs(
         input_format: key of the format of all files, whatever their suffix; "auto": by suffix.
 
     Raises:
-        InputError: no file is named or matched, standard input is named twice, or a file cannot be used; the message
-            names the file and the remedy.
+        InputError: no file is matched, or a file cannot be used; the message names the file and the remedy.
         UsageError: a path is not local, or a named file is one of `reserved`.
     """
     format = None if input_format == AUTO_FORMAT else BY_KEY[input_format]

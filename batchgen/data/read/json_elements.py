@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
-from batchgen.data.read.pieces import BOM, MAX_LINE_BYTES, Peeked, Piece, RowFilter, piece_rows
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.raw_row import RawRow
-from batchgen.request.row_ids import readable_id
-from batchgen.request.row_memory import line_is_cut, parse_line
+from batchgen.data.read.pieces import BOM, Piece
 
 _TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+"|["{}\[\],\n]')
 """A whole string, or a sign of structure; a quotation mark alone begins a string that the buffer does not end."""
@@ -124,18 +119,3 @@ class ElementScanner:
                 return
         self._start, self._at, self._depth = end, end, self._top
         self._start_line = self._line
-
-
-def json_rows(
-    stream: BinaryIO,
-    source: str,
-    first_index: int = 0,
-    keep: RowFilter | None = None,
-    columns: NamedColumns = UNNAMED,
-) -> Iterator[RawRow | None]:
-    """Rows of JSON text: an array of objects, or objects one after another, whatever is between them."""
-    return piece_rows(_pieces(stream), source, first_index, keep, parse_line, line_is_cut, readable_id)
-
-
-def _pieces(stream: BinaryIO) -> Iterator[Piece]:
-    yield from ElementScanner(Peeked(stream).read, b"", 1, MAX_LINE_BYTES).pieces()

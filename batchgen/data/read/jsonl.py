@@ -9,14 +9,13 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, BinaryIO
 
 from batchgen.data.read.json_elements import ElementScanner
-from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, RowFilter, lines_of, piece_rows, raw_lines
+from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, Piece, PieceReader, lines_of, raw_lines
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.json_text import decode_utf8
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.raw_row import RawRow
 from batchgen.request.row_ids import readable_id
 from batchgen.request.row_memory import line_is_cut, parse_line
 
@@ -25,61 +24,6 @@ _BEFORE_VALUES = (b"[", b"{", b",", b":")
 """What a line of a JSON document ends with if the next one begins with a value."""
 _LOOK = 1 << 20
 """Bytes that a file's form is known by."""
-
-
-def json_line_rows(
-    stream: BinaryIO,
-    source: str,
-    first_index: int = 0,
-    keep: RowFilter | None = None,
-    columns: NamedColumns = UNNAMED,
-) -> Iterator[RawRow | None]:
-    """Rows of JSON lines, one per line that is not blank; a stream that is an array of objects is read as a document.
-
-    It is one if `[` and `{` are its first signs, unless its first line breaks off, as in `json_document_rows`.
-    """
-    return piece_rows(
-        _json_pieces(stream, document=False), source, first_index, keep, parse_line, line_is_cut, readable_id
-    )
-
-
-def json_document_rows(
-    stream: BinaryIO,
-    source: str,
-    first_index: int = 0,
-    keep: RowFilter | None = None,
-    columns: NamedColumns = UNNAMED,
-) -> Iterator[RawRow | None]:
-    """Rows of a JSON document, as `json_rows`.
-
-    If its first line is an object, every line is read by itself: a bad line then spoils no other row. So it is if the
-    first line breaks off, and the second one begins with an object where a document has none.
-    """
-    return piece_rows(
-        _json_pieces(stream, document=True), source, first_index, keep, parse_line, line_is_cut, readable_id
-    )
-
-
-def text_rows(
-    stream: BinaryIO,
-    source: str,
-    first_index: int = 0,
-    keep: RowFilter | None = None,
-    columns: NamedColumns = UNNAMED,
-) -> Iterator[RawRow | None]:
-    """Rows of plain text: `{"text": line}` per line that is not blank, with its spaces, whatever it holds."""
-    return piece_rows(lines_of(raw_lines(stream)), source, first_index, keep, _parse_text, lambda line: False)
-
-
-def prompt_line_rows(
-    stream: BinaryIO,
-    source: str,
-    first_index: int = 0,
-    keep: RowFilter | None = None,
-    columns: NamedColumns = UNNAMED,
-) -> Iterator[RawRow | None]:
-    """As `text_rows`, but a line that is a JSON object is refused: the file most likely holds rows."""
-    return piece_rows(lines_of(raw_lines(stream)), source, first_index, keep, _parse_prompt, lambda line: False)
 
 
 def _json_pieces(stream: BinaryIO, *, document: bool) -> Iterator[tuple[int, bytes, bool]]:
@@ -127,3 +71,31 @@ def _parse_prompt(line: bytes) -> dict[str, Any]:
         problem = "the line is a JSON object, not a prompt; run the file with --input-format jsonl"
         raise RowError(ErrorCode.AMBIGUOUS_PROMPT, f"{problem}, or with --input-format txt if it is the prompt's text")
     return _parse_text(line)
+
+
+def _elements(stream: BinaryIO) -> Iterator[Piece]:
+    yield from ElementScanner(Peeked(stream).read, b"", 1, MAX_LINE_BYTES).pieces()
+
+
+def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
+    return lines_of(raw_lines(stream))
+
+
+_json = partial(PieceReader, parse=parse_line, is_cut=line_is_cut, id_of=readable_id)
+json_rows = _json(_elements)
+"""Rows of JSON text: an array of objects, or objects one after another, whatever is between them."""
+json_line_rows = _json(partial(_json_pieces, document=False))
+"""Rows of JSON lines, one per line that is not blank; a stream that is an array of objects is read as a document.
+
+It is one if `[` and `{` are its first signs, unless its first line breaks off, as in `json_document_rows`.
+"""
+json_document_rows = _json(partial(_json_pieces, document=True))
+"""Rows of a JSON document, as `json_rows`.
+
+If its first line is an object, every line is read by itself: a bad line then spoils no other row. So it is if the first
+line breaks off, and the second one begins with an object where a document has none.
+"""
+text_rows = PieceReader(_lines, _parse_text)
+"""Rows of plain text: `{"text": line}` per line that is not blank, with its spaces, whatever it holds."""
+prompt_line_rows = PieceReader(_lines, _parse_prompt)
+"""As `text_rows`, but a line that is a JSON object is refused: the file most likely holds rows."""

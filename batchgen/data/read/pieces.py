@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -129,51 +130,54 @@ def lines_of(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes, bool]]:
             yield number, content, ended  # the fields of a `Piece`, which takes longer to make
 
 
-def piece_rows(
-    pieces: Iterator[tuple[int, bytes, bool]],
-    source: str,
-    first_index: int,
-    keep: RowFilter | None,
-    parse: Callable[[bytes], dict[str, Any]],
-    is_cut: Callable[[bytes], bool],
-    id_of: Callable[[bytes], str | None] = lambda line: None,
-) -> Iterator[RawRow | None]:
-    """Yield one item per row: None for a row that `keep` rejects, else the row.
+@dataclass(frozen=True, slots=True)
+class PieceReader:
+    """Reader of files whose rows are pieces of text, as a `RowsOfStream`."""
 
-    Args:
-        pieces: the texts of the rows, in order.
-        source: name of the file in messages.
-        first_index: index of the first row.
-        keep: predicate of wanted row indexes; None for all rows.
-        parse: gives a row's value, or raises its error.
-        is_cut: whether a text that cannot be parsed ends too early.
-        id_of: the id that can be read in a text that cannot be parsed.
-    """
-    index, number = first_index, 0
-    while True:
-        try:
-            number, line, ended = next(pieces)
-        except StopIteration:
-            return
-        except DamagedStream as damage:
-            problem = f"{damage}; rows from here on are missing"
-            wanted = keep is None or keep(index)
-            yield RawRow.failed(index, source, number + 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
-            return
-        if keep is not None and not keep(index):
-            yield None
-        elif len(line) >= MAX_LINE_BYTES:
-            problem = f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
-            yield RawRow.failed(index, source, number, ErrorCode.INVALID_JSON, problem)
-        else:
+    pieces: Callable[[BinaryIO], Iterator[tuple[int, bytes, bool]]]
+    """The texts of a file's rows, in order."""
+    parse: Callable[[bytes], dict[str, Any]]
+    """Gives a row's value, or raises its error."""
+    is_cut: Callable[[bytes], bool] = lambda line: False
+    """Whether a text that cannot be parsed ends too early."""
+    id_of: Callable[[bytes], str | None] = lambda line: None
+    """The id that can be read in a text that cannot be parsed."""
+
+    def __call__(
+        self,
+        stream: BinaryIO,
+        source: str,
+        first_index: int = 0,
+        keep: RowFilter | None = None,
+        columns: NamedColumns = UNNAMED,
+    ) -> Iterator[RawRow | None]:
+        """The rows of a file."""
+        pieces, parse = self.pieces(stream), self.parse
+        index, number = first_index, 0
+        while True:
             try:
-                row = RawRow(index, source, number, parse(line))
-            except Exception as error:
-                info = row_error(error, "reading the line")
-                info = _cut_short(info, line, ended) if isinstance(error, RowError) and is_cut(line) else info
-                row = RawRow.failed(index, source, number, info.code, info.message)._replace(id=id_of(line))
-            yield row
-        index += 1
+                number, line, ended = next(pieces)
+            except StopIteration:
+                return
+            except DamagedStream as damage:
+                problem = f"{damage}; rows from here on are missing"
+                wanted = keep is None or keep(index)
+                yield RawRow.failed(index, source, number + 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
+                return
+            if keep is not None and not keep(index):
+                yield None
+            elif len(line) >= MAX_LINE_BYTES:
+                problem = f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
+                yield RawRow.failed(index, source, number, ErrorCode.INVALID_JSON, problem)
+            else:
+                try:
+                    row = RawRow(index, source, number, parse(line))
+                except Exception as error:
+                    info = row_error(error, "reading the line")
+                    info = _cut_short(info, line, ended) if isinstance(error, RowError) and self.is_cut(line) else info
+                    row = RawRow.failed(index, source, number, info.code, info.message)._replace(id=self.id_of(line))
+                yield row
+            index += 1
 
 
 def _cut_short(info: ErrorInfo, line: bytes, ended: bool) -> ErrorInfo:

@@ -81,28 +81,30 @@ class Committed:
         return read_keys(work.part_files())
 
     @classmethod
-    def of_files(cls, keys: Iterable[_Keys]) -> Committed:
+    def of_files(cls, files: Iterable[_Keys]) -> Committed:
         """The keys of several files, in their order.
 
         Raises:
             BatchgenError: two rows have the same key.
         """
-        return _committed(keys)
-
-    @classmethod
-    def of(
-        cls,
-        row_index: npt.NDArray[np.int64],
-        prompt_index: npt.NDArray[np.int32],
-        sample_index: npt.NDArray[np.int32],
-        is_error: npt.NDArray[np.bool_],
-    ) -> Committed:
-        """The keys of output rows [N] in any order.
-
-        Raises:
-            BatchgenError: two rows have the same key.
-        """
-        return _committed([(row_index, prompt_index, sample_index, is_error)])
+        empty = (np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
+        columns = zip(empty, *files, strict=True)
+        row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
+        order = np.lexsort((sample, prompt, row))
+        row = row[order]  # one after the other, so that one more column is in memory and not four
+        prompt = prompt[order]
+        sample = sample[order]
+        is_error = is_error[order]
+        first = first_of_prompt(row, prompt)
+        duplicates = np.flatnonzero(~first[1:] & (sample[1:] == sample[:-1]))
+        if len(duplicates):
+            at = duplicates[0]
+            raise BatchgenError(
+                f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is in these files twice. Nothing was "
+                "replaced."
+            )
+        rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
+        return cls(row, prompt, sample, is_error, order.astype(np.int64, copy=False), rows, prompts)
 
     def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """[N] bool: whether each (rows[i], prompts[i]) is committed."""
@@ -136,11 +138,6 @@ class Committed:
         """Number of output rows with status `error`."""
         return int(self.is_error.sum())
 
-    @property
-    def results(self) -> int:
-        """Number of output rows that did not fail."""
-        return len(self) - self.errors
-
 
 def read_keys(paths: Sequence[Path]) -> Committed:
     """Read the keys of results files.
@@ -150,28 +147,7 @@ def read_keys(paths: Sequence[Path]) -> Committed:
         DamagedFile: a file is damaged.
         OSError: a file cannot be read.
     """
-    return _committed(map(_file_keys, paths))
-
-
-def _committed(files: Iterable[_Keys]) -> Committed:
-    """Merge the keys of several files."""
-    empty = (np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
-    columns = zip(empty, *files, strict=True)
-    row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
-    order = np.lexsort((sample, prompt, row))
-    row = row[order]  # one after the other, so that one more column is in memory and not four
-    prompt = prompt[order]
-    sample = sample[order]
-    is_error = is_error[order]
-    first = first_of_prompt(row, prompt)
-    duplicates = np.flatnonzero(~first[1:] & (sample[1:] == sample[:-1]))
-    if len(duplicates):
-        at = duplicates[0]
-        raise BatchgenError(
-            f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is in these files twice. Nothing was replaced."
-        )
-    rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
-    return Committed(row, prompt, sample, is_error, order.astype(np.int64, copy=False), rows, prompts)
+    return Committed.of_files(map(_file_keys, paths))
 
 
 def first_of_prompt(row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:

@@ -9,15 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from batchgen.data.files import (
-    exists,
-    open_new,
-    remove_file,
-    rename,
-    status_of,
-    sync_folder,
-    sync_stream,
-)
+from batchgen.data.files import exists, open_new, remove_file, rename, status_of, sync_folder, sync_stream
 from batchgen.errors import BatchgenError, OutputError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import pyarrow as pa
@@ -75,7 +74,6 @@ class PartWriter:
         work: WorkFolder,
         commit_every: int = 2000,
         commit_seconds: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
         max_bytes: int | None = None,
     ) -> None:
         assert commit_every > 0
@@ -85,7 +83,6 @@ class PartWriter:
         self._budget = OutputBudget.for_work(work, max_bytes)
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
-        self._clock = clock
         self.before_part: Callable[[], None] | None = None
         """Called before each part is written, to make durable what has to be there before it."""
         self.after_part: Callable[[Sequence[OutputRow]], None] | None = None
@@ -117,7 +114,7 @@ class PartWriter:
             self._wait_for_room()
             self._raise_error()
             if not self._buffer:
-                self._buffered_since = self._clock()
+                self._buffered_since = time.monotonic()
             self._buffer.extend(group)
             self._buffered_bytes += group_bytes
             self.stats.writer_peak_bytes = max(self.stats.writer_peak_bytes, self._buffered_bytes + self._writing_bytes)
@@ -170,9 +167,7 @@ class PartWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         try:
             self.close()
         except BaseException:
@@ -196,7 +191,9 @@ class PartWriter:
         if not self._buffer:
             return False
         full = len(self._buffer) >= self._commit_every or self._buffered_bytes >= _PART_BYTES
-        return full or self._flushing or self._closing or self._clock() >= self._buffered_since + self._commit_seconds
+        return (
+            full or self._flushing or self._closing or time.monotonic() >= self._buffered_since + self._commit_seconds
+        )
 
     def _run(self) -> None:
         try:
@@ -219,7 +216,7 @@ class PartWriter:
             while not self._due():
                 if self._closing:
                     return []
-                wait = self._buffered_since + self._commit_seconds - self._clock() if self._buffer else None
+                wait = self._buffered_since + self._commit_seconds - time.monotonic() if self._buffer else None
                 self._changed.wait(wait)
             rows, self._buffer = self._buffer, []
             self._buffered_bytes, self._writing_bytes = 0, self._buffered_bytes

@@ -203,10 +203,11 @@ def _copy_states(moves: Moves, states: Path, part: Path, fill: Fill) -> int:
     def records() -> Iterator[StateRecord]:
         nonlocal count
         ids = _ids_of(moves, fill)
+        prompts = zip(moves.old.row_index.tolist(), moves.old.prompt_index.tolist(), strict=True)
+        places = {prompt: place for place, prompt in enumerate(prompts)}
         for record in _records(states):
             row, prompt, sample = record.key
-            (place,) = moves.places(np.array([row], np.int64), np.array([prompt], np.int32)).tolist()
-            if place >= 0:
+            if (place := places.get((row, prompt))) is not None:
                 count += 1
                 key = (int(moves.new.row_index[place]), int(moves.new.prompt_index[place]), sample)
                 yield StateRecord(key, ids[key[0]], record.block)

@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,16 +38,13 @@ Index = npt.NDArray[np.void]
 """[records] of `INDEX_DTYPE`: key, offset, length and CRC-32 of each record; 36 bytes each."""
 
 
-class StateRecord:
+class StateRecord(NamedTuple):
     """Hidden states of one sample at one layer, with its key and row id."""
 
-    __slots__ = ("block", "id", "key")
-
-    def __init__(self, key: tuple[int, int, int], row_id: str, block: StateBlock) -> None:
-        self.key = key
-        """(row_index, prompt_index, sample_index)"""
-        self.id = row_id
-        self.block = block
+    key: tuple[int, int, int]
+    """(row_index, prompt_index, sample_index)"""
+    id: str
+    block: StateBlock
 
 
 def records_of(row: OutputRow) -> list[StateRecord]:

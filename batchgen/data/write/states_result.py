@@ -19,7 +19,7 @@ from batchgen.data.files import open_own
 from batchgen.data.write.durable_files import part_errors, write_durably
 from batchgen.data.write.results_file import DamagedFile, open_parquet, states_writer
 from batchgen.data.write.schema import STATES_CONTENTS, with_footer
-from batchgen.data.write.states import INDEX_DTYPE, Index, StateRecord, read_index, read_record, write_states_part
+from batchgen.data.write.states import INDEX_DTYPE, Index, StateRecord, read_index, read_record
 from batchgen.errors import BatchgenError
 from batchgen.request.completion import StateBlock
 
@@ -162,26 +162,6 @@ def _table(records: Sequence[StateRecord], schema: pa.Schema) -> pa.Table:
     lists = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=schema.field("values").type)
     arrays = [lists if field.name == "values" else pa.array(columns[field.name], field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def part_from_result(result: Path, part: Path) -> int:
-    """Convert a finished hidden-states file back into a part, and return its number of records.
-
-    Raises:
-        DamagedFile: the file is damaged.
-        OSError: the file cannot be read.
-        OutputError: the part cannot be written.
-    """
-    count = 0
-
-    def records() -> Iterator[StateRecord]:
-        nonlocal count
-        for record in records_of_result(result):
-            count += 1
-            yield record
-
-    write_states_part(part, records())
-    return count
 
 
 def records_of_result(result: Path) -> Iterator[StateRecord]:

@@ -23,19 +23,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from batchgen.data.files import (
-    exists,
-    files_in,
-    followed,
-    remove_if_empty,
-    remove_tree,
-)
-from batchgen.data.write.damage import (
-    Note,
-    damaged_folder,
-    ignore,
-    set_aside,
-)
+from batchgen.data.files import exists, files_in, followed, remove_if_empty, remove_tree
+from batchgen.data.write.damage import Note, damaged_folder, ignore, set_aside
 from batchgen.data.write.lines import is_lines, lines_of_job
 from batchgen.data.write.lock import HELD_NAME, LOCK_NAME, RunLock
 from batchgen.data.write.results_file import DamagedFile, intact_footer, read_footer
@@ -139,33 +128,18 @@ class WorkFolder:
         """The content of run.json."""
         self.note = note
         """Shows a line to the user."""
+        self.parts = paths.work / "parts"
+        """The folder of committed parts."""
+        self.scratch = paths.work / "scratch"
+        """A folder for temporary files; emptied whenever the work folder is opened."""
+        self.tokenized = paths.work / "tokenized"
+        """The folder of the tokenised input: token ids, row ids and carried fields."""
+        self.features = paths.work / "features"
+        """The folder of features of images and sounds; exists only if rows have any."""
+        self.states = paths.work / "states"
+        """The folder of committed hidden states; exists only if rows return them."""
         self._lock = lock
         self._aside: list[Path] = []
-
-    @property
-    def parts(self) -> Path:
-        """The folder of committed parts."""
-        return self.paths.work / "parts"
-
-    @property
-    def scratch(self) -> Path:
-        """A folder for temporary files; emptied whenever the work folder is opened."""
-        return self.paths.work / "scratch"
-
-    @property
-    def tokenized(self) -> Path:
-        """The folder of the tokenised input: token ids, row ids and carried fields."""
-        return self.paths.work / "tokenized"
-
-    @property
-    def features(self) -> Path:
-        """The folder of features of images and sounds; exists only if rows have any."""
-        return self.paths.work / "features"
-
-    @property
-    def states(self) -> Path:
-        """The folder of committed hidden states; exists only if rows return them."""
-        return self.paths.work / "states"
 
     @property
     def foreign(self) -> list[Path]:

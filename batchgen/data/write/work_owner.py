@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from batchgen.data.files import (
     exists,
     files_in,
@@ -17,19 +19,15 @@ from batchgen.data.files import (
     size_of,
     sync_folder,
 )
-from batchgen.data.write.damage import (
-    Note,
-    ignore,
-    output_damage,
-    set_outputs_aside,
-    set_parts_aside,
-    set_state_aside,
-)
-from batchgen.data.write.durable_files import output_errors, refuse_special
+from batchgen.data.write.committed import Committed, first_of_prompt, read_keys
+from batchgen.data.write.damage import Note, ignore, output_damage, set_outputs_aside, set_parts_aside, set_state_aside
+from batchgen.data.write.durable_files import output_errors, part_errors, refuse_special
 from batchgen.data.write.job_changes import changes
 from batchgen.data.write.lines import errors_path, is_lines, written_by
 from batchgen.data.write.lock import RunLock
+from batchgen.data.write.parts import part_schema
 from batchgen.data.write.results_file import intact_footer
+from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, belongs_to, empty_work, is_complete
 from batchgen.data.write.work_parts import has_results, part_files, part_owners
@@ -106,6 +104,57 @@ def open_work(
     except BaseException:
         lock.release_unused()
         raise
+
+
+def open_for_retry(
+    paths: OutputPaths,
+    identity: RunIdentity,
+    info: Mapping[str, Any],
+    policy: Policy = "resume",
+    clock: str | None = None,
+    note: Note = ignore,
+) -> WorkFolder | None:
+    """Open the work folder as `open_work` does, for a run that recomputes failed prompts, also of a finished output.
+
+    The finished output is kept until the new one is complete. If it is damaged, it is set aside.
+
+    Returns:
+        The folder, locked; None if the output is complete and has no errors.
+
+    Raises:
+        OutputError, FingerprintError: as `open_work`.
+    """
+    if policy == "overwrite" or is_lines(paths.result) or not is_complete(paths, identity):
+        return open_work(paths, identity, info, policy, clock, note)
+    if output_damage(paths.result, paths.states, whole=True) is not None:
+        return open_work(paths, identity, info, policy, clock, note, whole=True)
+    with part_errors(paths.result):
+        keys = read_keys([paths.result])
+    if not keys.errors:
+        return open_work(paths, identity, info, policy, clock, note)
+    if has_other_work(paths, identity):
+        raise FingerprintError(
+            f"{paths.work} contains unfinished work of a different job. Finish it with its own command, or name "
+            "another output with -o."
+        )
+    work = open_work(paths, identity, info, "retry", clock, note)
+    assert work is not None
+    if not work.part_files():
+        with part_errors(paths.result):
+            _commit_good_rows(work, keys)
+    return work
+
+
+def _commit_good_rows(work: WorkFolder, keys: Committed) -> None:
+    """Commit the good prompts of the finished output as one part, atomically."""
+    good = keys.without_failed_prompts()  # an output is in key order
+    row, prompt = keys.row_index[good], keys.prompt_index[good]
+    first = first_of_prompt(row, prompt)
+    prompts = Prompts(row[first], prompt[first], np.zeros(int(first.sum()), np.int64))
+    has_states = bool((intact_footer(work.paths.result) or {}).get("states"))
+    file = ReuseFile(work.paths.result, work.paths.states if has_states else None)
+    part = work.parts / "part-000000.parquet"
+    copy_rows(Moves(file, prompts, prompts), part, lambda states: part_schema(work, states), lambda table: table)
 
 
 def is_done(paths: OutputPaths, identity: RunIdentity, whole: bool = False) -> bool:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.data.read import pieces
-from batchgen.data.read.json_elements import ElementScanner, json_rows
-from batchgen.data.read.jsonl import json_document_rows, json_line_rows, prompt_line_rows, text_rows
+from batchgen.data.read.json_elements import ElementScanner
+from batchgen.data.read.jsonl import json_document_rows, json_line_rows, json_rows, prompt_line_rows, text_rows
 from batchgen.data.read.pieces import RowsOfStream
 from batchgen.data.read.streams import decompressed
 from batchgen.errors import ErrorCode, RowError

@@ -13,8 +13,7 @@ import zlib
 import pytest
 import zstandard
 
-from batchgen.data.read.json_elements import json_rows
-from batchgen.data.read.jsonl import json_line_rows
+from batchgen.data.read.jsonl import json_line_rows, json_rows
 from batchgen.data.read.pieces import RowsOfStream
 from batchgen.data.read.streams import (
     Compression,

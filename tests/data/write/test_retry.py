@@ -9,9 +9,8 @@ import pytest
 from batchgen.data.write import merge_sort
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
-from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.work_folder import RunIdentity, output_paths
-from batchgen.data.write.work_owner import open_work
+from batchgen.data.write.work_owner import open_for_retry, open_work
 from batchgen.errors import FingerprintError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored
 

@@ -27,12 +27,11 @@ from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
 from batchgen.data.write.parts import PartWriter
 from batchgen.data.write.results_file import DamagedFile, read_footer
-from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.schema import STATES_CONTENTS, OutputRow
 from batchgen.data.write.states import StateRecord, read_index, read_record, states_part, write_states_part
 from batchgen.data.write.states_result import STATES_SCHEMA, write_states_result
 from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
-from batchgen.data.write.work_owner import open_work
+from batchgen.data.write.work_owner import open_for_retry, open_work
 from batchgen.errors import FingerprintError, InputError, OutputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import IDENTITY, begin, expect, failed, group, stored_keys

@@ -18,9 +18,8 @@ from batchgen.data.files import FileSystem
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lock import RunLock
-from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.work_folder import RunIdentity, WorkFolder, is_complete, output_paths
-from batchgen.data.write.work_owner import Policy, open_work
+from batchgen.data.write.work_owner import Policy, open_for_retry, open_work
 from batchgen.errors import FingerprintError, OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group
 
