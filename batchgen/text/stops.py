@@ -92,7 +92,8 @@ class StopState:
         self._always_ends = frozenset() if params.ignore_eos else eos_ids
         """Ids that end the sample inside its thoughts, too."""
         self._eos_ids = eos_ids
-        self._stop_token_ids = all_stop_token_ids(params, eos_ids)
+        self.stop_token_ids = all_stop_token_ids(params, eos_ids)
+        """Token ids that end the sample."""
         self._tokenizer = tokenizer
         self._search = self._new_search() if params.stop or params.stop_regex or params.stream else None
         self._followed = 0
@@ -105,11 +106,6 @@ class StopState:
         """Set when a token ends the sample; nothing may be appended afterwards."""
 
     @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Token ids that end the sample."""
-        return self._stop_token_ids
-
-    @property
     def answer_ids(self) -> list[int]:
         """Tokens of the answer of a row that separates its thoughts, up to and including the one that stopped it."""
         assert self._thoughts is not None
@@ -119,7 +115,7 @@ class StopState:
     @property
     def tracks_text(self) -> bool:
         """Whether the text after each token matters; if not, only the last token may stop the sample."""
-        return self._search is not None or (self._separates and bool(self._stop_token_ids - self._always_ends))
+        return self._search is not None or (self._separates and bool(self.stop_token_ids - self._always_ends))
 
     def _new_search(self) -> StopSearch:
         params = self._params
@@ -135,7 +131,7 @@ class StopState:
         """
         assert self.event is None, "the sample has ended"
         self.output_ids.append(token)
-        stops = token in self._stop_token_ids and self._may_stop(token)
+        stops = token in self.stop_token_ids and self._may_stop(token)
         tokens = [token] if self._thoughts is None else self._follow(token, stops=stops, last=last)
         if self._search is None and not stops:
             return None

@@ -27,8 +27,8 @@ _FILES = {
     "merge_lists": "merge",
     "merge_parts": "merge",
 }
-"""Launchers outside `Ops`: name -> module of the kernel in `kernels/gpu/`, and of its plain version in `kernels/`, except
-that of `linear`."""
+"""Launchers outside `Ops`: name -> module of the kernel in `kernels/gpu/`, and of its plain version in `kernels/`; the
+one of `linear` is a reference of the tests."""
 
 
 def kernel(name: str) -> Callable[..., Any]:
