@@ -38,8 +38,9 @@ from batchgen.bench.workloads import AdapterSet, BenchRow, plain
 from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelSpec
+from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
-from batchgen.models.load import inspect_model
+from batchgen.models.load import checked_spec
 
 __all__ = ["BenchConfig", "best_setting", "distinct_settings", "run_bench"]
 
@@ -180,7 +181,7 @@ def run_bench(
     checked = EngineConfig(**options)
     cuda = checked.device != "cpu" and torch.cuda.is_available()  # where random weights are generated
     folder = resolve_bench_model(config.model, torch.device("cuda" if cuda else "cpu"))
-    model = inspect_model(folder, dtype=checked.dtype, device=checked.device)
+    model = checked_spec(check_model(folder), dtype=checked.dtype, device=checked.device)
     _check_lengths(workloads, model)
     start = start or partial(EngineProcess, timeout=config.timeout)
     sources = [EngineSource(OURS), *peers]

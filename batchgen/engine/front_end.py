@@ -24,13 +24,13 @@ from batchgen.request.params import PARAMETERS, SamplingParams
 from batchgen.request.processors import LoadedProcessor
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
+from batchgen.text import template_process
 from batchgen.text.encode import Encoder
 from batchgen.text.families import AUTO
 from batchgen.text.fit import Truncate
-from batchgen.text.grammar.compiler import stop_compiler
+from batchgen.text.grammar import compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.reasoning import reasoning_of
-from batchgen.text.template_process import stop_renderer
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tools.rows import tool_parser_of
 
@@ -112,8 +112,8 @@ class FrontEnd:
 
     def release(self) -> None:
         """Stop the processes of grammars and templates to free their memory; they are started again when needed."""
-        stop_compiler()
-        stop_renderer()
+        compiler.PROCESS.stop()
+        template_process.PROCESS.stop()
 
     def defaults(
         self,

@@ -22,9 +22,8 @@ _OPTIONAL: Final = {"feed_forward_length": "intermediate_size", "attention.head_
 _FLOATS: Final = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
 _GEMMA3_PERIOD: Final = 6
 _GEMMA3N_PERIOD: Final = 5
-_COHERE2_PERIOD: Final = 4
-_EXAONE4_PERIOD: Final = 4
-_OLMO3_PERIOD: Final = 4
+_PERIOD: Final = 4
+"""Layers from one with full attention to the next, in Cohere 2, EXAONE 4 and Olmo 3."""
 _SIGMOID: Final = 2
 """`expert_gating_func` of experts that are scored by sigmoid."""
 _LARGEST_GEMMA: Final = {"gemma2": 46, "gemma3": 62}
@@ -60,7 +59,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     config["head_dim"] = read.integer("rope.dimension_count") if family.latent else _head_dim(read, config)
     config["rope_parameters"] = _rope(read, config)
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config["vocab_size"] = _vocab_size(header)
+    config["vocab_size"] = _rows(header, "token_embd.weight")
     config["dtype"] = _dtype(header)
     config |= _token_ids(header, config["vocab_size"])
     if architecture in _ADJUST:
@@ -121,13 +120,6 @@ def _rope(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "original_max_position_embeddings": original or context}
 
 
-def _vocab_size(header: GgufHeader) -> int:
-    entry = header.tensors.get("token_embd.weight")
-    if entry is None or len(entry.shape) != 2:
-        raise ModelError(f"{header.path} holds no token_embd.weight with two axes. Copy the file again.")
-    return entry.shape[0]
-
-
 def _dtype(header: GgufHeader) -> str:
     """The number format of most stored bytes; that of quantised ones is bfloat16, which they were made from."""
     sizes: Counter[str] = Counter()
@@ -163,8 +155,8 @@ def _gemma3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cohere2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"layer_types": _layer_types(read, config, _COHERE2_PERIOD)}
+def _windowed(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _layer_types(read, config, _PERIOD)}
 
 
 def _layer_types(read: Metadata, config: Mapping[str, Any], period: int) -> list[str]:
@@ -238,7 +230,7 @@ def _mistral4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def _exaone4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("sliding_window") is None:
         return {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
-    return {"layer_types": _layer_types(read, config, _EXAONE4_PERIOD)}
+    return _windowed(read, config)
 
 
 def _two_ropes(full: Mapping[str, Any], theta: float) -> dict[str, Any]:
@@ -246,11 +238,11 @@ def _two_ropes(full: Mapping[str, Any], theta: float) -> dict[str, Any]:
     return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
 
-def _rows(read: Metadata, tensor: str) -> int:
+def _rows(header: GgufHeader, tensor: str) -> int:
     """Rows of a matrix."""
-    entry = read.header.tensors.get(tensor)
+    entry = header.tensors.get(tensor)
     if entry is None or len(entry.shape) != 2:
-        raise ModelError(f"{read.header.path} holds no {tensor} with two axes. Copy the file again.")
+        raise ModelError(f"{header.path} holds no {tensor} with two axes. Copy the file again.")
     return entry.shape[0]
 
 
@@ -261,7 +253,7 @@ def _olmo2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]
     return {
         "model_type": "olmo3",
-        "layer_types": _layer_types(read, config, _OLMO3_PERIOD),
+        **_windowed(read, config),
         "rope_parameters": _two_ropes(rope, rope["rope_theta"]),
     }
 
@@ -296,8 +288,8 @@ def _gemma3n(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         # The file has the quantiles of the shares of activations that are cut off.
         "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
-        "laurel_rank": _rows(read, "blk.0.laurel_l.weight"),
-        "vocab_size_per_layer_input": _rows(read, "per_layer_token_embd.weight"),
+        "laurel_rank": _rows(read.header, "blk.0.laurel_l.weight"),
+        "vocab_size_per_layer_input": _rows(read.header, "per_layer_token_embd.weight"),
         "layer_types": _layer_types(read, config, _GEMMA3N_PERIOD),
         "rope_parameters": _two_ropes(config["rope_parameters"], theta),
     }
@@ -326,7 +318,9 @@ def _gemma4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "enable_moe_block": bool(config.get("num_experts")),
         "rope_parameters": _two_ropes(rope, read.number("rope.freq_base_swa", 10_000.0)),
         "hidden_size_per_layer_input": inputs,
-        "vocab_size_per_layer_input": _rows(read, "per_layer_token_embd.weight") if inputs else config["vocab_size"],
+        "vocab_size_per_layer_input": _rows(read.header, "per_layer_token_embd.weight")
+        if inputs
+        else config["vocab_size"],
     }
 
 
@@ -390,16 +384,12 @@ def _phimoe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"lm_head_bias": "output.bias" in read.header.tensors, "rope_parameters": rope, **_phi3(read, config)}
 
 
-def _exaone_moe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"layer_types": _layer_types(read, config, _EXAONE4_PERIOD)}
-
-
 _Adjust = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
 _ADJUST: Final[Mapping[str, _Adjust]] = {
-    "gemma2": _gemma2, "gemma3": _gemma3, "gemma3n": _gemma3n, "gemma4": _gemma4, "cohere2": _cohere2, "phi3": _phi3,
+    "gemma2": _gemma2, "gemma3": _gemma3, "gemma3n": _gemma3n, "gemma4": _gemma4, "cohere2": _windowed, "phi3": _phi3,
     "gpt-oss": _gpt_oss, "deepseek2": _deepseek, "exaone4": _exaone4, "olmo2": _olmo2, "llama4": _llama4,
     "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm,
     "gpt2": _gpt, "starcoder": _starcoder, "granite": _granite, "granitemoe": _granitemoe, "phimoe": _phimoe,
-    "exaone-moe": _exaone_moe, "afmoe": _exaone_moe, "mistral4": _mistral4,
+    "exaone-moe": _windowed, "afmoe": _windowed, "mistral4": _mistral4,
 }  # fmt: skip
 """Architecture -> configuration that follows from several keys."""

@@ -33,10 +33,10 @@ def _shared(module: str) -> dict[str, str]:
 
 _SHARED_EXPERTS: Final = {**_shared("mlp.shared_experts"), "exp_probs_b": "=mlp.gate.e_score_correction_bias"}
 
+_EXPERT_GATE_UP: Final = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+
 _GPT_OSS: Final = {
-    "mlp.experts.gate_up_proj": Assembly(
-        ("ffn_gate_exps.weight", "ffn_up_exps.weight"), axis=1, alternating=True, transposed=(True, True)
-    ),
+    "mlp.experts.gate_up_proj": Assembly(_EXPERT_GATE_UP, axis=1, alternating=True, transposed=(True, True)),
     "mlp.experts.gate_up_proj_bias": Assembly(
         ("ffn_gate_exps.bias", "ffn_up_exps.bias"), axis=1, alternating=True, stacked=False
     ),
@@ -45,7 +45,6 @@ _GPT_OSS: Final = {
 
 _LATENT_KEYS: Final = {
     **RMS,
-    **DEEPSEEK_EXPERTS,
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
     "rope.dimension_count": "qk_rope_head_dim",
@@ -55,8 +54,22 @@ _HEADS: Final = {
         ("attn_k_b.weight", "attn_v_b.weight"), transposed=(True, False), merged=True
     )
 }
+_GRANITE: Final = {
+    **RMS,
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_LOCAL_EXPERTS: Final = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_BIASED: Final = {"attention_bias": "attn_q.bias"}
+_BIASED_UP: Final = {**_BIASED, "mlp_bias": "ffn_up.bias"}
+_NORMS_BEHIND: Final = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NAMED_NORMS: Final = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _GPT: Final = {"attention.layer_norm_epsilon": "layer_norm_epsilon"}
-_LLAMA_FLAGS: Final = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_gate.bias"}
+_LLAMA_FLAGS: Final = {**_BIASED, "mlp_bias": "ffn_gate.bias"}
 _WINDOWED: Final = {**RMS, "attention.sliding_window": "sliding_window"}
 _CAPS: Final = {
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -68,8 +81,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "llama": Family("llama", flags=_LLAMA_FLAGS, paired_rotary=True),
     "qwen2": Family("qwen2", constants={"use_sliding_window": False}),
     "qwen2vl": Family("qwen2", constants={"use_sliding_window": False}),
-    "qwen3": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
-    "qwen3vl": Family("qwen3", constants={"use_sliding_window": False}, flags={"attention_bias": "attn_q.bias"}),
+    "qwen3": Family("qwen3", constants={"use_sliding_window": False}, flags=_BIASED),
+    "qwen3vl": Family("qwen3", constants={"use_sliding_window": False}, flags=_BIASED),
     "gemma": Family("gemma", norms_plus_one=True),
     "gemma2": Family("gemma2", {**_WINDOWED, **_CAPS}, names=SANDWICH, norms_plus_one=True),
     "gemma3": Family("gemma3_text", {**_WINDOWED, **_CAPS}, names=SANDWICH, norms_plus_one=True),
@@ -78,10 +91,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         top_names={"output_norm": "model.final_layernorm"},
     ),
-    "phi3": Family(
-        "phi3", _WINDOWED,
-        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    ),
+    "phi3": Family("phi3", _WINDOWED, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "starcoder2": Family(
         "starcoder2", {"attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"},
         names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, flags={"use_bias": "attn_output.bias"},
@@ -91,87 +101,57 @@ FAMILIES: Final[Mapping[str, Family]] = {
         flags={"use_qkv_bias": "attn_q.bias"},
     ),
     "olmo": Family("olmo", {"attention.clamp_kqv": "clip_qkv"}, paired_rotary=True),
-    "olmo2": Family(
-        "olmo2", _WINDOWED, flags={"attention_bias": "attn_q.bias"},
-        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
-    ),
+    "olmo2": Family("olmo2", _WINDOWED, flags=_BIASED, names=_NORMS_BEHIND),
     "command-r": Family(
         "cohere", {**_LAYER_NORM, "logit_scale": "logit_scale"},
         flags={"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"},
     ),
     "cohere2": Family(
         "cohere2", {**_LAYER_NORM, "logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
-        flags={"attention_bias": "attn_q.bias"},
+        flags=_BIASED,
     ),
     "granite": Family(
-        "granite",
-        {
-            **RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-        },
-        flags=_LLAMA_FLAGS, paired_rotary=True,
+        "granite", {**_GRANITE, "attention.scale": "attention_multiplier"}, flags=_LLAMA_FLAGS, paired_rotary=True,
     ),
     "smollm3": Family("smollm3", flags=_LLAMA_FLAGS, paired_rotary=True, constants={"use_sliding_window": False}),
-    "arcee": Family("arcee", flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}, paired_rotary=True),
+    "arcee": Family("arcee", flags=_BIASED_UP, paired_rotary=True),
     "seed_oss": Family(
         "seed_oss", names={"post_attention_norm": "post_attention_layernorm"},
-        flags={
-            "attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias", "mlp_bias": "ffn_gate.bias",
-        },
+        flags={**_LLAMA_FLAGS, "attention_out_bias": "attn_output.bias"},
     ),
     "ernie4_5": Family("ernie4_5", flags={"use_bias": "attn_q.bias"}),
     "nemotron": Family(
         "nemotron", {"attention.layer_norm_epsilon": "norm_eps"},
-        flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}, norms_plus_one=True,
+        flags=_BIASED_UP, norms_plus_one=True,
     ),
     "glm4": Family(
-        "glm4", flags={"attention_bias": "attn_q.bias"},
+        "glm4", flags=_BIASED,
         names={
             "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
         },
     ),
-    "exaone4": Family(
-        "exaone4", _WINDOWED,
-        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
-    ),
-    "hunyuan-dense": Family(
-        "hunyuan_v1_dense", flags={"attention_bias": "attn_q.bias"},
-        names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
-    ),
+    "exaone4": Family("exaone4", _WINDOWED, names=_NORMS_BEHIND),
+    "hunyuan-dense": Family("hunyuan_v1_dense", flags=_BIASED, names=_NAMED_NORMS),
     "mistral3": Family("ministral3", paired_rotary=True, constants={"sliding_window": None}),
     "exaone": Family("llama"),
     "internlm2": Family("llama", flags=_LLAMA_FLAGS, paired_rotary=True),
     "xverse": Family("llama", paired_rotary=True),
     "pangu-embedded": Family("llama", flags=_LLAMA_FLAGS),
-    "minicpm": Family(
-        "granite",
-        {**RMS, "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-         "logit_scale": "logits_scaling"},
-        paired_rotary=True,
-    ),
+    "minicpm": Family("granite", _GRANITE, paired_rotary=True),
     "minicpm3": Family(
-        "minicpm3",
-        {
-            **RMS, "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
-            "rope.dimension_count": "qk_rope_head_dim",
-        },
-        names=LATENT, latent=True,
+        "minicpm3", _LATENT_KEYS, names=LATENT, latent=True,
     ),
-    "chatglm": Family(
-        "glm", names={"ffn_up": "mlp.gate_up_proj"}, splits=QKV,
-    ),
+    "chatglm": Family("glm", names={"ffn_up": "mlp.gate_up_proj"}, splits=QKV),
     "apertus": Family(
         "apertus", names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-        flags={"attention_bias": "attn_q.bias"},
+        flags=_BIASED,
         listed={
             "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)), "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
             "xielu.beta": ("mlp.act_fn.beta", ()), "xielu.eps": ("mlp.act_fn.eps", ()),
         },
     ),
-    "jais2": Family(
-        "jais2", _LAYER_NORM, flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
-    ),
+    "jais2": Family("jais2", _LAYER_NORM, flags=_BIASED_UP),
     "gemma3n": Family(
         "gemma3n_text",
         {
@@ -202,7 +182,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "post_ffw_norm_2": "post_feedforward_layernorm_2",
         },
         top_names=PER_LAYER_TOP,
-        assembled={"experts.gate_up_proj": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight"))},
+        assembled={"experts.gate_up_proj": Assembly(_EXPERT_GATE_UP)},
         varying=("feed_forward_length", "attention.head_count_kv"),
     ),
     "gpt2": Family(
@@ -229,21 +209,19 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmoe": Family("olmoe", {**RMS, **EXPERTS, "attention.clamp_kqv": "clip_qkv"}, {"norm_topk_prob": False}),
     "gpt-oss": Family(
         "gpt_oss",
-        {
-            **_WINDOWED, "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
-        },
+        {**_WINDOWED, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size"},
         names={
             "post_attention_norm": "post_attention_layernorm", "attn_sinks": "=self_attn.sinks",
             "ffn_gate_inp": "mlp.router", "ffn_down_exps.bias": "=mlp.experts.down_proj_bias",
         },
-        assembled=_GPT_OSS, flags={"attention_bias": "attn_q.bias"},
+        assembled=_GPT_OSS, flags=_BIASED,
     ),
     "deepseek2": Family(
-        "deepseek_v3", _LATENT_KEYS, names={**_SHARED_EXPERTS, **LATENT}, latent=True, assembled=_HEADS,
+        "deepseek_v3", {**_LATENT_KEYS, **DEEPSEEK_EXPERTS}, names={**_SHARED_EXPERTS, **LATENT}, latent=True,
+        assembled=_HEADS,
     ),
     "mistral4": Family(
-        "mistral4", _LATENT_KEYS,
+        "mistral4", {**_LATENT_KEYS, **DEEPSEEK_EXPERTS},
         names={
             **_SHARED_EXPERTS, **LATENT, "ffn_gate_up_exps": "=mlp.experts.gate_up_proj",
             "ffn_down_exps": "=mlp.experts.down_proj",
@@ -255,37 +233,32 @@ FAMILIES: Final[Mapping[str, Family]] = {
         names={**_SHARED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
         flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
     ),
-    "dots1": Family(
-        "dots1", {**RMS, **DEEPSEEK_EXPERTS}, names=_SHARED_EXPERTS, flags={"attention_bias": "attn_q.bias"}
-    ),
+    "dots1": Family("dots1", {**RMS, **DEEPSEEK_EXPERTS}, names=_SHARED_EXPERTS, flags=_BIASED),
     "granitemoe": Family(
         "granitemoe",
         {
-            **RMS, "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+            **_GRANITE, **_LOCAL_EXPERTS, "attention.scale": "attention_multiplier",
             "expert_shared_feed_forward_length": "shared_intermediate_size",
-            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
         },
         names={
             "ffn_gate_inp": "block_sparse_moe.router.layer", "ffn_down_shexp": "shared_mlp.output_linear",
             "ffn_down_exps": "=block_sparse_moe.output_linear.weight",
         },
         assembled={
-            "block_sparse_moe.input_linear.weight": Assembly(("ffn_gate_exps.weight", "ffn_up_exps.weight")),
+            "block_sparse_moe.input_linear.weight": Assembly(_EXPERT_GATE_UP),
             "shared_mlp.input_linear.weight": Assembly(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), stacked=False),
         },
         paired_rotary=True,
     ),
     "minimax-m2": Family(
-        "minimax_m2",
-        {**RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        "minimax_m2", {**RMS, **_LOCAL_EXPERTS},
         names={**MIXTRAL_NAMES, "exp_probs_b": "=block_sparse_moe.e_score_correction_bias"},
     ),
     "llama4": Family(
         "llama4_text",
         {
-            **RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size", "interleave_moe_layer_step": "interleave_moe_layer_step",
+            **RMS, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         names={
             "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
@@ -295,21 +268,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
         },
         assembled={
-            "feed_forward.experts.gate_up_proj": Assembly(
-                ("ffn_gate_exps.weight", "ffn_up_exps.weight"), axis=1, transposed=(True, True)
-            ),
+            "feed_forward.experts.gate_up_proj": Assembly(_EXPERT_GATE_UP, axis=1, transposed=(True, True)),
             "feed_forward.experts.down_proj": Assembly(("ffn_down_exps.weight",), transposed=(True,)),
         },
-        flags={"attention_bias": "attn_q.bias"},
+        flags=_BIASED,
     ),
     "hunyuan-moe": Family(
         "hunyuan_v1_moe",
         {**RMS, "expert_count": "num_experts", "expert_used_count": "moe_topk"},
-        names={
-            **_shared("mlp.shared_mlp"), "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm", "ffn_gate_inp": "mlp.gate.wg",
-        },
-        flags={"attention_bias": "attn_q.bias"},
+        names={**_shared("mlp.shared_mlp"), **_NAMED_NORMS, "ffn_gate_inp": "mlp.gate.wg"}, flags=_BIASED,
     ),
     "ernie4_5-moe": Family(
         "ernie4_5_moe",
@@ -324,22 +291,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "exaone-moe": Family(
         "exaone_moe",
         {
-            **_WINDOWED, "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok", "expert_shared_count": "num_shared_experts",
-            "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group", "leading_dense_block_count": "first_k_dense_replace",
+            **_WINDOWED, **DEEPSEEK_EXPERTS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
         },
         names=_SHARED_EXPERTS,
     ),
-    "phimoe": Family(
-        "phimoe",
-        {
-            **_WINDOWED, "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-        },
-        names=MIXTRAL_NAMES, flags={"attention_bias": "attn_q.bias"},
-    ),
+    "phimoe": Family("phimoe", {**_WINDOWED, **_LOCAL_EXPERTS}, names=MIXTRAL_NAMES, flags=_BIASED),
     "afmoe": Family(
         "afmoe",
         {
@@ -361,12 +317,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
 }  # fmt: skip
 """`general.architecture` -> what is known of it."""
-_MIXTRAL: Final = Family(
-    "mixtral",
-    {**RMS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    names=MIXTRAL_NAMES,
-    paired_rotary=True,
-)
+_MIXTRAL: Final = Family("mixtral", {**RMS, **_LOCAL_EXPERTS}, names=MIXTRAL_NAMES, paired_rotary=True)
 """The architecture `llama` with experts."""
 
 _REASONS: Final[Mapping[str, str]] = {

@@ -281,6 +281,13 @@ def as_array(tensor: Tensor) -> Array:
     return found
 
 
+def to_float32(values: Array) -> npt.NDArray[np.float32]:
+    """Exact float32 values of an array; one in uint16 has the bits of bfloat16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
 def _dtype_of(array: Array) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 

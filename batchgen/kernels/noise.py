@@ -1,6 +1,6 @@
 """Counter-based Gumbel noise: a draw depends only on (row seed, sample index, output position, token id).
 
-SplitMix64 (Steele, Lea, Flood 2014) in 64-bit wrap-around integers, bitwise equal in numpy, torch and the kernels.
+SplitMix64 (Steele, Lea, Flood 2014) in 64-bit wrap-around integers, bitwise equal in torch and the kernels.
 
     finalise(z): z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >>> 27; z *= 0x94D049BB133111EB; z ^= z >>> 31
     absorb(key, x) = finalise((key ^ finalise(x + GAMMA)) + GAMMA)
@@ -15,15 +15,14 @@ probabilities down to 2^-53, not only 2^-24.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
+GAMMA = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+"""With `GAMMA` and `FIRST`, the numbers of SplitMix64."""
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 _CHUNK = 1 << 18
 """Values drawn at once: their integers (2 x 2 MiB) stay in the cache."""
@@ -38,14 +37,14 @@ def _signed(value: int) -> int:
 def _finalise_(z: Tensor) -> Tensor:
     """SplitMix64's output function on int64, in place. torch's right shift is arithmetic: its upper bits are masked."""
     scratch = torch.empty_like(z)
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+    for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
         torch.bitwise_right_shift(z, shift, out=scratch)
         z.bitwise_xor_(scratch.bitwise_and_(_MASK64 >> shift)).mul_(_signed(factor))
     return z
 
 
 def _absorb(key: Tensor, value: Tensor) -> Tensor:
-    return _finalise_((key ^ _finalise_(value + _signed(_GAMMA))).add_(_signed(_GAMMA)))
+    return _finalise_((key ^ _finalise_(value + _signed(GAMMA))).add_(_signed(GAMMA)))
 
 
 def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
@@ -55,7 +54,7 @@ def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor
 
 def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
     """53 uniform bits as int64 for `token_ids` int64 under `keys` int64, of shapes that broadcast."""
-    return _finalise_(keys + (token_ids + 1) * _signed(_GAMMA)).bitwise_right_shift_(11).bitwise_and_(_MASK64 >> 11)
+    return _finalise_(keys + (token_ids + 1) * _signed(GAMMA)).bitwise_right_shift_(11).bitwise_and_(_MASK64 >> 11)
 
 
 def gumbel(keys: Tensor, vocab: int) -> Tensor:
@@ -75,26 +74,3 @@ def gumbel_at(keys: Tensor, token_ids: Tensor) -> Tensor:
         part.add_(0.5).mul_(2.0**-53).clamp_(max=_LARGEST_UNIFORM)
         part.neg_().log1p_().neg_().log_().neg_()
     return noise
-
-
-def _finalise_reference(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
-    return z ^ (z >> np.uint64(31))
-
-
-def row_keys_reference(
-    seeds: npt.NDArray[np.int64], sample_indexes: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """`row_keys` in numpy's unsigned integers."""
-    gamma = np.uint64(_GAMMA)
-    key = np.zeros(len(seeds), np.uint64)
-    for value in (seeds, sample_indexes, positions):
-        key = _finalise_reference((key ^ _finalise_reference(value.astype(np.uint64) + gamma)) + gamma)
-    return key.astype(np.int64)
-
-
-def noise_bits_reference(keys: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`noise_bits` in numpy's unsigned integers."""
-    counter = keys.astype(np.uint64) + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
-    return (_finalise_reference(counter) >> np.uint64(11)).astype(np.int64)

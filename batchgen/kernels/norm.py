@@ -14,10 +14,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add `delta` [T, H] to `x` [T, H] in place, rounded to `x.dtype`, and return the norm of the rounded sum."""
     return torch.rms_norm(x.add_(delta), (x.shape[-1],), weight, eps)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Reference of `rms_norm`: separate float32 steps, rounded before the weight as checkpoints assume."""
-    wide = x.float()  # [..., D]
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
-    return weight * (wide * scale).to(x.dtype)  # [..., D]

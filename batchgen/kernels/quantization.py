@@ -1,11 +1,9 @@
-"""Weights quantised in groups, and the references of their products y = x W^T + b.
+"""Weights quantised in groups, for products y = x W^T + b.
 
-`grouped_linear` quantises the inputs, too, as `cpu/src/int8.cpp` and `cpu/src/bfp.cpp` do; `dequantised_linear` does
-not, as `gpu/quantized_matmul.py`.
-
-For `grouped_linear`, the inputs of a product are divided into groups. A group of a row of W has one scale, computed
-once; a group of a row of x has one, computed at each call: the group's largest magnitude becomes the scheme's largest
-integer. A group's sum is an exact sum of integers; groups are added in float32, in order.
+`cpu/src/int8.cpp` and `cpu/src/bfp.cpp` quantise x, too; `gpu/quantized_matmul.py` does not. Where x is quantised, the
+inputs of a product are divided into groups. A group of a row of W has one scale, computed once; a group of a row of x
+has one, computed at each call: the group's largest magnitude becomes the scheme's largest integer. A group's sum is an
+exact sum of integers; groups are added in float32, in order.
 """
 
 from __future__ import annotations
@@ -117,11 +115,11 @@ def quantise_weight(weight: Tensor, scheme: Scheme) -> GroupedWeight:
     for begin in range(0, outer, step):
         rows = slice(begin, begin + step)
         padded = F.pad(weight[rows].float(), (0, count * size - inner))
-        numbers[rows], scales[rows] = _quantised(padded.view(len(padded), count, size), scheme.most)
+        numbers[rows], scales[rows] = quantised(padded.view(len(padded), count, size), scheme.most)
     return GroupedWeight(numbers, scales, inner, scheme)
 
 
-def _quantised(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def quantised(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Quantise groups [..., S] float32: integers from -most to most as float32, and scales [...]."""
     largest = groups.abs().amax(-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
     inverse = torch.full_like(largest, most) / largest  # torch would multiply a Python scalar by the reciprocal
@@ -129,19 +127,3 @@ def _quantised(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     numbers = (groups * inverse[..., None]).round()
     scales = torch.where(usable, largest / most, torch.where(largest.isfinite(), 0, torch.nan))
     return torch.where(usable[..., None], numbers, 0), scales
-
-
-def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """The product y [..., O] = x [..., I] W^T + b, in x's dtype."""
-    count, size = weight.numbers.shape[1:]
-    padded = F.pad(x.float(), (0, count * size - weight.inner)).view(*x.shape[:-1], count, size)
-    numbers, scales = _quantised(padded, weight.scheme.most)
-    # Integers below 2^31, exact in float64.
-    sums = torch.einsum("...gs,ogs->...og", numbers.double(), weight.numbers.double()).float()  # [..., O, G]
-    out = (sums * weight.scales * scales[..., None, :]).sum(-1)
-    return (out if bias is None else out + bias.float()).to(x.dtype)
-
-
-def dequantised_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """The product y [..., O] = x [..., I] W^T + b, with float32 sums and one rounding to x's dtype."""
-    return F.linear(x.float(), weight.dense(), None if bias is None else bias.float()).to(x.dtype)

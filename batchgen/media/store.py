@@ -223,7 +223,9 @@ class MediaStore:
             size: tuple[int, ...] = image_size(data, self._limits.image_pixels)
         else:
             size = (sound_header(data, self._limits.audio_seconds).length(self._rate),)
-        return self._keep(item, ItemHeader(item.kind, digest, size), where or self._spilled(data), None)
+        header = ItemHeader(item.kind, digest, size)
+        self._entries[digest] = _Entry(header, item.place, where or self._spilled(data), None)
+        return header
 
     def _add_values(self, item: MediaItem) -> ItemHeader:
         """Add an image of the library, an array of pixels, or (samples, rate)."""
@@ -239,7 +241,9 @@ class MediaStore:
         digest = _digest(item.kind, data, repr(tuple(values)))
         if digest in self._entries:
             return self._entries[digest].header
-        return self._keep(item, ItemHeader(item.kind, digest, size), self._spilled(data), values)
+        header = ItemHeader(item.kind, digest, size)
+        self._entries[digest] = _Entry(header, item.place, self._spilled(data), values)
+        return header
 
     def _pixels(self, source: Any) -> tuple[bytes, tuple[int, int]]:
         """RGB bytes of an array or an image of the library, and (width, height)."""
@@ -253,16 +257,6 @@ class MediaStore:
 
     def _spilled(self, data: bytes) -> tuple[int, int]:
         return self._spill.write(data), len(data)
-
-    def _keep(
-        self,
-        item: MediaItem,
-        header: ItemHeader,
-        where: _FileState | tuple[int, int],
-        values: SoundHeader | tuple[int, int] | None,
-    ) -> ItemHeader:
-        self._entries[header.digest] = _Entry(header, item.place, where, values)
-        return header
 
     def _bytes(self, header: ItemHeader, entry: _Entry) -> bytes:
         if not isinstance(entry.where, _FileState):

@@ -48,7 +48,8 @@ def deterministic_model(model: Model, backend: Backend) -> Model:
             "batch; leave the option out, or merge the adapter into the model"
         )
     if backend.name == "compiled":
-        _check_kernels(model, backend)
+        if _probe_bits(model, backend) is None:
+            raise _batch_dependent(model, "or try `--attention torch`")
         return model
     if backend.ops.linear is None:
         return DeterministicModel(model)
@@ -241,16 +242,6 @@ def _consistent_tile_sizes(model: Model) -> tuple[int, ...]:
         raise _batch_dependent(model, "or try `--dtype` or `--cpu-threads 1`")
     largest = max(found)
     return tuple(tile_size for tile_size in found if _equal(found[tile_size], found[largest]))
-
-
-def _check_kernels(model: Model, backend: Backend) -> None:
-    """Verify that the compiled kernels are batch-invariant.
-
-    Raises:
-        UsageError: they are not, as built by this compiler.
-    """
-    if _probe_bits(model, backend) is None:
-        raise _batch_dependent(model, "or try `--attention torch`")
 
 
 def _batch_dependent(model: Model, other: str) -> UsageError:

@@ -103,7 +103,7 @@ class FileHashes:
             try:
                 _check_same(file, stamp, file.stat())
             except OSError as error:
-                raise _unreadable(file, error) from None
+                raise unreadable(file, error) from None
 
 
 def hash_file(file: Path, stamp: FileStamp) -> str:
@@ -123,7 +123,7 @@ def hash_file(file: Path, stamp: FileStamp) -> str:
                 digest.update(piece[:count])
             _check_same(file, stamp, os.fstat(stream.fileno()))
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise unreadable(file, error) from None
     if cached and begun - opened.ctime_ns > _SETTLED_NS:
         keep_value(*_entry(opened), digest.hexdigest())
     return digest.hexdigest()
@@ -136,7 +136,8 @@ def _check_same(file: Path, stamp: FileStamp, status: os.stat_result) -> None:
         )
 
 
-def _unreadable(file: Path, error: OSError) -> ModelError:
+def unreadable(file: Path, error: OSError) -> ModelError:
+    """The error of a file that cannot be read."""
     return ModelError(f"Cannot read {file}: {error.strerror or error}. Check the file and its permissions.")
 
 

@@ -200,7 +200,8 @@ class HookedModel:
         self._decoder: Any = text_decoder(model)
         self._decoder_name = name
         self._head: Any = _head_only(model, name)
-        self._hooks = ModelHooks(())
+        self.hooks = ModelHooks(())
+        """Modules whose states and choices can be captured; set by `find_hooks`."""
         self._slot = AttentionSlot() if use_slot else None
         self._cache_name = cache_keyword(self._decoder)
         self._feature_blocks = feature_blocks(model.config)
@@ -214,20 +215,15 @@ class HookedModel:
             if hasattr(module, "layer_idx"):
                 setattr(module, _SLOT, self._slot)
 
-    @property
-    def hooks(self) -> ModelHooks:
-        """Modules whose states and choices can be captured; set by `find_hooks`."""
-        return self._hooks
-
     def find_hooks(self, inputs: ModelInput) -> None:
         """Find the modules that can be captured, by one forward over `inputs`."""
         run = partial(self._forward, inputs, output_hidden_states=True)
-        self._hooks = find_hooks(self._decoder, run, len(inputs.input_ids))
+        self.hooks = find_hooks(self._decoder, run, len(inputs.input_ids))
 
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, [T, H]; fills `inputs.capture`."""
         capture = inputs.capture
-        with nullcontext() if capture is None else self._hooks.captured(capture):
+        with nullcontext() if capture is None else self.hooks.captured(capture):
             states: Tensor = self._forward(inputs).last_hidden_state[0]  # [T, H]
         if capture is not None and -1 in capture.layers:
             capture.store(-1, states)
@@ -309,17 +305,12 @@ class TransformersModel:
 
     def __init__(self, model: HookedModel, spec: ModelSpec) -> None:
         self._model = model
-        self._spec = spec
+        self.spec = spec
 
     @property
     def library_experts(self) -> list[str]:
         """Expert layers that the library computes in groups, whose sizes depend on the batch."""
         return self._model.experts.library_layers
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Sizes and identity."""
-        return self._spec
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
@@ -339,7 +330,7 @@ class TransformersModel:
     @torch.no_grad()
     def accepts_embeds(self) -> bool:
         """Whether tokens may be given as arbitrary embeddings; some architectures read the ids a second time."""
-        spec = self._spec
+        spec = self.spec
         if self._model.reads_ids_by_block:
             return False
         at = torch.arange(2, device=spec.device)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -89,14 +89,19 @@ class AppliesAdapters(Protocol):
         ...
 
 
-class _Wrapper(nn.Module):
+_Changes = TypeVar("_Changes")
+
+
+class _Wrapper(nn.Module, Generic[_Changes]):
     """A module that adapters change; attributes that it does not have are those of the wrapped module."""
 
-    def __init__(self, name: str, base: nn.Module, slot: LoraSlot) -> None:
+    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, changes: _Changes) -> None:
         super().__init__()
         self.base = base
         self.name = name
         self._slot = slot
+        self._changes = changes
+        """What adapters change; no submodules: the model's parameters stay its own."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -105,12 +110,8 @@ class _Wrapper(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
 
-class _LoraLinear(_Wrapper):
+class _LoraLinear(_Wrapper[LoraPairs]):
     """Linear layer with LoRA adapters."""
-
-    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, pairs: LoraPairs) -> None:
-        super().__init__(name, base, slot)
-        self._pairs = pairs
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]; the leading dimensions hold the step's tokens in order."""
@@ -121,18 +122,14 @@ class _LoraLinear(_Wrapper):
         flat = x.reshape(-1, x.shape[-1])  # [T, I]
         slot.visit(self.name, len(flat))
         made = out.view(-1, out.shape[-1])
-        if self._pairs.has_factors:
-            scale_products(made, slot.step, self._pairs)
-        slot.ops.add_lora(made, flat, slot.step, self._pairs)
+        if self._changes.has_factors:
+            scale_products(made, slot.step, self._changes)
+        slot.ops.add_lora(made, flat, slot.step, self._changes)
         return out
 
 
-class _Replaced(_Wrapper):
+class _Replaced(_Wrapper[list[nn.Module | None]]):
     """Module that adapters replace; it computes each token by itself."""
-
-    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, by_adapter: list[nn.Module | None]) -> None:
-        super().__init__(name, base, slot)
-        self._by_adapter = by_adapter  # no submodules: the model's parameters stay its own
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         """[1, T, ...] or [T, ...] -> the same leading dimensions, of each tensor if there are several."""
@@ -143,7 +140,7 @@ class _Replaced(_Wrapper):
         axis = 0 if x.shape[0] == slot.tokens else 1
         slot.visit(self.name, x.shape[axis])
         for segment in slot.step.segments:
-            module, rows = self._by_adapter[segment.adapter], segment.rows
+            module, rows = self._changes[segment.adapter], segment.rows
             if module is not None and rows is None:
                 out = module(x, *args, **options)
             elif module is not None and rows is not None:
@@ -156,12 +153,8 @@ class _Replaced(_Wrapper):
         return out
 
 
-class _LoraExperts(_Wrapper):
+class _LoraExperts(_Wrapper[list[ExpertPairs | None]]):
     """Experts of a layer with LoRA adapters, whose tokens are computed by their definition."""
-
-    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, pairs: list[ExpertPairs | None]) -> None:
-        super().__init__(name, base, slot)
-        self._pairs = pairs
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, H], [T, k], [T, k] -> [T, H]."""
@@ -173,19 +166,15 @@ class _LoraExperts(_Wrapper):
         experts = experts_of(self.base)
         assert experts is not None
         for segment in slot.step.segments:
-            pairs = self._pairs[segment.adapter]
+            pairs = self._changes[segment.adapter]
             if pairs is not None:
                 rows = slice(None) if segment.rows is None else segment.rows
                 out[rows] = moe_experts(x[rows], ids[rows], weights[rows], experts, pairs)
         return out
 
 
-class _Embedding(_Wrapper):
+class _Embedding(_Wrapper[AdaptedEnds]):
     """Embedding that adapters change."""
-
-    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, ends: AdaptedEnds) -> None:
-        super().__init__(name, base, slot)
-        self._ends = ends
 
     def forward(self, ids: Tensor) -> Tensor:
         """[1, T] -> [1, T, H]."""
@@ -196,20 +185,16 @@ class _Embedding(_Wrapper):
         slot.visit(self.name, ids.numel())
         factor = getattr(self.base, "embed_scale", None)
         factor = 1.0 if factor is None else factor
-        return self._ends.embed(ids[0], out[0], slot.step, factor)[None]
+        return self._changes.embed(ids[0], out[0], slot.step, factor)[None]
 
 
-class _Head(_Wrapper):
+class _Head(_Wrapper[AdaptedEnds]):
     """Head that adapters change."""
-
-    def __init__(self, name: str, base: nn.Module, slot: LoraSlot, ends: AdaptedEnds) -> None:
-        super().__init__(name, base, slot)
-        self._ends = ends
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[1, R, H] -> [1, R, V]."""
         out: Tensor = self.base(hidden)
-        return self._ends.logits(hidden[0], out[0], self._slot.head)[None]
+        return self._changes.logits(hidden[0], out[0], self._slot.head)[None]
 
 
 def library_sites(model: Any) -> Sites:
@@ -324,7 +309,7 @@ def _ends(
     return adapted_ends(adapters, (names[0], rows), (names[1], head.weight.detach(), bias), tied=sites.tied)
 
 
-def _wrap(model: nn.Module, wrapper: _Wrapper) -> None:
+def _wrap(model: nn.Module, wrapper: _Wrapper[Any]) -> None:
     """Put a wrapper in the place of what it wraps."""
     parent, _, attribute = wrapper.name.rpartition(".")
     model.get_submodule(parent)._modules[attribute] = wrapper

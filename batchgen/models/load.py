@@ -1,14 +1,11 @@
-"""Loading of a model from a folder or hub id; problems are reported before weights are read where possible.
+"""Loading of a model from a checked folder; problems are reported before weights are read where possible.
 
-The command line calls `batchgen.models.check.check_model` first, which is fast because it imports neither torch nor
-transformers, and passes the checked folder to `checked_spec` and `load_checked`. `inspect_model` and `load_model` are
-both steps in one, for a folder that has not been checked yet.
+`batchgen.models.check.check_model` comes first, which is fast because it imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, Literal
@@ -18,15 +15,12 @@ import torch
 from batchgen.errors import ModelError, library_errors
 from batchgen.kernels.linear import Products
 from batchgen.kernels.types import E4M3
-from batchgen.models.architectures import Requested
 from batchgen.models.base import Model, ModelSpec
-from batchgen.models.check import CheckedModel, check_model
+from batchgen.models.check import CheckedModel
 from batchgen.models.folder import ModelFolder
-from batchgen.models.lora_config import NamePath
 from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import NativeLayout
-from batchgen.models.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.own_integers import Stored
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
@@ -41,24 +35,6 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-
-
-def load_model(
-    path: str | os.PathLike[str],
-    *,
-    implementation: Requested = "auto",
-    dtype: DtypeName = "auto",
-    device: DeviceName = "auto",
-    max_model_len: int | None = None,
-    lora: Sequence[NamePath] = (),
-    products: Products = "measured",
-) -> Model:
-    """Check a model folder (or hub id) and load it.
-
-    The arguments and errors are those of `check_model` and `load_checked`.
-    """
-    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, lora=lora)
-    return load_checked(checked, dtype=dtype, device=device, products=products)
 
 
 def load_checked(
@@ -101,23 +77,6 @@ def load_checked(
         spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters, cls)
         spec = replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
         return load_transformers(library_config, spec, checked.folder, checked.adapters, products, cls)
-
-
-def inspect_model(
-    path: str | os.PathLike[str],
-    *,
-    implementation: Requested = "auto",
-    dtype: DtypeName = "auto",
-    device: DeviceName = "auto",
-    max_model_len: int | None = None,
-    lora: Sequence[NamePath] = (),
-    overrides: Overrides = NO_OVERRIDES,
-) -> ModelSpec:
-    """Spec of the model that `load_model` would load, without reading weights."""
-    checked = check_model(
-        path, implementation=implementation, max_model_len=max_model_len, lora=lora, overrides=overrides
-    )
-    return checked_spec(checked, dtype=dtype, device=device)
 
 
 def checked_spec(

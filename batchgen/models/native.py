@@ -47,7 +47,7 @@ class NativeModel:
         ends: AdaptedEnds | None = None,
         integers: OwnIntegers | None = None,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._weights = weights
         self._head = head
         self._rope = rope
@@ -58,20 +58,15 @@ class NativeModel:
         self._has_factors = any(pairs.has_factors for layer in weights.layers for pairs in layer.lora.values())
         self._fused = fused_decoder(weights)
 
-    @property
-    def spec(self) -> ModelSpec:
-        """Sizes and identity."""
-        return self._spec
-
     def with_product(self, product: Product) -> NativeModel:
         """The model with its linear layers and head computed by `product`."""
         layers = [_changed(layer, lambda linear: linear.with_product(product)) for layer in self._weights.layers]
         weights, head = replace(self._weights, layers=layers), self._head.with_product(product)
-        return NativeModel(self._spec, weights, head, self._rope, self._ends)
+        return NativeModel(self.spec, weights, head, self._rope, self._ends)
 
     def fit_positions(self, longest: int) -> None:
         """See `Model.fit_positions`."""
-        if self._spec.unscaled_context is not None:
+        if self.spec.unscaled_context is not None:
             # In place: recorded kernels read it. The fused decoder keeps tables of it.
             self._weights.inv_freq.copy_(inverse_frequencies(self._rope, longest)[0])
             self._fused = fused_decoder(self._weights)
@@ -102,14 +97,14 @@ class NativeModel:
         if weight is None:
             return linear.in_int8()
         self.stored_products += 1
-        return Linear.from_groups(weight, linear.bias, self._spec.dtype)
+        return Linear.from_groups(weight, linear.bias, self.spec.dtype)
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
         """See `Model.hidden`."""
         plain = inputs.lora is None or not (self._has_factors or (self._ends is not None and any(self._ends.tables)))
         if plain and self._fused is not None and self._fused.takes(inputs.attention):
-            return _hidden_fused(self._fused, inputs, self._spec)
+            return _hidden_fused(self._fused, inputs, self.spec)
         weights, layers = self._weights, self._weights.layers
         x = weights.embedding(inputs.input_ids)  # [T, H]
         if self._ends is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal
@@ -85,13 +85,10 @@ class OwnIntegers:
         scheme = replace(INT8, group=group)
         count, size = groups_of(inner, scheme)
         flat = torch.empty(outer * inner, dtype=torch.int8) if memory is None else memory.view(torch.int8)
-        numbers, scales, start = flat[: outer * inner].view(outer, inner), torch.empty(outer, count), 0
-        for name, rows in fused.parts:
-            found = reader.integers(name, numbers[start : start + rows])
-            if found is None:
-                return None
-            scales[start : start + rows] = _scales_of(found, count, size)
-            start += rows
+        numbers = flat[: outer * inner].view(outer, inner)
+        scales = _read_parts(fused, reader.integers, numbers, count, size)
+        if scales is None:
+            return None
         padded = F.pad(numbers, (0, count * size - inner)).view(outer, count, size)
         return GroupedWeight(padded, scales, inner, scheme)
 
@@ -110,22 +107,31 @@ class OwnIntegers:
         (outer, inner), count, size = fused.shape, form.groups, form.size
         dtype = FP8.dtype if form.floats else torch.int8
         whole = torch.zeros(outer, count * size, dtype=torch.uint8).view(dtype)
-        numbers, scales, start = whole[:, :inner], torch.empty(outer, count), 0
-        for name, rows in fused.parts:
-            read = reader.floats if form.floats else reader.integers
-            found = read(name, numbers[start : start + rows])
-            if found is None:
-                return None
-            scales[start : start + rows] = _scales_of(found, count, size)
-            start += rows
+        read = reader.floats if form.floats else reader.integers
+        scales = _read_parts(fused, read, whole[:, :inner], count, size)
+        if scales is None:
+            return None
         scheme = replace(FP8 if form.floats else INT8, group=size)
         weight = GroupedWeight(whole.view(outer, count, size), scales, inner, scheme)
         return in_four_bits(weight) if form.bits == 4 else weight
 
 
-def _scales_of(stored: StoredNumbers, count: int, size: int) -> Tensor:
-    """Scales [O, `count`] of groups of `size` inputs, each within one group of the stored ones."""
-    return stored.scales[:, torch.arange(count) * size // stored.group]
+def _read_parts(
+    fused: FusedTensor, read: Callable[[str, Tensor], StoredNumbers | None], numbers: Tensor, count: int, size: int
+) -> Tensor | None:
+    """Fill `numbers` [O, I] with those of all parts; None if one has none of the kind.
+
+    Returns:
+        Scales [O, `count`] of groups of `size` inputs, each within one group of the stored ones.
+    """
+    scales, start = torch.empty(len(numbers), count), 0
+    for name, rows in fused.parts:
+        found = read(name, numbers[start : start + rows])
+        if found is None:
+            return None
+        scales[start : start + rows] = found.scales[:, torch.arange(count) * size // found.group]
+        start += rows
+    return scales
 
 
 @dataclass(frozen=True, slots=True)

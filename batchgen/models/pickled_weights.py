@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.models.file_hashes import FileStamp
+from batchgen.models.file_hashes import FileStamp, unreadable
 from batchgen.models.safetensors_header import TensorInfo
 
 PICKLE: Final = "pytorch_model.bin"
@@ -36,9 +36,7 @@ def read_pickle_header(file: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
         _check_archive(file)
         held = torch.load(file, map_location="meta", weights_only=True)
     except OSError as error:
-        raise ModelError(
-            f"Cannot read {file}: {error.strerror or error}. Check the file and its permissions."
-        ) from None
+        raise unreadable(file, error) from None
     except ModelError:
         raise
     except Exception as error:  # readers of archives and pickles raise many types

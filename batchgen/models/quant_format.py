@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -132,22 +133,15 @@ def _modelopt(entry: dict[str, Any]) -> Any:
     return {"quant_method": "modelopt", **inner} if isinstance(inner, dict) else inner
 
 
-def _gptq(entry: dict[str, Any]) -> Any:
-    return {"quant_method": "gptq", **_renamed(entry)} if entry else None
-
-
-def _awq(entry: dict[str, Any]) -> Any:
-    return {"quant_method": "awq", **_renamed(entry)} if entry else None
-
-
-def _renamed(entry: dict[str, Any]) -> dict[str, Any]:
-    return {_AWQ_NAMES.get(key, key): value for key, value in entry.items()}
+def _of_method(method: str, entry: dict[str, Any]) -> Any:
+    named = {_AWQ_NAMES.get(key, key): value for key, value in entry.items()}
+    return {"quant_method": method, **named} if entry else None
 
 
 _SIDE_FILES: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
     "hf_quant_config.json": _modelopt,  # NVIDIA ModelOpt
-    "quantize_config.json": _gptq,  # AutoGPTQ, GPTQModel
-    "quant_config.json": _awq,  # AutoAWQ
+    "quantize_config.json": partial(_of_method, "gptq"),  # AutoGPTQ, GPTQModel
+    "quant_config.json": partial(_of_method, "awq"),  # AutoAWQ
     "quantization_config.json": dict,  # AutoRound and others
 }
 """Files next to config.json, and what makes an entry of `quantization_config` of their contents."""

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, Final, Protocol
 
 from batchgen.errors import ModelError
-from batchgen.models.file_hashes import FileStamp
+from batchgen.models.file_hashes import FileStamp, unreadable
 from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 DTYPE_BYTES: Final[dict[str, float]] = {
@@ -79,9 +79,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], FileStamp]:
                 raise _damaged(file, f"it ends inside its header ({size} bytes); a copy was probably interrupted")
             raw = stream.read(length)
     except OSError as error:
-        raise ModelError(
-            f"Cannot read {file}: {error.strerror or error}. Check the file and its permissions."
-        ) from None
+        raise unreadable(file, error) from None
     tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in _parse(file, raw).items()}
     end = 8 + length
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):

@@ -149,24 +149,23 @@ class WeightReader:
             raise ModelError(f"{info.file} holds tensors stored as {info.dtype}, which is not supported.")
         rows = info.shape[0] if info.shape else 1
         out = torch.empty((end - start, *info.shape[1:]), dtype=dtype)
-        try:
-            stream = self._open(info)
-            stream.seek(info.start + start * (info.nbytes // max(1, rows)))
-            _fill(stream, out.view(-1), info)
-        except OSError as error:
-            raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
+        self._fill_from(info, start * (info.nbytes // max(1, rows)), out.view(-1))
         return out
 
     def _decoded_rows(self, info: TensorInfo, form: StoredForm, start: int, end: int) -> Tensor:
         shape = (end - start, *info.shape[1:])
         packed = torch.empty(info.nbytes // info.shape[0] * (end - start), dtype=torch.uint8)
+        self._fill_from(info, start * (info.nbytes // info.shape[0]), packed)
+        return torch.from_numpy(form.values(packed.numpy(), form.columns(shape))).view(shape)
+
+    def _fill_from(self, info: TensorInfo, offset: int, target: Tensor) -> None:
+        """Fill a flat tensor with the bytes from an offset in a stored tensor on."""
         try:
             stream = self._open(info)
-            stream.seek(info.start + start * (info.nbytes // info.shape[0]))
-            _fill(stream, packed, info)
+            stream.seek(info.start + offset)
+            _fill(stream, target, info)
         except OSError as error:
             raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
-        return torch.from_numpy(form.values(packed.numpy(), form.columns(shape))).view(shape)
 
     def _open(self, info: TensorInfo) -> BinaryIO:
         if self._stream is None or self._name != str(info.file):

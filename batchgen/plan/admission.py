@@ -175,7 +175,8 @@ class Admission:
         self._max_new = max_new
         self._start_together = config.start_together
         self._page_size = config.page_size
-        self._uses_forecast = config.admission == "foreseen"
+        self.uses_forecast = config.admission == "foreseen"
+        """Whether admission uses the page forecast, or only counts the pages needed now."""
         self._forecast = PageForecast(block_manager, sequences, predictor)
         self._window: WindowForecast | None = None
         if block_manager.window is not None:
@@ -184,7 +185,7 @@ class Admission:
         """Step of the current forecast."""
         self.blocked_until = 0
         """Step before which the last refused candidate would be refused again."""
-        self._interval = interval if self._uses_forecast and predictor.all_exact else 0.0
+        self._interval = interval if self.uses_forecast and predictor.all_exact else 0.0
         self._next_begin = 0.0
         """Earliest step of the next sample if samples begin at intervals."""
         self._max_pages: dict[int, int] = {}
@@ -193,11 +194,6 @@ class Admission:
         """Sum of `_max_pages`."""
         self._total_window_pages = 0
         """The same of the window layers."""
-
-    @property
-    def uses_forecast(self) -> bool:
-        """Whether admission uses the page forecast, or only counts the pages needed now."""
-        return self._uses_forecast
 
     def begin(self, sequence: int, request: int, node_id: int) -> None:
         """Record that a sample has begun at the end of a node."""
@@ -228,7 +224,7 @@ class Admission:
         if step < self._next_begin and not nothing_running:
             self.blocked_until = ceil(self._next_begin)
             return None
-        if self._uses_forecast and not self._fits_at_full_length(candidate, waiting):
+        if self.uses_forecast and not self._fits_at_full_length(candidate, waiting):
             found = self._admit_by_forecast(candidate, waiting, nothing_running)
             if found is None:
                 self.blocked_until = step + self._page_size

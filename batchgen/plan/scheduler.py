@@ -65,8 +65,8 @@ class Scheduler:
         self._max_new = np.ascontiguousarray(max_new, dtype=np.int32)
         predictor = LengthPredictor(self._max_new, kinds)
         order = begin_order(tree, samples, predictor.expected, config)
-        tree = order.tree
-        self._tree = tree
+        self.tree = tree = order.tree
+        """The prefix tree in the order in which prompts begin."""
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         window = window_of(config.cache_groups)
@@ -86,11 +86,6 @@ class Scheduler:
         self._unended = self._unbegun = int(self._samples.sum(dtype=np.int64))
         self.stats.slots = min(config.max_num_seqs, self._unended)
         self._open = False
-
-    @property
-    def tree(self) -> PrefixTree:
-        """The prefix tree in the order in which prompts begin."""
-        return self._tree
 
     @property
     def unended(self) -> int:
@@ -212,10 +207,10 @@ class Scheduler:
         """
         assert not self._open, "commit the last step first"
         if self._rows is None:
-            self._rows = np.empty(len(self._tree.order), np.int32)
-            self._rows[self._tree.order] = np.arange(len(self._tree.order), dtype=np.int32)
+            self._rows = np.empty(len(self.tree.order), np.int32)
+            self._rows[self.tree.order] = np.arange(len(self.tree.order), dtype=np.int32)
         begun = [s.id for s in self._sequences.by_id.values() if s.request == request]
-        node_id = int(self._tree.node_of_request[request])
+        node_id = int(self.tree.node_of_request[request])
         never = self._unbegun_samples.cancel(request, int(self._rows[request]), node_id)
         self._unbegun -= never
         self._unended -= len(begun) + never
@@ -224,7 +219,7 @@ class Scheduler:
         return begun
 
     def _check_sizes(self) -> None:
-        lengths = self._tree.end[self._tree.node_of_request].astype(np.int64)
+        lengths = self.tree.end[self.tree.node_of_request].astype(np.int64)
         needed = -(-(lengths + self._max_new - 1) // self.config.page_size)
         live = (self._samples > 0) & (needed > self._allocator.capacity)
         for request in np.flatnonzero(live).tolist():

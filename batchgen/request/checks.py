@@ -80,6 +80,11 @@ def invalid(place: str, problem: str) -> RowError:
     return error_at(ErrorCode.INVALID_FIELD, place, problem)
 
 
+def invalid_grammar(field: str, problem: str) -> RowError:
+    """The `invalid_grammar` error of a field, as `error_at`."""
+    return error_at(ErrorCode.INVALID_GRAMMAR, field, problem)
+
+
 def describe_range(low: int, high: int) -> str:
     """Text of an integer range for a message; an upper bound that is just the int64 limit is left out."""
     return f"at least {low}" if high == INT64_HIGH else f"between {low} and {high}"

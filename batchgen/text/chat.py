@@ -73,20 +73,12 @@ class ChatRenderer:
         self.notes: set[str] = set()
         """What users should know of the conversations so far."""
 
-    def render(self, prompt: ChatPrompt) -> str:
-        """Text of a conversation, with everything that the row gives.
-
-        Raises:
-            RowError: `invalid_field`: the template refuses the conversation; `unsupported_field`: it leaves out a
-                part of it.
-        """
-        (found,) = self.render_all([prompt])
-        if isinstance(found, ErrorInfo):
-            raise RowError(found.code, found.message, found.param)
-        return found
-
     def render_all(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
-        """Text of each conversation as by `render`, or its error."""
+        """Text of each conversation, with everything that the row gives, or its error.
+
+        The error is `invalid_field` if the template refuses the conversation, and `unsupported_field` if it leaves out
+        a part of it.
+        """
         given = [self._given(prompt) for prompt in prompts]
         asked = [(prompt, each) for prompt, each in zip(prompts, given, strict=True) if not isinstance(each, ErrorInfo)]
         texts = iter(self._template.render_all(asked))

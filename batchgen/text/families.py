@@ -68,7 +68,6 @@ class ReasoningFormat(NamedTuple):
 
 
 class _Family(NamedTuple):
-    name: str
     format: ReasoningFormat
     spelled: tuple[str, ...]
     """Texts of which its chat template writes one, or which all are added tokens of its vocabulary."""
@@ -85,18 +84,11 @@ def _tags(
     around = () if answer is None else (f"<{answer}>",)
     behind = () if answer is None else (f"</{answer}>",)
     return _Family(
-        name,
         ReasoningFormat(name, (f"<{tag}>",), ends, around, behind, gap="\n\n", opened=opened),
         (f"<{tag}>", *ends),
         tells,
         reads,
     )
-
-
-def _sentences(name: str, *tells: str) -> _Family:
-    starts = ("Here is my thought process:", "Here's my thought process:")
-    ends = ("Here is my response:", "Here's my response:")
-    return _Family(name, ReasoningFormat(name, starts, ends), (), tells)
 
 
 _CHANNEL: Final = "<|channel|>"
@@ -112,7 +104,6 @@ _K3_TAGS: Final = ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), ("<|ope
 _K3_END: Final = "<|close|>response<|sep|>"
 _FAMILIES: Final = (
     _Family(
-        "gpt_oss",
         ReasoningFormat(
             "gpt_oss",
             (f"{_CHANNEL}analysis<|message|>",),
@@ -126,10 +117,9 @@ _FAMILIES: Final = (
         (_CHANNEL,),
         ("<|start|>assistant<|channel|>final<|message|>",),
     ),
-    _Family("gemma4", ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",)), ("<|channel>", "<channel|>")),
-    _Family("mistral", ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",)), ("[THINK]", "[/THINK]")),
+    _Family(ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",)), ("<|channel>", "<channel|>")),
+    _Family(ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",)), ("[THINK]", "[/THINK]")),
     _Family(
-        "cohere",
         ReasoningFormat(
             "cohere",
             ("<|START_THINKING|>",),
@@ -141,13 +131,20 @@ _FAMILIES: Final = (
     ),
     _tags("seed:think", name="seed_oss"),
     _tags("thought", "[|assistant|]", name="exaone_deep"),
-    _sentences("granite_sentences", "Here is my thought process:", "Here is my response:"),
+    _Family(
+        ReasoningFormat(
+            "granite_sentences",
+            ("Here is my thought process:", "Here's my thought process:"),
+            ("Here is my response:", "Here's my response:"),
+        ),
+        (),
+        ("Here is my thought process:", "Here is my response:"),
+    ),
     _tags("think", "<response>", "<|start_of_role|>", name="granite", answer="response"),
     _tags("think", "<response>", name="ernie45", answer="response"),
     _tags("think", "<answer>", name="hunyuan", answer="answer"),
     _tags("think", "<|im_middle|>", name="kimi_k2"),
     _Family(
-        "kimi_k3",
         ReasoningFormat(
             "kimi_k3", *_K3_TAGS, (f"{_K3_END}<|close|>message<|sep|>", _K3_END, "<|close|>message<|sep|>")
         ),
@@ -169,14 +166,14 @@ _FAMILIES: Final = (
 """In order: a model is of the first family whose texts its template writes."""
 
 MARKERS: Final = tuple(
-    dict.fromkeys((start, end) for _, form, *_ in _FAMILIES for start in form.starts for end in form.ends)
+    dict.fromkeys((start, end) for form, *_ in _FAMILIES for start in form.starts for end in form.ends)
 )
 """Pairs of markers that begin and end thoughts in a family."""
 
-CUTS: Final = tuple(dict.fromkeys(mark for _, form, *_ in _FAMILIES for mark in (*form.ends, *form.answers)))
+CUTS: Final = tuple(dict.fromkeys(mark for form, *_ in _FAMILIES for mark in (*form.ends, *form.answers)))
 """Markers at which thoughts end or answers begin."""
 
-NAMES: Final = tuple(dict.fromkeys(family.name for family in _FAMILIES))
+NAMES: Final = tuple(dict.fromkeys(family.format.name for family in _FAMILIES))
 """Names of the families, for the option `--reasoning`."""
 
 
@@ -186,7 +183,7 @@ def named_format(name: str) -> ReasoningFormat:
     Raises:
         UsageError: no family has the name.
     """
-    found = next((family.format for family in _FAMILIES if family.name == name), None)
+    found = next((family.format for family in _FAMILIES if family.format.name == name), None)
     if found is None:
         raise UsageError(f"`--reasoning` must be {AUTO}, {OFF} or one of {', '.join(NAMES)}, got {name!r}")
     return found

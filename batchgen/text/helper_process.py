@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from threading import RLock
+from typing import Generic, TypeVar
 
 # sys.path is passed on, since a new interpreter may not find the modules of this one.
 _PROGRAM = (
@@ -68,6 +72,38 @@ class HelperProcess:
             self.kill()
         self.requests.close()
         self.results.close()
+
+
+_Process = TypeVar("_Process", bound=HelperProcess)
+
+
+class SharedProcess(Generic[_Process]):
+    """The one helper process of a kind, started when it is needed.
+
+    Attributes:
+        lock: to be held while it is used.
+    """
+
+    def __init__(self, start: Callable[[], _Process]) -> None:
+        self._start = start
+        self._process: _Process | None = None
+        self.lock = RLock()
+        atexit.register(self.stop)
+
+    def running(self) -> _Process:
+        """The process, started if there is none or it belongs to the parent of this forked process."""
+        if self._process is not None and not self._process.is_ours:
+            self.stop()
+        if self._process is None:
+            self._process = self._start()
+        return self._process
+
+    def stop(self) -> None:
+        """Stop the process to free its memory; it is started again when needed."""
+        with self.lock:
+            if self._process is not None:
+                self._process.close()
+                self._process = None
 
 
 def begin(source: int, sink: int) -> tuple[Connection, Connection]:

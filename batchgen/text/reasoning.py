@@ -106,10 +106,6 @@ class ReasoningParser:
         added = self.tokenizer.added_ids
         return frozenset(token for text in self.format.markers for token in self.encode(text) if token in added)
 
-    def opens_thoughts(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether an output after this prompt begins inside thoughts."""
-        return self._begun(prompt_ids) == "thoughts"
-
     def _begun(self, prompt_ids: Sequence[int]) -> str:
         """What the last marker of a prompt begins: `thoughts`, `answer` or nothing."""
         form, added, markers = self.format, self.tokenizer.added_ids, self._marker_tokens
@@ -176,7 +172,7 @@ class ReasoningState:
         """Tokens of the thoughts so far, without markers."""
         self.answer_ids: list[int] = []
         """Tokens of the answer so far."""
-        self._lead = self._trail = ""
+        self.lead = self.trail = ""
         """Characters of the answer in the tokens of the markers in front of it and behind it."""
         self._blank = True
         """Whether the answer has no text but blanks yet."""
@@ -260,7 +256,7 @@ class ReasoningState:
             self._held = self._held[: max(0, self._closing_from - (self._count - len(self._held)))]
         found = None if self._live is None else self._live.search(window, partial=True)
         if found is not None and found.partial and window[found.start() :].strip() in form.closers:
-            self._trail += window[self._release(found.start()) : found.start()]
+            self.trail += window[self._release(found.start()) : found.start()]
             self._held.clear()
         elif form.header is not None and self._held and self._held[0][0] in self.parser.tokenizer.special_ids:
             rest = window.removeprefix(form.header)
@@ -324,7 +320,7 @@ class ReasoningState:
             if channels and rest.strip():
                 self._add(last)
             elif rest.strip():
-                self._lead, self._blank = self._lead + rest, False
+                self.lead, self._blank = self.lead + rest, False
         self._live = self._find_live()
 
     def _release(self, end: int) -> int:
@@ -362,20 +358,10 @@ class ReasoningState:
         ]
         return "\n".join(filter(None, stretches)) or None
 
-    @property
-    def lead(self) -> str:
-        """Characters of the answer in the token that completed the marker in front of it."""
-        return self._lead
-
-    @property
-    def trail(self) -> str:
-        """Characters of the answer in the first token of the marker behind it."""
-        return self._trail
-
     def answer(self, text: str, *, cut: bool = False) -> str:
         """The answer whose tokens have this text, without the blanks behind the thoughts.
 
         `cut`: the text does not go on to the answer's end.
         """
-        text = f"{self._lead}{text}{'' if cut else self._trail}"
+        text = f"{self.lead}{text}{'' if cut else self.trail}"
         return text.lstrip() if self._marked else text

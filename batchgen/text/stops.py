@@ -92,7 +92,8 @@ class StopState:
         self._always_ends = frozenset() if params.ignore_eos else eos_ids
         """Ids that end the sample inside its thoughts, too."""
         self._eos_ids = eos_ids
-        self._stop_token_ids = all_stop_token_ids(params, eos_ids)
+        self.stop_token_ids = all_stop_token_ids(params, eos_ids)
+        """Token ids that end the sample."""
         self._tokenizer = tokenizer
         self._search = self._new_search() if params.stop or params.stop_regex or params.stream else None
         self._followed = 0
@@ -105,11 +106,6 @@ class StopState:
         """Set when a token ends the sample; nothing may be appended afterwards."""
 
     @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """Token ids that end the sample."""
-        return self._stop_token_ids
-
-    @property
     def answer_ids(self) -> list[int]:
         """Tokens of the answer of a row that separates its thoughts, up to and including the one that stopped it."""
         assert self._thoughts is not None
@@ -119,7 +115,7 @@ class StopState:
     @property
     def tracks_text(self) -> bool:
         """Whether the text after each token matters; if not, only the last token may stop the sample."""
-        return self._search is not None or (self._separates and bool(self._stop_token_ids - self._always_ends))
+        return self._search is not None or (self._separates and bool(self.stop_token_ids - self._always_ends))
 
     def _new_search(self) -> StopSearch:
         params = self._params
@@ -135,7 +131,7 @@ class StopState:
         """
         assert self.event is None, "the sample has ended"
         self.output_ids.append(token)
-        stops = token in self._stop_token_ids and self._may_stop(token)
+        stops = token in self.stop_token_ids and self._may_stop(token)
         tokens = [token] if self._thoughts is None else self._follow(token, stops=stops, last=last)
         if self._search is None and not stops:
             return None
@@ -194,18 +190,16 @@ class StopState:
 
     def finish(self, reason: FinishReason) -> FinishedText:
         """Text and finish columns; a stop condition that the last allowed token met takes precedence over `reason`."""
-        done = self._finish_answer(reason) if self._separates else self._finish_text(reason)
+        done = self._finished(reason)
         return done if self._params.tool_calls is None else self._with_calls(done)
 
     def _with_calls(self, done: FinishedText) -> FinishedText:
         """The finished text without its calls."""
         params, event, thoughts = self._params, self.event, self._thoughts
         assert params.tool_calls is not None
-        is_cut = event is not None and event.cut is not None
-        trimmed = event is not None and event.cut is None and not params.no_stop_trim
-        ids: Sequence[int] = self.output_ids[: len(self.output_ids) - trimmed]
-        around = ("", "")
+        ids, around = self._text_ids, ("", "")
         if self._separates and thoughts is not None:
+            is_cut = event is not None and event.cut is not None
             ids, around = thoughts.answer_ids, (thoughts.lead, "" if is_cut else thoughts.trail)
         parser = CallParser.of(params.tool_calls)
         if not parser.may_call(f"{around[0]}{self._tokenizer.decode_output(ids, False, False)}{around[1]}"):
@@ -214,42 +208,37 @@ class StopState:
         found = parser.parse(shown_text(self._tokenizer, ids, params, around, length), done.text)
         return replace(done, text=found.text, tool_calls=found.calls, tool_calls_error=found.error)
 
-    def _finish_text(self, reason: FinishReason) -> FinishedText:
-        """As `finish`, for a row that does not separate its thoughts."""
-        event = self.event
-        if event is None:
-            return FinishedText(self.decode(self.output_ids), reason)
-        if event.cut is not None and self._search is not None:
-            text = self._search.text[: event.cut]
-        else:
-            text = self.decode(self.output_ids if self._params.no_stop_trim else self.output_ids[:-1])
-        return FinishedText(text, "stop", event.kind, event.matched_stop, event.matched_text)
+    @property
+    def _text_ids(self) -> list[int]:
+        """The tokens so far, without a stop token that is not a part of the text."""
+        trimmed = self.event is not None and self.event.cut is None and not self._params.no_stop_trim
+        return self.output_ids[: len(self.output_ids) - trimmed]
 
-    def _finish_answer(self, reason: FinishReason) -> FinishedText:
-        """As `finish`, for a row that separates its thoughts."""
-        event, thoughts, params = self.event, self._thoughts, self._params
-        assert thoughts is not None
-        trimmed = event is not None and event.cut is None and not params.no_stop_trim
-        for token in self.output_ids[self._followed : len(self.output_ids) - trimmed]:
-            thoughts.append(token)
-        self._followed = len(self.output_ids)
-        thoughts.flush()
-        if event is not None and event.cut is not None and self._search is not None:
-            text = self._search.text[: event.cut]
-        else:
-            text = self.decode(thoughts.answer_ids)
-        found = FinishedText(
-            thoughts.answer(text, cut=event is not None and event.cut is not None),
-            reason if event is None else "stop",
+    def _finished(self, reason: FinishReason) -> FinishedText:
+        """As `finish`, with calls in the text."""
+        event, thoughts, params, ids = self.event, self._thoughts, self._params, self._text_ids
+        if self._separates and thoughts is not None:
+            for token in ids[self._followed :]:
+                thoughts.append(token)
+            self._followed = len(self.output_ids)
+            thoughts.flush()
+            ids = thoughts.answer_ids
+        cut = None if event is None else event.cut
+        text = self.decode(ids) if cut is None or self._search is None else self._search.text[:cut]
+        done = FinishedText(text, reason)
+        if event is not None:
+            done = FinishedText(text, "stop", event.kind, event.matched_stop, event.matched_text)
+        if not self._separates or thoughts is None:
+            return done
+        return replace(
+            done,
+            text=thoughts.answer(text, cut=cut is not None),
             reasoning=thoughts.reasoning(
                 skip_special_tokens=params.skip_special_tokens,
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             ),
             reasoning_tokens=thoughts.thinking_tokens if thoughts.begun else None,
         )
-        if event is None:
-            return found
-        return replace(found, stop_kind=event.kind, matched_stop=event.matched_stop, matched_text=event.matched_text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` under the row's options."""

@@ -8,11 +8,9 @@ model without templates never starts it.
 
 from __future__ import annotations
 
-import atexit
 import re
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,7 +22,7 @@ from types import ModuleType
 from typing import Any, Final, NamedTuple, NoReturn
 
 from batchgen.errors import BatchgenError
-from batchgen.text.helper_process import HelperProcess, begin, limit_memory, limit_seconds
+from batchgen.text.helper_process import HelperProcess, SharedProcess, begin, limit_memory, limit_seconds
 
 CLOCK: Final = "strftime_now"
 """Name of the function by which templates read the time."""
@@ -180,18 +178,8 @@ def _no_memory(limits: RenderLimits) -> OverLimit:
     return _over(f"needs more than {limits.memory >> 20} MiB of memory")
 
 
-_lock = threading.RLock()
-_process: HelperProcess | None = None
-
-
-@atexit.register
-def stop_renderer() -> None:
-    """Stop the process to free its memory; it is started again when needed."""
-    global _process
-    with _lock:
-        if _process is not None:
-            _process.close()
-            _process = None
+PROCESS: Final = SharedProcess(lambda: HelperProcess(__name__))
+"""The process that renders."""
 
 
 def render_templates(
@@ -202,17 +190,17 @@ def render_templates(
     Raises:
         BatchgenError: the process could not be started, or ended without reaching a limit.
     """
-    with _lock:
-        process = _running_process()
+    with PROCESS.lock:
+        process = PROCESS.running()
         try:
             process.requests.send(_Job(renderings, clock, limits))
             found: list[str | TemplateFailure | OverLimit] = process.results.recv()
             return found
         except (EOFError, OSError):
             error = _death(process.exit_code(), limits)
-            stop_renderer()
+            PROCESS.stop()
         except BaseException:
-            stop_renderer()  # discard its pending results
+            PROCESS.stop()  # discard its pending results
             raise
     if len(renderings) == 1:
         return [error]
@@ -224,13 +212,3 @@ def _death(code: int, limits: RenderLimits) -> OverLimit:
     if code >= 0:
         raise BatchgenError("the process that renders chat templates ended; check that transformers is installed")
     return _over(f"takes more than {limits.seconds:g} seconds") if -code == signal.SIGPROF else _no_memory(limits)
-
-
-def _running_process() -> HelperProcess:
-    """The process, started if there is none or it belongs to the parent of this forked process."""
-    global _process
-    if _process is not None and not _process.is_ours:
-        stop_renderer()
-    if _process is None:
-        _process = HelperProcess("batchgen.text.template_process")
-    return _process

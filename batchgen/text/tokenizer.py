@@ -218,9 +218,10 @@ class Tokenizer:
             RowError: `invalid_field`: the model has no template, or the template refuses the conversation;
                 `unsupported_field`: the template leaves out a part of it.
         """
-        if self._chat is None:
-            raise RowError(*astuple(_NO_TEMPLATE))
-        return self._chat.render(prompt)
+        (found,) = self.render_chats([prompt])
+        if isinstance(found, ErrorInfo):
+            raise RowError(*astuple(found))
+        return found
 
     def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
         """Text of each conversation as by `render_chat`, or its error."""

@@ -21,7 +21,7 @@ from batchgen.bench.shapes import SHAPES, Shape, build_model
 from batchgen.bench.workload_defs import GPU_WORKLOADS
 from batchgen.bench.workloads import BenchRow
 from batchgen.models.base import ModelSpec
-from batchgen.models.load import inspect_model
+from tests.models.loading import inspect_model
 
 TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
 HEAD = 64 * 32

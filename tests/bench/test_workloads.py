@@ -24,9 +24,9 @@ from batchgen.bench.workload_defs import (
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, Workload, plain
 from batchgen.demo import model_path
 from batchgen.errors import UsageError
-from batchgen.models.load import inspect_model
 from batchgen.models.lora_config import read_adapters
 from tests.bench.fakes import TOY
+from tests.models.loading import inspect_model
 
 DEFINITIONS = Path(workload_defs.__file__).parent / "definitions"
 

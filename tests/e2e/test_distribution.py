@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchgen import Engine
-from batchgen.kernels.sampling_reference import filtered_distribution
 from tests.chi_square import excess
+from tests.kernels.references import filtered_distribution
 
 SAMPLES = 20_000
 PROMPT = [0, 40, 41, 50, 60, 70]

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.kernels.sampling_reference import filtered_distribution
 from batchgen.request.params import SamplingParams
 from tests.engine.reference import eager_model
+from tests.kernels.references import filtered_distribution
 
 Floats = npt.NDArray[np.float32]
 Processor = Callable[[Floats, Sequence[int], Sequence[int]], Floats]

@@ -22,10 +22,10 @@ from batchgen.engine.backend_choice import fixed_kernels, kernels_for, typical_s
 from batchgen.engine.engine import Engine
 from batchgen.engine.workload import plan_workload
 from batchgen.errors import UsageError
-from batchgen.models.load import inspect_model
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 from tests.kernels.flash.fake_flash import Fakes, fakes
+from tests.models.loading import inspect_model
 
 TRITON = f"triton {triton.__version__}"
 SPEC = inspect_model(model_path(), dtype="float16", device="cpu")

@@ -17,9 +17,9 @@ from batchgen.demo import model_path
 from batchgen.engine.backend_choice import refuse_kv_dtype
 from batchgen.errors import UsageError
 from batchgen.kernels.types import E4M3, LayerKV
-from batchgen.models.load import inspect_model
 from batchgen.request.completion import Completion
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.models.loading import inspect_model
 from tests.models.tiny import VOCAB, save_tiny
 
 

@@ -23,9 +23,9 @@ from batchgen.errors import UsageError
 from batchgen.kernels import layouts
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.kernels.linear import Linear
-from batchgen.models.load import inspect_model, load_model
 from batchgen.models.native import NativeModel
 from batchgen.models.quantize import QuantizationLoss, quantise
+from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import save_tiny
 
 INT8 = EngineConfig(quantization="int8")

@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.models.load import load_model
 from batchgen.text.tokenizer import Tokenizer
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.jobs import scratch
 from tests.fuzz.mutations import mutate_bytes
 from tests.fuzz.parsing import require
+from tests.models.loading import load_model
 
 _NAMES = ("general.architecture", "llama", "gemma3", "qwen2moe", "tokenizer.ggml.", "blk.0.", "GGUF")
 _NUMBERS = (0, 1, 8, 9, 255, 2**31, 2**32, 2**60, 2**63, 2**64 - 1)

@@ -16,12 +16,12 @@ from typing import Any
 
 from batchgen.errors import ModelError, UsageError
 from batchgen.models.check import check_model
-from batchgen.models.load import load_model
 from batchgen.text.tokenizer import Tokenizer
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.jobs import model_folder, scratch
 from tests.fuzz.mutations import dump, mutate_bytes, mutate_value
 from tests.fuzz.parsing import require
+from tests.models.loading import load_model
 
 _JSON = (
     "config.json",

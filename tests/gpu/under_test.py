@@ -17,6 +17,7 @@ from batchgen.kernels.chips import ChipTuning
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import LayerKV, PagedAttention
 from tests.gpu.outcomes import Absent, Missing
+from tests.kernels import references
 from tests.kernels.steps import Step
 
 _FILES = {
@@ -26,7 +27,8 @@ _FILES = {
     "merge_lists": "merge",
     "merge_parts": "merge",
 }
-"""Launchers outside `Ops`: name -> module of the kernel in `kernels/gpu/`, and of its plain version in `kernels/`."""
+"""Launchers outside `Ops`: name -> module of the kernel in `kernels/gpu/`, and of its plain version in `kernels/`; the
+one of `linear` is a reference of the tests."""
 
 
 def kernel(name: str) -> Callable[..., Any]:
@@ -53,7 +55,7 @@ def reference(name: str) -> Callable[..., Any]:
     Raises:
         Missing: there is no plain version.
     """
-    found = _found("", TORCH_OPS, name)
+    found = references.linear if name == "linear" else _found("", TORCH_OPS, name)
     if found is None:
         raise Missing(f"no plain version of {name!r}")
     return found

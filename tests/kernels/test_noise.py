@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.kernels.noise import gumbel, gumbel_at, noise_bits, noise_bits_reference, row_keys, row_keys_reference
+from batchgen.kernels.noise import gumbel, gumbel_at, noise_bits, row_keys
+from tests.kernels.references import noise_bits_reference, row_keys_reference
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -15,9 +15,9 @@ from batchgen.kernels import top
 from batchgen.kernels.filtering import filtered_scores
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, nan_rows, sample
-from batchgen.kernels.sampling_reference import filtered_distribution, sample_reference
 from tests.chi_square import excess
 from tests.kernels.logit_rows import KINDS, logits_of
+from tests.kernels.references import filtered_distribution, sample_reference
 
 Params = tuple[float, int, float, float]
 

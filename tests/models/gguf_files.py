@@ -18,9 +18,9 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from batchgen.models.load import inspect_model, load_model
 from tests.models.dense_attention import DenseCache
 from tests.models.gguf_layout import ARCHITECTURES, gguf_metadata, gguf_tensors, xielu_lists
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import tiny_model
 

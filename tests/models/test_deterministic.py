@@ -13,7 +13,7 @@ from batchgen.errors import UsageError
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.deterministic import DeterministicModel
 from batchgen.models.hf import TransformersModel
-from batchgen.models.load import load_model
+from tests.models.loading import load_model
 from tests.models.tiny import save_tiny
 
 

@@ -18,9 +18,9 @@ from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models import hf_load
 from batchgen.models.base import CaptureSpec, ModelInput
 from batchgen.models.experts import ExpertsSlot, install_experts
-from batchgen.models.load import load_model
 from batchgen.models.load_test import Expected
 from batchgen.models.probe import ProbeAttention
+from tests.models.loading import load_model
 from tests.models.tiny import save_tiny, tiny_model
 
 GPT_OSS = Gating("quick_gelu", interleaved=True, limit=7.0, shift=1.0)

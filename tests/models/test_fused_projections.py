@@ -141,7 +141,7 @@ def test_stacking_in_library_models_changes_no_logit(
 
 
 def hf_load_model(folder: Path):  # type: ignore[no-untyped-def]
-    from batchgen.models.load import load_model
+    from tests.models.loading import load_model
 
     return load_model(folder, implementation="transformers", dtype="float32", device="cpu")
 

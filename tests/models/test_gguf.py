@@ -18,10 +18,10 @@ from batchgen.errors import ModelError
 from batchgen.gguf.header import read_gguf
 from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
-from batchgen.models.load import inspect_model
 from batchgen.models.weights import WeightReader
 from tests.models.gguf_files import as_kind, check_file, write_gguf, write_tiny
 from tests.models.gguf_layout import ARCHITECTURES
+from tests.models.loading import inspect_model
 from tests.models.tiny import tiny_model
 
 torch.set_num_threads(1)

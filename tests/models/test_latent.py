@@ -11,8 +11,8 @@ import transformers
 
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.types import LayerKV
-from batchgen.models.load import inspect_model, load_model
 from tests.models.adapters import adapted_logits, save_adapter
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.tiny import VOCAB, save_tiny, tiny_model
 from tests.models.tiny_packed import save_packed

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.base import Model, ModelInput
-from batchgen.models.load import inspect_model, load_model
 from batchgen.models.probe import ProbeAttention
 from batchgen.models.safetensors_header import read_header
 from batchgen.models.weights import WeightReader
+from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import NATIVE_TYPES, save_tiny
 
 torch.set_num_threads(1)
@@ -165,7 +165,7 @@ def test_reader_converts_like_torch(
 
 PEAK = """
 import sys, threading, time
-from batchgen.models.load import load_model
+from tests.models.loading import load_model
 import torch
 torch.set_num_threads(1)
 def status(key):

@@ -13,9 +13,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from batchgen.errors import ModelError, UsageError
 from batchgen.kernels.backend import TORCH
 from batchgen.models.deterministic import deterministic_model
-from batchgen.models.load import inspect_model, load_model
 from tests.models.adapters import KINDS, adapted_logits, base_model, edit_config, edit_weights, save_adapter
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import VOCAB, save_tiny
 from tests.models.tiny_packed import save_packed, text_logits

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchgen.kernels.types import LayerKV
-from batchgen.models.load import inspect_model, load_model
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import LENGTHS, PagedCache, packed_logits, random_sequences
 from tests.models.tiny import VOCAB, WINDOW, save_tiny
 

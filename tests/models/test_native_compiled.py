@@ -21,8 +21,8 @@ from batchgen.kernels.device import HOST
 from batchgen.kernels.layouts import Compiled, LayoutChoice, Products, int8_refusal
 from batchgen.kernels.lora import lora_step
 from batchgen.models.base import CaptureSpec, Model, ModelInput, TokenEmbeds
-from batchgen.models.load import load_model
 from tests.models.adapters import KINDS, adapted_logits, save_adapter
+from tests.models.loading import load_model
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.test_native import CONFIGS, eager
 from tests.models.tiny import VOCAB, save_tiny

@@ -12,8 +12,8 @@ from torch import Tensor
 from batchgen.kernels.gpu.ops import TRITON_OPS
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.base import CaptureSpec, Model, ModelInput, TokenEmbeds
-from batchgen.models.load import load_model
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import load_model
 from tests.models.packed import PagedCache
 from tests.models.tiny import VOCAB, WINDOW, save_tiny
 

@@ -12,9 +12,10 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.models.load import inspect_model, load_checked, load_model
+from batchgen.models.load import load_checked
 from batchgen.models.overrides import Overrides
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.test_native import LONG, eager
 from tests.models.tiny import VOCAB, save_tiny

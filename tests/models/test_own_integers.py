@@ -17,12 +17,13 @@ from batchgen.engine.quantization import computed_weights
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.load import checked_spec, load_checked, load_model
+from batchgen.models.load import checked_spec, load_checked
 from batchgen.models.native import NativeModel
 from batchgen.models.own_integers import OwnIntegers, Stored
 from batchgen.models.probe import ProbeAttention
 from batchgen.models.quantize import quantise
 from batchgen.models.weights import WeightReader
+from tests.models.loading import load_model
 from tests.models.quantised import CASES, W8A8, Case, by_groups, save_quantised
 
 torch.set_num_threads(1)

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from batchgen.errors import ModelError
-from batchgen.models.load import inspect_model, load_model
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.tiny_packed import save_packed, text_logits
 

@@ -17,8 +17,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.load import load_model
 from batchgen.models.probe import ProbeAttention
+from tests.models.loading import load_model
 from tests.models.quantised import CASES, Case, by_groups, described, gptq, mxfp4, save_quantised, write_stored
 from tests.models.test_load import write_large
 from tests.models.tiny import save_tiny
@@ -273,7 +273,7 @@ def test_what_cannot_be_dequantised_is_refused_by_name(name: str, tmp_path: Path
 
 PEAK = """
 import sys
-from batchgen.models.load import load_model
+from tests.models.loading import load_model
 import torch
 torch.set_num_threads(1)
 def status(key):

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from batchgen.errors import ModelError
 from batchgen.models import architectures
 from batchgen.models.check import check_model
-from batchgen.models.load import inspect_model, load_model
 from tests.models.adapters import KINDS, save_adapter
+from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import MORE_TYPES, RECENT_TYPES, TYPES, save_tiny, tiny_config
 
 torch.set_num_threads(1)

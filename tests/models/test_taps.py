@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from batchgen.models.base import CaptureSpec, Model, ModelInput
 from batchgen.models.hf import decoder_name
-from batchgen.models.load import load_model
 from batchgen.models.module_discovery import find_hooks
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import load_model
 from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny, tiny_model
 
 torch.set_num_threads(1)

@@ -16,10 +16,10 @@ from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
 from batchgen.models.hf_load import text_class
 from batchgen.models.hf_text import is_unread, read_transformers_config
-from batchgen.models.load import inspect_model, load_model
 from batchgen.models.native_config import NATIVE_TYPES, parse_native_config
 from batchgen.models.text_part import find_text_tensors
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import save_tiny, tiny_model
 from tests.models.tiny_packed import save_packed

@@ -16,8 +16,8 @@ from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import lora_step
 from batchgen.models.base import CaptureSpec, ModelInput
-from batchgen.models.load import load_model
 from tests.models.adapters import save_adapter
+from tests.models.loading import load_model
 from tests.models.packed import PagedCache
 from tests.models.tiny import save_tiny
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from batchgen.models.load import inspect_model, load_model
 from tests.models.dense_attention import DenseCache
+from tests.models.loading import inspect_model, load_model
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.test_taps import NO_CHOICES, check_experts, check_states
 from tests.models.tiny import HYBRID_TYPES, MORE_TYPES, TYPES, WINDOW, save_tiny, tiny_config, tiny_model

@@ -23,8 +23,8 @@ from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.types import Attention, AttentionBatch, KVPool
 from batchgen.models.base import CaptureSpec, Model, ModelInput
 from batchgen.models.deterministic import DeterministicModel
-from batchgen.models.load import load_model
 from tests.models.adapters import save_adapter
+from tests.models.loading import load_model
 from tests.models.packed import PagedCache
 from tests.models.tiny import save_tiny
 

@@ -186,7 +186,7 @@ def test_a_named_family_of_models_that_always_think_needs_no_open_prompt(known: 
     parser = reasoning_of(tokenizer, "deepseek_r1")
     assert parser is not None
     assert finished(Known(tokenizer, parser), Case(f"{THOUGHTS}</think>{ANSWER}"))[0].reasoning == THOUGHTS
-    assert not parser.opens_thoughts(tokenizer.encode_plain(["assistant: <think>\n\n</think>\n\n"])[0])
+    assert not parser.start(tokenizer.encode_plain(["assistant: <think>\n\n</think>\n\n"])[0]).begun
 
 
 PROMPTS = {
@@ -209,7 +209,7 @@ def test_what_the_prompt_ends_with_decides_where_the_output_begins(
     known: dict[str, Known], name: str, prompt: str
 ) -> None:
     found = known[name]
-    assert found.parser.opens_thoughts(found.tokenizer.encode_plain([prompt])[0]) == PROMPTS[prompt]
+    assert found.parser.start(found.tokenizer.encode_plain([prompt])[0]).begun == PROMPTS[prompt]
 
 
 HEADS = re.compile(r"<\|(?:start|channel)\|>[^<]{0,64}(?:<\|(?:channel|constrain)\|>[^<]{0,64})*<\|message\|>")

@@ -9,7 +9,7 @@ import pytest
 
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.prompts import ChatPrompt
-from batchgen.text.template_process import RenderLimits, stop_renderer
+from batchgen.text.template_process import PROCESS, RenderLimits
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import save_tokenizer
 
@@ -76,7 +76,7 @@ def test_long_conversations_are_within_the_limits(tmp_path: Path) -> None:
 def test_a_process_that_ended_is_started_again(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, EACH)
     assert tokenizer.render_chats([user("a")]) == ["a"]
-    stop_renderer()
+    PROCESS.stop()
     assert tokenizer.render_chats([user("b")]) == ["b"]
 
 

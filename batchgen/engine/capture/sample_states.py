@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.kernels.device import to_float32
 from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.table import Request
 
@@ -101,10 +102,3 @@ class SampleStates:
         if routed is not None:
             self.routed.append(routed)
         self.num_stored += 1
-
-
-def to_float32(values: StateArray) -> Floats:
-    """Exact float32 values."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)

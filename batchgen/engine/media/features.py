@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from batchgen.errors import OutputError
-from batchgen.kernels.device import HOST, Array, Device, Download
+from batchgen.kernels.device import HOST, Device, Download, to_float32
 from batchgen.request.unnamed_file import UnnamedFile
 
 Floats = npt.NDArray[np.float32]
@@ -128,7 +128,7 @@ class FeatureStore:
         while self._arriving and next(iter(self._arriving.values())).ready():
             number, download = self._arriving.popitem(last=False)
             assert self._kept is not None
-            self._kept.add(number, _floats(download.wait()[0]))
+            self._kept.add(number, to_float32(download.wait()[0]))
 
     def load(self, number: int) -> bool:
         """Have the features of an item in a memory; False if there are none, or a file that has them is damaged."""
@@ -176,7 +176,7 @@ class FeatureStore:
             self._kept.remove(number)
 
     def _on_host(self, values: Tensor) -> Floats:
-        return _floats(self._device.download(values, lane="outputs").wait()[0])
+        return to_float32(self._device.download(values, lane="outputs").wait()[0])
 
     def _hold(self, number: int, features: Floats) -> None:
         while self._held and self.held_bytes + features.nbytes > self._budget:
@@ -201,13 +201,6 @@ class FeatureStore:
 
     def _is_kept(self, number: int) -> bool:
         return self._kept is not None and number in self._kept
-
-
-def _floats(values: Array) -> Floats:
-    """float32 of downloaded values: those of bfloat16 are its bits."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
 
 
 def _size(shape: tuple[int, int]) -> int:

@@ -1,7 +1,7 @@
 """Matrix products y = x W^T + b by `src/matmul.cpp`, weights packed in panels, and the memory of packed weights.
 
 Every element of y is one sum over k in ascending order, whatever the number of rows or threads: a row's result depends
-on that row and on W only, bit for bit (`kernels.matmul`).
+on that row and on W only, bit for bit.
 
 Packed weights are allocated next to each other from large slabs, for which numpy asks the system for huge pages: every
 step reads all weights, and huge pages need fewer address translations.

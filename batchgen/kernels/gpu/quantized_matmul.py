@@ -146,7 +146,7 @@ def dequantised(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """The product y [..., O] = x [..., I] W^T + b [O], as `quantization.dequantised_linear` computes it.
+    """The product y [..., O] = x [..., I] W^T + b [O], with float32 sums.
 
     With more than `FEW_ROWS` rows, W is rounded to x's dtype.
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.errors import ErrorInfo, RowError
+from batchgen.request.checks import invalid_grammar
 from batchgen.request.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.guidance import GuidanceMatcher, byte_vocabulary, guidance_matcher
@@ -48,15 +49,10 @@ def compile_constraint(constraint: Constraint, tokenizer: Any, *, lenient: bool,
     except RowError as error:
         return error.info
     except (RuntimeError, ValueError) as error:
-        return invalid_grammar(constraint.kind, f"does not compile: {_reason(error)}")
+        return invalid_grammar(constraint.kind, f"does not compile: {_reason(error)}").info
     except (MemoryError, RecursionError):
-        return invalid_grammar(constraint.kind, "is too large to compile; make it smaller")
-    return invalid_grammar(constraint.kind, "does not compile")
-
-
-def invalid_grammar(field_name: str, problem: str) -> ErrorInfo:
-    """Error of a constraint that does not compile."""
-    return ErrorInfo(ErrorCode.INVALID_GRAMMAR, f"`{field_name}` {problem}", field_name)
+        return invalid_grammar(constraint.kind, "is too large to compile; make it smaller").info
+    return invalid_grammar(constraint.kind, "does not compile").info
 
 
 def schema_grammar(schema: Any) -> Any:
@@ -155,25 +151,20 @@ def _with_schema_grammars(part: Any) -> Any:
     return {"type": "grammar", "grammar": str(_rewritten(part["json_schema"], made))}
 
 
-def _compiled(constraint: Constraint, compiled: Any, max_size: int) -> bytes | ErrorInfo:
-    if compiled.memory_size_bytes > max_size:
-        problem = f"compiles to {compiled.memory_size_bytes:,} bytes, more than {max_size:,}; make it smaller"
-        return invalid_grammar(constraint.kind, problem)
-    error = _empty_grammar_error(constraint, compiled)
-    return error or XGRAMMAR + zlib.compress(compiled.serialize_json().encode(), 1)
-
-
-def _empty_grammar_error(constraint: Constraint, compiled: Any) -> ErrorInfo | None:
-    """Error of a grammar that allows no first token, or of JSON that may be empty."""
+def _compiled(constraint: Constraint, compiled: Any, max_size: int) -> bytes:
+    """The compiler's first byte and the compressed grammar, unless it allows no first token, or JSON that is empty."""
     import xgrammar
 
+    if compiled.memory_size_bytes > max_size:
+        problem = f"compiles to {compiled.memory_size_bytes:,} bytes, more than {max_size:,}; make it smaller"
+        raise invalid_grammar(constraint.kind, problem)
     matcher = xgrammar.GrammarMatcher(compiled)
     mask = np.full(xgrammar.get_bitmask_shape(1, compiled.tokenizer_info.vocab_size), -1, np.int32)
     matcher.fill_next_token_bitmask(mask)
     completed = matcher.is_completed()
     if (completed and KINDS[constraint.kind].vocabulary == "json") or not (completed or mask.any()):
-        return invalid_grammar(constraint.kind, "allows no text at all")
-    return None
+        raise invalid_grammar(constraint.kind, "allows no text at all")
+    return XGRAMMAR + zlib.compress(compiled.serialize_json().encode(), 1)
 
 
 def _guidance_follows(schema: str) -> bool:

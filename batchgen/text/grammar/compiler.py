@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import count
+from typing import Final
 
 from batchgen.errors import BatchgenError, ErrorInfo
 from batchgen.request.constraint import Constraint
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary
-from batchgen.text.helper_process import HelperProcess
+from batchgen.text.helper_process import HelperProcess, SharedProcess
 
 _MAX_WORKERS = 8
 _compiler_ids = count()
@@ -56,28 +56,8 @@ class _CompilerProcess(HelperProcess):
         super().close()
 
 
-_lock = threading.RLock()
-_process: _CompilerProcess | None = None
-
-
-def _running_process() -> _CompilerProcess:
-    """The compiler process, started if there is none or it belongs to the parent of this forked process."""
-    global _process
-    if _process is not None and not _process.is_ours:
-        stop_compiler()
-    if _process is None:
-        _process = _CompilerProcess()
-    return _process
-
-
-@atexit.register
-def stop_compiler() -> None:
-    """Stop the compiler process to free its memory; it is started again when needed."""
-    global _process
-    with _lock:
-        if _process is not None:
-            _process.close()
-            _process = None
+PROCESS: Final = SharedProcess(_CompilerProcess)
+"""The compiler process."""
 
 
 class GrammarCompiler:
@@ -100,10 +80,10 @@ class GrammarCompiler:
         """
         jobs = dict(enumerate(constraints))
         vocabulary_kinds = sorted({KINDS[constraint.kind].vocabulary for constraint in jobs.values()})
-        with _lock:
+        with PROCESS.lock:
             new_vocabularies = {kind: self._vocabularies[kind] for kind in vocabulary_kinds if not self._is_known(kind)}
             try:
-                process = _running_process()
+                process = PROCESS.running()
                 _drop_closed(process)
                 for kind, tokens in new_vocabularies.items():
                     process.requests.send(LoadVocabulary((self._id, kind), tokens))
@@ -118,10 +98,10 @@ class GrammarCompiler:
                 raise BatchgenError(problem) from None
             finally:
                 if jobs:
-                    stop_compiler()  # discard its pending results
+                    PROCESS.stop()  # discard its pending results
 
     def _is_known(self, kind: str) -> bool:
-        return (self._id, kind) in _running_process().vocabularies
+        return (self._id, kind) in PROCESS.running().vocabularies
 
     def _job(self, number: int, constraint: Constraint) -> CompileJob:
         return CompileJob(

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.checks import invalid_grammar
 from batchgen.request.constraint import ConstraintKind
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
@@ -59,7 +60,7 @@ def _choice(text: str, lenient: bool) -> Iterator[Source]:
     yield Source("ebnf", f"root ::= {choices}")
 
 
-def _schemas(text: str, field: str, lenient: bool) -> Iterator[Source]:
+def _schemas(field: str, text: str, lenient: bool) -> Iterator[Source]:
     # Imported here: only rows with a schema need jsonschema.
     from batchgen.text.grammar.schemas import enforceable_schemas
 
@@ -71,16 +72,16 @@ def _pattern(text: str, field: str) -> str:
     try:
         return explicit_pattern(text)
     except PatternError as error:
-        raise RowError(ErrorCode.INVALID_GRAMMAR, f"`{field}` {error}", field) from None
+        raise invalid_grammar(field, str(error)) from None
 
 
 def _structural_tag(text: str, lenient: bool) -> Iterator[Source]:
     try:
         tag = read_json(text)
     except ForeignTextError as error:
-        raise RowError(ErrorCode.INVALID_GRAMMAR, f"`structural_tag` {error}", "structural_tag") from None
+        raise invalid_grammar("structural_tag", str(error)) from None
     if type(tag) is not dict:
-        raise RowError(ErrorCode.INVALID_GRAMMAR, "`structural_tag` must be an object", "structural_tag")
+        raise invalid_grammar("structural_tag", "must be an object")
     is_older = "format" not in tag and "structures" in tag
     _refuse_unknown_keys(tag, {"type", "structures", "triggers"} if is_older else {"type", "format"})
     if is_older:
@@ -112,18 +113,15 @@ def _refuse_unknown_keys(value: dict[str, Any], known: set[str]) -> None:
     """Reject keys that the compiler would ignore; null values are allowed (Parquet gives every object all keys)."""
     unknown = next((key for key, item in value.items() if key not in known and item is not None), None)
     if unknown is not None:
-        problem = (
-            f"`structural_tag` has the unknown key {unknown[:60]!r} (known: {', '.join(sorted(known))}); remove it"
-        )
-        raise RowError(ErrorCode.INVALID_GRAMMAR, problem, "structural_tag")
+        problem = f"has the unknown key {unknown[:60]!r} (known: {', '.join(sorted(known))}); remove it"
+        raise invalid_grammar("structural_tag", problem)
 
 
 def _from_triggers(tag: dict[str, Any]) -> dict[str, Any]:
     """The older form (`triggers`, and `structures` of begin, schema and end) converted to the newer one."""
     structures = tag["structures"]
     if type(structures) is not list or any(type(item) is not dict for item in structures):
-        problem = "`structural_tag` must have a list of objects as `structures`"
-        raise RowError(ErrorCode.INVALID_GRAMMAR, problem, "structural_tag")
+        raise invalid_grammar("structural_tag", "must have a list of objects as `structures`")
     for item in structures:
         _refuse_unknown_keys(item, {"begin", "schema", "end"})
     tags = [
@@ -141,17 +139,17 @@ def _from_triggers(tag: dict[str, Any]) -> dict[str, Any]:
 def _format(part: Any, lenient: bool, depth: int, field: str = "structural_tag") -> Any:
     """A part of a structural tag with its schemas and patterns rewritten; `field`: where they are given."""
     if depth > _MAX_TAG_DEPTH:
-        raise RowError(ErrorCode.INVALID_GRAMMAR, f"`{field}` is nested too deeply", field)
+        raise invalid_grammar(field, "is nested too deeply")
     if type(part) is list:
         return [_format(item, lenient, depth + 1, field) for item in part]
     if type(part) is not dict:
         return part
     if part.get("type") == "json_schema" and "json_schema" in part:
-        schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
+        schema = next(_schemas(field, json.dumps(part["json_schema"]), lenient)).text
         blanks = {ONE_LINE: True} if field == "tools" else {"max_whitespace_cnt": _TAG_WHITESPACE}
         return {**blanks, **part, "json_schema": read_json(schema)}
     if part.get("type") == RAW_STRING and field == "tools":
-        schema = next(_schemas(json.dumps(part["json_schema"]), field, lenient)).text
+        schema = next(_schemas(field, json.dumps(part["json_schema"]), lenient)).text
         return raw_string_format(read_json(schema), part["excludes"])
     if part.get("type") == "regex" and type(part.get("pattern")) is str:
         return {**part, "pattern": _pattern(part["pattern"], field)}
@@ -160,14 +158,6 @@ def _format(part: Any, lenient: bool, depth: int, field: str = "structural_tag")
 
 def _regex(text: str, lenient: bool) -> Iterator[Source]:
     yield Source("regex", _pattern(text, "regex"))
-
-
-def _json_schema(text: str, lenient: bool) -> Iterator[Source]:
-    return _schemas(text, "json_schema", lenient)
-
-
-def _ebnf(text: str, lenient: bool) -> Iterator[Source]:
-    yield Source("ebnf", text)
 
 
 # Imported in the checks: only finished rows with a schema or pattern need jsonschema.
@@ -209,9 +199,9 @@ def _choice_check(text: str) -> Check:
 
 
 KINDS: dict[ConstraintKind, GrammarKind] = {
-    "json_schema": GrammarKind(_json_schema, "json", _schema_check),
+    "json_schema": GrammarKind(partial(_schemas, "json_schema"), "json", _schema_check),
     "regex": GrammarKind(_regex, check=_pattern_check),
-    "ebnf": GrammarKind(_ebnf),
+    "ebnf": GrammarKind(lambda text, lenient: iter([Source("ebnf", text)])),
     "structural_tag": GrammarKind(_structural_tag, "tag"),
     "choice": GrammarKind(_choice, check=_choice_check),
     "tool_choice": GrammarKind(_required_calls, "tag", _calls_check),

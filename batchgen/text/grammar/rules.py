@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+_Body = TypeVar("_Body")
 
 _TOKEN = re.compile(
     r"""(?P<blank>\s+)|(?P<string>"(?:[^"\\]|\\.)*")|(?P<set>\[(?:[^\]\\]|\\.)*\]\*?)|(?P<count>\{[^}]*\})"""
@@ -37,21 +40,37 @@ def left_recursive_rule(written: str, grammar: str) -> str | None:
         grammar: the same grammar as printed by xgrammar.
     """
     rules = _parse_rules(grammar)
-    empty: set[str] = set()
-    while grown := {name for name, body in rules.items() if name not in empty and _can_be_empty(body, empty)}:
-        empty |= grown
+    empty = grown(rules, partial(_holds, text=False))
     first_rules = {name: set(_first_rules(body, empty)) for name, body in rules.items()}
     named = set(_RULE.findall(written))
-    return next((name for name in rules if name in named and _reaches(name, first_rules)), None)
+    return next((name for name in rules if name in named and reaches_itself(name, first_rules.__getitem__)), None)
 
 
 def can_end(grammar: str) -> bool:
     """Whether a grammar, as printed by xgrammar, has a finite text: not every derivation needs the same rule again."""
-    rules = _parse_rules(grammar)
-    ending: set[str] = set()
-    while grown := {name for name, body in rules.items() if name not in ending and _ends(body, ending)}:
-        ending |= grown
-    return "root" in ending
+    return "root" in grown(_parse_rules(grammar), partial(_holds, text=True))
+
+
+def grown(rules: Mapping[str, _Body], holds: Callable[[_Body, set[str]], bool]) -> set[str]:
+    """Names of the rules of which something holds, given those of which it is known already."""
+    found: set[str] = set()
+    while more := {name for name, body in rules.items() if name not in found and holds(body, found)}:
+        found |= more
+    return found
+
+
+def reaches_itself(name: str, following: Callable[[str], Iterable[str]]) -> bool:
+    """Whether one comes back to a rule by those that follow each; a rule may follow others that are not known."""
+    seen: set[str] = set()
+    waiting = list(following(name))
+    while waiting:
+        rule = waiting.pop()
+        if rule == name:
+            return True
+        if rule not in seen:
+            seen.add(rule)
+            waiting += following(rule)
+    return False
 
 
 def with_prefix(grammar: str, prefix: str) -> str:
@@ -143,15 +162,16 @@ class _RuleParser:
             self._position += 1
 
 
-def _can_be_empty(choices: list[list[_Element]], empty: set[str]) -> bool:
-    return any(all(_skippable(element, empty) for element in sequence) for sequence in choices)
+def _holds(choices: list[list[_Element]], known: set[str], *, text: bool) -> bool:
+    """Whether a choice has only elements that are optional, of rules in `known`, or `text`, where that may be."""
+    return any(all(_element_holds(element, known, text=text) for element in sequence) for sequence in choices)
 
 
-def _skippable(element: _Element, empty: set[str]) -> bool:
+def _element_holds(element: _Element, known: set[str], *, text: bool) -> bool:
     kind, value, optional = element
-    if optional:
-        return True
-    return value in empty if kind == "rule" else kind == "group" and _can_be_empty(value, empty)
+    if optional or kind == "text":
+        return optional or text
+    return value in known if kind == "rule" else _holds(value, known, text=text)
 
 
 def _first_rules(choices: list[list[_Element]], empty: set[str]) -> Iterator[str]:
@@ -163,32 +183,8 @@ def _first_rules(choices: list[list[_Element]], empty: set[str]) -> Iterator[str
                 yield value
             elif kind == "group":
                 yield from _first_rules(value, empty)
-            if not _skippable(element, empty):
+            if not _element_holds(element, empty, text=False):
                 break
-
-
-def _reaches(name: str, first_rules: dict[str, set[str]]) -> bool:
-    seen: set[str] = set()
-    waiting = list(first_rules[name])
-    while waiting:
-        rule = waiting.pop()
-        if rule == name:
-            return True
-        if rule not in seen:
-            seen.add(rule)
-            waiting.extend(first_rules.get(rule, ()))
-    return False
-
-
-def _ends(choices: list[list[_Element]], ending: set[str]) -> bool:
-    return any(all(_element_ends(element, ending) for element in sequence) for sequence in choices)
-
-
-def _element_ends(element: _Element, ending: set[str]) -> bool:
-    kind, value, optional = element
-    if optional or kind == "text":
-        return True
-    return value in ending if kind == "rule" else _ends(value, ending)
 
 
 def _parse_rules(grammar: str) -> dict[str, list[list[_Element]]]:

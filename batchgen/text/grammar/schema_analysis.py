@@ -7,6 +7,7 @@ from typing import Any
 
 from batchgen.text.grammar.formats import INTEGER_FORMATS
 from batchgen.text.grammar.keywords import Json
+from batchgen.text.grammar.rules import grown, reaches_itself
 from batchgen.text.grammar.validation import Schema
 
 
@@ -80,16 +81,7 @@ def fits_int64(value: Any) -> bool:
 
 def refers_to_itself(name: str, defs: Json) -> bool:
     """Whether definition `name` refers to itself with nothing in between, on which parsers do not terminate."""
-    seen: set[str] = set()
-    waiting = _referenced(defs[name])
-    while waiting:
-        target = waiting.pop()
-        if target == name:
-            return True
-        if target not in seen:
-            seen.add(target)
-            waiting += _referenced(defs[target])
-    return False
+    return reaches_itself(name, lambda target: _referenced(defs[target]))
 
 
 def _referenced(schema: Any) -> list[str]:
@@ -103,11 +95,7 @@ def _referenced(schema: Any) -> list[str]:
 
 def has_finite_value(written: Json) -> bool:
     """Whether a value of a schema, as written for a compiler, can end: not each one needs another one inside."""
-    defs = written.get("$defs", {})
-    ending: set[str] = set()
-    while grown := {name for name, part in defs.items() if name not in ending and _can_end(part, ending)}:
-        ending |= grown
-    return _can_end(written, ending)
+    return _can_end(written, grown(written.get("$defs", {}), _can_end))
 
 
 def _can_end(schema: Any, ending: set[str]) -> bool:

@@ -242,11 +242,7 @@ class XgrammarWriter(SchemaWriter):
         if schema is False:
             return False
         result = self._any({"type": "string", **schema} if "$ref" not in schema else schema, f"{path}/propertyNames")
-        if result is False or result == {"type": "string"}:
-            return result
-        if set(result) <= {"type", "pattern"}:
-            return result
-        if set(result) == {"enum"}:
+        if result is False or set(result) <= {"type", "pattern"} or set(result) == {"enum"}:
             return result
         if set(result) <= {"type", "minLength", "maxLength"}:
             most = result.get("maxLength", "")

@@ -22,7 +22,7 @@ import referencing
 import regex
 from jsonschema.validators import validator_for
 
-from batchgen.errors import ErrorCode, RowError
+from batchgen.request.checks import invalid_grammar
 from batchgen.request.foreign_text import ForeignTextError, read_json
 from batchgen.text.grammar.formats import FORMATS, INTEGER_FORMATS
 from batchgen.text.grammar.keywords import ORDER, is_order, unchecked_keywords
@@ -138,21 +138,23 @@ class Schema:
         try:
             root = read_json(text, constants=False, unique_keys=True)
         except ForeignTextError as error:
-            raise _invalid(field, str(error)) from None
+            raise invalid_grammar(field, str(error)) from None
         if type(root) not in (dict, bool):
-            raise _invalid(field, "must be an object, true or false")
+            raise invalid_grammar(field, "must be an object, true or false")
         declared = root.get("$schema") if isinstance(root, dict) else None
         if declared is not None and validator_for(root, default=None) is None:
-            raise _invalid(
+            raise invalid_grammar(
                 field, f"declares the unknown draft {str(declared)[:200]!r}; use one of the drafts 3 to 2020-12"
             )
         try:
             with warnings.catch_warnings(action="ignore"):  # of patterns that a later Python may read differently
                 validator_for(root, default=jsonschema.Draft202012Validator).check_schema(root)
         except jsonschema.SchemaError as error:
-            raise _invalid(field, f"is not a JSON Schema: {error.message[:300]} at {error.json_path[:200]}") from None
+            raise invalid_grammar(
+                field, f"is not a JSON Schema: {error.message[:300]} at {error.json_path[:200]}"
+            ) from None
         except RecursionError:
-            raise _invalid(field, "is nested too deeply") from None
+            raise invalid_grammar(field, "is nested too deeply") from None
         _put_in_order(root)
         return cls(root)
 
@@ -290,7 +292,3 @@ def _put_in_order(root: Any) -> None:
             waiting += part.values()
         elif isinstance(part, list):
             waiting += part
-
-
-def _invalid(field: str, problem: str) -> RowError:
-    return RowError(ErrorCode.INVALID_GRAMMAR, f"`{field}` {problem}", field)

@@ -23,9 +23,10 @@ from types import ModuleType
 from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.request.checks import invalid_grammar
 from batchgen.request.constraint import Constraint
 from batchgen.request.foreign_text import read_json
-from batchgen.text.grammar.compilation import compile_constraint, invalid_grammar
+from batchgen.text.grammar.compilation import compile_constraint
 from batchgen.text.helper_process import begin, limit_memory, limit_seconds
 
 _STUBBED_MODULES = ("torch", "transformers")
@@ -198,7 +199,8 @@ def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) ->
             limit_memory(jobs[0].limits.memory)
             for job in jobs:
                 limit_seconds(job.limits.seconds)
-                result = _compile(job, tokenizers[job.vocabulary])
+                tokenizer, limit = tokenizers[job.vocabulary], job.limits.size
+                result = compile_constraint(job.constraint, tokenizer, lenient=job.lenient, max_size=limit)
                 if isinstance(result, ErrorInfo) and job is not jobs[0]:
                     break  # its next fork says whether it is an error
                 _write_result(child_descriptor, result)
@@ -209,10 +211,6 @@ def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) ->
     fork = _Fork(deque(jobs), pid, 0.0)
     fork.set_deadline()
     return descriptor, fork
-
-
-def _compile(job: CompileJob, tokenizer: Any) -> bytes | ErrorInfo:
-    return compile_constraint(job.constraint, tokenizer, lenient=job.lenient, max_size=job.limits.size)
 
 
 def _write_result(descriptor: int, result: bytes | ErrorInfo) -> None:
@@ -270,7 +268,6 @@ def _death(job: CompileJob, code: int) -> ErrorInfo:
     if -code in (signal.SIGPROF, signal.SIGKILL):
         problem = f"takes more than {job.limits.seconds} seconds to compile; make it smaller"
     else:
-        problem = (
-            f"needs more memory than {job.limits.memory >> 20} MiB to compile, or crashes the compiler; make it smaller"
-        )
-    return invalid_grammar(job.constraint.kind, problem)
+        needs = f"needs more memory than {job.limits.memory >> 20} MiB to compile"
+        problem = f"{needs}, or crashes the compiler; make it smaller"
+    return invalid_grammar(job.constraint.kind, problem).info

@@ -74,6 +74,7 @@ class ToolFormat(ABC):
         separator: between two calls.
         id_length: length of the ids that the family's templates expect; None: any.
         whole: whether calls in their usual form are the whole output.
+        others: formats of the family that are read, too, and that its models do not write.
     """
 
     begin: str = ""
@@ -84,17 +85,19 @@ class ToolFormat(ABC):
     separator: str = ""
     id_length: int | None = None
     whole: bool = False
-
-    @property
-    def usual(self) -> ToolFormat:
-        """The form in which the family's models write, of those that are read."""
-        return self
+    others: tuple[ToolFormat, ...] = ()
 
     @abstractmethod
     def find(self, text: str, schemas: Schemas) -> list[Span]:
         """Calls in a text with special tokens shown, and what begins like one, in order."""
 
     def spans(self, text: str, schemas: Schemas) -> list[Span]:
+        """As `own_spans`, by the first of the family's formats that finds calls, else by the first that finds any."""
+        found = [self.own_spans(text, schemas), *(each.own_spans(text, schemas) for each in self.others)]
+        with_calls = (spans for spans in found if any(span.calls for span in spans))
+        return next(with_calls, next(filter(None, found), []))
+
+    def own_spans(self, text: str, schemas: Schemas) -> list[Span]:
         """As `find`, and marks that no call follows."""
         found = self.find(text, schemas)
         pattern = self.mark or "|".join(
@@ -109,31 +112,45 @@ class ToolFormat(ABC):
         return sorted([*found, *alone], key=lambda span: span.begin) if alone else found
 
     @abstractmethod
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """The text of calls, as the family's models write it."""
+    def text_of(self, call: ToolCall, number: int) -> str:
+        """The text of one call; `number`: how many are in front of it."""
 
     @abstractmethod
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """A structural tag for a call of each function.
+    def tag(self, function: Function) -> tuple[str, Format, str]:
+        """What a call of a function begins with, holds and ends with.
 
         Raises:
             RowError: `unsupported_schema_keyword`: the format has no text for a schema.
         """
+
+    @property
+    def joined(self) -> tuple[str, str, str]:
+        """Texts in front of all calls, between two of them, and behind all."""
+        return self.around[0], self.separator, self.around[1]
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """The text of calls, as the family's models write it."""
+        before, between, after = self.joined
+        return before + between.join(self.text_of(call, number) for number, call in enumerate(calls)) + after
 
     def grammar(self, functions: Sequence[Function], *, parallel: bool) -> Format:
         """The structural tag's format of texts that call these functions, at least once.
 
         `parallel`: whether there may be several calls.
         """
+        before, between, after = self.joined
         calls = {
             "type": "tags_with_separator",
-            "tags": self.tags(functions),
-            "separator": self.separator,
+            "tags": [
+                {"type": "tag", "begin": begin, "content": content, "end": end}
+                for begin, content, end in map(self.tag, functions)
+            ],
+            "separator": between,
             "at_least_one": True,
             "stop_after_first": not parallel,
         }
         blanks = {"type": "regex", "pattern": "\\n{0,2}"}
-        return sequence(blanks, constant(self.around[0]), calls, constant(self.around[1]))
+        return sequence(blanks, constant(before), calls, constant(after))
 
 
 def constant(text: str) -> Format | None:

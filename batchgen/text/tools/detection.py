@@ -36,14 +36,13 @@ def format_of(written: Written, special: Sequence[str]) -> str | None:
         written: what the template writes.
         special: special tokens, one of which may end an output.
     """
-    usual = {name: form.usual for name, form in FORMATS.items()}
     call, text = written.call or "", written.tools + (written.call or "")
-    found = [name for name, form in usual.items() if _reads(form, written, special)]
+    found = [name for name, form in FORMATS.items() if _reads(form, written, special)]
     if found:
-        return max(found, key=lambda name: _likeness(usual[name], call, CALL))
-    shown = [name for name, form in usual.items() if _shows(form, text)]
-    marked = max(usual, key=lambda name: _markers(usual[name], text))
-    if shown or _markers(usual[marked], text) >= _ENOUGH:
+        return max(found, key=lambda name: _likeness(FORMATS[name], call, CALL))
+    shown = [name for name, form in FORMATS.items() if _shows(form, text)]
+    marked = max(FORMATS, key=lambda name: _markers(FORMATS[name], text))
+    if shown or _markers(FORMATS[marked], text) >= _ENOUGH:
         return next(iter(shown), marked)
     return next((name for name, words in _DESCRIBED if words in text), None)
 
@@ -57,7 +56,7 @@ def _markers(form: ToolFormat, text: str) -> float:
 
 def _shows(form: ToolFormat, text: str) -> bool:
     """Whether a text has a call as the format writes it, which is an example where nothing is called."""
-    calls = [] if form.whole else [call for span in form.spans(text, {}) for call in span.calls]
+    calls = [] if form.whole else [call for span in form.own_spans(text, {}) for call in span.calls]
     return any(_likeness(form, text, call)[1] for call in calls)
 
 
@@ -65,7 +64,7 @@ def _reads(form: ToolFormat, written: Written, special: Sequence[str]) -> bool:
     if written.call is None:
         return False
     texts = _outputs(written, special) if form.whole else [written.call]
-    calls = [call for text in texts for span in form.spans(text, _SCHEMAS) for call in span.calls]
+    calls = [call for text in texts for span in form.own_spans(text, _SCHEMAS) for call in span.calls]
     return any(call._replace(id=None) == CALL for call in calls)
 
 

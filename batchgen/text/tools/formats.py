@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
-from batchgen.text.tools.calls import Format, Function, Schemas, Span, ToolCall, ToolFormat
+from batchgen.text.tools.calls import ToolFormat
 from batchgen.text.tools.json_calls import JsonCalls, NamedCalls
 from batchgen.text.tools.keyed_calls import GemmaCalls, PythonCalls, TagCalls
-
-
-@dataclass(frozen=True)
-class FirstOf(ToolFormat):
-    """Formats of one family, of which models write the first; the others are read, too."""
-
-    formats: tuple[ToolFormat, ...] = ()
-
-    @property
-    def usual(self) -> ToolFormat:
-        """See `ToolFormat.usual`."""
-        return self.formats[0]
-
-    def find(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.find`."""
-        found = [each.spans(text, schemas) for each in self.formats]
-        with_calls = (spans for spans in found if any(span.calls for span in spans))
-        return next(with_calls, next(filter(None, found), []))
-
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """See `ToolFormat.write`."""
-        return self.formats[0].write(calls)
-
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """See `ToolFormat.tags`."""
-        return self.formats[0].tags(functions)
-
-    def grammar(self, functions: Sequence[Function], *, parallel: bool) -> Format:
-        """See `ToolFormat.grammar`."""
-        return self.formats[0].grammar(functions, parallel=parallel)
-
 
 _HERMES: Final = JsonCalls(begins=("<tool_call>\n", "<tool_call>"), end="\n</tool_call>", separator="\n")
 _FUNCTION_TAGS: Final = TagCalls(
@@ -105,11 +73,11 @@ def _listed(begin: str, end: str = "", *others: str, keys: tuple[str, str] = ("n
 
 FORMATS: Final[dict[str, ToolFormat]] = {
     "hermes": _HERMES,
-    "qwen3_coder": FirstOf(needs="arguments", formats=(_FUNCTION_TAGS, _HERMES)),
-    "llama3_json": FirstOf(ends=("<|eom_id|>",), needs="functions", formats=(_LLAMA_JSON, _PYTHONIC)),
-    "pythonic": FirstOf(ends=("<|eom_id|>", "<|eom|>"), needs="functions", formats=(_PYTHONIC, _LLAMA_JSON)),
-    "mistral": FirstOf(id_length=9, formats=(_MISTRAL_LIST, _MISTRAL_NAMED)),
-    "mistral_v11": FirstOf(id_length=9, formats=(_MISTRAL_NAMED, _MISTRAL_LIST)),
+    "qwen3_coder": replace(_FUNCTION_TAGS, others=(_HERMES,)),
+    "llama3_json": replace(_LLAMA_JSON, ends=("<|eom_id|>",), needs="functions", others=(_PYTHONIC,)),
+    "pythonic": replace(_PYTHONIC, ends=("<|eom_id|>", "<|eom|>"), needs="functions", others=(_LLAMA_JSON,)),
+    "mistral": replace(_MISTRAL_LIST, others=(_MISTRAL_NAMED,)),
+    "mistral_v11": replace(_MISTRAL_NAMED, others=(_MISTRAL_LIST,)),
     "deepseek_v3": replace(
         _DEEPSEEK_V31,
         separator="\n",

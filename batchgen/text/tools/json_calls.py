@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +36,7 @@ class JsonCalls(ToolFormat):
     """Calls that are JSON objects with a name and arguments, or a list of them.
 
     Attributes:
-        begins: texts in front of an object or a list; models write the first one. None: it is the whole output.
+        begins: texts in front of an object or a list; models write the first one.
         end: text behind it.
         listed: whether the calls are in a list.
         keys: names of the keys of a name and of arguments.
@@ -55,11 +55,11 @@ class JsonCalls(ToolFormat):
 
     def find(self, text: str, schemas: Schemas) -> list[Span]:
         """See `ToolFormat.find`."""
-        found = list(found_at(text, self._starts, self._read)) if self.begins else []
+        found = list(found_at(text, self._starts, lambda text, match: self._read(text, match.end())))
         return found or (self._whole(text, schemas) if self.whole else [])
 
-    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
-        value, end = read_json_at(text, match.end())
+    def _read(self, text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
+        value, end = read_json_at(text, at)
         calls = self._calls(value)
         while (at := skip_blanks(text, end)) < len(text):
             separated = self.whole and text[at] in ";,"
@@ -76,7 +76,7 @@ class JsonCalls(ToolFormat):
         if named is None or _unquoted(named[1]) not in schemas:
             return []
         try:
-            calls, end = self._read(text, _nowhere(text, begin))
+            calls, end = self._read(text, begin)
             if skip_blanks(text, end) < len(text):
                 raise CallError("text follows the calls")
         except (CallError, RecursionError) as error:
@@ -89,44 +89,34 @@ class JsonCalls(ToolFormat):
             raise CallError("the list of calls is empty")
         return tuple(call_of(each, self.keys[0]) for each in values)
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """See `ToolFormat.write`."""
-        texts = [self._head(json.dumps(call.name)) + dumps(call.arguments) + "}" for call in calls]
-        if self.listed:
-            return f"{self._begin}[{', '.join(texts)}]{self._end}"
-        return self.separator.join(f"{self._begin}{text}{self._end}" for text in texts)
+    def text_of(self, call: ToolCall, number: int) -> str:
+        """See `ToolFormat.text_of`."""
+        begin, end = self._around_each
+        return f"{begin}{self._head(call.name)}{dumps(call.arguments)}}}{end}"
+
+    def tag(self, function: Function) -> tuple[str, Format, str]:
+        """See `ToolFormat.tag`."""
+        begin, end = self._around_each
+        return begin + self._head(function.name), json_part(function.parameters), "}" + end
 
     @property
-    def _begin(self) -> str:
-        return self.begins[0] if self.begins and not self.whole else ""
+    def joined(self) -> tuple[str, str, str]:
+        """See `ToolFormat.joined`."""
+        begin, end = self._outer
+        return (f"{begin}[", ", ", f"]{end}") if self.listed else super().joined
 
     @property
-    def _end(self) -> str:
-        return "" if self.whole else self.end
+    def _outer(self) -> tuple[str, str]:
+        """Texts around an object or a list, as models write it."""
+        return ("", "") if self.whole else (self.begins[0], self.end)
+
+    @property
+    def _around_each(self) -> tuple[str, str]:
+        return ("", "") if self.listed else self._outer
 
     def _head(self, name: str) -> str:
         number = "" if self.numbered is None else f'"{self.numbered}": "0", '
-        return f'{{{number}"{self.keys[0]}": {name}, "{self.keys[1]}": '
-
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """See `ToolFormat.tags`."""
-        around = ("", "") if self.listed else (self._begin, self._end)
-        return [
-            {
-                "type": "tag",
-                "begin": around[0] + self._head(json.dumps(function.name)),
-                "content": json_part(function.parameters),
-                "end": "}" + around[1],
-            }
-            for function in functions
-        ]
-
-    def grammar(self, functions: Sequence[Function], *, parallel: bool) -> Format:
-        """See `ToolFormat.grammar`."""
-        blanks, *calls = super().grammar(functions, parallel=parallel)["elements"]
-        if self.listed:
-            calls = [constant(f"{self._begin}["), {**calls[0], "separator": ", "}, constant("]" + self._end)]
-        return sequence(blanks, *calls)
+        return f'{{{number}"{self.keys[0]}": {json.dumps(name)}, "{self.keys[1]}": '
 
 
 def call_of(value: Any, key: str = "name") -> ToolCall:
@@ -143,13 +133,6 @@ def call_of(value: Any, key: str = "name") -> ToolCall:
         raise CallError("an object with `arguments` is needed")
     written = value.get("id")
     return ToolCall(value[key], arguments_of(given), written if isinstance(written, str) else None)
-
-
-def _nowhere(text: str, at: int) -> re.Match[str]:
-    """An empty match at a position."""
-    match = re.compile("").match(text, at)
-    assert match is not None
-    return match
 
 
 def _unquoted(text: str) -> Any:
@@ -206,23 +189,15 @@ class NamedCalls(ToolFormat):
         call = ToolCall(name, arguments_of(value), groups.get("id"))
         return (call,), behind(text, end, (self.end.strip(), *self.other_ends)) if self.end else end
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """See `ToolFormat.write`."""
-        texts = []
-        for number, call in enumerate(calls):
-            name = f"{call.name}:{number}" if self.counted else call.name
-            texts.append(f"{self.begin}{name}{self.middle}{dumps(call.arguments)}{self.end}")
-        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+    def text_of(self, call: ToolCall, number: int) -> str:
+        """See `ToolFormat.text_of`."""
+        name = f"{call.name}:{number}" if self.counted else call.name
+        return f"{self.begin}{name}{self.middle}{dumps(call.arguments)}{self.end}"
 
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """See `ToolFormat.tags`."""
-        found = []
-        for function in functions:
-            name, content = check_name(function.name), json_part(function.parameters)
-            begin = f"{self.begin}{name}{self.middle}"
-            if self.counted:
-                begin = f"{self.begin}{name}:"
-                number = {"type": "regex", "pattern": "[0-9]{1,2}"}
-                content = sequence(number, constant(self.middle), content)
-            found.append({"type": "tag", "begin": begin, "content": content, "end": self.end})
-        return found
+    def tag(self, function: Function) -> tuple[str, Format, str]:
+        """See `ToolFormat.tag`."""
+        begin, content = self.begin + check_name(function.name), json_part(function.parameters)
+        if not self.counted:
+            return begin + self.middle, content, self.end
+        number = {"type": "regex", "pattern": "[0-9]{1,2}"}
+        return f"{begin}:", sequence(number, constant(self.middle), content), self.end

@@ -220,34 +220,24 @@ class TagCalls(ToolFormat):
         known = property_schemas(schema)
         return {key: self._read_value(value, known.get(key, {})) for key, value in pairs}
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """See `ToolFormat.write`."""
-        texts = []
-        for call in calls:
-            pairs = [
-                key_text(self.key, key, {"const": value})
-                + (value if isinstance(value, str) else dumps(value))
-                + self.close.format(key)
-                for key, value in call.arguments.items()
-            ]
-            texts.append("".join([self._begin(call.name), *pairs, self.end, self.wrap[1]]))
-        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+    def text_of(self, call: ToolCall, number: int) -> str:
+        """See `ToolFormat.text_of`."""
+        pairs = [
+            key_text(self.key, key, {"const": value})
+            + (value if isinstance(value, str) else dumps(value))
+            + self.close.format(key)
+            for key, value in call.arguments.items()
+        ]
+        return "".join([self._begin(call.name), *pairs, self.end, self.wrap[1]])
 
     def _begin(self, name: str) -> str:
         return self.wrap[0] + self.begin.format(name, number=1)
 
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """See `ToolFormat.tags`."""
+    def tag(self, function: Function) -> tuple[str, Format, str]:
+        """See `ToolFormat.tag`."""
         values = Values(partial(raw_string, self.close.partition("{}")[0].strip(), ""))
-        return [
-            {
-                "type": "tag",
-                "begin": self._begin(check_name(function.name)),
-                "content": values.object(_checked(function), self.key, self.close) or sequence(),
-                "end": self.end + self.wrap[1],
-            }
-            for function in functions
-        ]
+        content = values.object(_checked(function), self.key, self.close)
+        return self._begin(check_name(function.name)), content or sequence(), self.end + self.wrap[1]
 
 
 def _pattern(text: str, group: str = "") -> str:
@@ -302,26 +292,15 @@ class PythonCalls(ToolFormat):
             raise CallError("the end of the calls is missing" if calls else "a call is missing")
         return tuple(calls), finish.end()
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """See `ToolFormat.write`."""
-        texts = [
-            f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in call.arguments.items())})"
-            for call in calls
-        ]
-        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+    def text_of(self, call: ToolCall, number: int) -> str:
+        """See `ToolFormat.text_of`."""
+        return f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in call.arguments.items())})"
 
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """See `ToolFormat.tags`."""
+    def tag(self, function: Function) -> tuple[str, Format, str]:
+        """See `ToolFormat.tag`."""
         values = Values(python_string, ("True", "False", "None"))
-        return [
-            {
-                "type": "tag",
-                "begin": f"{check_name(function.name)}(",
-                "content": values.object(_checked(function), "{}=", comma=", ") or sequence(),
-                "end": ")",
-            }
-            for function in functions
-        ]
+        content = values.object(_checked(function), "{}=", comma=", ")
+        return f"{check_name(function.name)}(", content or sequence(), ")"
 
 
 def _python(value: Any) -> str:
@@ -352,10 +331,9 @@ class GemmaCalls(ToolFormat):
         arguments, at = Literals(self.quote).pairs(text, match.end(), "}", ":")
         return (ToolCall(match["name"], arguments),), behind(text, at, (self.end,))
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """See `ToolFormat.write`."""
-        texts = [f"{self.begin}{call.name}{self._written(call.arguments)}{self.end}" for call in calls]
-        return f"{self.around[0]}{self.separator.join(texts)}{self.around[1]}"
+    def text_of(self, call: ToolCall, number: int) -> str:
+        """See `ToolFormat.text_of`."""
+        return f"{self.begin}{call.name}{self._written(call.arguments)}{self.end}"
 
     def _written(self, value: Any) -> str:
         if isinstance(value, str):
@@ -366,15 +344,8 @@ class GemmaCalls(ToolFormat):
             return f"[{','.join(map(self._written, value))}]"
         return dumps(value)
 
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """See `ToolFormat.tags`."""
+    def tag(self, function: Function) -> tuple[str, Format, str]:
+        """See `ToolFormat.tag`."""
         values = Values(partial(raw_string, self.quote, self.quote), nested=True)
-        return [
-            {
-                "type": "tag",
-                "begin": f"{self.begin}{check_name(function.name)}{{",
-                "content": values.object(_checked(function), "{}:", comma=",") or sequence(),
-                "end": f"}}{self.end}",
-            }
-            for function in functions
-        ]
+        content = values.object(_checked(function), "{}:", comma=",")
+        return f"{self.begin}{check_name(function.name)}{{", content or sequence(), f"}}{self.end}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -95,12 +95,12 @@ class TemplateCalls(ToolFormat):
                 found.append(Span(match.start(), at, error=str(error)))
         return found
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """See `ToolFormat.write`."""
+    def text_of(self, call: ToolCall, number: int) -> str:
+        """See `ToolFormat.text_of`."""
         raise NotImplementedError("a response template says how calls are read, and not how they are written")
 
-    def tags(self, functions: Sequence[Function]) -> list[Format]:
-        """See `ToolFormat.tags`."""
+    def tag(self, function: Function) -> tuple[str, Format, str]:
+        """See `ToolFormat.tag`."""
         raise NotImplementedError("a response template says how calls are read, and not how they are written")
 
 

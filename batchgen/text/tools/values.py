@@ -40,7 +40,7 @@ def property_schemas(parameters: Any) -> Mapping[str, Any]:
     named = parameters.get("properties")
     if not isinstance(named, Mapping):
         return {}
-    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    shared = _definitions(parameters)
     return {
         name: {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
         for name, schema in named.items()
@@ -58,7 +58,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
             found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         if not isinstance(found, Mapping):
             break
-        schema = {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **found}
+        schema = {**_definitions(root), **found}
     return schema
 
 

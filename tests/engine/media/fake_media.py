@@ -25,12 +25,12 @@ from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.errors import ErrorCode, ModelError, RowError
 from batchgen.models.base import ModelSpec
-from batchgen.models.load import load_model
 from batchgen.models.media_processor import PreparedItem
 from batchgen.request.media import MediaItem
 from batchgen.text.fit import Truncate
 from batchgen.text.tokenizer import Tokenizer
 from tests.engine.reference import eager_model, save_word_tokenizer
+from tests.models.loading import load_model
 from tests.models.tiny import VOCAB, save_tiny
 
 Pixels = npt.NDArray[np.uint8]

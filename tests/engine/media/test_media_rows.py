@@ -15,7 +15,6 @@ from batchgen.engine.embeds_reader import TensorFiles
 from batchgen.engine.media.sources import GivenItems
 from batchgen.errors import RowError
 from batchgen.media.root import MediaRoot
-from batchgen.models.load import load_model
 from batchgen.request.completion import Completion
 from batchgen.request.media import MediaItem
 from batchgen.request.prompts import TokenPrompt
@@ -35,6 +34,7 @@ from tests.engine.media.fake_media import (
     save_model,
 )
 from tests.engine.reference import NEAR_TIE, assert_all_same
+from tests.models.loading import load_model
 
 A, B, C = picture(1), picture(2, 6, 4), picture(3, 8, 8)
 PROMPTS: list[tuple[str, list[Any]]] = [

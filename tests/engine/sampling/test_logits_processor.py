@@ -18,11 +18,11 @@ from torch import Tensor
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.kernels.noise import row_keys
-from batchgen.kernels.sampling_reference import sample_reference
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from tests.engine.pipeline import Oracle
 from tests.engine.reference import EXACT, assert_same, eager_model, save_word_tokenizer, shared_prefix_prompts
+from tests.kernels.references import sample_reference
 from tests.models.tiny import VOCAB, save_tiny
 
 NEW_TOKENS = 12

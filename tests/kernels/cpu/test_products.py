@@ -27,8 +27,9 @@ from batchgen.kernels.cpu.matmul import (
     unpack_bfp,
     unpack_int8,
 )
-from batchgen.kernels.quantization import BFP, INT8, Scheme, grouped_linear, groups_of, quantise_weight
+from batchgen.kernels.quantization import BFP, INT8, Scheme, groups_of, quantise_weight
 from tests.kernels.cpu.products import randn, with_threads
+from tests.kernels.references import grouped_linear
 
 BF16 = torch.bfloat16
 KINDS = [(dtype, name) for dtype in (torch.float32, BF16) for name in (methods(dtype) if loaded() else ())]

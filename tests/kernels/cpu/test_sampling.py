@@ -16,8 +16,8 @@ from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.sampling import SamplingColumns
-from batchgen.kernels.sampling_reference import sample_reference
 from tests.kernels.logit_rows import KINDS, logits_of
+from tests.kernels.references import sample_reference
 
 pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
 

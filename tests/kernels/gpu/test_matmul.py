@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels import matmul as pytorch
 from batchgen.kernels.gpu import matmul as gpu
 from batchgen.kernels.gpu.launch import recording
+from tests.kernels import references as pytorch
 from tests.kernels.closeness import DTYPES, assert_as_close
 
 

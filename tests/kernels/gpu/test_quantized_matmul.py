@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.gpu import quantized_matmul as gpu
-from batchgen.kernels.quantization import INT8, GroupedWeight, dequantised_linear, in_four_bits
+from batchgen.kernels.quantization import INT8, GroupedWeight, in_four_bits
 from tests.kernels.closeness import DTYPES, assert_as_close
 from tests.kernels.cpu.products import randn
+from tests.kernels.references import dequantised_linear
 from tests.kernels.stored_weights import KINDS, grouped
 
 SIZES = [(33, 256, 128), (40, 300, 320), (37, 1000, 64), (5, 63, 64)]

@@ -15,9 +15,9 @@ from batchgen.kernels import sampling as pytorch
 from batchgen.kernels.gpu.sampling import SamplingTile, greedy, nan_rows, sample
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns
-from batchgen.kernels.sampling_reference import sample_reference
 from tests.kernels.gpu.sampled_rows import SMALL, TINY, Params, some
 from tests.kernels.logit_rows import MORE_KINDS, logits_of
+from tests.kernels.references import sample_reference
 
 WIDE = SamplingTile(block=256, capacity=128, spread=64, few_block=128, warps=4)
 

@@ -22,7 +22,6 @@ from batchgen.errors import BatchgenError, ErrorInfo, OutputError
 from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.constraint import Constraint, ConstraintKind
 from batchgen.text.grammar import compiler as grammar_compiler
-from batchgen.text.grammar.compiler import stop_compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.grammar.worker import CompileLimits, import_compiler
 from batchgen.text.tokenizer import Tokenizer
@@ -93,7 +92,7 @@ def children() -> set[str]:
 
 
 def test_each_constraint_is_compiled_once_by_a_process_that_starts_when_needed(tokenizer: Tokenizer) -> None:
-    stop_compiler()
+    grammar_compiler.PROCESS.stop()
     before = children()
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     grammars.prepare([])
@@ -103,7 +102,7 @@ def test_each_constraint_is_compiled_once_by_a_process_that_starts_when_needed(t
     assert grammars.compiled == 5
     grammars.prepare([*several, GOOD])
     assert grammars.compiled == 6
-    stop_compiler()
+    grammar_compiler.PROCESS.stop()
     grammars.prepare(several)
     assert children() == before, "no new constraints, so no process is started"
     assert grammars.compiled == 6
@@ -174,8 +173,7 @@ def test_a_missing_temporary_folder_is_named_in_the_error(
 def test_a_compiler_process_that_dies_is_not_a_row_error_and_restarts(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
     grammars.prepare([GOOD])
-    process = grammar_compiler._process
-    assert process is not None
+    process = grammar_compiler.PROCESS.running()
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(BatchgenError, match="compiles grammars ended"):
         grammars.prepare([Constraint("regex", "b")])
@@ -185,12 +183,11 @@ def test_a_compiler_process_that_dies_is_not_a_row_error_and_restarts(tokenizer:
 
 def test_signals_to_all_processes_of_a_job_do_not_end_the_compiler(grammars: Grammars) -> None:
     grammars.prepare([Constraint("regex", "signals one")])
-    process = grammar_compiler._process
-    assert process is not None
+    process = grammar_compiler.PROCESS.running()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         os.kill(process.pid, number)
     grammars.prepare([Constraint("regex", "signals two")])
-    assert grammar_compiler._process is process
+    assert grammar_compiler.PROCESS.running() is process
 
 
 def test_grammars_that_are_collected_in_any_thread_block_no_one(
@@ -243,7 +240,7 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
         "from batchgen.request.constraint import Constraint\n"
         "compiler = grammar_compiler.GrammarCompiler({'text': [bytes([i]) for i in range(256)]})\n"
         "list(compiler.compile([Constraint('regex', 'a')]))\n"
-        "print(grammar_compiler._process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "print(grammar_compiler.PROCESS.running().pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr

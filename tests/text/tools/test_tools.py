@@ -93,7 +93,7 @@ def test_a_transcript_has_calls_and_text(known: dict[str, Known], name: str, cas
 def test_what_begins_like_a_call_and_is_none_is_an_error(known: dict[str, Known], name: str) -> None:
     """A mark alone, and a call that is cut anywhere or written twice: nothing that is written gets lost."""
     mark, plain, thoughts = MARKS[name], CHAT._replace(tools=None), known[name].thoughts
-    opened = thoughts is not None and thoughts.opens_thoughts(known[name].tokenizer.encode_chat(CHAT))
+    opened = thoughts is not None and thoughts.start(known[name].tokenizer.encode_chat(CHAT)).begun
     done = finished(known[name], f"{'</think>' if opened else ''}{mark} is what I write.")
     assert not done.tool_calls
     assert done.tool_calls_error

@@ -1,0 +1,49 @@
+"""Models of folders that have not been checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from batchgen.kernels.linear import Products
+from batchgen.models.architectures import Requested
+from batchgen.models.base import Model, ModelSpec
+from batchgen.models.check import check_model
+from batchgen.models.load import DeviceName, DtypeName, checked_spec, load_checked
+from batchgen.models.lora_config import NamePath
+from batchgen.models.overrides import NO_OVERRIDES, Overrides
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    implementation: Requested = "auto",
+    dtype: DtypeName = "auto",
+    device: DeviceName = "auto",
+    max_model_len: int | None = None,
+    lora: Sequence[NamePath] = (),
+    products: Products = "measured",
+) -> Model:
+    """Check a model folder (or hub id) and load it.
+
+    The arguments and errors are those of `check_model` and `load_checked`.
+    """
+    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, lora=lora)
+    return load_checked(checked, dtype=dtype, device=device, products=products)
+
+
+def inspect_model(
+    path: str | os.PathLike[str],
+    *,
+    implementation: Requested = "auto",
+    dtype: DtypeName = "auto",
+    device: DeviceName = "auto",
+    max_model_len: int | None = None,
+    lora: Sequence[NamePath] = (),
+    overrides: Overrides = NO_OVERRIDES,
+) -> ModelSpec:
+    """Spec of the model that `load_model` would load, without reading weights."""
+    checked = check_model(
+        path, implementation=implementation, max_model_len=max_model_len, lora=lora, overrides=overrides
+    )
+    return checked_spec(checked, dtype=dtype, device=device)
