@@ -108,3 +108,9 @@ def test_a_template_that_draws_at_random_is_refused(template: str, tmp_path: Pat
     (found,) = load(tmp_path, EACH + template).render_chats([user("Hi")])
     assert isinstance(found, ErrorInfo)
     assert "draws at random" in found.message
+
+
+def test_a_template_beyond_its_limits_for_all_conversations_is_asked_once_what_it_writes(tmp_path: Path) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    written = load(tmp_path, EACH + endless, seconds=0.05).written
+    assert written == ("", ("", ""), None, "")
