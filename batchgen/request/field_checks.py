@@ -333,7 +333,8 @@ def standard_tool(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     if not found or (found[0][0] is inner and [key for _, key in found] == ["parameters"]):
         return tool
     if len(found) > 1:
-        raise invalid(name, f"has a tool with `{found[0][1]}` and `{found[1][1]}`; keep one of them")
+        shown = [f"`{'function.' * (is_wrapped and part is inner)}{key}`" for part, key in found[:2]]
+        raise invalid(name, f"has a tool with {' and '.join(shown)}; keep one of them")
     part, key = found[0]
     described = {known: item for known, item in inner.items() if known not in ("type", key)} | {"parameters": part[key]}
     others = {known: item for known, item in tool.items() if known not in (*inner, key)} if is_wrapped else {}

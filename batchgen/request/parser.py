@@ -106,8 +106,8 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     if new is not None:
         params = defaults.share(key, _scoring_params(new) if texts else new)
     assert params is not None
-    if layout.suspects or row.extra:
-        defaults.carried_options.add(layout.suspects, value, row.extra)
+    if layout.suspects or row.extra or displaced:
+        defaults.carried_options.add(layout.suspects, value, {**displaced, **row.extra})
     given = row.values
     name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(row_index, name, prompts, params, row.extra, "native", texts, given.get("seed", defaults.seed))

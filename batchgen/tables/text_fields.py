@@ -17,8 +17,8 @@ from batchgen.request.fields import LOOKUP, SOURCES, Place
 from batchgen.request.row_memory import parse_cell
 
 _BLANK = " \t\r\n"
-_STARTS = frozenset(f"[{{{_BLANK}")
-"""What JSON of a list or an object may begin with."""
+_STARTS = frozenset(f'[{{"{_BLANK}')
+"""What JSON of a list, an object or a string may begin with."""
 _PARAMS, _BODY = "sampling_params", "body"
 """Columns that contain fields."""
 _LINE = ("custom_id", "method", "url")
@@ -58,7 +58,7 @@ class TextFields:
         found = row
         for name in self._fields:
             value = row.get(name)
-            if type(value) is str and (value[:1] in _STARTS or self._scalars):
+            if type(value) is str and (value[:1] in _STARTS or self._scalars or value == "null"):
                 read = self._value(name, self._fields[name], value)
                 found = found if read is value else {**found, name: read}
         for name in self._containers:
@@ -73,7 +73,7 @@ class TextFields:
             raise invalid(name, f"holds a conversation as JSON text; {remedy}")
         if structured:
             return _structured(name, field, text)
-        if not self._scalars or _accepts(field, name, text):
+        if not (self._scalars or text[:1] == '"' or text == "null") or _accepts(field, name, text):
             return text
         found = _WORDS.get(text, _parsed(text))
         whole = type(found) is float and found.is_integer() and isinstance(field.check, Integer)

@@ -7,7 +7,6 @@ time is that of the job, so that equal conversations are equal texts whenever th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -88,8 +87,8 @@ class ChatTemplate:
         ]
 
     def _rendering(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> Rendering | Exception:
-        source = self.source(prompt)
         try:
+            source = self.source(prompt)
             if not messages:
                 raise ValueError("the conversation is empty")
             if self._is_of_parts(source):
@@ -148,10 +147,8 @@ class ChatTemplate:
         return _template_reads(self.source(prompt))
 
     def reads_variable(self, name: str) -> bool:
-        """Whether one of the templates reads a variable; false if none can be parsed, which rendering reports."""
-        with suppress(Exception):
-            return any(name in _template_reads(source).variables for source in self.sources)
-        return False
+        """Whether one of the templates reads a variable."""
+        return any(name in _template_reads(source).variables for source in self.sources)
 
     @property
     def clock_text(self) -> dict[str, str] | None:
@@ -199,10 +196,13 @@ def _environment() -> Any:
 
 @lru_cache(maxsize=8)
 def _template_reads(source: str) -> TemplateReads:
-    """What a template names, from its syntax tree."""
+    """What a template names, from its syntax tree; nothing if it cannot be parsed, which rendering reports."""
     from jinja2 import meta, nodes
 
-    tree = _environment().parse(source)
+    try:
+        tree = _environment().parse(source)
+    except Exception:  # of the parser, or of a template nested too deep for it
+        return TemplateReads(frozenset(), frozenset(), frozenset())
     constants = (node.value for node in tree.find_all(nodes.Const) if not isinstance(node.value, bool))
     named = sum(node.name == CLOCK for node in tree.find_all(nodes.Name))
     tested = sum(getattr(test.node, "name", None) == CLOCK for test in tree.find_all(nodes.Test))

@@ -62,6 +62,8 @@ def written(template: ChatTemplate) -> Written:
     turns = [(ended, [_USER, _ANSWER]), (ended, [_USER, _THOUGHT])]
     turns += [(ChatPrompt((), None, settings), each) for settings in _SETTINGS for each in beginnings]
     tools = [(ChatPrompt((), (_TOOL,)), each) for each in beginnings]
+    if isinstance(template.render_all(turns[:1])[0], OverLimit):  # each further text would take as long
+        return Written("", ("", ""), None, "")
     texts = [text if isinstance(text, str) else "" for text in template.render_all([*turns, *tools])]
     cut = template.render_all([(ended, [_USER, _thinking(marker), _USER]) for marker in CUTS])
     cuts = [m for m, text in zip(CUTS, cut, strict=True) if _ANSWER["content"] in str(text) and _KNOWN not in str(text)]

@@ -156,7 +156,9 @@ def _check_addresses(text: str, variables: Mapping[str, Any]) -> None:
     given = "\n".join(_texts(variables))
     for found in _ADDRESS.finditer(text):
         if found[1] not in given:
-            raise ValueError(f"the template prints an object, with another address in each run: {found[0]}")
+            raise ValueError(
+                f"the template prints an object, with another address in each run: {found[0].replace(found[1], '>')}"
+            )
 
 
 def _texts(value: Any) -> Iterator[str]:

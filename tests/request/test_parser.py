@@ -549,14 +549,14 @@ def test_the_schema_of_a_tool_has_one_place(tool: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "tool",
+    ("tool", "keys"),
     [
-        {"name": "now", "input_schema": SCHEMA, "parameters": SCHEMA},
-        {"type": "function", "function": {"name": "now", "parameters": SCHEMA}, "inputSchema": SCHEMA},
+        ({"name": "now", "input_schema": SCHEMA, "parameters": SCHEMA}, "`parameters` and `input_schema`"),
+        ({"function": {"name": "now", "parameters": SCHEMA}, "parameters": {}}, "`function.parameters` and `param"),
     ],
 )
-def test_a_tool_with_two_schemas_is_refused(tool: dict[str, Any]) -> None:
-    with pytest.raises(RowError, match="keep one of them") as caught:
+def test_a_tool_with_two_schemas_is_refused(tool: dict[str, Any], keys: str) -> None:
+    with pytest.raises(RowError, match=f"{keys}.*; keep one of them") as caught:
         parse(line(CHAT, tools=[tool]))
     assert caught.value.info.param == "tools"
 

@@ -11,6 +11,7 @@ from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import RowError
 from batchgen.request.fields import LOOKUP
 from batchgen.request.other_systems import words
+from batchgen.request.parser import parse_row
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.unknown_keys import (
     MAX_CARRIED_OPTIONS,
@@ -38,6 +39,7 @@ MISSPELT = {
     "sampling_param": "sampling_params",
     "samplingParams": "sampling_params",
     "lora_pth": "lora_path",
+    "guided_jsons": "guided_json",
 }
 
 
@@ -129,6 +131,13 @@ CONTAINERS: list[tuple[dict[str, Any], bool]] = [
 @pytest.mark.parametrize(("keys", "is_counted"), CONTAINERS)
 def test_an_object_counts_if_it_holds_options(keys: dict[str, Any], is_counted: bool) -> None:
     assert list(counted(text(**keys))) == (list(keys) if is_counted else [])
+
+
+def test_media_that_another_column_takes_the_place_of_are_counted() -> None:
+    options = CarriedOptions()
+    displaced = {"image_data": "data:image/png;base64,aGk=", "text": "Why?"}
+    parse_row(text(), 0, RowDefaults(carried_options=options), displaced)
+    assert options.rows == {"image_data": 1}
 
 
 def test_keys_next_to_a_body_are_counted_too() -> None:

@@ -60,12 +60,24 @@ def test_random_conversations_are_rendered_as_by_the_library(tmp_path: Path, nam
     assert equal > 50
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for m in messages %}{{ m.content.x.y }}"])
-def test_the_error_of_a_template_is_the_rows(tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{{ m.content.x.y }}",
+        "{{ strftime_now('%Y') }}{% if messages %}",
+        {"rag": "{{ messages[0].content }}", "tool_use": "{{ messages[0].content }}"},
+    ],
+)
+def test_the_error_of_a_template_is_the_rows(tmp_path: Path, template: Any) -> None:
+    """What is asked of the template before the first row is answered."""
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
+    assert (tokenizer.clock_text, tokenizer.template_reads("tools")) == (None, False)
+    assert tokenizer.written is not None
+    assert tokenizer.written.call is None
     (found,) = tokenizer.render_chats([ChatPrompt(({"role": "user", "content": "b"},))])
     assert isinstance(found, ErrorInfo)
-    assert "cannot be rendered by the model's chat template" in found.message
+    assert "cannot be rendered" in found.message
 
 
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -355,6 +355,13 @@ def test_text_that_may_mean_two_things_is_refused(name: str) -> None:
     assert second.value == {name: "plain"}
 
 
+def test_the_json_of_strings_and_null_is_read_where_it_cannot_be_the_text() -> None:
+    """A column may hold the JSON of each value, also of those that need none."""
+    texts = {"tool_choice": ['"auto"', "null", "auto"], "text": ['"Why?"', "null", "Why?"]}
+    values = {**texts, "tool_choice": ["auto", None, "auto"]}
+    assert read(pa.table(texts)) == [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+
 def test_json_text_inside_bodies_and_parameters_is_read_too() -> None:
     body = {"messages": json.dumps(CHAT), "user": "[me]", "max_tokens": 3, "extra_headers": '["a"]'}
     params = {"stop_token_ids": "[1]", "temperature": 0.5}
