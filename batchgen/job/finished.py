@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -29,17 +26,14 @@ from batchgen.data.write.work_owner import is_done
 from batchgen.job.preflight import CheckedJob, selection_of, wait_for_hashes
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary, finished_summary
-from batchgen.models.file_hashes import FileStamp, hash_file
+from batchgen.models.file_hashes import file_digests
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.user_cache import keep_value, kept_value
+from batchgen.models.user_cache import keep_value, kept_value, machine_words
 
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2")
 """Libraries that read a model's configuration, tokenizer and chat template."""
 _COMPANIONS: Final = (*TOKENIZER_FILES, "*tiktoken*", "*/*.jinja")
 """Files of a model folder that are read in addition to its weights."""
-_GPU_FILES: Final = ("nvidia*", "kfd", "dxg")
-"""Device files of GPUs."""
-_GPU_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +91,8 @@ class OpenedCommand:
         """Where the fingerprint is kept: by a digest of everything that it follows from."""
         job, config, hashes = self.job, self.job.config, self.job.hashes.done.result()
         parts: list[Any] = [
-            (__version__, SCHEMA_VERSION, [library_version(name) for name in _LIBRARIES], _machine()),
-            {name: option["value"] for name, option in config.describe()["options"].items()},
+            (__version__, SCHEMA_VERSION, [library_version(name) for name in _LIBRARIES], machine_words()),
+            {name: option["value"] for name, option in config.describe()["options"].items() if name != "existing"},
             (job.model.folder.config_digest, [(file.name, hashes[file]) for file in job.model.folder.files]),
             self.companions,
             [(each.name, each.config_digest, hashes[each.weights]) for each in job.model.adapters],
@@ -116,23 +110,7 @@ def _companions(job: CheckedJob) -> tuple[tuple[str, str], ...]:
     folders = [job.model.folder.path]
     if (tokenizer := job.config.engine.tokenizer) is not None:
         folders.append(resolve_model(tokenizer, files=TOKENIZER_FILES))
-    return tuple(
-        (str(file.relative_to(folder)), hash_file(file, FileStamp.of(file.stat())))
-        for folder in folders
-        for file in sorted({file for pattern in _COMPANIONS for file in folder.glob(pattern)})
-        if file.is_file()
-    )
-
-
-def _machine() -> list[str]:
-    """What the choice of a device and of its numbers depends on."""
-    found = [platform.machine(), *(os.environ.get(name, "") for name in _GPU_VARIABLES)]
-    found += sorted(str(path) for pattern in _GPU_FILES for path in Path("/dev").glob(pattern))
-    with suppress(OSError):
-        found.append(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
-    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        found.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
-    return found
+    return tuple(digest for folder in folders for digest in file_digests(folder, _COMPANIONS))
 
 
 def library_version(library: str) -> str | None:

@@ -48,7 +48,7 @@ class OpenedJob:
     def _config(self) -> RunConfig:
         return self.setup.config
 
-    def open(self) -> WorkFolder | None:
+    def begin(self) -> WorkFolder | None:
         """The locked work folder; None if the output is already complete.
 
         Raises:

@@ -114,7 +114,7 @@ class _Job:
             job = OpenedJob(setup, self.command.inputs, identity, paths, self.progress.note)
             job.refuse_named()
             self.command.keep(identity.run.fingerprint)
-            work = job.open()
+            work = job.begin()
         if work is None:
             return self.command.summary(paths.result, identity.run.fingerprint)
         self.collector.freeze_all()

@@ -106,6 +106,18 @@ class FileHashes:
                 raise unreadable(file, error) from None
 
 
+def file_digests(folder: Path, patterns: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, SHA-256) of the files of a folder that match one of the patterns.
+
+    Raises:
+        ModelError: as `hash_file`.
+    """
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
+    return [
+        (str(file.relative_to(folder)), hash_file(file, FileStamp.of(file.stat()))) for file in files if file.is_file()
+    ]
+
+
 def hash_file(file: Path, stamp: FileStamp) -> str:
     """SHA-256 of a whole file in hex, from the cache if it holds that of the same file.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,9 @@ from typing import Final
 
 _KEPT: Final = 1024
 """Entries kept of each kind."""
+_GPU_FILES: Final = ("nvidia*", "kfd", "dxg")
+"""Device files of GPUs."""
+_GPU_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def kept_value(kind: str, name: str, about: Sequence[object]) -> str | None:
@@ -57,6 +61,17 @@ def cache_folder(kind: str) -> Path:
     """Folder of one kind of entries in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "batchgen" / kind
+
+
+def machine_words() -> list[str]:
+    """What the choice of a device and of its numbers depends on."""
+    found = [platform.machine(), *(os.environ.get(name, "") for name in _GPU_VARIABLES)]
+    found += sorted(str(path) for pattern in _GPU_FILES for path in Path("/dev").glob(pattern))
+    with suppress(OSError):
+        found.append(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        found.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
+    return found
 
 
 def _line(about: Sequence[object], value: str) -> bytes:

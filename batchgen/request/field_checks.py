@@ -330,6 +330,9 @@ def standard_tool(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     is_wrapped = type(function) is dict
     inner: Mapping[str, Any] = function if type(function) is dict else tool
     found = [(part, key) for part in ((inner, tool) if is_wrapped else (tool,)) for key in _TOOL_SCHEMAS if key in part]
+    odd = next((key for key, value in inner.items() if type(value) is dict and "properties" in value), None)
+    if not found and odd is not None:
+        raise invalid(name, f"has a tool with its schema in {show(odd)}; name it `parameters`")
     if not found or (found[0][0] is inner and [key for _, key in found] == ["parameters"]):
         return tool
     if len(found) > 1:

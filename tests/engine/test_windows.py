@@ -149,6 +149,6 @@ def test_pages_may_not_lie_across_the_border_of_an_attention_chunk(tmp_path: Pat
     save_tiny("llama4_text", tmp_path, attention_chunk_size=10)
     save_word_tokenizer(tmp_path, VOCAB)
     row = {"input_ids": [3] * 20, "max_new_tokens": 2}
-    with pytest.raises(UsageError, match="`--page-size` 4 does not divide the model's attention chunks of 10 tokens"):
+    with pytest.raises(UsageError, match="`page_size` 4 does not divide the model's attention chunks of 10 tokens"):
         list(engine_of(tmp_path).generate([row]))
     assert next(engine_of(tmp_path).generate([{**row, "input_ids": [3] * 8}])).error is None, "it has one chunk"

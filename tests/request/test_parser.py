@@ -561,6 +561,11 @@ def test_a_tool_with_two_schemas_is_refused(tool: dict[str, Any], keys: str) -> 
     assert caught.value.info.param == "tools"
 
 
+def test_a_tool_whose_schema_has_an_unknown_name_is_refused() -> None:
+    with pytest.raises(RowError, match="has a tool with its schema in 'args_schema'; name it `parameters`"):
+        parse(line(CHAT, tools=[{"name": "now", "args_schema": SCHEMA}]))
+
+
 def test_tools_that_must_not_be_called_are_not_shown() -> None:
     (prompt,) = parse(line(CHAT, tools=TOOLS, tool_choice="none")).prompts
     assert isinstance(prompt, ChatPrompt)
