@@ -17,7 +17,7 @@ from batchgen.data.files import exists, make_durably, remove_file, rename, size_
 from batchgen.data.write.committed import Committed, intact_parts
 from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.expected import ExpectedKeys
-from batchgen.data.write.merge_sort import ResultWriter, merge_sort
+from batchgen.data.write.merge_sort import MEMORY_BYTES, ResultWriter, merge_sort
 from batchgen.data.write.output_budget import OutputBudget
 from batchgen.data.write.results_file import DamagedFile, open_parquet, parquet_writer
 from batchgen.data.write.schema import KEY_COLUMNS, results_schema, with_footer
@@ -31,6 +31,7 @@ def finish(
     work: WorkFolder,
     expected: ExpectedKeys,
     run: Mapping[str, Any],
+    memory_bytes: int = MEMORY_BYTES,
     max_bytes: int | None = None,
     publish: Callable[[Path], None] | None = None,
 ) -> Committed:
@@ -44,6 +45,7 @@ def finish(
         work: the work folder, without an open writer.
         expected: every prompt of the job.
         run: record for the footer; `fingerprint`, `shard` and `rows` are added.
+        memory_bytes: approximate bytes of rows in memory.
         max_bytes: most bytes of results and hidden states together.
         publish: writes the output in another format from the complete results file, which is then removed.
 
@@ -73,7 +75,7 @@ def finish(
     # In the other format nothing keeps the results file, so it stays in the folder of temporary files.
     paths = work.paths if publish is None else replace(work.paths, result=work.scratch / "whole.parquet")
     try:
-        write_output(paths, rows, footer, results_schema(work.identity.carried), work, max_bytes)
+        write_output(paths, rows, footer, results_schema(work.identity.carried), work, memory_bytes, max_bytes)
     except DamagedFile as problem:
         work.set_part_aside(problem.path, problem)
         work.check_none_aside()
@@ -101,6 +103,7 @@ def write_output(
     footer: Mapping[str, Any],
     schema: pa.Schema,
     work: WorkFolder,
+    memory_bytes: int = MEMORY_BYTES,
     max_bytes: int | None = None,
 ) -> None:
     """Write results and hidden states in key order, atomically.
@@ -111,6 +114,7 @@ def write_output(
         footer: run record for both files.
         schema: schema of the results.
         work: the work folder, whose folder for temporary files exists.
+        memory_bytes: approximate bytes of rows in memory.
         max_bytes: most bytes of both files.
 
     Raises:
@@ -147,7 +151,7 @@ def write_output(
     def write(stream: BinaryIO) -> None:
         with parquet_writer(stream, footed) as parquet:
             writer = ResultWriter(parquet)
-            nulls.update(merge_sort(rows.parts, rows.keys, writer, scratch))
+            nulls.update(merge_sort(rows.parts, rows.keys, writer, scratch, memory_bytes))
             writer.flush()
 
     write_durably(paths.result, write, temporary=result, before_rename=publish_states)

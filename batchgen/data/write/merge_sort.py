@@ -27,7 +27,7 @@ from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import OutputError
 
 MEMORY_BYTES = 128 << 20
-"""Approximate bytes of rows in memory: results that are estimated larger are sorted on disk."""
+"""Results that are estimated larger than this are sorted on disk."""
 ROW_GROUP_ROWS = 10_000
 ROW_GROUP_BYTES = 60 << 20
 """Most bytes of values of a row group in memory; encoded, it is then smaller than the documented limit of 64 MiB."""
@@ -107,7 +107,13 @@ def _value_bytes(column: pa.ChunkedArray) -> npt.NDArray[np.int64] | int:
     return values
 
 
-def merge_sort(paths: Sequence[Path], keys: Committed, writer: ResultWriter, scratch: Path) -> Counter[str]:
+def merge_sort(
+    paths: Sequence[Path],
+    keys: Committed,
+    writer: ResultWriter,
+    scratch: Path,
+    memory_bytes: int = MEMORY_BYTES,
+) -> Counter[str]:
     """Write all rows of the files in key order; returns how many nulls each column of theirs has.
 
     Args:
@@ -115,6 +121,7 @@ def merge_sort(paths: Sequence[Path], keys: Committed, writer: ResultWriter, scr
         keys: keys of all their rows.
         writer: receives the rows.
         scratch: an existing folder for bucket files, each removed after use.
+        memory_bytes: approximate bytes of rows in memory.
 
     Raises:
         DamagedFile: a file is damaged.
@@ -122,13 +129,13 @@ def merge_sort(paths: Sequence[Path], keys: Committed, writer: ResultWriter, scr
     """
     nulls: Counter[str] = Counter()
     sizes = [_size(path) for path in paths]
-    if sum(size for _, size in sizes) <= MEMORY_BYTES:
+    if sum(size for _, size in sizes) <= memory_bytes:
         tables = [*_all_rows(paths, writer.schema, nulls)]
         if tables:
             _write_sorted(pa.concat_tables(tables), keys.order, writer)
         return nulls
-    buckets = _assign_buckets(keys.order, sizes)
-    joined = _joined(_all_rows(paths, writer.schema, nulls), MEMORY_BYTES // 4)
+    buckets = _assign_buckets(keys.order, sizes, memory_bytes)
+    joined = _joined(_all_rows(paths, writer.schema, nulls), memory_bytes // 4)
     for bucket in _write_buckets(joined, keys.order, buckets, scratch):
         _write_bucket(bucket, writer)
         remove_file(bucket.file)
@@ -194,13 +201,15 @@ def _write_sorted(table: pa.Table, order: npt.NDArray[np.int64], writer: ResultW
         writer.write(table.take(pa.array(order[start : start + ROW_GROUP_ROWS])))
 
 
-def _assign_buckets(order: npt.NDArray[np.int64], sizes: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint8]:
+def _assign_buckets(
+    order: npt.NDArray[np.int64], sizes: Sequence[tuple[int, int]], memory_bytes: int
+) -> npt.NDArray[np.uint8]:
     """[N] uint8: bucket of each row as read. A bucket is a range of the final order; all have about equal bytes."""
     row_bytes = np.array([size / max(rows, 1) for rows, size in sizes])
     file_ends = np.cumsum([rows for rows, _ in sizes])
     total = sum(size for rows, size in sizes if rows)
     # A bucket is in memory twice while it is sorted.
-    count = int(np.clip(np.ceil(2 * total / MEMORY_BYTES), 1, _MOST_BUCKETS))
+    count = int(np.clip(np.ceil(2 * total / memory_bytes), 1, _MOST_BUCKETS))
     buckets, before = np.empty(len(order), np.uint8), 0.0
     for start in range(0, len(order), _BLOCK_ROWS):
         rows = order[start : start + _BLOCK_ROWS]

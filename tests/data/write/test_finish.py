@@ -63,12 +63,9 @@ def test_the_finished_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("memory_bytes", "every"), [(1, 2), (3000, 2), (3000, 1000), (20_000, 1000)])
-def test_sorting_on_disk_gives_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int, every: int
-) -> None:
+def test_sorting_on_disk_gives_the_same_bytes(tmp_path: Path, memory_bytes: int, every: int) -> None:
     run(tmp_path / "a.parquet", shuffle=1)
-    monkeypatch.setattr("batchgen.data.write.merge_sort.MEMORY_BYTES", memory_bytes)
-    run(tmp_path / "b.parquet", every=every, shuffle=2)
+    run(tmp_path / "b.parquet", every=every, shuffle=2, memory_bytes=memory_bytes)
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
 
 
