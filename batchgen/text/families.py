@@ -170,7 +170,7 @@ MARKERS: Final = tuple(
 )
 """Pairs of markers that begin and end thoughts in a family."""
 
-CUTS: Final = tuple(dict.fromkeys(mark for form, *_ in _FAMILIES for mark in (*form.ends, *form.answers)))
+BEFORE_ANSWERS: Final = tuple(dict.fromkeys(mark for form, *_ in _FAMILIES for mark in (*form.ends, *form.answers)))
 """Markers at which thoughts end or answers begin."""
 
 NAMES: Final = tuple(dict.fromkeys(family.format.name for family in _FAMILIES))

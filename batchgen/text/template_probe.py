@@ -6,23 +6,23 @@ and words of other formats may be in comments, in conditions or around other thi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, Final, NamedTuple
 
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.chat import assess
 from batchgen.text.chat_forms import REASONING_KEYS, apply_form
 from batchgen.text.chat_template import ChatTemplate
-from batchgen.text.families import CUTS
+from batchgen.text.families import BEFORE_ANSWERS
 from batchgen.text.template_process import OverLimit
 from batchgen.text.tools.calls import ToolCall
 
-_QUESTION, _RESULT = "Where is Quorn?", "Quorn is at 52.74."
+_QUESTION, _REASON, _RESULT = "Where is Quorn?", "I know it.", "Quorn is at 52.74."
 _SYSTEM: Final = {"role": "system", "content": "Be brief."}
 _USER: Final = {"role": "user", "content": _QUESTION}
 _ANSWER: Final = {"role": "assistant", "content": "In Leicestershire."}
-_KNOWN: Final = "I know it."
-_THOUGHT: Final = {**_ANSWER, **dict.fromkeys(REASONING_KEYS, _KNOWN)}
+_THOUGHT: Final = {**_ANSWER, **dict.fromkeys(REASONING_KEYS, _REASON)}
 _SETTINGS: Final[tuple[Mapping[str, Any], ...]] = (
     {}, {"enable_thinking": True}, {"enable_thinking": False}, {"thinking": True}, {"thinking": False},
 )  # fmt: skip
@@ -59,27 +59,30 @@ def written(template: ChatTemplate) -> Written:
     """What a template writes; what it refuses is left out."""
     beginnings = ([_USER], [_SYSTEM, _USER])
     ended = ChatPrompt((), add_generation_prompt=False)
-    turns = [(ended, [_USER, _ANSWER]), (ended, [_USER, _THOUGHT])]
-    turns += [(ChatPrompt((), None, settings), each) for settings in _SETTINGS for each in beginnings]
-    tools = [(ChatPrompt((), (_TOOL,)), each) for each in beginnings]
-    if isinstance(template.render_all(turns[:1])[0], OverLimit):  # each further text would take as long
+    plain = [(ended, [_USER, _ANSWER]), (ended, [_USER, _THOUGHT])]
+    plain += [(ChatPrompt((), None, settings), each) for settings in _SETTINGS for each in beginnings]
+    if isinstance(template.render_all(plain[:1])[0], OverLimit):  # each further text would take as long
         return Written("", ("", ""), None, "")
-    texts = [text if isinstance(text, str) else "" for text in template.render_all([*turns, *tools])]
-    cut = template.render_all([(ended, [_USER, _thinking(marker), _USER]) for marker in CUTS])
-    cuts = [m for m, text in zip(CUTS, cut, strict=True) if _ANSWER["content"] in str(text) and _KNOWN not in str(text)]
-    call = next((text for each in _IDS if (text := _call(template, each)) is not None), None)
+    texts = _texts(template, plain)
+    earlier = _texts(template, [(ended, [_USER, _thinking(marker), _USER]) for marker in BEFORE_ANSWERS])
+    shortened = [_ANSWER["content"] in text and _REASON not in text for text in earlier]
     before, _, after = texts[0].partition(_ANSWER["content"])
     return Written(
-        "\n".join([*texts[: len(turns)], *cuts]),
+        "\n".join([*texts, *compress(BEFORE_ANSWERS, shortened)]),
         (_behind_question(before), after),
-        call,
-        "\n".join(texts[len(turns) :]),
+        next((text for each in _IDS if (text := _call(template, each)) is not None), None),
+        "\n".join(_texts(template, [(ChatPrompt((), (_TOOL,)), each) for each in beginnings])),
     )
+
+
+def _texts(template: ChatTemplate, asked: Sequence[tuple[ChatPrompt, Sequence[Mapping[str, Any]]]]) -> list[str]:
+    """The text of each conversation; empty where the template refuses it."""
+    return [text if isinstance(text, str) else "" for text in template.render_all(asked)]
 
 
 def _thinking(marker: str) -> dict[str, str]:
     """An answer with thoughts in its text."""
-    return {**_ANSWER, "content": f"{_KNOWN}{marker}{_ANSWER['content']}"}
+    return {**_ANSWER, "content": f"{_REASON}{marker}{_ANSWER['content']}"}
 
 
 def _call(template: ChatTemplate, call_id: str) -> str | None:

@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 STEPS = [
-    Step("data.read.jsonl:parse_line"),
+    Step("request.row_memory:parse_json_object"),
     Step("engine.row_reader:parse_row"),
     Step("engine.row_reader:EmbedsReader.store", {"input_embeds": [[0.5] * 64], "text": None}, lambda *_: True),
     Step("text.param_checks:check_stops"),

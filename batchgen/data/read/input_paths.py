@@ -32,9 +32,13 @@ def expand(paths: Sequence[str], reserved: Container[str], format: InputFormat |
         format: the only format to look for in folders; None for any one.
 
     Raises:
-        InputError: no file is matched, or a folder holds other files.
+        InputError: no file is named or matched, standard input is named twice, or a folder holds other files.
         UsageError: a path is not local, or a named file is one of `reserved`.
     """
+    if not paths:
+        raise InputError("No input was named.")
+    if list(paths).count(STDIN) > 1:
+        raise InputError("Standard input (-) is named twice; it can be read once.")
     for path in paths:
         try:
             check_local(path)
