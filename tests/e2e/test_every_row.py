@@ -95,8 +95,17 @@ def events_of(path: Path) -> Events:
 def assert_equal(actual: pa.Table, expected: pa.Table, ignore: tuple[str, ...] = ()) -> None:
     """Assert that every column and row is exactly equal."""
     assert actual.schema.remove_metadata() == expected.schema.remove_metadata()
+    found, wanted = (_outcomes(table) for table in (actual, expected))
+    assert found - wanted == wanted - found == set(), "rows of one of the two"
     for name in set(expected.column_names) - set(ignore):
         assert actual[name].to_pylist() == expected[name].to_pylist(), name
+
+
+def _outcomes(table: pa.Table) -> set[tuple[Any, ...]]:
+    """What each row is, and its error."""
+    names = ("row_index", "prompt_index", "sample_index", "status", "error")
+    kept = [table[name].to_pylist() for name in names if name in table.column_names]
+    return {(*row[:-1], str(row[-1])) for row in zip(*kept, strict=True)}
 
 
 def assert_finished(job: EveryRow, out: Path) -> None:
