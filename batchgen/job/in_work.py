@@ -7,11 +7,11 @@ one that was finished, or the rows whose samples were running. From death to dea
 - Reading: the rows of the batch in work are read one by one from then on, until a run gets past them.
 - Generation: rows that were in work at two deaths run by themselves, one after the other, when all others are done.
 
-A row is set aside, as an error row with `engine_crash`, only if `_DEATHS_ALONE` runs have died while it alone was in work:
-of a row that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job that is
-killed loses no row, since each kill is likely to hit another row, or another step. Two may hit the same one: a run may
-spend most of its time in the first step of a row. A run that ends by an exception or a signal that it handles leaves
-nothing in work.
+A row is set aside, as an error row with `engine_crash`, only if `_DEATHS_ALONE` runs have died while it alone was in
+work: of a row that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job
+that is killed loses no row, since each kill is likely to hit another row, or another step. Two may hit the same one: a
+run may spend most of its time in the first step of a row. A run that ends by an exception or a signal that it handles
+leaves nothing in work.
 """
 
 from __future__ import annotations
