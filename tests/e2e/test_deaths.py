@@ -182,6 +182,6 @@ def test_orderly_ends_suspect_nothing(model: Path, folder: Path) -> None:
         time.sleep(0.3)
         job.signal(signal.SIGTERM)
         job.signal(signal.SIGTERM)
-        assert job.wait().code in (0, 143)
+        assert job.wait().code in (0, 143, -signal.SIGTERM)  # the second one may find that the run has ended
     history = folder / "out.parquet.work" / "deaths.json"
     assert not history.exists() or json.loads(history.read_text())["rows"] == {}
