@@ -62,6 +62,17 @@ def test_a_text_at_the_limit_is_rendered(tmp_path: Path) -> None:
     assert isinstance(found[1], ErrorInfo)
 
 
+@pytest.mark.field("chat_template_kwargs")
+def test_a_row_within_the_limits_is_rendered_though_another_setting_exceeds_them(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, EACH + "{% if long or tools %}{{ 'a' * 30 }}{% endif %}", characters=20)
+    rows = [user("a", template_kwargs={"long": False}), user("a", template_kwargs={"long": True})]
+    first, *refused = tokenizer.render_chats([*rows, user("a" * 30, template_kwargs={"long": False})])
+    assert first == "a"
+    for error in refused:
+        assert isinstance(error, ErrorInfo)
+        assert "makes more than 20 characters" in error.message
+
+
 def test_long_conversations_are_within_the_limits(tmp_path: Path) -> None:
     gathering = (
         "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
