@@ -119,10 +119,9 @@ class ChatRenderer:
             RowError: `unsupported_field`.
         """
         asked = {name: value for name, value in prompt.template_kwargs.items() if value is not None}
-        if not asked:
-            return
-        messages = apply_form(prompt.messages, verdict.form)
-        self._template.render(prompt, messages)  # what it refuses has that error
+        messages = apply_form(prompt.messages, verdict.form) if asked else []
+        if asked:
+            self._template.render(prompt, messages)  # what it refuses has that error
         for name, value in asked.items():
             if self._has_effect(prompt, messages, name, value) or self._is_default(prompt, messages, name, value):
                 continue
