@@ -14,7 +14,7 @@ import numpy.typing as npt
 from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
 from batchgen.config.python_words import in_python, in_python_info, python_errors, refuse_unknown, with_python_errors
 from batchgen.engine.advice import input_advice, log_advice, output_advice
-from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, load_configured, products_of
+from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
@@ -39,7 +39,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
-from batchgen.engine.quantization import computed_weights, describe_weights, quantize, stored_products
+from batchgen.engine.quantization import choose_numbers, describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.running import Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
@@ -55,7 +55,7 @@ from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import checked_spec
+from batchgen.models.load import checked_spec, load_checked
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
@@ -107,12 +107,13 @@ class Engine:
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
             pickles=config.allow_pickle_weights,
         )
-        spec = checked_spec(checked, dtype=config.dtype, device=config.device)
-        loaded = load_configured(config, checked, stored_products(computed_weights(config, checked, spec), spec))
+        spec = checked_spec(checked, dtype=config.dtype, device=config.device, kv_dtype=config.kv_dtype)
+        spec = replace(spec, numbers=choose_numbers(config, checked, spec))
+        loaded = load_checked(checked, spec)
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
-        front_end = FrontEnd.build(config, loaded.spec, tokenizer, processors)
+        front_end = FrontEnd.build(config, spec, tokenizer, processors)
         self._init(loaded, front_end.with_media_of(checked.folder))
 
     @classmethod
@@ -121,7 +122,7 @@ class Engine:
     ) -> Engine:
         """An engine with a loaded model and tokenizer, and optionally grammars compiled for them.
 
-        With `quantization`, the model is quantised in place.
+        A model whose numbers are int8 is quantised in place.
         """
         processors = load_processors(config.logit_processor)
         return cls.from_front_end(model, FrontEnd.build(config, model.spec, tokenizer, processors, grammars=grammars))
@@ -142,7 +143,7 @@ class Engine:
         self.model: Model = model
         self.quantization: QuantizationLoss | None = None
         """Measured quantisation loss; None without quantisation."""
-        if config.quantization == "int8":
+        if model.spec.numbers.form == "int8":
             self.quantization = quantize(model, config, front_end.tokenizer)
         if config.deterministic:
             assert self.backend is not None, "a measured backend is not deterministic"
@@ -170,7 +171,7 @@ class Engine:
         spec, found = self.model.spec, self.config.attention if self.backend is None else self.backend.description
         products = [describe_weights(self.model, self.quantization)]
         if self.quantization is None:
-            products.append(describe_products(spec.dtype, spec.device, products_of(self.config)))
+            products.append(describe_products(spec.dtype, spec.device, spec.numbers.products))
         named = [each for each in products if each is not None]
         return f"{found}; products: {', others '.join(named)}" if named else found
 
