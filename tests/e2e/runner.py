@@ -221,7 +221,10 @@ class _Stopped(io.TextIOWrapper):
 def _as_process(
     folder: Path, stdin: bytes, env: Mapping[str, str] | None, kind: Callable[..., io.TextIOWrapper]
 ) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
-    """Give a command its own streams, folder and environment; modules that it imports from the folder are dropped."""
+    """Give a command its own streams, folder and environment; modules that it imports from the folder are dropped.
+
+    Its processes for grammars and templates are kept for the next command.
+    """
     stdout, stderr = io.BytesIO(), io.BytesIO()
     streams = {
         "stdin": io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"),
@@ -232,6 +235,7 @@ def _as_process(
     with (
         patch.multiple(sys, dont_write_bytecode=True, path=[*sys.path], **streams),
         patch.dict(os.environ, env or {}),
+        patch("batchgen.engine.front_end.FrontEnd.release"),
         chdir(folder),
     ):
         try:
