@@ -112,7 +112,7 @@ def steady_steps(job: Job) -> list[Step]:
 
 
 VOCAB = 64
-NEW_TOKENS = 6
+NEW_TOKENS = 5
 
 FREE: list[dict[str, Any]] = [
     {"temperature": 0},
