@@ -179,7 +179,18 @@ def test_the_footer_and_the_report_name_the_kernels(
 ) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.parquet"
     rows.write_text('{"text": "Sort: 3 1"}\n')
-    flags = ["--dtype", "float16", "--device", "cpu", "--max-new-tokens", "1", "--flash-library", str(library)]
+    flags = [
+        "--dtype",
+        "float16",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "1",
+        "--page-size",
+        "4",
+        "--flash-library",
+        str(library),
+    ]
     assert run_command(["run", str(rows), "-o", str(out), *flags, "--report", "-"]) == 0
     described = f"flash-attn 3 of {library} (faster than {TRITON}: 0.1 ms against 0.2 ms a layer)"
     streams = capsys.readouterr()
