@@ -154,7 +154,7 @@ def test_among_256(tmp_path: Path) -> None:
         assert all(together[key] == value for key, value in run(engine, [row]).items())
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", [pytest.param("gemma2", marks=pytest.mark.slow), "gpt_oss", "deepseek_v3"])
 def test_library_models(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path, model_type)
     assert_deterministic(monkeypatch, folder, mixed_rows(10), 2, model_impl="transformers", dtype="float32")

@@ -27,7 +27,7 @@ ONCE = [errno.EIO, errno.EINTR, errno.ESTALE]
 """Errors of one operation."""
 LASTING = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO]
 """Errors of all operations of their kind, from one on until the end of the run."""
-SAMPLED = 2
+SAMPLED = 3
 """Places of each kind of fault in the quick form."""
 
 ENDS = {0, 4, 5}
