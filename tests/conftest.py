@@ -26,18 +26,11 @@ settings.load_profile("steady")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    # Imported objects live until the end; without this, every full collection would traverse them.
-    gc.disable()
+    gc.disable()  # imported objects live until the end
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
         gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # otherwise libraries report the frozen objects as leaks at exit
 
 
 _THREADS = pytest.StashKey[int]()

@@ -1,8 +1,10 @@
-"""A logit processor that the tests' rows name."""
+"""Logit processors that the tests' rows name."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,4 +16,13 @@ def boost(logits: Tensor, rows: Sequence[Any]) -> Tensor:
         logits[i, row.params["token"]] += row.params["by"] * (1 + len(row.output_ids)) / 4
         if len(row.prompt_ids):
             logits[i, row.prompt_ids[0]] -= 2.0
+    return logits
+
+
+def pause(logits: Tensor, rows: Sequence[Any]) -> Tensor:
+    """At a row's token `at`, create the file `reached` and wait until the file `pause` is removed, if there is one."""
+    if Path("pause").exists() and any(len(row.output_ids) == row.params["at"] for row in rows):
+        Path("reached").touch()
+        while Path("pause").exists():
+            time.sleep(0.001)
     return logits
