@@ -21,6 +21,7 @@ from batchgen.media.store import MediaLimits, MediaStore
 from batchgen.media.urls import FetchedUrls, MediaUrls
 from batchgen.request.media import MediaItem
 from batchgen.request.unnamed_file import UnnamedFile
+from tests.cases import each
 from tests.media.samples import pixels, saved
 
 
@@ -100,8 +101,8 @@ def test_what_does_not_is_never_asked_for(fetcher: MediaUrls, server: str, url: 
     assert _Pages.asked == []
 
 
-@pytest.mark.parametrize(
-    ("prefix", "url", "allowed"),
+@each(
+    "prefix, url, allowed",
     [
         ("https://a.example/x/", "https://a.example/x/y", True),
         ("https://a.example/x/", "HTTPS://A.EXAMPLE:443/x/y", True),

@@ -20,6 +20,7 @@ from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.fields import FIELDS, Field
 from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
+from tests.cases import each
 from tests.request.wrong_values import wrong_texts, wrong_values
 from tests.rows import CHAT, COMPLETIONS, line, parse, text
 
@@ -42,7 +43,7 @@ def assert_refused(name: str, value: Any, parse_value: Callable[[], Any]) -> Non
 
 
 @pytest.mark.field("sampling_params", "method", "url", "body")
-@pytest.mark.parametrize("field", SAMPLING, **by_name)
+@each("field", SAMPLING)
 def test_rows(field: Field) -> None:
     for value in wrong_values(field):
         for name in field.spellings:
@@ -51,7 +52,7 @@ def test_rows(field: Field) -> None:
             assert_refused(name, value, lambda nested=nested: parse(nested))
 
 
-@pytest.mark.parametrize("field", BODIES, **by_name)
+@each("field", BODIES)
 def test_bodies(field: Field) -> None:
     for value in wrong_values(field):
         for place, url in (("completions", COMPLETIONS), ("chat", CHAT)):
@@ -60,7 +61,7 @@ def test_bodies(field: Field) -> None:
                     assert_refused(name, value, lambda n=name, v=value, url=url: parse(line(url, **{n: v})))
 
 
-@pytest.mark.parametrize("field", SAMPLING, **by_name)
+@each("field", SAMPLING)
 def test_lines_and_cells(field: Field) -> None:
     """What a file reader makes of a value is refused, too; a value that the format lacks is the reader's error."""
     for value in wrong_values(field):
@@ -89,7 +90,7 @@ def _through_parquet(name: str, value: Any) -> Iterator[dict[str, Any]]:
     yield from (row.value for row in parquet_rows(stream, "in.parquet") if row is not None and row.error is None)
 
 
-@pytest.mark.parametrize("field", SAMPLING_FIELDS, **by_name)
+@each("field", SAMPLING_FIELDS)
 def test_python(field: Field) -> None:
     if "params" not in field.places:
         return

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from batchgen.errors import RowError
 from batchgen.request.fields import LOOKUP
 from batchgen.request.table import ParsedRow
+from tests.cases import each
 from tests.rows import CHAT, COMPLETIONS, HELLO, line, parse, text
 
 Hostile = tuple[Any, str, str | None]
@@ -184,7 +185,7 @@ HOSTILE: list[Hostile] = [
 
 
 @pytest.mark.field("sampling_params", "method", "url", "body")
-@pytest.mark.parametrize(("value", "code", "param"), HOSTILE)
+@each("value, code, param", HOSTILE)
 def test_wrong_rows(value: Any, code: str, param: str | None) -> None:
     with pytest.raises(RowError) as caught:
         parse(value)

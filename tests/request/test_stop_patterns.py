@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from batchgen.errors import RowError
 from batchgen.request.params import SamplingParams
 from batchgen.request.stop_patterns import compile_pattern, is_plain
+from tests.cases import each
 
 REFUSED = [
     ("(", "missing ) at position 1"),
@@ -33,7 +34,7 @@ REFUSED = [
 
 
 @pytest.mark.field("stop_regex")
-@pytest.mark.parametrize(("pattern", "problem"), REFUSED, ids=range(len(REFUSED)))
+@each("pattern, problem", REFUSED)
 def test_invalid_patterns_are_refused(pattern: str, problem: str) -> None:
     with pytest.raises(RowError, match="`stop_regex`") as caught:
         SamplingParams(stop_regex=["fine", pattern])  # type: ignore[arg-type]

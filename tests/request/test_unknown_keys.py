@@ -20,6 +20,7 @@ from batchgen.request.unknown_keys import (
     carried_notes,
     note_line,
 )
+from tests.cases import each
 from tests.rows import CHAT, line, parse, text
 
 MISSPELT = {
@@ -43,7 +44,7 @@ MISSPELT = {
 }
 
 
-@pytest.mark.parametrize("key", MISSPELT)
+@each("key", MISSPELT)
 def test_a_misspelt_field_is_named(key: str) -> None:
     assert carried_hint(key) == f"did you mean `{MISSPELT[key]}`?"
 
@@ -83,7 +84,7 @@ ORDINARY = words(
 )
 
 
-@pytest.mark.parametrize("key", [*ORDINARY, "x" * 10_000, "", "\x1b[31m", "ключ", "😀" * 6])
+@each("key", [*ORDINARY, "x" * 10_000, "", "\x1b[31m", "ключ", "😀" * 6])
 def test_an_ordinary_column_is_not(key: str) -> None:
     assert carried_hint(key) is None
 

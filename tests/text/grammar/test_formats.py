@@ -10,6 +10,7 @@ import pytest
 from batchgen.errors import RowError
 from batchgen.text.grammar.formats import FORMATS, IMPLIED_PATTERNS
 from batchgen.text.grammar.validation import Schema
+from tests.cases import each
 from tests.text.grammar.walk import compile_constraint_of, compile_schema
 
 # Format -> valid texts, invalid texts.
@@ -55,7 +56,7 @@ TEXTS: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@each("name", TEXTS)
 def test_checks_follow_the_standard(name: str) -> None:
     schema = Schema.parse(json.dumps({"type": "string", "format": name}), "json_schema")
     valid, invalid = TEXTS[name]
@@ -65,7 +66,7 @@ def test_checks_follow_the_standard(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", [name for name, known in FORMATS.items() if known.pattern is not None])
+@each("name", [name for name, known in FORMATS.items() if known.pattern is not None])
 @pytest.mark.field("json_schema")
 def test_the_grammar_of_a_format_allows_only_valid_texts(name: str) -> None:
     """Alone, and with a length, which the other compiler takes."""

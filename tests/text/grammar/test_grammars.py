@@ -25,6 +25,7 @@ from batchgen.text.grammar import compiler as grammar_compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.grammar.worker import CompileLimits, import_compiler
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import each
 
 HOSTILE: list[tuple[str, Constraint, CompileLimits]] = [
     (
@@ -318,7 +319,7 @@ NOT_LEFT_RECURSIVE = [
 ]
 
 
-@pytest.mark.parametrize("grammar", [*LEFT_RECURSIVE, *NOT_LEFT_RECURSIVE])
+@each("grammar", [*LEFT_RECURSIVE, *NOT_LEFT_RECURSIVE])
 def test_left_recursion_is_refused_and_other_recursion_is_not(grammars: Grammars, grammar: str) -> None:
     error = error_of(grammars, "ebnf", grammar)
     assert (error is not None) == (grammar in LEFT_RECURSIVE)
@@ -327,8 +328,8 @@ def test_left_recursion_is_refused_and_other_recursion_is_not(grammars: Grammars
         assert "left-recursive" in error.message
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
+@each(
+    "kind, text, message",
     [
         ("ebnf", "root ::= ", "does not compile"),
         ("ebnf", 'start ::= "a"', "root"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 from batchgen.text.grammar.validation import matches_whole
+from tests.cases import each
 from tests.text.grammar.walk import Walk, compile_pattern, compile_schema
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", "[ab]", "[^a]", r"[^\s\d]", r"[\w-]", "[b-é]"]
@@ -68,8 +69,8 @@ def test_the_grammar_accepts_what_the_pattern_matches_in_ascii(pattern: str, tex
     assert compile_pattern(pattern).accepts(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message", "invalid"),
+@each(
+    "pattern, message, invalid",
     [
         ("(", "unterminated", True),
         ("a{3,2}", "min repeat", True),
