@@ -1,4 +1,4 @@
-"""Many small cases in one test."""
+"""Many small cases in one test, and how many of those that hypothesis draws."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from hypothesis import HealthCheck, settings
 
 
 def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -38,3 +40,13 @@ def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Ca
         return run
 
     return loop
+
+
+def examples(count: int) -> settings:
+    """Settings of a test of drawn examples: `count` of them with the profile `explore`, a fifth otherwise.
+
+    Fixtures of a function are those of all its examples.
+    """
+    share = settings.default.max_examples / settings.get_profile("explore").max_examples
+    few = max(int(count * share), min(count, 10))
+    return settings(max_examples=few, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -6,13 +6,13 @@ import re
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
 from batchgen.request.params import SamplingParams
 from batchgen.request.stop_patterns import compile_pattern, is_plain
-from tests.cases import each
+from tests.cases import each, examples
 
 REFUSED = [
     ("(", "missing ) at position 1"),
@@ -84,7 +84,7 @@ def plain_patterns() -> st.SearchStrategy[str]:
     return st.recursive(st.tuples(atoms(), repeat).map("".join), grow, max_leaves=6)
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(plain_patterns(), st.text("aabc é.\n", max_size=24))
 def test_plain_patterns_report_where_a_match_may_begin(pattern: str, text: str) -> None:
     """Searching from there after each character finds the same match as `re` in the whole text."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from batchgen.kernels.cpu import attention, attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool, LayerKV, PagedAttention
+from tests.cases import examples
 from tests.kernels.oracle import attend_by_token, visible_slots
 from tests.kernels.steps import (
     Shape,
@@ -180,7 +181,7 @@ CHUNKS = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(
 ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     CHUNKS,
     ROWS,
@@ -227,7 +228,7 @@ def check_alone(make: Make, step: Step, args: AttentionArgs, page_size: int, eve
 
 
 @pytest.mark.parametrize("make", INVARIANT.values(), ids=INVARIANT)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     CHUNKS,
     ROWS,

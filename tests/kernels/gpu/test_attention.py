@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from batchgen.kernels.chips import known_chips, tuning_of
 from batchgen.kernels.gpu.work_list import GROUPS as SHARED
 from batchgen.kernels.gpu.work_list import LARGE, SMALL
 from batchgen.kernels.types import AttentionArgs
+from tests.cases import examples
 from tests.kernels.gpu.attention_cases import (
     GROUPS,
     KERNELS,
@@ -245,7 +246,7 @@ def test_prefix_parts_cover_the_groups_only(window: int | None, softcap: float |
             torch.testing.assert_close(part[row].double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40), st.integers(0, 3)), max_size=3),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), max_size=5),

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from batchgen.kernels import sampling as pytorch
 from batchgen.kernels.gpu.sampling import SamplingTile, greedy, nan_rows, sample
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns
+from tests.cases import examples
 from tests.kernels.gpu.sampled_rows import SMALL, TINY, Params, some
 from tests.kernels.logit_rows import MORE_KINDS, logits_of
 from tests.kernels.references import sample_reference
@@ -73,7 +74,7 @@ def test_long_rows_of_every_dtype(dtype: torch.dtype) -> None:
     assert draw(logits, params, tile=WIDE).tolist() == expected(logits, params)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.lists(st.sampled_from([-torch.inf, -2.0, -0.0, 0.0, 0.5, 1.0, 1.25, 7.0]), min_size=1, max_size=40),
     st.sampled_from([0.0, 1e-5, 0.5, 1.0, 3.0]),
