@@ -28,7 +28,6 @@ SAMPLING = [field for field in FIELDS if "params" in field.places]
 BODIES = [field for field in FIELDS if "completions" in field.places and field.name in {f.name for f in SAMPLING}]
 OPTIONS = [field for field in SAMPLING if field.name in BY_NAME and BY_NAME[field.name].target == "sampling"]
 CODES = {ErrorCode.INVALID_FIELD, ErrorCode.TOKEN_OUT_OF_RANGE}
-by_name = {"ids": lambda field: field.name}
 
 
 def assert_refused(name: str, value: Any, parse_value: Callable[[], Any]) -> None:
@@ -98,7 +97,7 @@ def test_python(field: Field) -> None:
         assert_refused(field.name, value, lambda value=value: SamplingParams(**{field.name: value}))
 
 
-@pytest.mark.parametrize("field", OPTIONS, **by_name)
+@each("field", OPTIONS)
 def test_options(field: Field, tmp_path: Path) -> None:
     """Flags, variables, TOML files with text or TOML values, and a name that is not UTF-8."""
     option = BY_NAME[field.name]

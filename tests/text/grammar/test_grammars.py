@@ -272,7 +272,9 @@ print(*sorted({"llguidance", "torch", "transformers"} & sys.modules.keys()))
 """
 
 
-@pytest.mark.parametrize(("needs", "left"), [("", ""), ("torch", "torch transformers")])
+@pytest.mark.parametrize(
+    ("needs", "left"), [("", ""), pytest.param("torch", "torch transformers", marks=pytest.mark.slow)]
+)
 def test_a_compiler_imports_no_torch(needs: str, left: str) -> None:
     """Unless xgrammar needs it; nor the other compiler."""
     command = [sys.executable, "-c", LIBRARY, needs]

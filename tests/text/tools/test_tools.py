@@ -103,7 +103,7 @@ def test_what_begins_like_a_call_and_is_none_is_an_error(known: dict[str, Known]
     twice = finished(known[name], expected.output * 2)
     assert named(twice.tool_calls) == [*expected.calls] * 2 or twice.tool_calls_error
     ids = known[name].tokenizer.encode_plain([expected.output])[0]
-    for number in range(1, len(ids), 2):
+    for number in range(1, len(ids), 5):
         output = known[name].tokenizer.decode(ids[:number], skip_special_tokens=False)
         done, without = finished(known[name], output), finished(known[name], output, plain)
         if done.tool_calls:
@@ -125,7 +125,7 @@ def test_a_word_anywhere_in_a_transcript_is_in_a_column(known: dict[str, Known],
     draw, tokenizer = random.Random(7), known[name].tokenizer
     for case in FAMILIES[name].cases.values():
         ids = tokenizer.encode_plain([case.output])[0]
-        for at in draw.sample(range(len(ids) + 1), min(6, len(ids))):
+        for at in draw.sample(range(len(ids) + 1), min(3, len(ids))):
             before, after = (tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:at], ids[at:]))
             done = finished(known[name], f"{before}word7{after}")
             columns = (done.text, done.reasoning, done.tool_calls, done.tool_calls_error)
@@ -291,7 +291,7 @@ def test_texts_of_the_grammar_are_calls_that_satisfy_the_schemas(name: str, para
     written = FORMATS[name].write([ToolCall(*OSLO), ToolCall("now", {})][: 1 + parallel])
     assert walk.accepts(written), written
     found = 0
-    for seed in range(8):
+    for seed in range(5):
         drawn = walk.random_text(seed)
         try:
             output = "" if drawn is None else drawn.decode()
@@ -304,7 +304,7 @@ def test_texts_of_the_grammar_are_calls_that_satisfy_the_schemas(name: str, para
         assert not [span.error for span in spans if span.error], output
         assert check(text)(calls_json(calls, [1], 0, None)) is True, (output, calls)
         found += 1
-    assert found > 2
+    assert found > 1
 
 
 @pytest.mark.parametrize(
