@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 def each(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test with each case in turn; a failure names its case.
 
-    Unlike `pytest.mark.parametrize`, which makes a test of each case, with fixtures and a report of its own: too slow
+    Unlike `pytest.mark.parametrize`, which makes a test of each case, with fixtures and a report for it: too slow
     for hundreds of cases that take microseconds.
 
     Args:
