@@ -70,7 +70,7 @@ def test_every_committed_input(name: str) -> None:
     inputs = fuzzer(name).inputs()
     assert inputs, f"{CORPUS / name} has no inputs"
     for number, data in enumerate(inputs):
-        run_one(name, data, everything=number % 8 == 0)
+        run_one(name, data, everything=number % 16 == 0)
 
 
 @pytest.mark.parametrize("name", MODULES)

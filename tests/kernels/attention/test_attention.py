@@ -97,7 +97,7 @@ def mixed(shape: Shape, seed: int = 0) -> Step:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
-    [*((9, 3, options) for options in OPTIONS), (4, 4, {}), (8, 1, OPTIONS[-1]), (20, 1, {}), (12, 2, {"window": 40})],
+    [*((9, 3, options) for options in OPTIONS), (4, 4, {}), (20, 1, {"window": 40})],
     ids=str,
 )
 def test_a_mixed_step(heads: int, kv_heads: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_mixed_step(heads: int, kv_heads: int, options: dict[str, Any], monkey
     check(step, options)
     args = args_of(step, **options)
     whole = attend(TorchAttention, step, args)
-    for tile in (1, 50, 512):
+    for tile in (1, 50, 512) if options == OPTIONS[-1] else (50,):
         assert torch.equal(attend_in_tiles(step, tile, args), whole)
     monkeypatch.setattr(torch_attention, "_GATHERED_BYTES", 1)  # items one at a time
     assert torch.equal(attend(TorchAttention, step, args), whole)
@@ -393,7 +393,12 @@ def test_low_precision_is_as_exact_as_plain_products(dtype: torch.dtype, options
 @pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
     ("dims", "capped"),
-    [((64, 64), 1.04e-3), ((128, 128), 1.25e-3), ((320, 288), 1.30e-3), ((576, 512), 1.33e-3)],
+    [
+        ((64, 64), 1.04e-3),
+        pytest.param((128, 128), 1.25e-3, marks=pytest.mark.slow),
+        pytest.param((320, 288), 1.30e-3, marks=pytest.mark.slow),
+        ((576, 512), 1.33e-3),
+    ],
     ids=str,
 )
 def test_keys_of_several_blocks_with_dot_products(dims: tuple[int, int], capped: float) -> None:

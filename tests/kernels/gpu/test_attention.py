@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -47,9 +48,7 @@ KERNEL = pytest.mark.parametrize("kernel", KERNELS)
 def test_steps_equal_the_reference(group: str, kernel: str) -> None:
     for case in GROUPS[group][:: 1 if kernel == "triton" else 2]:  # both kernels have the same page and mask arithmetic
         step = built(case.fill, **case.shape)
-        tunings: list[Any] = [Tiles(case.keys), *([SPLITTING] if (kernel, group) == ("triton", "options") else [])]
-        for tuning in tunings:
-            check(KERNELS[kernel](step, tuning), step, **with_sinks(case.options, step.query.shape[1]))
+        check(KERNELS[kernel](step, Tiles(case.keys)), step, **with_sinks(case.options, step.query.shape[1]))
 
 
 def test_latents_equal_the_reference() -> None:
@@ -60,8 +59,10 @@ def test_latents_equal_the_reference() -> None:
 
 
 @KERNEL
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("chip", ["default", *known_chips()])
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    [*zip(("default", *known_chips()), itertools.cycle((torch.float16, torch.float32)), strict=False)],
+)
 def test_the_tiles_of_each_chip(chip: str, dtype: torch.dtype, kernel: str) -> None:
     def fill(b: StepBuilder) -> None:
         b.chunk(40, past=40)

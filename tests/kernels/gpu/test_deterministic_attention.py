@@ -66,8 +66,11 @@ def alone(step: Step, token: int) -> Step:
     return Step(step.pool, batch, step.query[at], step.key[at], step.value[at])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("fill", "page_size"), [(mixed, 16), (mixed, 5), (tree, 16)])
+@pytest.mark.parametrize(
+    ("fill", "page_size", "options"),
+    [*((mixed, 16, options) for options in OPTIONS), (mixed, 5, OPTIONS[-1]), (tree, 16, OPTIONS[0])],
+    ids=str,
+)
 def test_a_token_is_the_same_alone(
     fill: Callable[[StepBuilder], None], page_size: int, options: dict[str, Any]
 ) -> None:
