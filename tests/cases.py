@@ -49,4 +49,4 @@ def examples(count: int) -> settings:
     """
     share = settings.default.max_examples / settings.get_profile("explore").max_examples
     few = max(int(count * share), min(count, 10))
-    return settings(max_examples=few, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    return settings(max_examples=few, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
