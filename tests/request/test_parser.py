@@ -407,15 +407,6 @@ def test_no_chat_refuses_conversations() -> None:
             parse(value, raw)
 
 
-def test_suggestions() -> None:
-    with pytest.raises(RowError, match=r"did you mean `temperature`\?"):
-        parse(text(sampling_params={"temprature": 1}))
-    with pytest.raises(RowError, match=r"did you mean `frequency_penalty`\?"):
-        parse(line(CHAT, frequencypenalty=1))
-    with pytest.raises(RowError, match="is a field of the row itself"):
-        parse(text(sampling_params={"input_ids": [1]}))
-
-
 def test_messages_never_quote_a_prompt() -> None:
     secret = "my secret"
     rows = [{"text": {"a": secret}}, {"text": ["a", {"b": secret}]}, {"messages": [secret]}, {"messages": secret}]

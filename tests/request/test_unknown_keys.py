@@ -107,10 +107,6 @@ def test_rows_are_counted_by_key() -> None:
     assert counted(*rows) == {"temprature": 2, "until": 2}
 
 
-def test_a_row_is_carried_unchanged() -> None:
-    assert parse(text(temprature=1, until=["a"])).extra == {"temprature": 1, "until": ["a"]}
-
-
 CONTAINERS: list[tuple[dict[str, Any], bool]] = [
     ({"generation_kwargs": {"max_new_tokens": 2}}, True),
     ({"generation_kwargs": {"stop": "a"}}, True),
