@@ -114,7 +114,7 @@ def random_tree_job(rng: Random) -> tuple[list[list[int]], list[list[int]], list
 def test_forecast_equals_the_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random jobs in small pools, with ends read late and cancelled requests: every forecast is equal."""
     monkeypatch.setattr("batchgen.plan.admission.PageForecast", CheckedForecast)
-    for seed in range(10):
+    for seed in range(4):
         rng = Random(seed)
         prompts, targets, limits, kinds = random_tree_job(rng)
         size, seqs = rng.choice([1, 2, 3, 4, 8]), rng.choice([3, 20, 100])
@@ -133,8 +133,8 @@ def test_forecast_equals_the_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
         sim = Simulator(prompts, targets, limits, config, None, lag, kinds)
         cancelled = {rng.randint(0, 60): rng.randrange(len(prompts)) for _ in range(rng.choice([0, 0, 5]))}
         sim.run(lambda step, sim=sim, cancelled=cancelled: step in cancelled and sim.cancel(cancelled[step]))
-    assert CheckedForecast.checks > 300
-    assert CheckedForecast.refusals > 100
+    assert CheckedForecast.checks > 100
+    assert CheckedForecast.refusals > 30
 
 
 @examples(100)
