@@ -47,10 +47,12 @@ def output_advice(counts: AnswerCounts, table: RequestTable) -> list[str]:
     return [*_empty_texts(counts, table), *_equal_texts(counts, table), *_limited(counts, table)]
 
 
-def log_advice(lines: Iterable[str]) -> None:
-    """Log advice as warnings, for callers of the Python API."""
+def log_advice(lines: Iterable[str], logged: set[str]) -> None:
+    """Log advice as warnings, for callers of the Python API; `logged`: lines that were, to which it adds its own."""
     for line in lines:
-        _LOGGER.warning("%s", in_python(line))
+        if line not in logged:
+            logged.add(line)
+            _LOGGER.warning("%s", in_python(line))
 
 
 def _plain_text(table: RequestTable, tokenizer: Tokenizer) -> str | None:

@@ -136,6 +136,7 @@ class Engine:
     def _init(self, model: Model, front_end: FrontEnd) -> None:
         self.config = config = front_end.config
         self._front_end = front_end
+        self._logged: set[str] = set()
         self.backend: Backend | None = fixed_kernels(config, model.spec)
         """Kernel backend; None until the first job if `auto` measures the candidates on it."""
         self.model: Model = model
@@ -239,7 +240,7 @@ class Engine:
         for line in (*self._front_end.notes, *carried):
             warnings.warn(in_python(line), UserWarning, stacklevel=3)
         if len(table):
-            log_advice(input_advice(table, self.tokenizer, is_plain=is_plain))
+            log_advice(input_advice(table, self.tokenizer, is_plain=is_plain), self._logged)
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:
@@ -257,7 +258,7 @@ class Engine:
                 counts.add(completion.text, completion.finish_reason, has_calls=has_calls)
             yield completion.set_id(ids[completion.row_index])
         if len(table):
-            log_advice(output_advice(counts, table))
+            log_advice(output_advice(counts, table), self._logged)
 
     def _groups(self, table: RequestTable, failed: list[Completion], emit: Emit | None) -> Iterator[list[Completion]]:
         yield from ([c] for c in failed)

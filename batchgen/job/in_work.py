@@ -7,10 +7,11 @@ one that was finished, or the rows whose samples were running. From death to dea
 - Reading: the rows of the batch in work are read one by one from then on, until a run gets past them.
 - Generation: rows that were in work at two deaths run by themselves, one after the other, when all others are done.
 
-A row is set aside, as an error row with `engine_crash`, only if two runs have died while it alone was in work: of a row
-that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job that is killed
-loses no row, since each kill is likely to hit another row, or another step. A run that ends by an exception or a signal
-that it handles leaves nothing in work.
+A row is set aside, as an error row with `engine_crash`, only if `_DEATHS_ALONE` runs have died while it alone was in
+work: of a row that generates, after the same number of steps, or `_MOST_ALONE` times after any number. A healthy job
+that is killed loses no row, since each kill is likely to hit another row, or another step. Two may hit the same one: a
+run may spend most of its time in the first step of a row. A run that ends by an exception or a signal that it handles
+leaves nothing in work.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ started; first of the rows with running samples (index plus one, 0 for none)."""
 _CELLS: Final = 4096
 _MAX_RANGES: Final = 16
 _DEATHS_TO_SUSPECT: Final = 2
-_DEATHS_ALONE: Final = 2
+_DEATHS_ALONE: Final = 3
 _MOST_ALONE: Final = 5
 
 _KINDS: Final[Kinds] = {"job": str, "counted": int, "reading": list, "rows": dict}
@@ -56,7 +57,7 @@ class _Row:
     set_aside: bool = False
 
     def judge(self) -> None:
-        """Set it aside if two deaths tell the same."""
+        """Set it aside if enough deaths tell the same."""
         same = max(map(self.alone.count, self.alone), default=0)
         if max(self.read_alone, same) >= _DEATHS_ALONE or len(self.alone) >= _MOST_ALONE:
             self.set_aside = True

@@ -83,7 +83,7 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
         raise RowError(ErrorCode.INVALID_JSON, f"a row must be a JSON object, got {json_type(value)}")
     layout = defaults.layout("row", value)
     if layout.may_be_line and is_openai_line(value):
-        return _parse_openai_line(value, row_index, defaults)
+        return _parse_openai_line(value, row_index, defaults, displaced)
     nested: Any = value[_NESTED] if layout.containers else None
     inner = defaults.layout("params", nested) if type(nested) is dict else None
     key = params_key(layout, value, inner, nested)
@@ -210,7 +210,9 @@ def is_openai_line(value: Mapping[str, Any]) -> bool:
     return not native and (type(value.get("body")) is dict or (routed and "custom_id" in value))
 
 
-def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDefaults) -> ParsedRow:
+def _parse_openai_line(
+    value: Mapping[str, Any], row_index: int, defaults: RowDefaults, displaced: Mapping[str, Any]
+) -> ParsedRow:
     """Parse one batch line. `user`, `metadata` and similar fields are carried to the output under `body`.
 
     Raises:
@@ -240,8 +242,8 @@ def _parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDe
         params = defaults.share(key, params)
     if layout.unsupported:
         row.reject_unsupported(layout)
-    if envelope.suspects or row.extra:
-        defaults.carried_options.add(envelope.suspects, value, row.extra)
+    if envelope.suspects or row.extra or displaced:
+        defaults.carried_options.add(envelope.suspects, value, {**displaced, **row.extra})
     given = row.values
     name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(

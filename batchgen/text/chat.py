@@ -120,6 +120,8 @@ class ChatRenderer:
         """
         asked = {name: value for name, value in prompt.template_kwargs.items() if value is not None}
         messages = apply_form(prompt.messages, verdict.form) if asked else []
+        if asked:
+            self._template.render(prompt, messages)  # what it refuses has that error
         for name, value in asked.items():
             if self._has_effect(prompt, messages, name, value) or self._is_default(prompt, messages, name, value):
                 continue
@@ -137,7 +139,7 @@ class ChatRenderer:
         def text(settings: Mapping[str, Any]) -> str | None:
             try:
                 return self._template.render(prompt._replace(template_kwargs=settings), messages)
-            except Exception:  # the template may refuse a value
+            except (Exception, OverLimit):  # the template may refuse a value, or have no end with it
                 return None
 
         return text({**others, name: value}) != text(others)
@@ -162,7 +164,7 @@ class ChatRenderer:
         for probe in _PROBES:
             try:
                 found.append((probe, apply_form(probe.messages, assess(self._template, probe).form)))
-            except Exception:  # the template has no such conversations
+            except (Exception, OverLimit):  # the template has no such conversations
                 continue
         return found
 
@@ -298,7 +300,7 @@ def _labels_at_end(template: ChatTemplate, prompt: ChatPrompt, messages: list[di
         try:
             begun = prompt._replace(add_generation_prompt=False, continue_final_message=False)
             found.update(LABEL.findall(template.render(begun, messages[:last])))
-        except Exception:  # conversations may not end here
+        except (Exception, OverLimit):  # conversations may not end here
             continue
     return found
 
@@ -310,7 +312,7 @@ def _without(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str
             return template.render(prompt._replace(tools=None), messages)
         changed = {key: value for key, value in messages[switch.message].items() if key != switch.key}
         return template.render(prompt, [*messages[: switch.message], changed, *messages[switch.message + 1 :]])
-    except Exception:
+    except (Exception, OverLimit):
         return None
 
 
@@ -328,7 +330,7 @@ def _writes_none(template: ChatTemplate, prompt: ChatPrompt, form: Form, text: s
     for other in ("missing", "empty"):
         try:
             without = template.render(prompt, apply_form(prompt.messages, form._replace(content=other)))
-        except Exception:
+        except (Exception, OverLimit):
             continue
         return text.count("None") > without.count("None")
     return False

@@ -170,8 +170,12 @@ MARKERS: Final = tuple(
 )
 """Pairs of markers that begin and end thoughts in a family."""
 
-BEFORE_ANSWERS: Final = tuple(dict.fromkeys(mark for form, *_ in _FAMILIES for mark in (*form.ends, *form.answers)))
-"""Markers at which thoughts end or answers begin."""
+BEFORE_ANSWERS: Final = {
+    mark: "".join(form.closers[:1]) if mark in form.answers else ""
+    for form, *_ in _FAMILIES
+    for mark in (*form.ends, *form.answers)
+}
+"""Markers at which thoughts end or answers begin, with what ends such an answer."""
 
 NAMES: Final = tuple(dict.fromkeys(family.format.name for family in _FAMILIES))
 """Names of the families, for the option `--reasoning`."""

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import RLock
@@ -26,9 +26,10 @@ class HelperProcess:
     Args:
         module: name of the module; `source` and `sink` are descriptors of the pipes in its process.
         numbers: further arguments of `serve`.
+        files: those of them that are descriptors of files.
     """
 
-    def __init__(self, module: str, *numbers: int) -> None:
+    def __init__(self, module: str, *numbers: int, files: Sequence[int] = ()) -> None:
         request_end, requests = os.pipe()
         results, result_end = os.pipe()
         given = [*map(str, (request_end, result_end, *numbers))]
@@ -37,7 +38,7 @@ class HelperProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # the libraries' warnings repeat errors that are reported
-            pass_fds=(request_end, result_end),
+            pass_fds=(request_end, result_end, *files),
             start_new_session=True,  # a keyboard interrupt is for the run to handle
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process with several threads must not fork
         )

@@ -64,7 +64,7 @@ def written(template: ChatTemplate) -> Written:
     if isinstance(template.render_all(plain[:1])[0], OverLimit):  # each further text would take as long
         return Written("", ("", ""), None, "")
     texts = _texts(template, plain)
-    earlier = _texts(template, [(ended, [_USER, _thinking(marker), _USER]) for marker in BEFORE_ANSWERS])
+    earlier = _texts(template, [(ended, [_USER, _thinking(*each), _USER]) for each in BEFORE_ANSWERS.items()])
     shortened = [_ANSWER["content"] in text and _REASON not in text for text in earlier]
     before, _, after = texts[0].partition(_ANSWER["content"])
     return Written(
@@ -80,9 +80,9 @@ def _texts(template: ChatTemplate, asked: Sequence[tuple[ChatPrompt, Sequence[Ma
     return [text if isinstance(text, str) else "" for text in template.render_all(asked)]
 
 
-def _thinking(marker: str) -> dict[str, str]:
+def _thinking(marker: str, end: str) -> dict[str, str]:
     """An answer with thoughts in its text."""
-    return {**_ANSWER, "content": f"{_REASON}{marker}{_ANSWER['content']}"}
+    return {**_ANSWER, "content": f"{_REASON}{marker}{_ANSWER['content']}{end}"}
 
 
 def _call(template: ChatTemplate, call_id: str) -> str | None:

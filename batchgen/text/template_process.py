@@ -1,9 +1,9 @@
 """Process that renders chat templates, separate from the run; its main function is `serve`.
 
 A template is a program: it may loop for hours, or make a text that fills the memory. So the templates of a model run in
-the library's sandbox in this process, under limits of processor time and memory. Texts are rendered several at a time;
-those that exceed the limits together, which ends the process, are rendered again in another one, each under its own. A
-model without templates never starts it.
+the library's sandbox in this process, each text under limits of processor time and memory. Several are rendered at a
+time; where one exceeds a limit, which ends the process, the others are rendered in another one. A model without
+templates never starts it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from datetime import datetime
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from mmap import mmap
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import ModuleType
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -29,6 +31,7 @@ CLOCK: Final = "strftime_now"
 _MODULE: Final = "transformers.utils.chat_template_utils"
 _MAX_TEMPLATES: Final = 16
 """Most compiled templates that are kept."""
+_WIDTH: Final = 8  # bytes of the number of a text
 _MAX_REASON: Final = 2000
 """Most characters of an error's message."""
 _ADDRESS: Final = re.compile(r"[^\n]{0,60}( at 0x[0-9a-f]{6,16}>)")
@@ -81,14 +84,15 @@ class _Job(NamedTuple):
     limits: RenderLimits
 
 
-def serve(source: int, sink: int) -> None:
+def serve(source: int, sink: int, progress: int) -> None:
     """Receive jobs and send the results of their renderings, until the other side closes.
 
     Args:
         source: descriptor of the pipe from which `_Job`s are received.
         sink: descriptor of the pipe to which a list of texts or errors is sent for each job.
+        progress: descriptor of the file for the number of the text that is being rendered.
     """
-    requests, results = begin(source, sink)
+    (requests, results), current = begin(source, sink), mmap(progress, _WIDTH)
     templates: dict[str, Any] = {}
     while True:
         try:
@@ -97,8 +101,11 @@ def serve(source: int, sink: int) -> None:
             return
         _library()  # before there is a limit
         limit_memory(job.limits.memory)
-        limit_seconds(job.limits.seconds)
-        found = [_render(rendering, job, templates) for rendering in job.renderings]
+        found = []
+        for number, rendering in enumerate(job.renderings):
+            current[:] = number.to_bytes(_WIDTH)
+            limit_seconds(job.limits.seconds)
+            found.append(_render(rendering, job, templates))
         limit_seconds(0)
         limit_memory(None)
         results.send(found)
@@ -180,7 +187,15 @@ def _no_memory(limits: RenderLimits) -> OverLimit:
     return _over(f"needs more than {limits.memory >> 20} MiB of memory")
 
 
-PROCESS: Final = SharedProcess(lambda: HelperProcess(__name__))
+class _Renderer(HelperProcess):
+    def __init__(self) -> None:
+        with TemporaryFile() as file:
+            file.truncate(_WIDTH)
+            super().__init__(__name__, file.fileno(), files=(file.fileno(),))
+            self.current = mmap(file.fileno(), _WIDTH)
+
+
+PROCESS: Final = SharedProcess(_Renderer)
 """The process that renders."""
 
 
@@ -195,18 +210,21 @@ def render_templates(
     with PROCESS.lock:
         process = PROCESS.running()
         try:
+            process.current[:] = bytes(_WIDTH)
             process.requests.send(_Job(renderings, clock, limits))
             found: list[str | TemplateFailure | OverLimit] = process.results.recv()
             return found
         except (EOFError, OSError):
-            error = _death(process.exit_code(), limits)
+            code, at = process.exit_code(), int.from_bytes(process.current[:])
             PROCESS.stop()
         except BaseException:
             PROCESS.stop()  # discard its pending results
             raise
-    if len(renderings) == 1:
-        return [error]
-    return [result for each in renderings for result in render_templates([each], clock, limits)]
+    is_known = len(renderings) == 1 or -code == signal.SIGPROF  # else other texts may have used the memory
+    ended = _death(code, limits) if is_known else render_templates(renderings[at : at + 1], clock, limits)[0]
+    before = render_templates(renderings[:at], clock, limits) if at else []
+    after = render_templates(renderings[at + 1 :], clock, limits) if at + 1 < len(renderings) else []
+    return [*before, ended, *after]
 
 
 def _death(code: int, limits: RenderLimits) -> OverLimit:

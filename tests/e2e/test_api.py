@@ -188,8 +188,10 @@ def test_errors_of_rows_name_arguments_and_no_flags(engine: Engine, row: dict[st
     assert "--" not in done.error.message
 
 
-def test_advice_is_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    list(engine.generate([{"input_ids": [5]}] * 3, SamplingParams(max_new_tokens=1)))
+def test_advice_is_logged_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(str(model), dtype="float32")
+    for _ in range(2):
+        list(engine.generate([{"input_ids": [5]}] * 3, SamplingParams(max_new_tokens=1)))
     assert caplog.messages == ["all 3 prompts are equal: for more samples of one prompt set `n`"]
     caplog.clear()
     rows = [{"input_ids": [token], "choice": ["yes"]} for token in (5, 6, 7)]

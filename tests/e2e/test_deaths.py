@@ -86,8 +86,8 @@ def test_a_row_that_ends_run_after_run_is_set_aside_with_its_copies(
     for i in (3, 11, 29):
         rows[i] = deadly(i, dies=at, kill=kill)
     write_lines(folder / "in.jsonl", rows)
-    deaths, _ = until_finished(command(model, *NAMED, "--report", "report.json"), folder, 5)
-    assert deaths == 4  # two among others, two alone
+    deaths, _ = until_finished(command(model, *NAMED, "--report", "report.json"), folder, 6)
+    assert deaths == 5  # two among others, three alone
     report = json.loads((folder / "report.json").read_text())
     made = report["engine"]["sampled_tokens"] + report["copied_tokens"]
     assert made == 8 * (report["rows_ok"] - report["rows_resumed"]), "rows that ran alone are counted"
@@ -107,9 +107,9 @@ def test_a_row_that_was_set_aside_is_tried_again_on_demand(model: Path, folder: 
     rows = plain_rows(12)
     rows[5] = deadly(5, dies=1)
     write_lines(folder / "in.jsonl", rows)
-    until_finished(command(model, *NAMED), folder, 5)
-    deaths, _ = until_finished(command(model, *NAMED, "--retry-errors"), folder, 5)
-    assert deaths == 4
+    until_finished(command(model, *NAMED), folder, 6)
+    deaths, _ = until_finished(command(model, *NAMED, "--retry-errors"), folder, 6)
+    assert deaths == 5
     assert [row["row_index"] for row in rows_of(folder / "out.parquet") if row["error"]] == [5]
 
 
@@ -118,8 +118,8 @@ def test_a_row_that_ends_the_reading_is_set_aside(model: Path, folder: Path) -> 
     rows[300] = {"id": "id 300", "text": "a deadly text", "max_new_tokens": 1, "note": "kept"}
     write_lines(folder / "in.jsonl", rows)
     options = ["--logit-processor", "deadly=tokenizer_module:deadly", "--max-new-tokens", "1"]
-    deaths, _ = until_finished(command(model, *options), folder, 4)
-    assert deaths == 3  # once in its batch, twice alone
+    deaths, _ = until_finished(command(model, *options), folder, 5)
+    assert deaths == 4  # once in its batch, three times alone
     found = rows_of(folder / "out.parquet")
     assert [row["id"] for row in found if row["error"]] == ["id 300"]
     assert found[300]["error"]["code"] == "engine_crash"
@@ -144,9 +144,9 @@ def test_what_is_committed_of_a_row_that_ends_the_reading_is_kept(model: Path, f
     first.signal(signal.SIGKILL)
     first.wait()
     (work / "tokenized" / "about.json").unlink()
-    deaths, _ = until_finished(arguments, folder, 4)
+    deaths, _ = until_finished(arguments, folder, 5)
     found = [row for row in rows_of(folder / "out.parquet") if row["row_index"] == 3]
-    assert deaths == 3
+    assert deaths == 4
     assert [(row["prompt_index"], row["sample_index"], row["status"]) for row in found] == [
         *((0, sample, "ok") for sample in range(2)),
         (1, 0, "error"),
@@ -182,6 +182,6 @@ def test_orderly_ends_suspect_nothing(model: Path, folder: Path) -> None:
         time.sleep(0.3)
         job.signal(signal.SIGTERM)
         job.signal(signal.SIGTERM)
-        assert job.wait().code in (0, 143)
+        assert job.wait().code in (0, 143, -signal.SIGTERM)  # the second one may find that the run has ended
     history = folder / "out.parquet.work" / "deaths.json"
     assert not history.exists() or json.loads(history.read_text())["rows"] == {}

@@ -108,20 +108,20 @@ def test_rows_of_two_deaths_run_by_themselves(work: WorkFolder, name: str) -> No
 
 
 SET_ASIDE = {
-    "once alone": ((alone(5, 2),), []),
-    "twice alone at one step": ((alone(5, 2), alone(5, 2)), [5]),
-    "twice alone at different steps": ((alone(5, 2), alone(5, 3)), []),
-    "another one between": ((alone(5, 2), alone(6, 4), alone(5, 2)), [5]),
-    "two rows": ((alone(5, 2), alone(6, 4), alone(5, 2), alone(6, 4)), [5, 6]),
-    "one step of two rows": ((alone(5, 2), alone(6, 2)), []),
+    "twice alone at one step": ((alone(5, 2),) * 2, []),
+    "three times alone at one step": ((alone(5, 2),) * 3, [5]),
+    "three times alone at two steps": ((alone(5, 2), alone(5, 3), alone(5, 2)), []),
+    "another one between": ((alone(5, 2), alone(5, 2), alone(6, 4), alone(5, 2)), [5]),
+    "two rows": ((alone(5, 2), alone(6, 4)) * 3, [5, 6]),
+    "one step of two rows": ((alone(5, 2), alone(6, 2), alone(5, 2)), []),
     "five times alone": (tuple(alone(5, step) for step in range(5)), [5]),
     "four times alone": (tuple(alone(5, step) for step in range(4)), []),
-    "orderly ends alone": ((closed(alone(5, 2)), closed(alone(5, 2)), closed(alone(5, 2))), []),
+    "orderly ends alone": ((closed(alone(5, 2)),) * 4, []),
 }
 
 
 @pytest.mark.parametrize("name", SET_ASIDE)
-def test_a_row_is_set_aside_after_two_equal_deaths_alone(work: WorkFolder, name: str) -> None:
+def test_a_row_is_set_aside_after_equal_deaths_alone(work: WorkFolder, name: str) -> None:
     runs, expected = SET_ASIDE[name]
     record = after(work, *TWICE, *runs)
     assert [*record.set_aside] == expected
@@ -133,10 +133,11 @@ READING = {
     "one death": ((reading(4, 9),), [4, 9], []),
     "one death and an orderly end": ((reading(4, 9), closed(reading(2, 2))), [4, 9], []),
     "alone once": ((reading(4, 9), reading(7, 7)), [7, 9], []),
-    "alone twice": ((reading(4, 9), reading(7, 7), reading(7, 7)), [7, 9], [7]),
-    "a run gets past it": ((reading(4, 9), reading(7, 7), reading(8, 8), reading(7, 7)), [7, 9], []),
+    "alone twice": ((reading(4, 9), *[reading(7, 7)] * 2), [7, 9], []),
+    "alone three times": ((reading(4, 9), *[reading(7, 7)] * 3), [7, 9], [7]),
+    "a run gets past it": ((reading(4, 9), *[reading(7, 7)] * 2, reading(8, 8), reading(7, 7)), [7, 9], []),
     "all is read": ((reading(4, 9), generating(1)), [], []),
-    "the first row": ((reading(0, 0), reading(0, 0), reading(0, 0)), [0, 0], [0]),
+    "the first row": ((reading(0, 0),) * 4, [0, 0], [0]),
 }
 
 
@@ -151,7 +152,7 @@ def test_rows_of_a_death_while_reading_are_read_one_by_one(work: WorkFolder, nam
 
 
 def test_what_was_set_aside_is_tried_again_on_demand(work: WorkFolder) -> None:
-    deaths = (*TWICE, alone(5, 2), alone(5, 2))
+    deaths = (*TWICE, *[alone(5, 2)] * 3)
     assert [*after(work, *deaths).set_aside] == [5]
     assert [*InWork(work).set_aside] == [5]
     record = InWork(work, retry_errors=True)
@@ -160,7 +161,7 @@ def test_what_was_set_aside_is_tried_again_on_demand(work: WorkFolder) -> None:
 
 
 def test_a_row_that_the_last_retry_died_of_is_set_aside(work: WorkFolder) -> None:
-    after(work, *TWICE, alone(5, 2))
+    after(work, *TWICE, *[alone(5, 2)] * 2)
     alone(5, 2)(InWork(work))
     assert [*InWork(work, retry_errors=True).set_aside] == [5]
 
@@ -174,7 +175,7 @@ def test_damaged_files_are_ignored(work: WorkFolder, name: str, data: bytes) -> 
 
 
 def test_another_job_knows_nothing_of_it(work: WorkFolder) -> None:
-    after(work, *TWICE, alone(5, 2), alone(5, 2))
+    after(work, *TWICE, *[alone(5, 2)] * 3)
     other = WorkFolder(work.paths, RunIdentity("other"), None)  # type: ignore[arg-type]
     record = InWork(other)
     assert (record.set_aside, [*record.alone]) == ({}, [])

@@ -130,10 +130,11 @@ def test_an_object_counts_if_it_holds_options(keys: dict[str, Any], is_counted: 
     assert list(counted(text(**keys))) == (list(keys) if is_counted else [])
 
 
-def test_media_that_another_column_takes_the_place_of_are_counted() -> None:
+@pytest.mark.parametrize("row", [text(), line(CHAT)], ids=["native", "batch line"])
+def test_media_that_another_column_takes_the_place_of_are_counted(row: dict[str, Any]) -> None:
     options = CarriedOptions()
     displaced = {"image_data": "data:image/png;base64,aGk=", "text": "Why?"}
-    parse_row(text(), 0, RowDefaults(carried_options=options), displaced)
+    parse_row(row, 0, RowDefaults(carried_options=options), displaced)
     assert options.rows == {"image_data": 1}
 
 

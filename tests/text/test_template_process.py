@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,40 @@ def test_a_row_beyond_a_limit_is_refused_alone(name: str, tmp_path: Path) -> Non
     assert tokenizer.render_chats(rows[:2]) == [first, refused], "the next process renders on"
 
 
+def test_a_row_beyond_a_limit_takes_as_long_among_others_as_alone(tmp_path: Path) -> None:
+    loops = "{% for i in range(messages[0].content | length) %}{% for j in range(20000) %}{% endfor %}{% endfor %}"
+    tokenizer = load(tmp_path, EACH + loops, seconds=0.3)
+    tokenizer.render_chats([user("a")])  # looks at the template
+
+    def seconds(*texts: str) -> float:
+        """Processor time of the processes that end."""
+        PROCESS.stop()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found = tokenizer.render_chats([user(text) for text in texts])
+        assert [isinstance(each, ErrorInfo) for each in found] == [len(text) > 1 for text in texts]
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    long = "a" * 2_000
+    assert seconds("a", long, "b") < 1.5 * seconds(long)
+
+
 def test_a_text_at_the_limit_is_rendered(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, EACH, characters=20)
     found = tokenizer.render_chats([user("a" * 20), user("a" * 21)])
     assert found[0] == "a" * 20
     assert isinstance(found[1], ErrorInfo)
+
+
+@pytest.mark.field("chat_template_kwargs")
+def test_a_row_within_the_limits_is_rendered_though_another_setting_exceeds_them(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, EACH + "{% if long or tools %}{{ 'a' * 30 }}{% endif %}", characters=20)
+    rows = [user("a", template_kwargs={"long": False}), user("a", template_kwargs={"long": True})]
+    first, *refused = tokenizer.render_chats([*rows, user("a" * 30, template_kwargs={"long": False})])
+    assert first == "a"
+    for error in refused:
+        assert isinstance(error, ErrorInfo)
+        assert "makes more than 20 characters" in error.message
 
 
 def test_long_conversations_are_within_the_limits(tmp_path: Path) -> None:

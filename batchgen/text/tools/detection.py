@@ -50,7 +50,7 @@ def format_of(written: Written, special: Sequence[str]) -> str | None:
 def _markers(form: ToolFormat, text: str) -> float:
     """The share of a format's texts around names and values that is in a text; 0 without the first of them."""
     around = re.split("|".join((CALL.name, *CALL.arguments, *CALL.arguments.values())), form.write([CALL]))
-    pieces, bare = ["".join(piece.split()) for piece in around], "".join(text.split())
+    bare, *pieces = (re.sub(r"[\s\"']", "", each) for each in (text, *around))  # examples have names without quotes
     return 0 if form.whole or pieces[0] not in bare else sum(piece in bare for piece in pieces) / len(pieces)
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.text.reasoning import reasoning_of
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.tools.rows import tool_parser_of
 from tests.text.conftest import save_tokenizer
 from tests.text.tools.families import json_calls, template_of
+from tests.text.tools.shapes import lists, names, objects, others, tags
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 HERMES = json_calls("\n<tool_call>\n", "\n</tool_call>")
@@ -77,6 +79,17 @@ def test_a_format_is_the_one_that_reads_what_the_template_writes(name: str, tmp_
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
     parser = tool_parser_of(tokenizer, "auto")
     assert (None if parser is None else parser.name) == expected
+
+
+BUILT = {**objects.SHAPES, **lists.SHAPES, **names.SHAPES, **tags.SHAPES, **others.SHAPES}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_formats_of_templates_that_are_built_as_published_ones(name: str, tmp_path: Path) -> None:
+    shape = BUILT[name]
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=shape.template))
+    calls, thoughts = tool_parser_of(tokenizer, "auto"), reasoning_of(tokenizer, "auto")
+    assert (calls and calls.name, thoughts and thoughts.format.name) == (shape.calls, shape.thoughts)
 
 
 def test_tokens_of_the_vocabulary_alone_make_no_format(tmp_path: Path) -> None:
