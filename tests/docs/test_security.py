@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "batchgen" / "docs"
 
@@ -113,17 +115,14 @@ def test_each_allowed_place_is_used() -> None:
             assert name in names, f"{file} does not call {name}: take it off the list"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+@each("line", [
         "import pickle", "from yaml import load", "import joblib.numpy_pickle", "eval(row)", "exec(row)",
         "torch.load(x)", "__import__(row)", "os.system(row)", "torch.load(x, weights_only=False)", "marshal.loads(x)",
         "np.load(x)",
         "np.load(x, allow_pickle=True)", "AutoConfig.from_pretrained(x)", "f(trust_remote_code=True)", "Pipe()",
         "f({'trust_remote_code': row})", "subprocess.run(x)", "g(shell=True)", "importlib.import_module(row)",
         "ctypes.CDLL(row)", "subprocess.Popen(x, shell=given)",
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_rules_find_what_they_exclude(line: str) -> None:
     assert list(faults(line, "data/read/jsonl.py"))
 
