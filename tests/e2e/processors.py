@@ -26,3 +26,9 @@ def pause(logits: Tensor, rows: Sequence[Any]) -> Tensor:
         while Path("pause").exists():
             time.sleep(0.001)
     return logits
+
+
+PAUSED = {"max_new_tokens": 10, "ignore_eos": True, "custom_logit_processor": "pause", "custom_params": {"at": 5}}
+"""Fields of a row at whose fifth token a job waits while there is a file `pause`."""
+PAUSING = ["--logit-processor", "pause=tests.e2e.processors:pause"]
+"""Options of a command that reads such a row."""

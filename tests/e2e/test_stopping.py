@@ -15,15 +15,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from tests.e2e.processors import PAUSED, PAUSING
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, write_lines
 from tests.e2e.runner import Job, run, start
 
 ROWS = 120
 ROOT = Path(__file__).parents[2]
-
-
-PAUSED = {"max_new_tokens": 10, "ignore_eos": True, "custom_logit_processor": "pause", "custom_params": {"at": 5}}
-"""Fields of a row at whose fifth token a job waits while there is a file `pause`."""
 
 
 class Long:
@@ -33,7 +30,7 @@ class Long:
         rows = [*mixed_lines(ROWS - 1, seed=2, longest=40), {"id": "paused", "text": "Wait", **PAUSED}]
         source = write_lines(folder / "in.jsonl", rows)
         self.arguments: list[Any] = ["run", source, "--model", model, "--dtype", "float32", "--max-num-seqs", "8"]
-        self.arguments += ["--logit-processor", "pause=tests.e2e.processors:pause", "--commit-seconds", "1000", "-o"]
+        self.arguments += [*PAUSING, "--commit-seconds", "1000", "-o"]
         run([*self.arguments, "whole.parquet"], folder)
         self.table = read(folder / "whole.parquet")
 
