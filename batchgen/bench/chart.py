@@ -12,8 +12,8 @@ from typing import Any, Final
 from rich.console import Console
 
 from batchgen.bench.figures import RATE, SLOWDOWN, Figure, Spread, ours_over
-from batchgen.bench.peers import OURS
-from batchgen.bench.results import StoredFigures, read_figures
+from batchgen.bench.process import OURS
+from batchgen.bench.results import StoredFigures, print_notice, read_figures
 from batchgen.bench.table import engine_text, print_comparison, print_others, share_text
 from batchgen.errors import OutputError, UsageError
 
@@ -85,7 +85,7 @@ def draw_stored(path: Path, chart: Path | None, console: Console) -> None:
     if stored.figures:
         print_comparison(stored.figures, console)
     for peer in stored.skipped:
-        console.print(peer.line(), style="yellow", soft_wrap=True, markup=False)
+        print_notice(peer.line(), console)
     print_others(stored.others, console)
     if chart is not None:
         write_chart(chart, stored)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from batchgen.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.bench.config import ENGINELESS_WORKLOADS, OPTIONS, BenchConfig, bench_config
-from batchgen.bench.peers import parse_peers
+from batchgen.bench.process import parse_peers
 from batchgen.bench.results import parse_figures, read_figures
 from batchgen.bench.table import print_others
 from batchgen.errors import BatchgenError, Interrupted, UsageError
@@ -64,8 +64,7 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         start: starts an engine; see `run_bench`.
 
     Raises:
-        BatchgenError: as `run_bench`, `run_plan_bench`, `run_startup_bench`, `run_job_bench` and `run_eta_bench`; or
-            the chart cannot be drawn; or SIGTERM.
+        BatchgenError: as `run_bench`, or a command that is measured fails; the chart cannot be drawn; or SIGTERM.
     """
     compared = tuple(name for name in config.workloads if name not in ENGINELESS_WORKLOADS)
     engines = bool(compared) or not config.workloads
@@ -92,7 +91,8 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
 
     try:
         with _interrupt_on_signals():
-            _run_engineless(config, keep)
+            for line in _engineless_lines(config):
+                keep(json.dumps(line, ensure_ascii=False))
             print_others([json.loads(line) for line in lines], console)
             if engines:
                 from batchgen.bench.run import run_bench  # imports torch, which the workloads above do not need
@@ -105,24 +105,24 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
     draw()
 
 
-def _run_engineless(config: BenchConfig, emit: Callable[[str], None]) -> None:
-    """Run the workloads on which no engines are compared."""
+def _engineless_lines(config: BenchConfig) -> Iterator[dict[str, Any]]:
+    """JSON lines of the workloads on which no engines are compared."""
     if "plan" in config.workloads:
-        from batchgen.bench.planning import PlanSize, run_plan_bench
+        from batchgen.bench.jobs.planning import PlanSize, plan_lines
 
-        run_plan_bench(PlanSize.parse(config.plan_size), emit)
+        yield from plan_lines(PlanSize.parse(config.plan_size))
     if "startup" in config.workloads:
-        from batchgen.bench.subprocess_timing import run_startup_bench
+        from batchgen.bench.jobs.commands import startup_lines
 
-        run_startup_bench(config.repeat, emit)
+        yield from startup_lines(config.repeat)
     if "job" in config.workloads:
-        from batchgen.bench.rows_cost import run_job_bench
+        from batchgen.bench.jobs.commands import job_lines
 
-        run_job_bench(config.repeat, emit)
+        yield from job_lines(config.repeat)
     if "eta" in config.workloads:
-        from batchgen.bench.eta import run_eta_bench
+        from batchgen.bench.jobs.eta import eta_lines
 
-        run_eta_bench(config.repeat, emit)
+        yield from eta_lines(config.repeat)
 
 
 def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:

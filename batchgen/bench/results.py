@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from batchgen.bench.correctness import GateFailed
 from batchgen.bench.figures import Figure
-from batchgen.bench.peers import OURS, OWN_ENGINES
-from batchgen.bench.process import EngineExited, EngineFailed
+from batchgen.bench.gate import GateFailed
+from batchgen.bench.process import OURS, OWN_ENGINES, EngineExited, EngineFailed
 from batchgen.errors import UsageError
 
 _REQUIRED: Final = ("workload", "engine", "metric", "value")
@@ -77,18 +76,12 @@ class SkippedPeers:
         """Skip a peer on a workload (None: on all) and report the reason; only the first reason is kept."""
         if (engine, workload) not in self._reasons:
             self._reasons[engine, workload] = reason
-            line = SkippedPeer("", engine, workload, reason).line()
-            self.console.print(line, style="yellow", soft_wrap=True, markup=False)
+            print_notice(SkippedPeer("", engine, workload, reason).line(), self.console)
 
     def records(self, model: str, workloads: Sequence[str], measured: Collection[tuple[str, str]]) -> list[SkippedPeer]:
-        """A record of each skipped peer.
+        """A record of each skipped peer; `measured` is (engine, workload) of every figure.
 
         A peer that is skipped on all workloads but has figures of some gets a record of each other workload.
-
-        Args:
-            model: the run's model.
-            workloads: the run's workloads.
-            measured: (engine, workload) of every figure.
         """
         found = []
         for (engine, place), reason in self._reasons.items():
@@ -102,17 +95,19 @@ class SkippedPeers:
         return [SkippedPeer("", *place, reason).line() for place, reason in self._reasons.items()]
 
     def check(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Fail if there are peers and all of them are skipped on every workload.
-
-        Args:
-            pairs: (engine, workload) of everything that the run is to measure.
+        """Check that a peer is left of the (engine, workload) that the run is to measure, if there are peers.
 
         Raises:
-            EngineFailed: no peer is left.
+            EngineFailed: all of them are skipped on every workload.
         """
         peers = [pair for pair in pairs if pair[0] != OURS]
         if peers and all(self.has(*pair) for pair in peers):
             raise EngineFailed("no peer could be measured:\n" + "\n".join(self.lines()))
+
+
+def print_notice(text: str, console: Console) -> None:
+    """Print a line that is not about a figure."""
+    console.print(text, style="yellow", soft_wrap=True, markup=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.bench.correctness import FULL_EQUALITY
 from batchgen.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure, ours_over
-from batchgen.bench.peers import OURS
+from batchgen.bench.gate import FULL_EQUALITY
+from batchgen.bench.process import OURS
 
 _Cell = Callable[[Figure, "_RelatedFigures"], str]
 _UNLIMITED: Final = 10_000

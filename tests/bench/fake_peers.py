@@ -149,6 +149,7 @@ llama_model_default_params = llama_context_default_params = llama_model_get_voca
 
 
 def llama_model_load_from_file(path, params):
+    note("model", path.decode())
     return SimpleNamespace()
 
 
@@ -204,30 +205,6 @@ def llama_get_logits(context):
     return context.logits
 """
 
-_GGUF = """\
-from types import SimpleNamespace
-
-from fake_record import note
-
-GGMLQuantizationType = SimpleNamespace(F32="F32", F16="F16", BF16="BF16")
-quants = SimpleNamespace(quantize=lambda values, kind: values)
-
-
-class GGUFWriter:
-    def __init__(self, path, family):
-        self.path = path
-        note("family", family)
-
-    def add_tensor(self, name, values, raw_dtype="F32"):
-        note("tensor", name, list(values.shape), raw_dtype, float(values.sum()))
-
-    def write_tensors_to_file(self):
-        open(self.path, "w").close()
-
-    def __getattr__(self, name):
-        return lambda *arguments: note(name, *arguments)
-"""
-
 _FILES = {
     "fake_record.py": _RECORD,
     "openvino.py": _OPENVINO,
@@ -239,7 +216,6 @@ _FILES = {
     "vllm/platforms.py": _VLLM_PLATFORMS,
     "zentorch-2.13.dist-info/METADATA": "Metadata-Version: 2.1\nName: zentorch\nVersion: 2.13\n",
     "llama_cpp.py": _LLAMA_CPP,
-    "gguf.py": _GGUF,
 }
 
 

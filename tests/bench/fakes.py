@@ -12,8 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from batchgen.bench.peers import EngineSource
-from batchgen.bench.process import BenchEngine, Generated, LoadSpec
+from batchgen.bench.process import BenchEngine, EngineSource, Generated, LoadSpec
 from batchgen.bench.shapes import Shape
 from batchgen.bench.workloads import BenchRow
 

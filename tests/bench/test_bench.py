@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as RawTokenizer
 
 import batchgen
 from batchgen.bench.command import run_command as run_bench_command
-from batchgen.bench.correctness import Check, GateFailed, continues_to_json, gate_rows, returned_counts
+from batchgen.bench.config import BenchConfig
 from batchgen.bench.figures import Spread, ratios
-from batchgen.bench.peers import EngineSource, parse_peers
-from batchgen.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
-from batchgen.bench.run import BenchConfig, run_bench
+from batchgen.bench.gate import Check, GateFailed, continues_to_json, gate_rows, returned_counts
+from batchgen.bench.process import EngineFailed, EngineProcess, EngineSource, Generated, LoadSpec, parse_peers
+from batchgen.bench.run import run_bench
 from batchgen.bench.shapes import SHAPES, build_model, resolve_bench_model
 from batchgen.bench.workloads import BenchRow
 from batchgen.cli.app import run_command
@@ -198,7 +198,12 @@ def toy(tmp_path: Path, fast_rates: None) -> str:
 def test_run_alone(folder: Path, toy: str) -> None:
     lines: list[str] = []
     console = silent_console()
-    run_bench(BenchConfig((toy,), str(folder), "none", 2, "float32", "cpu", 1), lines.append, console, starting())
+    run_bench(
+        BenchConfig((toy,), str(folder), "none", 2, "float32", device="cpu", cpu_threads=1),
+        lines.append,
+        console,
+        starting(),
+    )
     figures = [json.loads(line) for line in lines]
     assert [(f["engine"], f["metric"]) for f in figures] == [
         ("batchgen", "output_tokens_per_second"),
@@ -236,7 +241,7 @@ def test_special_workloads_run_with_and_without_their_fields(
 
     lines: list[str] = []
     console = silent_console()
-    config = BenchConfig(names, str(folder), "transformers", 2, "bfloat16", "cpu", 1, peer_dtype="asked")
+    config = BenchConfig(names, str(folder), "transformers", 2, "bfloat16", "asked", "cpu", 1)
     run_bench_command(config, lines.append, console, starting(make))
     figures = [json.loads(line) for line in lines]
     rates = [(f["workload"], f["engine"]) for f in figures if f["metric"] == "output_tokens_per_second"]
@@ -294,7 +299,7 @@ def test_wrong_output_fails_the_run_without_figures(
 ) -> None:
     Path(toy).write_text(SPECIAL)
     lines: list[str] = []
-    config = BenchConfig((toy,), str(folder), "none", 1, "float32", "cpu", 1)
+    config = BenchConfig((toy,), str(folder), "none", 1, "float32", device="cpu", cpu_threads=1)
     with pytest.raises(GateFailed, match=message) as red:
         run_bench(config, lines.append, silent_console(), starting(engine))
     assert lines == []
@@ -357,7 +362,7 @@ def test_options_are_checked_before_anything_is_measured(
         raise AssertionError("measured")
 
     if arguments[:2] == ["plan", "unique"]:
-        monkeypatch.setattr("batchgen.bench.planning.run_plan_bench", never)
+        monkeypatch.setattr("batchgen.bench.jobs.planning.plan_lines", never)
     assert run_command(["bench", "--peers", "none", *arguments]) == 2
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.split())

@@ -9,8 +9,7 @@ import pytest
 
 from batchgen.bench import command
 from batchgen.bench.config import ENGINELESS_WORKLOADS, BenchConfig, bench_config, load_bench
-from batchgen.bench.peers import PEERS, VARIANTS
-from batchgen.bench.process import EngineFailed
+from batchgen.bench.process import PEERS, VARIANTS, EngineFailed
 from batchgen.bench.results import StoredFigures
 from batchgen.bench.shapes import DEMO, RANDOM, SHAPES
 from batchgen.bench.workload_defs import find_workloads
@@ -98,7 +97,7 @@ def test_a_failed_run_draws_what_it_measured(
     def fails(*_: object) -> None:
         raise EngineFailed("batchgen fell over")
 
-    monkeypatch.setattr("batchgen.bench.planning.run_plan_bench", lambda size, emit: emit('{"workload": "plan"}'))
+    monkeypatch.setattr("batchgen.bench.jobs.planning.plan_lines", lambda size: [{"workload": "plan"}])
     monkeypatch.setattr("batchgen.bench.run.run_bench", fails)
     arguments = ["bench", "plan", "unique", "--plan-size", "40x8", "--peers", "none", "--chart", "x.png"]
     assert run_command(arguments) == 1

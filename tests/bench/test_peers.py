@@ -12,12 +12,22 @@ from typing import Any, ClassVar
 
 import pytest
 
-from batchgen.bench.correctness import GateFailed
+from batchgen.bench.config import BenchConfig
 from batchgen.bench.engines import peer_tools
-from batchgen.bench.peers import PEERS, VARIANTS, EngineSource, parse_peers
-from batchgen.bench.process import EngineExited, EngineFailed, EngineProcess, Generated, LoadSpec
+from batchgen.bench.gate import GateFailed
+from batchgen.bench.process import (
+    PEERS,
+    VARIANTS,
+    EngineExited,
+    EngineFailed,
+    EngineProcess,
+    EngineSource,
+    Generated,
+    LoadSpec,
+    parse_peers,
+)
 from batchgen.bench.results import SkippedPeers
-from batchgen.bench.run import BenchConfig, best_setting, distinct_settings, run_bench
+from batchgen.bench.run import best_setting, distinct_settings, run_bench
 from batchgen.bench.workloads import BenchRow
 from batchgen.errors import UsageError
 from tests.bench.fakes import Stub, console_text, silent_console, starting
@@ -256,7 +266,7 @@ def run(folder: Path, tmp_path: Path, fast_rates: None, monkeypatch: pytest.Monk
         lines: list[str] = []
         console = silent_console()
         names, error = tuple(map(str, paths[:workloads])), None
-        config = BenchConfig(names, str(folder), ",".join(peers), 2, "bfloat16", "cpu", 1, tuned=tuned)
+        config = BenchConfig(names, str(folder), ",".join(peers), 2, "bfloat16", "best", "cpu", 1, tuned=tuned)
         start = starting(lambda source, spec: Model(source, spec, *peers.get(source.name, (0, ""))))
         try:
             run_bench(config, lines.append, console, start)

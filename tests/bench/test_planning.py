@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchgen.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts
+from batchgen.bench.jobs.planning import PLAN_SHAPES, PlanSize, draw_prompts
 from batchgen.cli.app import run_command
 from batchgen.errors import UsageError
 from tests.plan.trie import Trie, count_pages
@@ -37,7 +37,7 @@ def test_ids_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) ->
     for shape in PLAN_SHAPES:
         whole = np.concatenate(list(draw_prompts(shape, PlanSize(50, 21))))
         with monkeypatch.context() as patch:
-            patch.setattr("batchgen.bench.planning._BLOCK", 21 * 7)
+            patch.setattr("batchgen.bench.jobs.planning._BLOCK", 21 * 7)
             parts = list(draw_prompts(shape, PlanSize(50, 21)))
         assert len(parts) == 8
         assert np.array_equal(np.concatenate(parts), whole)
@@ -51,6 +51,6 @@ def test_invalid_sizes_are_rejected(text: str) -> None:
 
 def test_workloads_without_engines_import_no_torch() -> None:
     """The import takes seconds, and each shape is planned in a new process."""
-    modules = ", ".join(f"batchgen.bench.{name}" for name in ("planning", "subprocess_timing", "rows_cost"))
+    modules = ", ".join(f"batchgen.bench.jobs.{name}" for name in ("planning", "commands"))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

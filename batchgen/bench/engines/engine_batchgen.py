@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import batchgen
-from batchgen.bench.engines.peer_tools import PeerEngine
+from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting
 from batchgen.data.write.states import StateRecord, write_states_part
 from batchgen.data.write.states_result import write_states_result
 
@@ -42,7 +42,7 @@ class Engine(PeerEngine):
         self.dtype, self.device = str(spec.dtype).removeprefix("torch."), spec.device.type
         self.threads = torch.get_num_threads()
 
-    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+    def generate(self, rows: list[Row], setting: Setting) -> Outputs:
         """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
 
         The setting `{"flat": 1}` disables prefix groups: every row reads its prefix itself, as with a prefix cache.
@@ -50,7 +50,7 @@ class Engine(PeerEngine):
         collected = _Outputs(len(rows))
         with _without_prefix_groups() if setting.get("flat") else nullcontext():
             completions = self._engine.generate([_request_row(row) for row in rows])
-            if any("return_hidden_states" in row.get("fields", {}) for row in rows):
+            if any("return_hidden_states" in row["fields"] for row in rows):
                 _write_states(collected.records(completions))
             else:
                 for completion in completions:
@@ -111,13 +111,13 @@ def _write_states(records: Iterable[StateRecord]) -> None:
         write_states_result(Path(folder) / "out.hidden.parquet", [part], {})
 
 
-def _request_row(row: dict[str, Any]) -> dict[str, Any]:
-    samples = row.get("samples", 1)
+def _request_row(row: Row) -> dict[str, Any]:
+    samples = row["samples"]
     params = {"temperature": 0 if samples == 1 else 1.0, "max_new_tokens": row["max_new"], "ignore_eos": True}
     if samples > 1:
         params |= {"n": samples, "top_k": -1, "top_p": 1.0}
     images = {"image_data": row["image"]} if row.get("image") else {}
-    return {"input_ids": row["ids"], **images, **params, **row.get("fields", {})}
+    return {"input_ids": row["ids"], **images, **params, **row["fields"]}
 
 
 @contextmanager

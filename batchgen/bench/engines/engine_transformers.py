@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from batchgen.bench.engines.peer_tools import PeerEngine, expand_samples, join_samples, load_transformers
+from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting, load_transformers
 
 BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128, 256), "cuda": (64, 128, 256, 512)}
 
@@ -25,33 +25,29 @@ class Engine(PeerEngine):
     version = transformers.__version__
 
     def __init__(self, request: dict[str, Any]) -> None:
-        self._model = load_transformers(request)
-        self._folder = request["model"]
+        super().__init__(request)
+        self._model, self._folder = load_transformers(request), request["model"]
         self._processor: Any = None
         self.dtype = str(self._model.dtype).removeprefix("torch.")
-        self.device, self.threads = request["device"], torch.get_num_threads()
+        self.threads = torch.get_num_threads()
         orders: tuple[dict[str, int], ...] = ({}, {"prompt_first": 1})
         self.settings = [{"batch": size, **order} for order in orders for size in BATCH_SIZES[self.device]]
 
-    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate with fixed lengths, in batches of rows of similar length; each sample is a row of a batch."""
-        samples = expand_samples(rows)
+    def run(self, samples: list[Row], setting: Setting) -> Outputs:
+        """See `PeerEngine`. Batches have rows of similar length."""
         outputs: list[list[int]] = [[] for _ in samples]
         prompt_tokens = decode_rows = 0
         for sampled, members in static_batches(samples, setting["batch"], prompt_first="prompt_first" in setting):
-            width = max(len(samples[i]["ids"]) for i in members)
-            new = max(samples[i]["max_new"] for i in members)
             batch = [samples[i] for i in members]
+            width, new = max(len(row["ids"]) for row in batch), max(row["max_new"] for row in batch)
             tokens = self._batch(batch, width, new, _SAMPLED if sampled else _GREEDY)
             for i, ids in zip(members, tokens, strict=True):
                 outputs[i] = ids[: samples[i]["max_new"]]
             prompt_tokens += width * len(members)
             decode_rows += (new - 1) * len(members)
-        return join_samples(rows, outputs), {"prompt_tokens_computed": prompt_tokens, "decode_rows": decode_rows}
+        return outputs, {"prompt_tokens_computed": prompt_tokens, "decode_rows": decode_rows}
 
-    def _batch(
-        self, rows: list[dict[str, Any]], width: int, new: int, config: transformers.GenerationConfig
-    ) -> list[list[int]]:
+    def _batch(self, rows: list[Row], width: int, new: int, config: transformers.GenerationConfig) -> list[list[int]]:
         prompts = [row["ids"] for row in rows]
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
@@ -61,7 +57,7 @@ class Engine(PeerEngine):
         tokens: list[list[int]] = out[:, width:].tolist()
         return tokens
 
-    def _images(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def _images(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """What the model's own processor makes of the pictures of the rows, if they have any."""
         files = [base64.b64decode(row["image"]) for row in rows if row.get("image")]
         if not files:
@@ -77,9 +73,7 @@ class Engine(PeerEngine):
         return tensors
 
 
-def static_batches(
-    rows: Sequence[dict[str, Any]], size: int, *, prompt_first: bool = False
-) -> list[tuple[bool, list[int]]]:
+def static_batches(rows: Sequence[Row], size: int, *, prompt_first: bool = False) -> list[tuple[bool, list[int]]]:
     """Static batches of rows of similar lengths: (whether the rows are sampled, indices of rows).
 
     Greedy and sampled rows are in separate batches. Rows are sorted by output length, then prompt length, or the other
@@ -87,7 +81,7 @@ def static_batches(
     """
     batches = []
     for sampled in (False, True):
-        kept = [i for i, row in enumerate(rows) if (row.get("samples", 1) > 1) == sampled]
+        kept = [i for i, row in enumerate(rows) if row["sampled"] == sampled]
         lengths = {i: (-rows[i]["max_new"], -len(rows[i]["ids"])) for i in kept}
         kept.sort(key=lambda i: lengths[i][::-1] if prompt_first else lengths[i])
         batches += [(sampled, kept[begin : begin + size]) for begin in range(0, len(kept), size)]

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from batchgen.bench.engines.peer_tools import PeerEngine, load_transformers
+from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting, load_transformers
 
 _HANG_SECONDS = 120.0
 """Seconds without a finished request after which the engine is considered hung."""
@@ -27,8 +27,9 @@ class Engine(PeerEngine):
     """One model in memory. Settings are tokens per step on a CPU."""
 
     def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(request)
         self._model = load_transformers(request)
-        self.device, self.threads = request["device"], torch.get_num_threads()
+        self.threads = torch.get_num_threads()
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self._manager: Any = None
         if self.device != "cuda":
@@ -37,34 +38,30 @@ class Engine(PeerEngine):
         flash = is_flash_attn_3_available() or is_flash_attn_2_available()
         self.version = f"{transformers.__version__}, {'flash' if flash else 'SDPA'}"
 
-    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+    def prepare(self, rows: list[Row], setting: Setting) -> None:
         """Create and start the manager of the next pass."""
-        sampled = any(row.get("samples", 1) > 1 for row in rows)  # all rows of a workload have the same number
+        sampled = any(row["samples"] > 1 for row in rows)  # all rows of a workload have the same number
         config = transformers.GenerationConfig(
             do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=1, **(_SAMPLED if sampled else {})
         )
-        step_tokens = setting.get("batched_tokens", _STEP_TOKENS[0])
-        on_cpu = self.device != "cuda"
-        small = {"continuous_batching_config": cpu_batching(self._model, rows, step_tokens)} if on_cpu else {}
+        small = {}
+        if self.device != "cuda":
+            step_tokens = setting.get("batched_tokens", _STEP_TOKENS[0])
+            small["continuous_batching_config"] = cpu_batching(self._model, rows, step_tokens)
         with torch.no_grad():
             self._manager = self._model.init_continuous_batching(generation_config=config, **small)
             if self.device == "cuda":
                 self._manager.warmup()
             self._manager.start()
 
-    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate with fixed lengths; every sample is a request. Rows are sorted so that prefixes are adjacent."""
+    def run(self, samples: list[Row], setting: Setting) -> Outputs:
+        """See `PeerEngine`. Every sample is a request; they are sorted so that prefixes are adjacent."""
         manager, self._manager = self._manager, None
-        order = sorted(range(len(rows)), key=lambda i: rows[i]["ids"])
-        owners: dict[str, int] = {}
-        outputs: list[list[int]] = [[] for _ in rows]
+        outputs: list[list[int]] = [[] for _ in samples]
         try:
-            for i in order:
-                for sample in range(rows[i].get("samples", 1)):
-                    name = f"{i}-{sample}"
-                    owners[name] = i
-                    manager.add_request(rows[i]["ids"], request_id=name, max_new_tokens=rows[i]["max_new"])
-            left = len(owners)
+            for i in sorted(range(len(samples)), key=lambda i: samples[i]["ids"]):
+                manager.add_request(samples[i]["ids"], request_id=str(i), max_new_tokens=samples[i]["max_new"])
+            left = len(samples)
             while left:
                 result = manager.get_result(timeout=_HANG_SECONDS)
                 if result is None:
@@ -72,7 +69,7 @@ class Engine(PeerEngine):
                 if result.is_finished():
                     if result.error is not None:
                         raise RuntimeError(str(result.error))
-                    outputs[owners[result.request_id]] += result.generated_tokens
+                    outputs[int(result.request_id)] = result.generated_tokens
                     left -= 1
         finally:  # the process cannot exit while the manager's thread runs
             manager.stop(block=True, timeout=5)
@@ -80,13 +77,13 @@ class Engine(PeerEngine):
         return outputs, {}
 
 
-def cpu_batching(model: Any, rows: list[dict[str, Any]], step_tokens: int) -> transformers.ContinuousBatchingConfig:
+def cpu_batching(model: Any, rows: list[Row], step_tokens: int) -> transformers.ContinuousBatchingConfig:
     """Configuration on a CPU, with blocks for all rows, up to `_CACHE_BYTES`. The default takes nearly all memory."""
     made = transformers.ContinuousBatchingConfig(max_batch_tokens=step_tokens)
     sizes = model.config.get_text_config()
     heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     bytes_of_token = 2 * sizes.num_hidden_layers * heads * width * model.dtype.itemsize
-    wanted = sum(row.get("samples", 1) * (-(-(len(row["ids"]) + row["max_new"]) // made.page_size) + 1) for row in rows)
+    wanted = sum(row["samples"] * (-(-(len(row["ids"]) + row["max_new"]) // made.page_size) + 1) for row in rows)
     made.num_blocks = max(2, min(wanted, _CACHE_BYTES // (bytes_of_token * made.page_size)))
     return made

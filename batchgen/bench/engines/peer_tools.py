@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 _MIN_SPEEDUP = 1.25
 """Speedup above which a difference is not noise."""
@@ -30,18 +30,29 @@ _MEASURE_SECONDS = 0.3
 Row = dict[str, Any]
 """{"ids": [...], "max_new": n, "samples": n, "fields": {...}, "image": ""}; only batchgen's engines get `fields`."""
 Setting = dict[str, Any]
+Outputs = tuple[list[list[int]], dict[str, int]]
+"""New ids of each row, those of its samples concatenated, and counted quantities."""
+_DEVICES = {"cpu": "CPUs", "cuda": "GPUs"}
 
 
-class PeerEngine(Protocol):
-    """One model in the memory of one engine. Its constructor loads the model of a request, a `LoadSpec` as a dict."""
+class PeerEngine:
+    """One model in the memory of one engine. Its constructor loads the model of a request, a `LoadSpec` as a dict.
+
+    Args:
+        request: the request.
+        only: the device that the engine supports, if it is one.
+    """
 
     version: str
     dtype: str
     """Data type in use, which need not be the requested one."""
-    device: str
-    threads: int
     settings: Sequence[Setting] = ({},)
     """Settings worth trying."""
+
+    def __init__(self, request: dict[str, Any], only: str = "") -> None:
+        self.dtype, self.device, self.threads = request["dtype"], request["device"], request["threads"]
+        if only and self.device != only:
+            raise RuntimeError(f"supported on {_DEVICES[only]} only; give --device {only}")
 
     def prepare(self, rows: list[Row], setting: Setting) -> None:
         """Called before each `generate`, outside the measured time.
@@ -50,13 +61,16 @@ class PeerEngine(Protocol):
         `rows`, the rows of the pass, cannot reuse.
         """
 
-    def generate(self, rows: list[Row], setting: Setting) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate every row to its full length: greedily, or at temperature 1 for rows of several samples.
+    def generate(self, rows: list[Row], setting: Setting) -> Outputs:
+        """Generate every row to its full length: greedily, or at temperature 1 for rows of several samples."""
+        samples = [row | {"sampled": row["samples"] > 1} for row in rows for _ in range(row["samples"])]
+        outputs, counted = self.run(samples, setting)
+        parts = iter(outputs)
+        return [[i for _ in range(row["samples"]) for i in next(parts)] for row in rows], counted
 
-        Returns:
-            The new ids of each row, those of its samples concatenated, and counted quantities.
-        """
-        ...
+    def run(self, samples: list[Row], setting: Setting) -> Outputs:
+        """Generate rows of one sample each, at temperature 1 if `sampled`. Unused where `generate` is overridden."""
+        raise NotImplementedError
 
 
 def serve(name: str, requests: TextIO, replies: TextIO) -> None:
@@ -103,26 +117,6 @@ def _child_cpu_seconds(parent: int) -> float:
                 user, system = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13]
                 seconds += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + _child_cpu_seconds(child)
     return seconds
-
-
-def require_cpu(request: dict[str, Any]) -> None:
-    """Reject other devices than the CPU."""
-    if request["device"] != "cpu":
-        raise RuntimeError("supported on CPUs only; give --device cpu")
-
-
-def expand_samples(rows: Sequence[Row]) -> list[Row]:
-    """One row for each sample, for engines without a number of samples per row; see `join_samples`.
-
-    Rows keep their `samples`: a value above 1 means temperature 1 instead of greedy.
-    """
-    return [row for row in rows for _ in range(row.get("samples", 1))]
-
-
-def join_samples(rows: Sequence[Row], outputs: Sequence[list[int]]) -> list[list[int]]:
-    """Outputs of `rows`, with those of a row's samples concatenated, from the outputs of `expand_samples(rows)`."""
-    parts = iter(outputs)
-    return [[i for _ in range(row.get("samples", 1)) for i in next(parts)] for row in rows]
 
 
 def prefix_waves(prompts: Sequence[Sequence[int]], least: int) -> list[list[int]]:

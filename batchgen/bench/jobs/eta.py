@@ -8,21 +8,18 @@ disturb the time of day more than anything that is judged here.
 from __future__ import annotations
 
 import json
-import resource
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
 
-from batchgen.bench.machine import commit_name, cpu_name, processors
-from batchgen.bench.rows_cost import run_half
+from batchgen.bench.jobs.commands import CommandFailed, run_batchgen, run_half, write_rows
+from batchgen.bench.machine import machine
 from batchgen.bench.shapes import resolve_bench_model
-from batchgen.bench.subprocess_timing import CommandFailed, batchgen_process
 
 Row = Mapping[str, Any]
 MakeRows = Callable[[np.random.Generator], Iterable[Row]]
@@ -60,19 +57,15 @@ def _plain(count: int, prompt: tuple[int, int], output: tuple[int, int]) -> Make
 
     def rows(rng: np.random.Generator) -> Iterator[Row]:
         for _ in range(count):
-            yield _row(_ids(rng, *prompt), int(rng.integers(output[0], output[1] + 1)))
+            yield _row(_ids(rng, *prompt), int(rng.integers(*output, endpoint=True)))
 
     return rows
 
 
-def _sorted(count: int, prompt: tuple[int, int], output: tuple[int, int]) -> MakeRows:
-    """The same, the shortest outputs first."""
-
-    def rows(rng: np.random.Generator) -> Iterator[Row]:
-        for tokens in np.sort(rng.integers(output[0], output[1] + 1, size=count)).tolist():
-            yield _row(_ids(rng, *prompt), tokens)
-
-    return rows
+def _sorted(rng: np.random.Generator) -> Iterator[Row]:
+    """The rows of `_MIXED` with the shortest outputs first."""
+    for tokens in np.sort(rng.integers(8, 513, size=1500)).tolist():
+        yield _row(_ids(rng, 32, 256), tokens)
 
 
 def _tree(levels: tuple[tuple[int, int], ...], output: int, **more: object) -> MakeRows:
@@ -111,34 +104,21 @@ _MIXED_TEXT: Final = "1,500 prompts of 32-256 tokens, 8-512 out"
 ETA_JOBS: Final = (
     EtaJob("short-in-long-out", "1,000 prompts of 8-16 tokens, 512 out", _plain(1000, (8, 16), (512, 512))),
     EtaJob("long-in-short-out", "700 prompts of 1,000-1,900 tokens, 8 out", _plain(700, (1000, 1900), (8, 8))),
-    EtaJob(
-        "shared-prefix",
-        "3,500 prompts of 32 tokens after one prefix of 1,024, 128 out",
-        _tree(((1, 1024), (3500, 32)), 128),
-    ),
-    EtaJob(
-        "tree",
-        "a root of 300, 20 groups of 500, 10 of 120 in each, 20 prompts of 30 in each, 96 out",
-        _tree(((1, 300), (20, 500), (10, 120), (20, 30)), 96),
-    ),
+    EtaJob("shared-prefix", "3,500 prompts of 32 tokens after one prefix of 1,024, 128 out",
+           _tree(((1, 1024), (3500, 32)), 128)),
+    EtaJob("tree", "a root of 300, 20 groups of 500, 10 of 120 in each, 20 prompts of 30 in each, 96 out",
+           _tree(((1, 300), (20, 500), (10, 120), (20, 30)), 96)),
     EtaJob("mixed", _MIXED_TEXT, _MIXED),
-    EtaJob("mixed-sorted", f"{_MIXED_TEXT}, the shortest outputs first", _sorted(1500, (32, 256), (8, 512))),
-    EtaJob(
-        "n-samples",
-        "600 prompts of 200 tokens, 8 samples of 128 each",
-        _tree(((600, 200),), 128, n=8, temperature=1.0),
-    ),
+    EtaJob("mixed-sorted", f"{_MIXED_TEXT}, the shortest outputs first", _sorted),
+    EtaJob("n-samples", "600 prompts of 200 tokens, 8 samples of 128 each",
+           _tree(((600, 200),), 128, n=8, temperature=1.0)),
     EtaJob("long-tail", "150 prompts of 32-256 tokens, 64 out, but ten of 10,000 out", _long_tail),
-    EtaJob("scoring", "2,800 prompts of 200-600 tokens, three texts of 40 tokens each to score", _scored, model="demo"),
-    EtaJob("copies", "6,400 rows, of which half copy another one and a seventh is invalid", _repeated, model="demo"),
+    EtaJob("scoring", "2,800 prompts of 200-600 tokens, three texts of 40 tokens each to score", _scored, "demo"),
+    EtaJob("copies", "6,400 rows, of which half copy another one and a seventh is invalid", _repeated, "demo"),
     EtaJob("few-pages", f"{_MIXED_TEXT}, in a small KV cache", _MIXED, options=("--kv-memory", "64MiB")),
-    EtaJob(
-        "resumed",
-        "3,600 prompts of 32-256 tokens, 8-512 out, half of them committed before",
-        _plain(3600, (32, 256), (8, 512)),
-        resumed=True,
-    ),
-)
+    EtaJob("resumed", "3,600 prompts of 32-256 tokens, 8-512 out, half of them committed before",
+           _plain(3600, (32, 256), (8, 512)), resumed=True),
+)  # fmt: skip
 """Jobs in order."""
 
 FROM_SHARE: Final = 0.05
@@ -172,86 +152,37 @@ class EtaLine:
 
 
 @dataclass(frozen=True, slots=True)
-class EtaFigure:
-    """How well the time left of one job was estimated. Errors are (estimated - true) / true time left, in per cent."""
-
-    workload: str
-    job: str
-    model: str
-    description: str
-    rows: int
+class _Run:
+    lines: list[EtaLine]
     seconds: float
-    """Length of the generating phase, the median of the repeats."""
-    worst_error: float
-    """The largest error in size from 5 % to 95 % of the phase, the median of the repeats."""
-    worst_of_all: float
-    """The same, the largest of the repeats."""
-    lines: int
-    """Progress lines that were judged, in all repeats."""
-    within_10_percent: float
-    """Share of these lines within 10 %, in per cent."""
-    by_rows_worst_error: float | None
-    """The largest error of the average rate of rows; None if it never predicts anything."""
-    errors: Mapping[str, float | None]
-    """Share of the phase in per cent -> error of the first line from then on, the median of the repeats."""
-    in_range: float
-    """Share of all lines with an estimate whose range holds the true time, in per cent."""
-    repeat: int
+    """Length of the generating phase."""
     processor_share: float
-    """Processor time of the command relative to the time of day that it took; other programs lower it."""
-    processors: int
-    cpu: str
-    commit: str | None
-
-    def to_json(self) -> str:
-        """One JSON line."""
-        return json.dumps(asdict(self), ensure_ascii=False)
 
 
-def run_eta_bench(repeat: int, emit: Callable[[str], None], jobs: Sequence[EtaJob] = ETA_JOBS) -> list[EtaFigure]:
-    """Run every job `repeat` times and pass one JSON line for each to `emit`.
+def eta_lines(repeat: int, jobs: Sequence[EtaJob] = ETA_JOBS) -> Iterator[dict[str, Any]]:
+    """Run every job `repeat` times and return its JSON line.
 
     Raises:
         CommandFailed: a command failed, or a job to resume ended before it was killed.
     """
-    figures = []
     with tempfile.TemporaryDirectory(prefix="batchgen-eta-") as scratch:
         folder = Path(scratch)
         for number, job in enumerate(jobs):
             rows = list(job.rows(np.random.default_rng(number)))
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (folder / f"{job.name}.jsonl").write_text(text, encoding="utf-8")
-            runs = [_run(folder, job, len(rows), str(at)) for at in range(repeat)]
-            figures.append(_figure(job, len(rows), runs))
-            emit(figures[-1].to_json())
-    return figures
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    lines: list[EtaLine]
-    seconds: float
-    processor_share: float
+            write_rows(folder / f"{job.name}.jsonl", rows)
+            yield _line(job, len(rows), [_run(folder, job, len(rows), str(at)) for at in range(repeat)])
 
 
 def _run(folder: Path, job: EtaJob, rows: int, at: str) -> _Run:
     """Run a job and read its progress lines."""
-    command = _command(job, rows, at)
+    output, log = f"{job.name}-{at}.parquet", folder / "progress.jsonl"
+    command = ["run", f"{job.name}.jsonl", "-o", output, "--commit-every", str(max(1, rows // _PARTS))]
+    command += ["--model", resolve_bench_model(job.model), *_OPTIONS, *job.options]
     if job.resumed:
-        run_half(folder, command, f"{job.name}-{at}.parquet", rows)
-    log = folder / "progress.jsonl"
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    with batchgen_process(command, folder, stderr=log, start=("-c", _START)) as process:
-        process.communicate()
-    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        run_half(folder, command, output, rows)
+    times = run_batchgen(command, folder, stderr=log, start=("-c", _START))
     lines, seconds = read_lines(log.read_text(encoding="utf-8").splitlines())
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return _Run(lines, seconds, cpu / wall)
-
-
-def _command(job: EtaJob, rows: int, at: str) -> list[str]:
-    files = [f"{job.name}.jsonl", "-o", f"{job.name}-{at}.parquet", "--commit-every", str(max(1, rows // _PARTS))]
-    return ["run", *files, "--model", resolve_bench_model(job.model), *_OPTIONS, *job.options]
+    return _Run(lines, seconds, times.cpu / times.total)
 
 
 def read_lines(log: Iterable[str]) -> tuple[list[EtaLine], float]:
@@ -260,7 +191,8 @@ def read_lines(log: Iterable[str]) -> tuple[list[EtaLine], float]:
     Raises:
         CommandFailed: the phase did not begin or did not end.
     """
-    values = [line for line in _objects(log) if "phase" in line]
+    # A log may hold other lines, such as warnings of libraries.
+    values = [line for line in map(json.loads, (line for line in log if line.startswith("{"))) if "phase" in line]
     generating = [line for line in values if line["phase"] == "generating"]
     ended = [line["seconds"] for line in values if line["phase"] == "writing"]
     if not generating or not ended:
@@ -273,13 +205,6 @@ def read_lines(log: Iterable[str]) -> tuple[list[EtaLine], float]:
         ends = line["eta_seconds_min"], line["eta_seconds_max"]
         lines.append(EtaLine(seconds, line["eta_seconds"], by_rows, *ends))
     return lines, ended[0] - began
-
-
-def _objects(log: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a log, which may hold other lines, such as warnings of libraries."""
-    for line in log:
-        if line.startswith("{"):
-            yield json.loads(line)
 
 
 def errors_of(lines: Sequence[EtaLine], seconds: float) -> dict[float, float | None]:
@@ -300,42 +225,45 @@ def _worst(errors: Sequence[float | None]) -> float:
     return max((100.0 if error is None else abs(error) for error in errors), default=0.0)
 
 
-def _figure(job: EtaJob, rows: int, runs: Sequence[_Run]) -> EtaFigure:
+def _line(job: EtaJob, rows: int, runs: Sequence[_Run]) -> dict[str, Any]:
+    """How well the time left of one job was estimated.
+
+    Errors are (estimated - true) / true time left, in per cent: `worst_error` is the largest in size from 5 % to 95 %
+    of the phase, `worst_of_all` the largest of all repeats, `by_rows_worst_error` that of the average rate of rows, and
+    `errors` those of the first line from a share of the phase on. `lines` are judged, of all repeats; `in_range` is the
+    share of lines with an estimate whose range holds the true time. `processor_share` is the processor time of the
+    command relative to the time of day that it took; other programs lower it. Values are medians of the repeats.
+    """
     judged = [errors_of(run.lines, run.seconds) for run in runs]
     worst = [_worst(list(errors.values())) for errors in judged]
     every = [error for errors in judged for error in errors.values()]
+    left = [(line, run.seconds - line.seconds, line.seconds / run.seconds) for run in runs for line in run.lines]
     by_rows = [
-        _error(line.by_rows, run.seconds - line.seconds)
-        for run in runs
-        for line in run.lines
-        if line.by_rows is not None and FROM_SHARE <= line.seconds / run.seconds <= TO_SHARE
+        _error(line.by_rows, true)
+        for line, true, share in left
+        if line.by_rows is not None and FROM_SHARE <= share <= TO_SHARE
     ]
     held = [
-        line.least <= run.seconds - line.seconds <= line.most
-        for run in runs
-        for line in run.lines
-        if line.least is not None and line.most is not None
+        line.least <= true <= line.most for line, true, _ in left if line.least is not None and line.most is not None
     ]
-    return EtaFigure(
-        workload="eta",
-        job=job.name,
-        model=job.model,
-        description=job.description,
-        rows=rows,
-        seconds=round(median(run.seconds for run in runs), 1),
-        worst_error=round(median(worst), 1),
-        worst_of_all=round(max(worst), 1),
-        lines=len(every),
-        within_10_percent=round(100 * sum(_worst([error]) <= 10 for error in every) / max(1, len(every)), 1),
-        by_rows_worst_error=round(_worst(by_rows), 1) if by_rows else None,
-        errors={f"{100 * share:g}": _at(judged, share) for share in _CHECKPOINTS},
-        in_range=round(100 * sum(held) / max(1, len(held)), 1),
-        repeat=len(runs),
-        processor_share=round(median(run.processor_share for run in runs), 3),
-        processors=processors(),
-        cpu=cpu_name(),
-        commit=commit_name(),
-    )
+    return {
+        "workload": "eta",
+        "job": job.name,
+        "model": job.model,
+        "description": job.description,
+        "rows": rows,
+        "seconds": round(median(run.seconds for run in runs), 1),
+        "worst_error": round(median(worst), 1),
+        "worst_of_all": round(max(worst), 1),
+        "lines": len(every),
+        "within_10_percent": round(100 * sum(_worst([error]) <= 10 for error in every) / max(1, len(every)), 1),
+        "by_rows_worst_error": round(_worst(by_rows), 1) if by_rows else None,
+        "errors": {f"{100 * share:g}": _at(judged, share) for share in _CHECKPOINTS},
+        "in_range": round(100 * sum(held) / max(1, len(held)), 1),
+        "repeat": len(runs),
+        "processor_share": round(median(run.processor_share for run in runs), 3),
+        **machine(),
+    }
 
 
 def _at(judged: Sequence[Mapping[float, float | None]], share: float) -> float | None:
