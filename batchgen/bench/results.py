@@ -22,8 +22,13 @@ _REQUIRED: Final = ("workload", "engine", "metric", "value")
 _LEFT_OUT: Final = "left_out"
 """Metric of the JSON line of a skipped peer, which has a reason instead of a value."""
 _SPREAD: Final = ("min", "max")
-_TYPE_NAMES: Final = {"str": "a text", "int": "a whole number", "float": "a number", "Mapping": "an object"}
-"""Start of a field's type annotation -> its name in error messages."""
+_TYPES: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
+    "str": ((str,), "a text"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "Mapping": ((dict,), "an object"),
+}
+"""Start of a field's type annotation -> types of its value, and their name in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +154,21 @@ def parse_figures(text: str, where: str) -> StoredFigures:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
+        here = f"{where}, line {number}"
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UsageError(
-                f"{where}, line {number} is not JSON ({error.msg}): it must be what `batchgen bench` prints"
-            ) from None
+            raise UsageError(f"{here} is not JSON ({error.msg}): it must be what `batchgen bench` prints") from None
         if not isinstance(values, dict):
-            raise UsageError(f"{where}, line {number} is not a JSON object")
+            raise UsageError(f"{here} is not a JSON object")
         if values.get("metric") == _LEFT_OUT:
-            peer = _skipped_peer(values, f"{where}, line {number}")
+            peer = _skipped_peer(values, here)
             skipped[peer.model, peer.engine, peer.workload] = peer
         elif all(name in values for name in _REQUIRED):
-            figure = _figure(values, f"{where}, line {number}")
-            figures.pop(_key(figure), None)
-            figures[_key(figure)] = figure
+            f = _figure(values, here)
+            key = (f.model, f.workload, f.engine, f.dtype, f.device, f.threads, f.metric)
+            figures.pop(key, None)
+            figures[key] = f
         else:
             others.append(values)
     if not figures and not others:
@@ -179,35 +184,23 @@ def _skipped_peer(values: Mapping[str, Any], where: str) -> SkippedPeer:
     return SkippedPeer(str(model or ""), engine, workload, str(values.get("reason")))
 
 
-def _key(figure: Figure) -> tuple[Any, ...]:
-    return (figure.model, figure.workload, figure.engine, figure.dtype, figure.device, figure.threads, figure.metric)
-
-
 def _figure(values: Mapping[str, Any], where: str) -> Figure:
     """The figure of a JSON object written by this or another version. Ignores unknown keys."""
     types = {known.name: str(known.type) for known in fields(Figure)}
-    given = {name: values[name] for name in types if name in values}
-    found = given | {name: given["value"] for name in _SPREAD if name not in given}
+    found = {name: value for name, value in values.items() if name in types}
+    found |= {name: values["value"] for name in _SPREAD if name not in found}
     for name, value in found.items():
-        if not _fits(types[name], value):
-            expected = next(text for start, text in _TYPE_NAMES.items() if types[name].startswith(start))
+        kind, _, optional = types[name].partition(" | ")
+        allowed, expected = _TYPES[kind.partition("[")[0]]
+        fits = isinstance(value, allowed) and not isinstance(value, bool)
+        if isinstance(value, float):
+            fits = fits and math.isfinite(value)
+        elif fits and kind.startswith("Mapping[str, Mapping"):
+            fits = all(isinstance(one, dict) for one in value.values())
+        if not fits and not (optional and value is None):
             raise UsageError(f"{where}: `{name}` must be {expected}, got {value!r}")
     for name, numbers in (("ratio", ("median", *_SPREAD)), ("floors", ("share",))):
         for key, one in found.get(name, {}).items():
             if not all(isinstance(one.get(number), int | float) and one[number] > 0 for number in numbers):
                 raise UsageError(f"{where}: `{name}` of {key} must have {', '.join(numbers)} above 0, got {one!r}")
     return Figure(**found)
-
-
-def _fits(kind: str, value: Any) -> bool:
-    """Whether a value has the type `kind`, an annotation of a field of `Figure`."""
-    if kind.startswith("Mapping[str, Mapping"):
-        return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
-    if kind.startswith("Mapping"):
-        return isinstance(value, dict)
-    if value is None:
-        return kind.endswith("| None")
-    if kind.startswith("str"):
-        return isinstance(value, str)
-    number = isinstance(value, int) or (kind.startswith("float") and isinstance(value, float) and math.isfinite(value))
-    return number and not isinstance(value, bool)

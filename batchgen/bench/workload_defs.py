@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Final, get_args
 import numpy as np
 
 from batchgen.bench.config import ENGINELESS_WORKLOADS, did_you_mean
-from batchgen.bench.demo_tasks.tasks import TASKS, draw
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, RowsAt, Workload, check_range
 from batchgen.demo import model_path
+from batchgen.demo.tasks import TASKS, draw
 from batchgen.errors import RowError, UsageError
 from batchgen.media.images import image_of
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml

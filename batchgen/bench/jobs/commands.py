@@ -30,8 +30,8 @@ from typing import Any, Final
 import pyarrow.parquet as pq
 
 import batchgen
-from batchgen.bench.demo_tasks.tasks import rows as task_rows
 from batchgen.bench.machine import machine
+from batchgen.demo.tasks import rows as task_rows
 from batchgen.errors import BatchgenError
 
 
