@@ -111,34 +111,31 @@ def parse_peers(text: str) -> list[EngineSource]:
             raise UsageError(f"--peers: {problem}; known: {', '.join(known)} (or auto, none)")
         if any(peer.name == name for peer in peers):
             raise UsageError(f"--peers: {name} is given more than once")
-        peers.append(_baseline(value) if name == BASELINE else _source(name, value if given else None))
+        peers.append(_source(name, value if given else None))
     return peers
 
 
-def _source(name: str, python: str | None) -> EngineSource:
-    """The source of a peer, with the interpreter that is given."""
-    if name in VARIANTS:
-        if python is not None:
-            raise UsageError(f"--peers: {name} is this batchgen with other options and has no Python; leave =... out")
-        return EngineSource(name)
-    if python is not None and (not python or Path(python).expanduser().is_dir()):
-        problem = f"got the folder {python}" if python else "got nothing"
-        example = f"{name}={python or 'ENVIRONMENT'}/bin/python"
+def _source(name: str, value: str | None) -> EngineSource:
+    """The source of a peer, with the interpreter or folder that is given."""
+    path = Path(value or "").expanduser()
+    if name == BASELINE:
+        if not value or not (path.resolve() / OURS / "__init__.py").is_file():
+            problem = f"{BASELINE} must name a checkout of batchgen, {BASELINE}=FOLDER, got {value or ''!r}"
+            raise UsageError(f"--peers: {problem}")
+        return EngineSource(BASELINE, root=str(path.resolve()))
+    if name in VARIANTS and value is not None:
+        raise UsageError(f"--peers: {name} is this batchgen with other options and has no Python; leave =... out")
+    if value is not None and (not value or path.is_dir()):
+        problem = f"got the folder {value}" if value else "got nothing"
+        example = f"{name}={value or 'ENVIRONMENT'}/bin/python"
         raise UsageError(f"--peers: {name}= must name a Python interpreter, {problem}; for example {example}")
-    source = EngineSource(name) if python is None else EngineSource(name, str(Path(python).expanduser()))
-    if missing := _missing_modules(source):
+    source = EngineSource(name) if value is None else EngineSource(name, str(path))
+    if name in PEERS and (missing := _missing_modules(source)):
         raise UsageError(
             f"--peers: {source.python} cannot import {missing}; install it there, or give "
             f"--peers {name}=PYTHON with a Python that has it"
         )
     return source
-
-
-def _baseline(folder: str) -> EngineSource:
-    root = Path(folder).expanduser().resolve()
-    if not folder or not (root / OURS / "__init__.py").is_file():
-        raise UsageError(f"--peers: {BASELINE} must name a checkout of batchgen, {BASELINE}=FOLDER, got {folder!r}")
-    return EngineSource(BASELINE, root=str(root))
 
 
 def _missing_modules(source: EngineSource) -> str:
@@ -205,8 +202,8 @@ class BenchEngine(Protocol):
         ...
 
 
-class EngineProcess:
-    """A `BenchEngine` behind pipes. Use as a context manager, or call `close`.
+class EngineProcess(BenchEngine):
+    """An engine behind pipes. Use as a context manager, or call `close`.
 
     Args:
         source: the engine to run.
@@ -249,17 +246,13 @@ class EngineProcess:
         except BaseException:
             self.close()
             raise
-        self.version: str = loaded["version"]
-        self.dtype: str = loaded["dtype"]
-        self.device: str = loaded["device"]
-        self.threads: int = loaded["threads"]
-        self.settings: Sequence[Mapping[str, int]] = loaded["settings"]
+        self.version, self.dtype, self.device = loaded["version"], loaded["dtype"], loaded["device"]
+        self.threads, self.settings = loaded["threads"], loaded["settings"]
 
     def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
         """See `BenchEngine.generate`."""
-        return Generated(
-            **self._request({"op": "generate", "rows": [asdict(row) for row in rows], "setting": dict(setting)})
-        )
+        sent = [asdict(row) for row in rows]
+        return Generated(**self._request({"op": "generate", "rows": sent, "setting": dict(setting)}))
 
     def close(self) -> None:
         """Close the process's input and wait for its end; kill it if it does not end."""

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,12 +56,13 @@ class SkippedPeers:
     """The peers that a run skips; each is reported on the console once, when it is skipped."""
 
     console: Console
-    _reasons: dict[tuple[str, str | None], str] = field(default_factory=dict)
-    """(engine, workload, or None for all of them) -> reason."""
+    model: str = ""
+    _peers: dict[tuple[str, str | None], SkippedPeer] = field(default_factory=dict)
+    """(engine, workload, or None for all of them) -> its record."""
 
     def has(self, engine: str, workload: str | None = None) -> bool:
         """Whether a peer is skipped on a workload, or, without one, in the whole run."""
-        return (engine, None) in self._reasons or (engine, workload) in self._reasons
+        return (engine, None) in self._peers or (engine, workload) in self._peers
 
     @contextmanager
     def on_failure(self, engine: str, workload: str | None = None) -> Iterator[None]:
@@ -79,25 +80,24 @@ class SkippedPeers:
 
     def skip(self, engine: str, workload: str | None, reason: str) -> None:
         """Skip a peer on a workload (None: on all) and report the reason; only the first reason is kept."""
-        if (engine, workload) not in self._reasons:
-            self._reasons[engine, workload] = reason
-            print_notice(SkippedPeer("", engine, workload, reason).line(), self.console)
+        if (engine, workload) not in self._peers:
+            peer = self._peers[engine, workload] = SkippedPeer(self.model, engine, workload, reason)
+            print_notice(peer.line(), self.console)
 
-    def records(self, model: str, workloads: Sequence[str], measured: Collection[tuple[str, str]]) -> list[SkippedPeer]:
+    def records(self, workloads: Sequence[str], measured: Collection[tuple[str, str]]) -> Iterator[SkippedPeer]:
         """A record of each skipped peer; `measured` is (engine, workload) of every figure.
 
         A peer that is skipped on all workloads but has figures of some gets a record of each other workload.
         """
-        found = []
-        for (engine, place), reason in self._reasons.items():
-            partly_measured = place is None and any((engine, name) in measured for name in workloads)
-            places = [name for name in workloads if (engine, name) not in measured] if partly_measured else [place]
-            found += [SkippedPeer(model, engine, name, reason) for name in places]
-        return found
+        for (engine, place), peer in self._peers.items():
+            if place is None and any((engine, name) in measured for name in workloads):
+                yield from (replace(peer, workload=name) for name in workloads if (engine, name) not in measured)
+            else:
+                yield peer
 
     def lines(self) -> list[str]:
         """One line for each skipped peer."""
-        return [SkippedPeer("", *place, reason).line() for place, reason in self._reasons.items()]
+        return [peer.line() for peer in self._peers.values()]
 
     def check(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Check that a peer is left of the (engine, workload) that the run is to measure, if there are peers.

@@ -106,14 +106,16 @@ def run_bench(
     start = start or partial(EngineProcess, timeout=config.timeout)
     tuned = [] if config.tuned is None else read_figures(config.tuned, "--tuned").figures
     gate = Gate.of(workloads, model.vocab_size, peers=any(source.name not in OWN_ENGINES for source in sources))
-    bench = _Bench(config, folder, model, workloads, sources, start, console, tuned, gate, SkippedPeers(console))
+    bench = _Bench(
+        config, folder, model, workloads, sources, start, console, tuned, gate, SkippedPeers(console, config.model)
+    )
     bench.check_outputs()
     figures: list[Figure] = []
     for figure in bench.measure():
         emit(figure.to_json())
         figures.append(figure)
     measured = {(figure.engine, figure.workload) for figure in figures}
-    for peer in bench.skipped.records(config.model, [workload.name for workload in workloads], measured):
+    for peer in bench.skipped.records([workload.name for workload in workloads], measured):
         emit(peer.to_json())
     print_comparison(figures, console)
     for line in bench.skipped.lines():
@@ -236,11 +238,11 @@ class _Bench:
         yield from workload_figures(about, [one for _, one in measured], work, flops, bandwidth)
 
     def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
-        engines: list[BenchEngine] = []
+        engines, spec = [], self._load_spec(str(self.model.dtype).removeprefix("torch."), workloads)
         for source in self.sources:
             if not all(self._skips(source.name, workload) for workload in workloads):
                 with self.skipped.on_failure(source.name):
-                    engines.append(stack.enter_context(self.start(source, self._load_spec(self._dtype, workloads))))
+                    engines.append(stack.enter_context(self.start(source, spec)))
         requested = torch.get_num_threads()
         for engine in engines:
             if engine.threads != requested:
@@ -282,10 +284,6 @@ class _Bench:
         text = f"{self.config.tuned} has no setting of {engine.name} for {workload.name}; trying its settings"
         print_notice(text, self.console)
         return None
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
 
     def _load_spec(self, dtype: str, workloads: Sequence[BenchWorkload]) -> LoadSpec:
         """What engines load for these workloads."""

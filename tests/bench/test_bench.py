@@ -14,7 +14,6 @@ from tokenizers import Tokenizer as RawTokenizer
 import batchgen
 from batchgen.bench.command import run_command as run_bench_command
 from batchgen.bench.config import BenchConfig
-from batchgen.bench.figures import Spread, ratios
 from batchgen.bench.gate import Check, GateFailed, continues_to_json, gate_rows, returned_counts
 from batchgen.bench.process import EngineFailed, EngineProcess, EngineSource, Generated, LoadSpec, parse_peers
 from batchgen.bench.run import run_bench
@@ -309,13 +308,6 @@ def test_wrong_output_fails_the_run_without_figures(
 def test_rows_longer_than_the_context_are_an_error(folder: Path) -> None:
     with pytest.raises(UsageError, match="shared-prefix has rows of up to 1088 tokens, the model's context is 128"):
         run_bench(BenchConfig(("shared-prefix",), str(folder)), print, silent_console())
-
-
-def test_ratios_are_computed_pair_by_pair() -> None:
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
-    assert ratios([10.0, 20.0, 40.0], [10.0, 10.0, 10.0]) == Spread(2.0, 1.0, 4.0)
-    # A slow phase of the machine affects both values of a pair.
-    assert ratios([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == Spread(2.0, 2.0, 2.0)
 
 
 def test_baseline_runs_another_checkout(tmp_path: Path, folder: Path) -> None:

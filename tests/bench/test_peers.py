@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from batchgen.bench.command import run_command
 from batchgen.bench.config import BenchConfig
 from batchgen.bench.engines import peer_tools
 from batchgen.bench.gate import GateFailed
@@ -27,7 +28,7 @@ from batchgen.bench.process import (
     parse_peers,
 )
 from batchgen.bench.results import SkippedPeers
-from batchgen.bench.run import best_setting, distinct_settings, run_bench
+from batchgen.bench.run import best_setting, distinct_settings
 from batchgen.bench.workloads import BenchRow
 from batchgen.errors import UsageError
 from tests.bench.fakes import Stub, console_text, silent_console, starting
@@ -262,14 +263,14 @@ def run(folder: Path, tmp_path: Path, fast_rates: None, monkeypatch: pytest.Monk
         paths.append(tmp_path / f"{name}.toml")
         paths[-1].write_text(TOYS.format(name, rows))
 
-    def measure(workloads: int = 2, tuned: Path | None = None, **peers: tuple[int, str]) -> Run:
+    def measure(workloads: int = 2, files: Mapping[str, Path] = {}, **peers: tuple[int, str]) -> Run:
         lines: list[str] = []
         console = silent_console()
         names, error = tuple(map(str, paths[:workloads])), None
-        config = BenchConfig(names, str(folder), ",".join(peers), 2, "bfloat16", "best", "cpu", 1, tuned=tuned)
+        config = BenchConfig(names, str(folder), ",".join(peers), 2, "bfloat16", "best", "cpu", 1, **files)
         start = starting(lambda source, spec: Model(source, spec, *peers.get(source.name, (0, ""))))
         try:
-            run_bench(config, lines.append, console, start)
+            run_command(config, lines.append, console, start)
         except (EngineFailed, GateFailed, UsageError) as found:
             error = found
         return Run([json.loads(line) for line in lines], console_text(console), error)
@@ -285,13 +286,13 @@ def test_settings_of_an_earlier_run_are_used_for_the_same_workload(
     assert "has no setting" not in first.text
     stored = tmp_path / "figures.jsonl"
     stored.write_text("".join(json.dumps({**f, "setting": {"eager": 1}}) + "\n" for f in first.figures))
-    again = run(tuned=stored, vllm=(0, ""))
+    again = run(files={"tuned": stored}, vllm=(0, ""))
     set_to = {(f["engine"], f["workload"]): f["setting"] for f in again.figures}
     assert set_to["vllm", "toy"] == {"eager": 1}
     assert f"vllm on toy: setting {{'eager': 1}} from {stored}" in again.text
     assert set_to["vllm", "next"] in Model.tries
     assert f"{stored} has no setting of vllm for next; trying its settings" in again.text
-    assert "--tuned: cannot read" in str(run(tuned=tmp_path / "none.jsonl", vllm=(0, "")).error)
+    assert "--tuned: cannot read" in str(run(files={"tuned": tmp_path / "none.jsonl"}, vllm=(0, "")).error)
 
 
 def test_engines_are_measured_after_a_first_pass_and_marked_if_rows_differ(run: Any) -> None:
@@ -349,6 +350,13 @@ def test_a_run_fails_without_a_working_peer_and_if_batchgen_fails(run: Any) -> N
     assert measured.engines("toy") == ["batchgen"]
     assert "batchgen failed at load" in str(run(batchgen=(0, "load"), vllm=(0, "")).error)
     assert "batchgen on toy in float32, checked row 0" in str(run(batchgen=(1, ""), vllm=(0, "")).error)
+
+
+def test_a_failed_run_draws_what_it_measured(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = run(files={"chart": tmp_path / "x.svg"}, batchgen=(0, "25 rows in bfloat16"), vllm=(0, ""))
+    assert "batchgen failed at 25 rows in bfloat16" in str(found.error)
+    assert "toy" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
 # Processes

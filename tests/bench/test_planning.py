@@ -20,8 +20,10 @@ from tests.plan.trie import Trie, count_pages
 def test_each_shape_has_a_line_with_correct_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Flags of the command override those of a file."""
+    (tmp_path / "bench.toml").write_text('workloads = ["plan"]\nplan_size = "9x9"')
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert run_command(["bench", "plan", "--plan-size", "60x33"]) == 0
+    assert run_command(["bench", "--config", str(tmp_path / "bench.toml"), "--plan-size", "60x33"]) == 0
     for shape, line in zip(PLAN_SHAPES, capsys.readouterr().out.splitlines(), strict=True):
         found = json.loads(line)
         prompts = np.concatenate(list(draw_prompts(shape, PlanSize(60, 33)))).reshape(60, 33).tolist()
@@ -30,7 +32,7 @@ def test_each_shape_has_a_line_with_correct_counts(
         assert found["page_waste"] == pytest.approx(count_pages(prompts, [1] * 60, [64] * 60, 16).waste, abs=1e-6)
         assert found["ids_bytes"] == 60 * 33 * 4
         assert set(found["phases"]) == {"sort", "tree", "dedup", "counts", "scheduler"}
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.toml"]
 
 
 def test_ids_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:

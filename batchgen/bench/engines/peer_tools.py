@@ -26,7 +26,6 @@ _MIN_SPEEDUP = 1.25
 """Speedup above which a difference is not noise."""
 _MEASURE_SECONDS = 0.3
 """Duration of a measurement; background work of an engine that has just been loaded must not distort it."""
-
 Row = dict[str, Any]
 """{"ids": [...], "max_new": n, "samples": n, "fields": {...}, "image": ""}; only batchgen's engines get `fields`."""
 Setting = dict[str, Any]
@@ -84,28 +83,22 @@ def serve(name: str, requests: TextIO, replies: TextIO) -> None:
                 names = ("version", "dtype", "device", "threads")
                 reply = {name: getattr(engine, name) for name in names} | {"settings": list(engine.settings)}
             else:
-                reply = _timed_pass(engine, request["rows"], request["setting"])
+                rows, setting = request["rows"], request["setting"]
+                engine.prepare(rows, setting)
+                cpu, begin = _cpu_seconds(), time.perf_counter()
+                outputs, counted = engine.generate(rows, setting)
+                reply = {"seconds": time.perf_counter() - begin, "cpu_seconds": _cpu_seconds() - cpu}
+                reply |= {"outputs": outputs, "counted": counted}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-def _timed_pass(engine: PeerEngine, rows: list[Row], setting: Setting) -> dict[str, Any]:
-    engine.prepare(rows, setting)
-    cpu, begin = _cpu_seconds(), time.perf_counter()
-    outputs, counted = engine.generate(rows, setting)
-    seconds = time.perf_counter() - begin
-    return {"outputs": outputs, "counted": counted, "seconds": seconds, "cpu_seconds": _cpu_seconds() - cpu}
-
-
 def _cpu_seconds() -> float:
     """Processor time (user and system) of all threads of this process and its child processes."""
-    seconds = _child_cpu_seconds(os.getpid())
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        seconds += usage.ru_utime + usage.ru_stime
-    return seconds
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return _child_cpu_seconds(os.getpid()) + sum(one.ru_utime + one.ru_stime for one in usage)
 
 
 def _child_cpu_seconds(parent: int) -> float:

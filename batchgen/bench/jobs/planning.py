@@ -183,19 +183,14 @@ def _deep_tree(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
     return _ids(above, position)
 
 
-def _identical(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
+def _same(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
     """The same prompt in every row."""
     return _ids(np.zeros((len(rows), 1), np.uint64), position)
 
 
-def _unshared(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
-    """Prompts that share nothing, except by chance."""
-    return _ids(rows[:, None], position)
-
-
 def _near_duplicates(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
     """The same prompt in every row, with two ids changed at random positions."""
-    ids = _identical(rows, position, size)
+    ids = _same(rows, position, size)
     for change in range(2):
         random = _hash(rows * np.uint64(2) + np.uint64(change))
         positions = (random % np.uint64(size.tokens)).astype(np.int64)
@@ -206,8 +201,8 @@ def _near_duplicates(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s
 PLAN_SHAPES: dict[str, Callable[[UInt64s, UInt64s, PlanSize], Int32s]] = {
     "common-roots": _common_roots,
     "deep-tree": _deep_tree,
-    "identical": _identical,
-    "unshared": _unshared,
+    "identical": _same,
+    "unshared": lambda rows, position, _: _ids(rows[:, None], position),  # but by chance
     "near-duplicates": _near_duplicates,
 }
 """Shape -> function from row numbers [R] and positions [T] to ids [R, T], in order of measurement."""
