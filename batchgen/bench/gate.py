@@ -229,8 +229,7 @@ class Gate:
 
     def record_reference(self, engine: BenchEngine) -> None:
         """Generate and store the reference's ids, one row at a time."""
-        for name, rows in self.rows.items():
-            self.expected[name] = engine.generate(rows, {"batch": 1}).outputs
+        self.expected.update((name, engine.generate(rows, {"batch": 1}).outputs) for name, rows in self.rows.items())
 
     def record_merged(self, workload: BenchWorkload, engine: BenchEngine) -> None:
         """Generate and store the ids of a reference with the workload's first adapter merged."""

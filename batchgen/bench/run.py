@@ -192,7 +192,7 @@ class _Bench:
         return self.skipped.has(engine, workload.name) or not _supports(engine, workload)
 
     def _say(self, text: str) -> None:
-        self.console.print(text, style="dim", soft_wrap=True, markup=False)
+        self.console.print(text, style="dim")
 
     def measure(self) -> Iterator[Figure]:
         """Run interleaved repeats of each workload on all engines, each in one process throughout."""
@@ -247,7 +247,7 @@ class _Bench:
         for engine in engines:
             if engine.threads != requested:
                 text = f"{engine.name} computes with {engine.threads} threads, not {requested}, as its figures show"
-                print_notice(text, self.console)
+                self.console.print(text, style="yellow", markup=False)
         return engines
 
     def _prepare(
@@ -279,7 +279,8 @@ class _Bench:
         for figure in self.tuned:
             there = figure.workload, figure.model, figure.engine, figure.dtype, figure.device, figure.threads
             if there == here:
-                self._say(f"{engine.name} on {workload.name}: setting {dict(figure.setting)} from {self.config.tuned}")
+                text = f"{engine.name} on {workload.name}: setting {dict(figure.setting)} from {self.config.tuned}"
+                self.console.print(text, style="dim", soft_wrap=True, markup=False)
                 return figure.setting
         text = f"{self.config.tuned} has no setting of {engine.name} for {workload.name}; trying its settings"
         print_notice(text, self.console)

@@ -27,7 +27,6 @@ from batchgen.bench.process import (
     LoadSpec,
     parse_peers,
 )
-from batchgen.bench.results import SkippedPeers
 from batchgen.bench.run import best_setting, distinct_settings
 from batchgen.bench.workloads import BenchRow
 from batchgen.errors import UsageError
@@ -174,37 +173,6 @@ def test_settings_differ_if_any_key_differs() -> None:
     assert distinct_settings(settings, 8) == [settings[0], settings[2], settings[3]]
 
 
-# Skipped peers
-
-
-def test_peers_are_skipped_on_one_workload_or_on_all() -> None:
-    console = silent_console()
-    skipped = SkippedPeers(console)
-    with skipped.on_failure("other", "toy"):
-        raise EngineFailed("other failed:\n  out of [memory]")
-    assert skipped.has("other", "toy")
-    assert not skipped.has("other", "next")
-    assert not skipped.has("other")
-    skipped.check([("batchgen", "toy"), ("other", "toy"), ("other", "next")])
-    with pytest.raises(EngineFailed, match=r"no peer could be measured:\nleft out: other of toy: other failed: out of"):
-        skipped.check([("batchgen", "toy"), ("other", "toy")])
-    skipped.check([("batchgen", "toy")])
-    with skipped.on_failure("other", "next"):
-        raise EngineExited("it is gone")
-    assert skipped.has("other")
-    assert skipped.has("other", "any")
-    assert skipped.lines() == [
-        "left out: other of toy: other failed: out of [memory]",
-        "left out: other: it is gone",
-    ]
-    assert console_text(console).splitlines() == skipped.lines()
-    for ours in ("batchgen", "baseline", "deterministic"):
-        with pytest.raises(GateFailed), skipped.on_failure(ours, "toy"):
-            raise GateFailed("red")
-    with pytest.raises(KeyError), skipped.on_failure("other"):  # a bug in the benchmark is not a peer's failure
-        raise KeyError
-
-
 # Whole runs
 
 
@@ -221,7 +189,9 @@ class Model(Stub):
 
     def fail(self, when: str) -> None:
         if self._fails_at == when:
-            raise EngineFailed(f"{self.name} failed at {when}")
+            raise EngineFailed(f"{self.name} failed at {when}:\n  out of [memory]")
+        if self._fails_at == f"bug at {when}":
+            raise KeyError(when)
         if self._fails_at == f"gone at {when}":
             raise EngineExited(f"{self.name} ended at {when}")
 
@@ -324,9 +294,15 @@ def test_a_failing_peer_is_skipped_and_reported(run: Any, fails_at: str, of: str
     assert set(others[-1]["ratio"]) == {"batchgen"}
     assert (last["metric"], last["engine"], last["value"]) == ("left_out", "vllm", None)
     assert last["workload"] == ("next" if in_toy else None), "the workload that was not measured"
-    reason = f"vllm failed at {fails_at}" if "gone" not in fails_at else fails_at.replace("gone", "vllm ended")
+    gone = "gone" in fails_at
+    reason = fails_at.replace("gone", "vllm ended") if gone else f"vllm failed at {fails_at}: out of [memory]"
     assert last["reason"] == reason
     assert found.text.splitlines()[-1] == f"left out: vllm{of}: {reason}"
+
+
+def test_a_bug_of_the_benchmark_is_not_a_peers_failure(run: Any) -> None:
+    with pytest.raises(KeyError):
+        run(1, vllm=(0, "bug at load"))
 
 
 def test_a_peer_with_wrong_or_too_few_ids_is_skipped_on_that_workload(run: Any) -> None:
@@ -349,7 +325,8 @@ def test_a_run_fails_without_a_working_peer_and_if_batchgen_fails(run: Any) -> N
     assert "no peer could be measured" in str(measured.error)
     assert measured.engines("toy") == ["batchgen"]
     assert "batchgen failed at load" in str(run(batchgen=(0, "load"), vllm=(0, "")).error)
-    assert "batchgen on toy in float32, checked row 0" in str(run(batchgen=(1, ""), vllm=(0, "")).error)
+    for ours in ("batchgen", "deterministic"):
+        assert f"{ours} on toy in float32, checked row 0" in str(run(**{ours: (1, ""), "vllm": (0, "")}).error)
 
 
 def test_a_failed_run_draws_what_it_measured(run: Any, tmp_path: Path) -> None:

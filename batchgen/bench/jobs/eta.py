@@ -139,16 +139,16 @@ _CHECKPOINTS: Final = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class EtaLine:
-    """A progress line of the generating phase."""
+    """A progress line of the generating phase. Errors are (estimated - true) / true time left, in per cent."""
 
-    seconds: float
-    """Since generating began."""
-    eta: float | None
-    by_rows: float | None
-    """What the average rate of rows would predict."""
-    least: float | None
-    most: float | None
-    """Ends of the range."""
+    share: float
+    """Of the phase that has passed."""
+    error: float | None
+    """None without an estimate."""
+    error_by_rows: float | None
+    """What the average rate of rows would have; None if it predicts nothing."""
+    in_range: bool | None
+    """Whether the range of the estimate holds the true time; None without a range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,29 +198,21 @@ def read_lines(log: Iterable[str]) -> tuple[list[EtaLine], float]:
     if not generating or not ended:
         raise CommandFailed("batchgen run showed no progress of its generating phase")
     began, rows_then = generating[0]["seconds"], generating[0]["rows_done"]
-    lines = []
+    length, lines = ended[0] - began, []
     for line in generating:
         seconds, done = line["seconds"] - began, line["rows_done"] - rows_then
+        left, ends = length - seconds, (line["eta_seconds_min"], line["eta_seconds_max"])
         by_rows = seconds / done * (line["rows"] - line["rows_done"]) if done else None
-        ends = line["eta_seconds_min"], line["eta_seconds_max"]
-        lines.append(EtaLine(seconds, line["eta_seconds"], by_rows, *ends))
-    return lines, ended[0] - began
+        held = None if None in ends else ends[0] <= left <= ends[1]
+        lines.append(EtaLine(seconds / length, _error(line["eta_seconds"], left), _error(by_rows, left), held))
+    return lines, length
 
 
-def errors_of(lines: Sequence[EtaLine], seconds: float) -> dict[float, float | None]:
-    """Share of the phase -> error of its estimate in per cent, for the lines that are judged; None without estimate."""
-    found: dict[float, float | None] = {}
-    for line in lines:
-        if FROM_SHARE <= (share := line.seconds / seconds) <= TO_SHARE:
-            found[share] = None if line.eta is None else _error(line.eta, seconds - line.seconds)
-    return found
+def _error(estimated: float | None, left: float) -> float | None:
+    return None if estimated is None or not left else 100.0 * (estimated - left) / left
 
 
-def _error(estimated: float, left: float) -> float:
-    return 100.0 * (estimated - left) / left
-
-
-def _worst(errors: Sequence[float | None]) -> float:
+def _worst(errors: Iterable[float | None]) -> float:
     """The largest error in size; no estimate is as wrong as one of 0."""
     return max((100.0 if error is None else abs(error) for error in errors), default=0.0)
 
@@ -228,24 +220,22 @@ def _worst(errors: Sequence[float | None]) -> float:
 def _line(job: EtaJob, rows: int, runs: Sequence[_Run]) -> dict[str, Any]:
     """How well the time left of one job was estimated.
 
-    Errors are (estimated - true) / true time left, in per cent: `worst_error` is the largest in size from 5 % to 95 %
-    of the phase, `worst_of_all` the largest of all repeats, `by_rows_worst_error` that of the average rate of rows, and
-    `errors` those of the first line from a share of the phase on. `lines` are judged, of all repeats; `in_range` is the
-    share of lines with an estimate whose range holds the true time. `processor_share` is the processor time of the
-    command relative to the time of day that it took; other programs lower it. Values are medians of the repeats.
+    Errors are those of `EtaLine`: `worst_error` is the largest in size from 5 % to 95 % of the phase, `worst_of_all`
+    the largest of all repeats, `by_rows_worst_error` that of the average rate of rows, and `errors` those of the first
+    line from a share of the phase on. `lines` are judged, of all repeats; `in_range` is the share of lines with an
+    estimate whose range holds the true time. `processor_share` is the processor time of the command relative to the
+    time of day that it took; other programs lower it. Values are medians of the repeats.
     """
-    judged = [errors_of(run.lines, run.seconds) for run in runs]
-    worst = [_worst(list(errors.values())) for errors in judged]
-    every = [error for errors in judged for error in errors.values()]
-    left = [(line, run.seconds - line.seconds, line.seconds / run.seconds) for run in runs for line in run.lines]
-    by_rows = [
-        _error(line.by_rows, true)
-        for line, true, share in left
-        if line.by_rows is not None and FROM_SHARE <= share <= TO_SHARE
-    ]
-    held = [
-        line.least <= true <= line.most for line, true, _ in left if line.least is not None and line.most is not None
-    ]
+    judged = [{line.share: line for line in run.lines if FROM_SHARE <= line.share <= TO_SHARE} for run in runs]
+    every = [line for lines in judged for line in lines.values()]
+    worst = [_worst(line.error for line in lines.values()) for lines in judged]
+    by_rows = [line.error_by_rows for line in every if line.error_by_rows is not None]
+    held = [line.in_range for run in runs for line in run.lines if line.in_range is not None]
+    errors: dict[str, float | None] = {}
+    for share in _CHECKPOINTS:
+        first = [next((line.error for line in lines.values() if line.share >= share), None) for lines in judged]
+        known = [error for error in first if error is not None]
+        errors[f"{100 * share:g}"] = round(median(known), 1) if known else None
     return {
         "workload": "eta",
         "job": job.name,
@@ -256,18 +246,11 @@ def _line(job: EtaJob, rows: int, runs: Sequence[_Run]) -> dict[str, Any]:
         "worst_error": round(median(worst), 1),
         "worst_of_all": round(max(worst), 1),
         "lines": len(every),
-        "within_10_percent": round(100 * sum(_worst([error]) <= 10 for error in every) / max(1, len(every)), 1),
+        "within_10_percent": round(100 * sum(_worst([line.error]) <= 10 for line in every) / max(1, len(every)), 1),
         "by_rows_worst_error": round(_worst(by_rows), 1) if by_rows else None,
-        "errors": {f"{100 * share:g}": _at(judged, share) for share in _CHECKPOINTS},
+        "errors": errors,
         "in_range": round(100 * sum(held) / max(1, len(held)), 1),
         "repeat": len(runs),
         "processor_share": round(median(run.processor_share for run in runs), 3),
         **machine(),
     }
-
-
-def _at(judged: Sequence[Mapping[float, float | None]], share: float) -> float | None:
-    """Median error of each run's first judged line from `share` on."""
-    first = [next((error for at, error in errors.items() if at >= share), None) for errors in judged]
-    known = [error for error in first if error is not None]
-    return round(median(known), 1) if known else None
