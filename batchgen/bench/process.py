@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Timer
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
 
 import batchgen
 from batchgen.bench.config import did_you_mean
@@ -39,22 +39,30 @@ order, as soon as there are pages for their prompts, and shows the gain of batch
 OWN_ENGINES = (OURS, BASELINE, *VARIANTS)
 """Engines that are batchgen: all of their ids must equal the reference's, and a failure ends the run. Only they run
 rows with fields; a peer would do less work on them."""
-PEERS: Final[dict[str, tuple[str, ...]]] = {
-    "transformers": ("transformers",),
-    "transformers-continuous": ("transformers",),
-    "vllm": ("vllm",),
-    "vllm-zentorch": ("vllm", "zentorch"),
-    "sglang": ("sglang",),
-    "openvino": ("openvino_genai",),
-    "llama.cpp": ("llama_cpp",),
+
+
+class Peer(NamedTuple):
+    """An engine to compare with."""
+
+    script: str
+    """`engines/engine_SCRIPT.py` runs it."""
+    modules: tuple[str, ...]
+    """Modules that must be importable."""
+    has_torch: bool = True
+    """False: its environment has no torch, so this process chooses the fastest dtype."""
+
+
+PEERS: Final = {
+    "transformers": Peer("transformers", ("transformers",)),
+    "transformers-continuous": Peer("transformers", ("transformers",)),
+    "vllm": Peer("vllm", ("vllm",)),
+    "vllm-zentorch": Peer("vllm", ("vllm", "zentorch")),
+    "sglang": Peer("sglang", ("sglang",)),
+    "openvino": Peer("openvino", ("openvino_genai",), has_torch=False),
+    "llama.cpp": Peer("llama_cpp", ("llama_cpp",), has_torch=False),
 }
-"""Peer -> modules that must be importable. Its script is `engines/engine_NAME.py`, with _ for hyphens and dots."""
-_SCRIPTS: Final = {**dict.fromkeys(OWN_ENGINES, OURS), "vllm-zentorch": "vllm"}
-"""Engine -> name of its script, if they differ."""
 _AUTO: Final = ("transformers",)
 """Peers of `--peers auto`; the others usually need a separate environment."""
-_WITHOUT_TORCH: Final = ("llama.cpp", "openvino")
-"""Peers without torch, for which the parent process chooses the fastest dtype."""
 _WORKER: Final = Path(__file__).parent / "engines" / "peer_tools.py"
 _THREADS: Final = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM", "RAYON_NUM")
 """Environment variables, without _THREADS, from which libraries read their number of threads, the same for all engines.
@@ -88,7 +96,7 @@ class EngineSource:
     @property
     def script(self) -> str:
         """Name of its script in `engines/`, without the suffix."""
-        return "engine_" + _SCRIPTS.get(self.name, self.name).replace("-", "_").replace(".", "_")
+        return f"engine_{PEERS[self.name].script if self.name in PEERS else OURS}"
 
 
 def parse_peers(text: str) -> list[EngineSource]:
@@ -140,7 +148,7 @@ def _source(name: str, value: str | None) -> EngineSource:
 
 def _missing_modules(source: EngineSource) -> str:
     """Modules of the engine that the interpreter does not find (without importing them); empty if there are none."""
-    modules = PEERS[source.name]
+    modules = PEERS[source.name].modules
     code = "import sys, importlib.util as u; sys.exit(' '.join(m for m in sys.argv[1:] if not u.find_spec(m)) or 0)"
     try:
         done = subprocess.run([source.python, "-c", code, *modules], capture_output=True, text=True, check=False)
@@ -240,7 +248,7 @@ class EngineProcess(BenchEngine):
         try:
             options = {**spec.options, **VARIANTS.get(source.name, {})}
             request = {"op": "load", "engine": source.name, **asdict(spec), "options": options}
-            if source.name in _WITHOUT_TORCH:
+            if source.name in PEERS and not PEERS[source.name].has_torch:
                 request["dtype"] = fastest_dtype(request)
             loaded = self._request(request)
         except BaseException:

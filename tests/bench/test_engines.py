@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from batchgen.bench.engines.engine_transformers_continuous import cpu_batching
+from batchgen.bench.engines.engine_transformers import cpu_batching
 from batchgen.bench.gate import Check, returned_counts
 from batchgen.bench.shapes import adapter_folders, merge_adapter
 from batchgen.bench.workload_defs import MORE_WORKLOADS, DemoWorkload
@@ -111,5 +111,5 @@ def test_continuous_batching_allocates_blocks_for_all_rows(folder: Path) -> None
 
 @pytest.mark.parametrize("name", ["transformers", "transformers-continuous"])
 def test_transformers_computes_in_the_fastest_dtype(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.bench.engines.peer_tools.fastest_dtype", lambda request: "bfloat16")
+    monkeypatch.setattr("batchgen.bench.engines.engine_transformers.fastest_dtype", lambda request: "bfloat16")
     assert in_process(name, folder).dtype == "bfloat16"

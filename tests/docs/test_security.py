@@ -49,7 +49,7 @@ ALLOWED = {
     "Pipe": set(),
 }
 """Calls that run code or programs: the files that may make them, below batchgen/, and why."""
-PEERS = {"bench/engines/engine_openvino.py", "bench/engines/peer_tools.py", "text/tokenizer.py"}
+PEERS = {"bench/engines/engine_openvino.py", "bench/engines/engine_transformers.py", "text/tokenizer.py"}
 """Files whose `from_pretrained` gives the argument otherwise, or loads in a process of a benchmark only."""
 
 

@@ -48,7 +48,7 @@ def peer(name: str) -> EngineSource:
     Raises:
         Absent: it is not importable.
     """
-    missing = [module for module in PEERS[name] if find_spec(module) is None]
+    missing = [module for module in PEERS[name].modules if find_spec(module) is None]
     if missing:
         raise Absent(f"{name}: {missing[0]} is not importable")
     return EngineSource(name)

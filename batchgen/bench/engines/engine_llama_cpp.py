@@ -53,10 +53,10 @@ class Engine(PeerEngine):
         path = cached_conversion(request["cache"], model, kind, lambda folder: _convert(model, folder, self.dtype))
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
-        self._model = llama_cpp.llama_model_load_from_file(str(path / "model.gguf").encode(), params)
-        if not self._model:
+        self.model = llama_cpp.llama_model_load_from_file(str(path / "model.gguf").encode(), params)
+        if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
-        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def run(self, samples: list[Row], setting: Setting) -> Outputs:
         """See `PeerEngine`.
@@ -66,12 +66,12 @@ class Engine(PeerEngine):
         """
         for row in samples:
             row["output"] = []
-        by_length = (lambda row: row["ids"]) if setting["shared"] else (lambda row: (-row["max_new"], -len(row["ids"])))
-        ordered = sorted(samples, key=by_length)
+        if setting["shared"]:
+            ordered = sorted(samples, key=lambda row: row["ids"])
+        else:
+            ordered = sorted(samples, key=lambda row: (-row["max_new"], -len(row["ids"])))
         batches = [ordered[i : i + setting["batch"]] for i in range(0, len(ordered), setting["batch"])]
-        context = _Context(
-            self._model, self._vocab, batches, setting, gguf.GGMLQuantizationType[_TYPES[self.dtype]], self.threads
-        )
+        context = _Context(self, batches, setting)
         try:
             for batch in batches:
                 context.generate(batch)
@@ -83,23 +83,21 @@ class Engine(PeerEngine):
 class _Context:
     """A llama.cpp context that generates batches of sequences one after another."""
 
-    def __init__(
-        self, model: Any, vocab: int, batches: Sequence[Sequence[Row]], setting: Setting, kind: int, threads: int
-    ) -> None:
+    def __init__(self, engine: Engine, batches: Sequence[Sequence[Row]], setting: Setting) -> None:
         self.counted = {"prompt_tokens_computed": 0, "decode_rows": 0}
         self._random = np.random.default_rng(0)
-        self._vocab, self._shared = vocab, bool(setting["shared"])
+        self._vocab, self._shared = engine.vocab, bool(setting["shared"])
         sequences = max(map(len, batches))
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max = sequences
         params.n_batch, params.n_ubatch = _STEP_TOKENS, setting["ubatch"]
-        params.n_threads = params.n_threads_batch = threads
-        params.type_k = params.type_v = int(kind)
+        params.n_threads = params.n_threads_batch = engine.threads
+        params.type_k = params.type_v = int(gguf.GGMLQuantizationType[_TYPES[engine.dtype]])
         # Only a unified cache lets sequences share cells; otherwise each sequence attends to a separate buffer.
         params.kv_unified = self._shared
         cells = max(sum(map(_cells, batch)) for batch in batches)
         params.n_ctx = cells if self._shared else sequences * max(_cells(row) for batch in batches for row in batch)
-        self._context = llama_cpp.llama_init_from_model(model, params)
+        self._context = llama_cpp.llama_init_from_model(engine.model, params)
         if not self._context:
             raise RuntimeError(f"llama.cpp cannot create a context of {params.n_ctx} tokens")
         self._memory = llama_cpp.llama_get_memory(self._context)

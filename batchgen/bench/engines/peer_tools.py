@@ -179,25 +179,6 @@ def build_folder(folder: Path, build: Callable[[Path], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def load_transformers(request: dict[str, Any]) -> Any:
-    """The model of a load request in transformers, in the faster dtype."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(request["threads"])
-    transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(request["model"], local_files_only=True, trust_remote_code=False)
-    packed = hasattr(config, "text_config")
-    kind = transformers.AutoModelForImageTextToText if packed else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(
-        request["model"],
-        dtype=getattr(torch, fastest_dtype(request)),
-        attn_implementation="sdpa",
-        local_files_only=True,
-    )
-    return model.to(request["device"]).eval()
-
-
 def fastest_dtype(request: dict[str, Any]) -> str:
     """The dtype of a load request, or float32 if it is clearly faster on this CPU and the dtype need not be kept.
 
