@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.bench.demo_tasks.tasks import TASKS, rows
 from batchgen.demo import model_path
+from batchgen.demo.tasks import TASKS, rows
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from batchgen.bench.demo_tasks.tasks import draw
 from batchgen.demo import model_path
+from batchgen.demo.tasks import draw
 from batchgen.engine.engine import Engine
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts
+from batchgen.bench.jobs.planning import PLAN_SHAPES, PlanSize, draw_prompts
 from batchgen.plan.estimate import find_dedup, plan_counts
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.sort import sort_prompts
