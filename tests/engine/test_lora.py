@@ -14,7 +14,7 @@ from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, sh
 from tests.models.adapters import KINDS, merge_adapter, save_adapter
 from tests.models.tiny import VOCAB, save_tiny
 
-PROMPTS = 30
+PROMPTS = 16
 NEW_TOKENS = 8
 NAMES = (None, "two", "all")
 

@@ -112,7 +112,7 @@ def steady_steps(job: Job) -> list[Step]:
 
 
 VOCAB = 64
-NEW_TOKENS = 6
+NEW_TOKENS = 5
 
 FREE: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -191,7 +191,7 @@ def test_a_steady_step_is_two_uploads_and_one_download(model: Path, deterministi
 @pytest.mark.parametrize(("kinds", "downloads"), [(FREE, 1), (BOUND + FREE[:2], 0)], ids=["free", "bound"])
 def test_no_kind_of_row_waits(model: Path, kinds: list[dict[str, Any]], downloads: int) -> None:
     """Also when rows start and end. Results equal those of plain PyTorch on a CPU."""
-    work = rows(kinds, prefix=9)
+    work = rows(kinds, prefix=5)
     job = run_job(model, work)
     assert all(c.error is None for c in job.done)
     assert job.syncs == []
@@ -226,8 +226,8 @@ def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch, e
 
 def test_states_and_prompt_logprobs_do_not_wait(model: Path) -> None:
     """With chunked prompts, and together with scoring rows."""
-    work = rows(STATES + PROMPTS, prefix=9)
-    work += [{"input_ids": [*range(5, 14), 20], "completions": [[8, 9], [7]]}]
+    work = rows(STATES + PROMPTS, prefix=5)
+    work += [{"input_ids": [*range(5, 10), 20], "completions": [[8, 9], [7]]}]
     job = run_job(model, work)
     assert all(c.error is None for c in job.done)
     assert job.syncs == []

@@ -19,7 +19,7 @@ from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB, save_tiny
 
-NEW_TOKENS = 3
+NEW_TOKENS = 2
 
 
 def rows(adapter: str | None) -> list[dict[str, Any]]:
@@ -33,11 +33,11 @@ def rows(adapter: str | None) -> list[dict[str, Any]]:
         {"temperature": 0, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3},
         {"temperature": 1.0, "seed": 4, "logit_bias": {"5": 3.0, "6": -100.0}, "bad_words": [[7], [8, 9]]},
         {"temperature": 1.0, "seed": 5, "allowed_token_ids": [10, 20, 30]},
-        {"temperature": 0, "min_new_tokens": 3, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False},
+        {"temperature": 0, "min_new_tokens": 2, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False},
         {"temperature": 0, "return_hidden_states": {"layers": [0, 1, -1], "tokens": "all"}},
         {"temperature": 0, "lora_path": adapter},
     ]
-    prompts = shared_prefix_prompts(len(kinds), VOCAB, seed=2, longest=24)
+    prompts = shared_prefix_prompts(len(kinds), VOCAB, seed=2, longest=12)
     common = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     return [{"input_ids": p, **common, **kind} for p, kind in zip(prompts, kinds, strict=True)]
 

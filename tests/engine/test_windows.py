@@ -119,8 +119,10 @@ def test_rows_shorter_than_the_window_are_planned_without_it(tmp_path: Path) -> 
     assert list(run.kv_peak_bytes) == ["full"]
 
 
-@pytest.mark.parametrize("no_rope", [[1, 0, 1], [1, 1, 1]], ids=["some-layers", "all-layers"])
-@pytest.mark.parametrize("attention", ["torch", "compiled", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("attention", "no_rope"),
+    [("torch", [1, 0, 1]), ("compiled", [1, 1, 1]), pytest.param("triton", [1, 0, 1], marks=pytest.mark.slow)],
+)
 def test_attention_in_chunks_equals_eager(attention: str, no_rope: list[int], tmp_path: Path) -> None:
     """Llama 4 over several attention chunks: prompts in one step and in prefill chunks, borders while decoding."""
     folder = save_tiny("llama4_text", tmp_path, attention_chunk_size=8, no_rope_layers=no_rope)

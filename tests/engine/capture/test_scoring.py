@@ -163,10 +163,7 @@ def test_text_is_scored_with_its_prompt(folder: Path) -> None:
 def test_a_text_too_large_for_the_pool_only_fails_its_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(str(folder), dtype="float32", page_size=4)
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 5)
-    rows = [
-        {"input_ids": [[3, 4], [5] * 12], "completions": [[6], [7] * 6]},
-        {"input_ids": [3, 4], "completion": [8]},
-    ]
+    rows = [{"input_ids": [[3, 4], [5] * 12], "completions": [[6], [7] * 6]}, {"input_ids": [3, 4], "completion": [8]}]
     done = list(engine.generate(rows, ordered=True))
     assert [(c.row_index, c.prompt_index) for c in done] == [(0, 0), (0, 1), (1, 0)]
     assert [c.error.code if c.error is not None else None for c in done] == [None, ErrorCode.OOM, None]

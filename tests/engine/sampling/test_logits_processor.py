@@ -237,7 +237,7 @@ def params_of(row: dict[str, Any]) -> SamplingParams:
 def test_every_position_follows_the_pipeline(
     folder: Path, prompts: list[list[int]], implementation: str, mode: str, scope: str
 ) -> None:
-    rows = mixed_rows(prompts, 72, seed=3)
+    rows = mixed_rows(prompts, 40, seed=3)
     engine = engine_of(folder, implementation, repetition_penalty_scope=scope, logprobs_mode=mode)
     oracle = Oracle(folder)
     for row, done in zip(rows, by_row(engine, rows), strict=True):
@@ -313,7 +313,7 @@ def test_rows_are_the_same_alone_shuffled_and_preempted(
         repetition_penalty_scope="prompt+output",
         logit_processor={"push": push},
     )
-    rows = rows_of(prompts, 40)
+    rows = rows_of(prompts, 24)
     together = {(c.id, c.sample_index): c for c in engine.generate(rows)}
     Random(1).shuffle(rows)
     longest = max(map(len, prompts)) + NEW_TOKENS
