@@ -335,7 +335,8 @@ class Engine:
         reserved = device_feature_bytes(workload.table, spec, self.device)
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
         limits, budget = (seqs, tokens), memory.budget(config.kv_budget)
-        planned = with_windows_in(with_job_windows(spec, workload), workload, config.page_size, budget)
+        planned = with_job_windows(spec, workload, config.page_size)
+        planned = with_windows_in(planned, workload, config.page_size, budget)
         pages = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
         groups = sized_groups(workload, planned, config.page_size, pages, limits, min(budget, memory.room))
         layers, counts = [group.layers for group in groups], [group.pool_pages(pages) for group in groups]

@@ -262,13 +262,13 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
     """Token counts of the job, its simulation with unlimited pages and every row running to its limit, and the most
     bytes of keys and values by kind of layers.
     """
-    sequences, tokens = step_limits(config.engine, setup.spec.device)
-    limits = SchedulerConfig(_ALL_PAGES, config.engine.page_size, sequences, tokens)
+    page_size, (sequences, tokens) = config.engine.page_size, step_limits(config.engine, setup.spec.device)
+    limits = SchedulerConfig(_ALL_PAGES, page_size, sequences, tokens)
     kinds = workload.kinds(repeats_end=config.engine.stop_on_repeat is not None)
     draws = workload.max_tokens
     order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
-    groups = cache_groups(with_job_windows(setup.spec, workload), config.engine.page_size)
-    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences)
+    groups = cache_groups(with_job_windows(setup.spec, workload, page_size), page_size)
+    counts = plan_counts(order.tree, workload.samples, draws, page_size, sequences)
     pages = [counts.kv_peak_pages]
     if held_groups(groups):  # windows are small: a prompt's chunk in work may hold more than all of them
         sized = [replace(group, num_pages=_ALL_PAGES) if isinstance(group, WindowGroup) else group for group in groups]

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from batchgen.engine.memory.kv_budget import group_layers
+from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
@@ -29,6 +29,7 @@ from batchgen.plan.step_plan import (
     SequenceStart,
     StepPlan,
 )
+from batchgen.plan.window_pages import WindowGroup
 from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.params import SamplingParams
@@ -107,9 +108,9 @@ def _measure(
     meter: Meter,
 ) -> int | None:
     """Bytes of a dummy run; None if memory ran out."""
-    groups = group_layers(spec)
-    pages = [PAGES] * len(groups)
-    pool = GroupedPool.allocate(spec.kv_layers, groups, pages, page_size, spec.kv_dtype, spec.device)
+    layers = [group.layers for group in cache_groups(spec, page_size)]
+    pages = [PAGES] * len(layers)
+    pool = GroupedPool.allocate(spec.kv_layers, layers, pages, page_size, spec.kv_dtype, spec.device)
     try:
         return meter.peak(lambda: run(job, pool))
     except (RuntimeError, MemoryError) as problem:
@@ -182,7 +183,7 @@ def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int,
         _step_plan([last_chunk], decodes, groups),
         _step_plan(short_chunks, decodes, groups),
     ]
-    group_pages = [_HELD_PAGES if spec.windows and spec.windows[layers[0]] else None for layers in group_layers(spec)]
+    group_pages = [_HELD_PAGES if isinstance(group, WindowGroup) else None for group in cache_groups(spec, page_size)]
     return DummyRun(
         workload=plan_workload(table, dedup=False, adapters=list(spec.adapters)),
         start=StepPlan(

@@ -7,6 +7,7 @@ programs share the memory (`dummy_run`).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -146,40 +147,36 @@ def _whole_mib(count: int) -> str:
 
 
 def cache_groups(spec: ModelSpec, page_size: int) -> tuple[CacheGroup, ...]:
-    """The caches that a model's layers keep: a group of those without a window, and one of those with a window.
+    """The caches that a model's layers keep: a group of those without a window, and one of those with a window."""
+    windows = spec.windows or (None,) * len(spec.kv_layers)
+    full = tuple(layer for layer, window in enumerate(windows) if window is None)
+    held = tuple(layer for layer, window in enumerate(windows) if window is not None)
+
+    def page_bytes(layers: Sequence[int]) -> int:
+        return KVPool.page_bytes([spec.kv_layers[layer] for layer in layers], page_size, spec.kv_dtype)
+
+    groups: list[CacheGroup] = []
+    if full:
+        groups.append(CacheGroup(full, page_bytes(full)))
+    if held:
+        groups.append(WindowGroup(held, page_bytes(held), max(filter(None, windows))))
+    return tuple(groups)
+
+
+def with_job_windows(spec: ModelSpec, workload: JobWorkload, page_size: int) -> ModelSpec:
+    """The model without windows that no row of the job is longer than.
 
     Raises:
         UsageError: a page would hold positions of two attention chunks.
     """
-    chunk = spec.attention_chunk
-    if chunk in spec.windows and chunk is not None and chunk % page_size:
-        raise UsageError(f"`--page-size` {page_size} does not divide the model's attention chunks of {chunk} tokens")
-    windows = spec.windows or (None,) * len(spec.kv_layers)
-    groups: list[CacheGroup] = []
-    for layers in group_layers(spec):
-        page_bytes = KVPool.page_bytes([spec.kv_layers[i] for i in layers], page_size, spec.kv_dtype)
-        widest = max((window for i in layers if (window := windows[i]) is not None), default=None)
-        if widest is None:
-            groups.append(CacheGroup(layers, page_bytes))
-        else:
-            groups.append(WindowGroup(layers, page_bytes, widest))
-    return tuple(groups)
-
-
-def group_layers(spec: ModelSpec) -> list[tuple[int, ...]]:
-    """The layers of each of `cache_groups`."""
-    windows = spec.windows or (None,) * len(spec.kv_layers)
-    full, held = (tuple(i for i, window in enumerate(windows) if (window is None) is kept) for kept in (True, False))
-    return [layers for layers in (full, held) if layers]
-
-
-def with_job_windows(spec: ModelSpec, workload: JobWorkload) -> ModelSpec:
-    """The model without windows that no row of the job is longer than."""
     if not spec.windows:
         return spec
     active = workload.samples > 0
     lengths = (np.diff(workload.table.offsets).astype(np.int64) + workload.max_tokens - 1)[active]
-    return replace(spec, windows=windows_within(spec.windows, int(lengths.max(initial=0))))
+    windows, chunk = windows_within(spec.windows, int(lengths.max(initial=0))), spec.attention_chunk
+    if chunk in windows and chunk is not None and chunk % page_size:
+        raise UsageError(f"`--page-size` {page_size} does not divide the model's attention chunks of {chunk} tokens")
+    return replace(spec, windows=windows)
 
 
 def with_windows_in(spec: ModelSpec, workload: JobWorkload, page_size: int, budget: int) -> ModelSpec:

@@ -186,8 +186,8 @@ def test_both_kinds_of_layers_share_the_budget(spec: ModelSpec, share: float) ->
 def test_windows_count_only_where_they_save_memory() -> None:
     job = workload(1)
     longest = int(max(np.diff(job.table.offsets) + job.max_tokens)) - 1
-    assert with_job_windows(replace(MIXED, windows=(longest,) * 6), job).windows == ()
-    assert with_job_windows(replace(MIXED, windows=(longest - 1,) * 6), job).windows == (longest - 1,) * 6
+    assert with_job_windows(replace(MIXED, windows=(longest,) * 6), job, 4).windows == ()
+    assert with_job_windows(replace(MIXED, windows=(longest - 1,) * 6), job, 4).windows == (longest - 1,) * 6
     full, held = cache_groups(MIXED, 4)
     assert isinstance(held, WindowGroup)
     least = 2 * full.page_bytes + held.page_bytes * held.least_pages(4)
