@@ -31,11 +31,10 @@ from batchgen.engine.memory.dummy_run import (
 )
 from batchgen.engine.memory.kv_budget import (
     DeviceMemory,
-    cache_groups,
     device_memory,
     most_pages,
-    page_counts,
     pool_pages,
+    sized_groups,
     with_job_windows,
     with_windows_in,
 )
@@ -49,7 +48,7 @@ from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device, device_for
-from batchgen.kernels.grouped import Pool, allocate_pool, first_pages, pools_of, with_pools
+from batchgen.kernels.grouped import GroupedPool
 from batchgen.kernels.linear import describe_products
 from batchgen.models.base import Model
 from batchgen.models.check import check_model
@@ -58,7 +57,7 @@ from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
-from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import AnswerCounts, Completion, StreamEvent
@@ -77,9 +76,10 @@ class CachePlan:
     """What the KV pool of a job holds, and the steps that fit next to it."""
 
     groups: tuple[CacheGroup, ...]
-    pages: PageCounts
+    pages: int
+    """Pages of page tables, the scratch page included"""
     limits: tuple[int, int]
-    """Most rows and most tokens of a step."""
+    """Most rows and most tokens of a step"""
 
 
 class Engine:
@@ -164,7 +164,7 @@ class Engine:
         """Whether rows of the last job got the rotary frequencies past an `unscaled_context`."""
         self.last_run: Running | None = None
         """The last job, for its counters."""
-        self._pool: Pool | None = None
+        self._pool: GroupedPool | None = None
         """On a CPU: the last job's pool, which the next job reuses if it fits."""
 
     @property
@@ -339,7 +339,7 @@ class Engine:
         self, workload: JobWorkload, cache: CachePlan, backend: Backend, record: WorkRecord | None
     ) -> tuple[JobWorkload, Scheduler]:
         """The scheduler of the rows that fit the cache and run together, and their workload in its order."""
-        workload.skip_too_large(cache.pages.full - 1, self.config.page_size)
+        workload.skip_too_large(cache.pages - 1, self.config.page_size)
         if record is not None:
             workload.set_aside(record.set_aside)
             workload.hold(record.alone)
@@ -350,7 +350,7 @@ class Engine:
 
     def _pool_for(
         self, workload: JobWorkload, resources: EngineResources, limits: tuple[int, int]
-    ) -> tuple[Pool, CachePlan]:
+    ) -> tuple[GroupedPool, CachePlan]:
         """The KV pool of a job and what it holds.
 
         On a CPU, a job reuses the last job's pool if it fits, because the system zeroes new memory page by page. A GPU
@@ -366,19 +366,21 @@ class Engine:
         reserved = device_feature_bytes(workload.table, spec, self.device)
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
         budget = memory.budget(config.kv_budget)
-        planned = with_windows_in(with_job_windows(spec, workload), workload, config.page_size, budget)
-        full = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
-        pages = page_counts(workload, planned, config.page_size, full, limits, min(budget, memory.room))
-        pool = None if kept is None else first_pages(kept, planned.windows, (pages.full, pages.window))
+        planned = with_job_windows(spec, workload, config.page_size)
+        planned = with_windows_in(planned, workload, config.page_size, budget)
+        pages = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
+        groups = sized_groups(workload, planned, config.page_size, pages, limits, min(budget, memory.room))
+        layers, counts = [group.layers for group in groups], [group.pool_pages(pages) for group in groups]
+        pool = None if kept is None else kept.first(layers, counts)
         if pool is None:
             kept = None  # frees its memory
-            counts = (pages.full, pages.window)
-            kept = allocate_pool(spec.kv_layers, planned.windows, counts, config.page_size, spec.kv_dtype, spec.device)
-            shares = [(part, (budget - kept.nbytes) * part.nbytes // max(1, kept.nbytes)) for part in pools_of(kept)]
-            pool = kept = with_pools(kept, [resources.backend.extend_pool(part, share) for part, share in shares])
+            size, dtype, backend = config.page_size, spec.kv_dtype, resources.backend
+            kept = GroupedPool.allocate(spec.kv_layers, layers, counts, size, dtype, spec.device)
+            shares = [(part, (budget - kept.nbytes) * part.nbytes // max(1, kept.nbytes)) for part in kept.parts]
+            pool = kept = replace(kept, parts=[backend.extend_pool(part, share) for part, share in shares])
         if spec.device.type == "cpu":
             self._pool = kept
-        return pool, CachePlan(cache_groups(planned, config.page_size), pages, limits)
+        return pool, CachePlan(groups, pages, limits)
 
     def _memory(
         self, workload: JobWorkload, resources: EngineResources, limits: tuple[int, int]
@@ -397,11 +399,13 @@ class Engine:
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
         return device_memory(spec.device, step_bytes), (seqs, max(tokens, workload.longest_span))
 
-    def dummy_runner(self, resources: EngineResources, limits: tuple[int, int]) -> Callable[[DummyRun, Pool], None]:
+    def dummy_runner(
+        self, resources: EngineResources, limits: tuple[int, int]
+    ) -> Callable[[DummyRun, GroupedPool], None]:
         """Runs dummy runs whose steps have at most as many rows and tokens as `limits`."""
 
-        def run(job: DummyRun, pool: Pool) -> None:
-            cache = CachePlan(ONE_BYTE_PAGES, PageCounts(PAGES), limits)
+        def run(job: DummyRun, pool: GroupedPool) -> None:
+            cache = CachePlan(ONE_BYTE_PAGES, PAGES, limits)
             scheduler = self._scheduler(job.workload, cache, resources.backend)
             self._loop(job.workload, scheduler, pool, resources).run_dummy(job)
 
@@ -409,8 +413,7 @@ class Engine:
 
     def _scheduler(self, workload: JobWorkload, cache: CachePlan, backend: Backend) -> Scheduler:
         config = SchedulerConfig(
-            num_pages=cache.pages.full,
-            window_pages=cache.pages.window,
+            num_pages=cache.pages,
             page_size=self.config.page_size,
             max_num_seqs=cache.limits[0],
             max_tokens_per_step=cache.limits[1],
@@ -427,7 +430,7 @@ class Engine:
         self,
         workload: JobWorkload,
         scheduler: Scheduler,
-        pool: Pool,
+        pool: GroupedPool,
         resources: EngineResources,
         *,
         prompt_ids: bool = True,
