@@ -21,7 +21,7 @@ from batchgen.data.write.finish import CommittedRows, write_output
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.results_file import open_parquet, read_footer
-from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows
+from batchgen.data.write.reuse import Moves, ReuseFile, copy_rows, prompts_of
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import states_part
 from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, belongs_to, output_paths
@@ -138,11 +138,10 @@ def _renumbered_copy(file: ReuseFile, part: Path, rows: Rows, start: int) -> Non
     keys = read_keys([file.path])
     first = first_of_prompt(keys.row_index, keys.prompt_index)
     row, prompt = keys.row_index[first], keys.prompt_index[first]
-    unused = np.zeros(len(row), np.int64)
-    moved = Prompts(np.searchsorted(rows, row) + start, prompt, unused)
+    moved = prompts_of(np.searchsorted(rows, row) + start, prompt)
     schema = _schema(file.path)
     fill = partial(_renumber_leaders, rows=rows, start=start)
-    copy_rows(Moves(file, Prompts(row, prompt, unused), moved), part, lambda states: schema, fill)
+    copy_rows(Moves(file, prompts_of(row, prompt), moved), part, lambda states: schema, fill)
 
 
 def _renumber_leaders(table: pa.Table, *, rows: Rows, start: int) -> pa.Table:

@@ -183,7 +183,7 @@ class _Job:
         summary = run_summary(self.result, record, rows, totals, counts, self.seconds)
         return replace(
             summary,
-            rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
+            rows_resumed=committed.rows + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=facts["kernels"],
@@ -208,7 +208,7 @@ class _Job:
         """The rows that earlier jobs have finished, with a line that says how many they are."""
         reuse = find_reuse(hashes, rows, committed, files)
         if files:
-            left = rows.rows - len(np.unique(committed.row_index)) - reuse.rows
+            left = rows.rows - committed.rows - reuse.rows
             self.progress.note(f"{reuse.rows:,} of {rows.rows:,} rows are reused, {left:,} are new, changed or failed")
         elif self.config.reuse is not None:
             self.progress.note(f"no row is reused: {self.config.reuse} does not hold another job's results")

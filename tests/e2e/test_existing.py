@@ -65,6 +65,7 @@ class Scenes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._model = save_model(folder / "model")
+        (self._model / "chat_template.jinja").unlink()  # no row needs it, and each run would look into it
         self._numbers = count()
         self.finished = cache(self._finished)
 
@@ -141,8 +142,9 @@ def without_lock(files: Tree) -> Tree:
     return {path: content for path, content in files.items() if not path.endswith("/lock")}
 
 
+@pytest.mark.parametrize("stops", [1, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("output", "work", "cells"), table(), ids=[f"{output}, {work}" for output, work, _ in table()])
-def test_each_option(scenes: Scenes, output: str, work: str, cells: dict[str, str]) -> None:
+def test_each_option(scenes: Scenes, output: str, work: str, cells: dict[str, str], stops: int) -> None:
     """The output has all rows, those that are done are not computed, and what is refused or finished stays as it is."""
     rng = Random(f"{output} {work}")
     job = OUTPUTS[output] if output == "this job's" else JOB
@@ -162,21 +164,26 @@ def test_each_option(scenes: Scenes, output: str, work: str, cells: dict[str, st
         assert rows_of(end) == whole, option
         assert end.keys() == {*FILES, "in.jsonl"}, option
         if happens in ("reuse", "retry"):
-            assert_stopped_run_continues(scenes, option, before, recorder, expected, rng)
+            names = [
+                at for at, name in enumerate(recorder.operations) if name.startswith(("rename", "unlink", "rmdir"))
+            ]
+            moments = {at + after for at in names for after in (0, 1)}
+            for moment in rng.sample(sorted(moments), min(stops, len(moments))):
+                assert_stopped_run_continues(scenes, option, before, recorder, expected, rng, moment)
 
 
 def assert_stopped_run_continues(
-    scenes: Scenes, option: str, before: Tree, recorder: Recorder, done: set[str], rng: Random
+    scenes: Scenes, option: str, before: Tree, recorder: Recorder, done: set[str], rng: Random, moment: int
 ) -> None:
     """A run that is killed, or whose power fails, replaces nothing; the same command computes no row that is done."""
-    changes = [at for at, name in enumerate(recorder.operations) if name.startswith(("rename", "unlink", "rmdir"))]
-    end = rng.choice(changes) + rng.randrange(2)
-    left = next(rng.choice([disk.after_kill, disk.after_loss])() for at, disk in recorder.disks() if at == end)
-    what = f"{option}, stopped before operation {end} of {recorder.operations}"
+    left = next(rng.choice([disk.after_kill, disk.after_loss])() for at, disk in recorder.disks() if at == moment)
+    what = f"{option}, stopped before operation {moment} of {recorder.operations}"
     folder = scenes.folder(left, JOB)
     again, _ = scenes.run(folder, JOB, option)
     assert again.code == 0, (what, again.stderr)
-    assert rows_of(tree_of(folder)) == rows_of(scenes.finished("this job's, with failed rows")), what
+    files = tree_of(folder)
+    assert files.keys() == {*FILES, "in.jsonl"}, what
+    assert rows_of(files) == rows_of(scenes.finished("this job's, with failed rows")), what
     if left.get("out.parquet") == before.get("out.parquet"):
         found = statuses(before, f"out\\.parquet|{PARTS}")
         kept = good(statuses(left, PARTS)) | {row for row in done if found[row] == "ok"}
