@@ -17,7 +17,7 @@ from batchgen.data.write.damage import Note, ignore, output_damage
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.results_file import intact_footer
-from batchgen.data.write.reuse import ReuseFile, find_moves
+from batchgen.data.write.reuse import find_moves
 from batchgen.data.write.work_folder import OutputPaths, WorkFolder, is_complete
 from batchgen.data.write.work_owner import OtherJobError, Policy, open_work
 from batchgen.data.write.work_parts import earlier_parts, has_results, part_files
@@ -144,7 +144,7 @@ class OpenedJob:
             f" {count:,} of this job's {rows.rows:,} rows can be reused: add {options}; the others are then computed."
         )
 
-    def _other_files(self) -> list[ReuseFile]:
+    def _other_files(self) -> list[Path]:
         """The files of the job that was refused."""
         if exists(self.paths.result):
             return [] if is_lines(self.paths.result) else files_of(self.paths.result)

@@ -15,11 +15,11 @@ import pyarrow as pa
 from batchgen.data.carry import carried_columns
 from batchgen.data.files import exists, resolved
 from batchgen.data.view import open_results
-from batchgen.data.write.committed import Committed, find_prompts, first_of_prompt
+from batchgen.data.write.committed import Committed, checked_keys, find_prompts, first_of_prompt
 from batchgen.data.write.lines import is_lines
 from batchgen.data.write.parts import PartWriter, part_schema
 from batchgen.data.write.results_file import DamagedFile, read_footer
-from batchgen.data.write.reuse import Moves, ReuseFile, copy_rows, find_moves, has_hashes, output_file, part_file
+from batchgen.data.write.reuse import Moves, copy_rows, find_moves, has_hashes
 from batchgen.data.write.schema import KEY_COLUMNS, SCHEMA, results_schema
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.data.write.work_state import read_state
@@ -30,7 +30,7 @@ from batchgen.job.request_hashes import RequestHashes
 from batchgen.request.completion import CachedTokens
 
 
-def files_of(out: Path) -> list[ReuseFile]:
+def files_of(out: Path) -> list[Path]:
     """The results that `--reuse OUT` names: a finished output, a folder of shards, or unfinished work.
 
     Raises:
@@ -42,27 +42,30 @@ def files_of(out: Path) -> list[ReuseFile]:
             f"{out} holds JSON lines, which do not say what was asked for. Rows are reused from Parquet: write -o "
             "OUT.parquet, and `batchgen export` the lines."
         )
-    files = open_results(out).files
+    files = [*open_results(out).files]
     for file in files:
         if not has_hashes(file):
             raise UsageError(f"{file} was written by a version whose rows cannot be reused. Leave out --reuse.")
-    return [part_file(file) if file.parent.name == "parts" else output_file(file) for file in files]
+        if read_footer(file) is None:  # a part
+            checked_keys(file, None, whole=True)
+    return files
 
 
 def intact_files(
     parts: Iterable[Path], on_damage: Callable[[Path, DamagedFile], None] = lambda part, problem: None
-) -> list[ReuseFile]:
+) -> list[Path]:
     """The parts that are not damaged; `on_damage` is called for the others."""
     found = []
     for part in parts:
         try:
-            found.append(part_file(part))
+            checked_keys(part, None, whole=True)
+            found.append(part)
         except DamagedFile as problem:
             on_damage(part, problem)
     return found
 
 
-def reusable_files(work: WorkFolder, named: Path | None) -> list[ReuseFile]:
+def reusable_files(work: WorkFolder, named: Path | None) -> list[Path]:
     """The files whose rows a run may reuse: what it set aside, what it replaces, and what `--reuse` names.
 
     An output that `--overwrite` replaces is not among them.
@@ -71,7 +74,7 @@ def reusable_files(work: WorkFolder, named: Path | None) -> list[ReuseFile]:
     found = intact_files(work.earlier_parts(), work.set_part_aside)
     replaced = state.get("overwrite") and state.get("emptied_by") != work.identity.key
     if replaced and not is_lines(result) and read_footer(result) is not None:
-        found.append(output_file(result))
+        found.append(result)
     if named is not None and resolved(named) not in {resolved(result), resolved(work.paths.work)}:
         found += files_of(named)
     return found
@@ -109,7 +112,7 @@ class Reuse:
             writer.count(part)
 
 
-def find_reuse(hashes: RequestHashes, rows: Ingested, committed: Committed, files: Sequence[ReuseFile]) -> Reuse:
+def find_reuse(hashes: RequestHashes, rows: Ingested, committed: Committed, files: Sequence[Path]) -> Reuse:
     """Find the prompts of a job, not committed yet, that earlier jobs have finished with the same request.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.data.files import exists, open_own
-from batchgen.data.write.committed import Committed, checked_keys, find_prompts, keys_of
+from batchgen.data.write.committed import Committed, find_prompts, keys_of
 from batchgen.data.write.durable_files import write_durably
 from batchgen.data.write.results_file import open_parquet, parquet_writer, read_footer
 from batchgen.data.write.states import StateRecord, read_index, read_record, states_part, write_states_part
@@ -26,17 +26,6 @@ from batchgen.data.write.work_folder import output_paths
 _HASH = "request_hash"
 
 Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class ReuseFile:
-    """A results file whose rows may be used again."""
-
-    path: Path
-    states: Path | None = None
-    """Its hidden states: `OUT.hidden.parquet`, or a part of a work folder; None if it has none."""
-
-
 PROMPTS: Final = np.dtype([("row_index", "<i8"), ("prompt_index", "<i4"), ("hash", "<i8")])
 Prompts = npt.NDArray[np.void]
 """[P] of `PROMPTS`: prompts in key order with their request hashes, which are 0 in files without them."""
@@ -51,35 +40,11 @@ def prompts_of(row: Int64s, prompt: npt.NDArray[np.int32], hashes: Int64s | int 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Prompts of one file, in its order, and the prompts of the new job that they become, [M] each."""
+    """Prompts of one results file, in its order, and the prompts of the new job that they become, [M] each."""
 
-    file: ReuseFile
+    file: Path
     old: Prompts
     new: Prompts
-
-
-def output_file(file: Path) -> ReuseFile:
-    """A finished output with its hidden states.
-
-    Raises:
-        DamagedFile: its footer is damaged.
-    """
-    if not (read_footer(file) or {}).get("states"):
-        return ReuseFile(file)
-    states = output_paths(file).states
-    folder = output_paths(file.absolute().parent).states / file.name  # of a shard
-    return ReuseFile(file, states if exists(states) or not exists(folder) else folder)
-
-
-def part_file(part: Path) -> ReuseFile:
-    """A committed part, of any job, with its hidden states.
-
-    Raises:
-        DamagedFile: it or its hidden states are damaged.
-    """
-    checked_keys(part, None, whole=True)
-    states = states_part(part)
-    return ReuseFile(part, states if exists(states) else None)
 
 
 def has_hashes(path: Path) -> bool:
@@ -105,7 +70,7 @@ def good_prompts(path: Path) -> Prompts:
     return prompts_of(keys.row_index[starts], keys.prompt_index[starts], hashes[keys.order[starts]])
 
 
-def find_moves(files: Sequence[ReuseFile], wanted: Prompts) -> list[Moves]:
+def find_moves(files: Sequence[Path], wanted: Prompts) -> list[Moves]:
     """The good prompts of each file that are among the `wanted` ones by their hash; each prompt is moved once.
 
     Raises:
@@ -113,7 +78,7 @@ def find_moves(files: Sequence[ReuseFile], wanted: Prompts) -> list[Moves]:
     """
     found = []
     for file in files:
-        old = good_prompts(file.path)
+        old = good_prompts(file)
         old_places, new_places = _pairs(old["hash"], wanted["hash"])
         if len(old_places):
             order = np.argsort(old_places)
@@ -153,8 +118,8 @@ def copy_rows(
         OutputError: the part cannot be written.
     """
     count = 0
-    if moves.file.states is not None:
-        write_states_part(states_part(part), _moved_states(moves, moves.file.states, id_of))
+    if (states := _states_of(moves.file)) is not None:
+        write_states_part(states_part(part), _moved_states(moves, states, id_of))
         count = len(read_index(states_part(part)))
 
     def write(stream: BinaryIO) -> None:
@@ -165,10 +130,23 @@ def copy_rows(
     write_durably(part, write)
 
 
+def _states_of(file: Path) -> Path | None:
+    """The hidden states of a part or of a finished output; None if it has none."""
+    footer = read_footer(file)
+    if footer is None:
+        states = states_part(file)
+        return states if exists(states) else None
+    if not footer.get("states"):
+        return None
+    states = output_paths(file).states
+    folder = output_paths(file.absolute().parent).states / file.name  # of a shard
+    return states if exists(states) or not exists(folder) else folder
+
+
 def _moved_tables(moves: Moves) -> Iterator[pa.Table]:
     """The moved rows of the file with their new indexes, a row group at a time."""
     known = moves.old["row_index"], moves.old["prompt_index"]
-    with open_parquet(moves.file.path) as file:
+    with open_parquet(moves.file) as file:
         for group in file.groups():
             table = group.replace_schema_metadata(None)
             places = find_prompts(known, (table["row_index"].to_numpy(), table["prompt_index"].to_numpy()))

@@ -24,7 +24,7 @@ from batchgen.data.write.lines import errors_path, is_lines, written_by
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.parts import part_schema
 from batchgen.data.write.results_file import intact_footer, open_parquet
-from batchgen.data.write.reuse import Moves, copy_rows, good_prompts, output_file
+from batchgen.data.write.reuse import Moves, copy_rows, good_prompts
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, belongs_to, empty_work, is_complete
 from batchgen.data.write.work_parts import has_results, has_status, part_files, part_owners
@@ -147,9 +147,9 @@ def _begin_retry(paths: OutputPaths, identity: RunIdentity, note: Note) -> None:
 def _commit_good_rows(work: WorkFolder) -> None:
     """Commit the prompts of the finished output of which no sample failed, as one part."""
     with part_errors(work.paths.result):
-        file = output_file(work.paths.result)
-        good = good_prompts(file.path)
-        copy_rows(Moves(file, good, good), work.parts / "part-000000.parquet", lambda states: part_schema(work, states))
+        good = good_prompts(work.paths.result)
+        moves, part = Moves(work.paths.result, good, good), work.parts / "part-000000.parquet"
+        copy_rows(moves, part, lambda states: part_schema(work, states))
 
 
 def _has_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
@@ -186,13 +186,14 @@ def _state(
     that of the output that is about to be put in its place.
     """
     key, work = identity.key, paths.work
-    fresh = {"fingerprint": key, "info": dict(info), "overwrite": False, "emptied_by": None, "replaces": None}
+    fresh = {"overwrite": False, "emptied_by": None, "replaces": None}
+    this_job = {"fingerprint": key, "info": dict(info)}
     replaces = {"overwrite": True, "replaces": file_mark(paths.result)}
     old, owners = read_state(work), part_owners(work)
     if policy == "overwrite":
         if old is None or old["emptied_by"] != key or not owners <= {key}:
             empty_work(work)
-        return fresh | replaces | {"emptied_by": key}
+        return fresh | replaces | {"emptied_by": key} | this_job
     # run.json names the job; parts of another one in its folder are set aside when they are read.
     named = old is not None and old["info"] is not None
     own = (old is None or old["fingerprint"] == key) and (named or owners <= {key})
@@ -206,7 +207,7 @@ def _state(
             _set_aside(work)
             old = None
         others = exists(paths.result) or exists(paths.states)
-        return fresh | (old or {}) | (replaces if others else {}) | {"info": dict(info)}
+        return fresh | (old or {}) | (replaces if others else {}) | this_job
     if not (own and old is not None and old["overwrite"]):
         _refuse_other_output(paths, identity)
     if not own:
@@ -217,7 +218,7 @@ def _state(
             "Name another output with -o (--overwrite would drop this work).",
             job,
         )
-    return fresh | (old or {}) | ({} if named else {"info": dict(info)})
+    return fresh | (old or {}) | this_job
 
 
 def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
