@@ -89,7 +89,7 @@ class OpenedJob:
             )
 
     def _policy(self) -> Policy:
-        """The option of the run; `--reuse` of its own output is `--resume-anyway`."""
+        """The option of the run; `--reuse` of the output itself is `--resume-anyway`."""
         config = self.setup.config
         own = {resolved(each) for each in (config.output, self.paths.result, self.paths.work)}
         names_own = config.reuse is not None and resolved(Path(config.reuse)) in own
