@@ -90,7 +90,7 @@ class Scenes:
         return {name: (folder / name).read_bytes() for name in FILES}
 
     def files(self, output: str, work: str) -> Tree:
-        """Output and work in two states: the work is what a run leaves that is killed when two parts are committed."""
+        """Output and work in two states: the work is what a run leaves that is killed when it has a finished row."""
         files = {"out.parquet": b"holiday photographs"} if output == "another program's" else {}
         if output in OUTPUTS:
             files = self.finished(output)
@@ -99,8 +99,12 @@ class Scenes:
         job = OUTPUTS[output] if output == "this job's" and work not in OTHERS else WORKS[work]
         folder = self.folder(files, job)
         _, recorder = self.run(folder, job, option_of(work) or ("--overwrite" if files else ""))
-        parts = [at for at, name in enumerate(recorder.operations) if re.match(r"rename .*/part-.*\.tmp", name)]
-        return next(disk.after_kill() for at, disk in recorder.disks() if at == parts[:2][-1] + 1)
+        for at, disk in recorder.disks():
+            if at and re.match("rename .*/parts/part-", recorder.operations[at - 1]):
+                left = disk.after_kill()
+                if good(statuses(left, PARTS)):
+                    return left
+        raise AssertionError("no row was committed")
 
 
 @pytest.fixture(scope="module")
