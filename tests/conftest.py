@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from typing import Any
 
 # Triton kernels run in the interpreter on CPU tensors, unless the caller sets the variable (tests/gpu on a GPU does).
 # Triton reads it once, when it is imported.
@@ -15,29 +16,24 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same cases in every run, so that an unrelated change cannot fail on a new case;
-# `--hypothesis-profile=explore` generates others.
-settings.register_profile("steady", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# The same few cases in every run, so that an unrelated change cannot fail on a new case;
+# `--hypothesis-profile=explore` generates others, and five times as many.
+# How long examples take depends on what else the machine does.
+_ANY_TIME: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("steady", derandomize=True, max_examples=20, **_ANY_TIME)
+settings.register_profile("explore", derandomize=False, max_examples=100, **_ANY_TIME)
 settings.load_profile("steady")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    # Imported objects live until the end; without this, every full collection would traverse them.
-    gc.disable()
+    gc.disable()  # imported objects live until the end
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
         gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # otherwise libraries report the frozen objects as leaks at exit
 
 
 _THREADS = pytest.StashKey[int]()

@@ -12,8 +12,8 @@ from typing import Any, Final
 from rich.console import Console
 
 from batchgen.bench.figures import RATE, SLOWDOWN, Figure, Spread, ours_over
-from batchgen.bench.peers import OURS
-from batchgen.bench.results import StoredFigures, read_figures
+from batchgen.bench.process import OURS
+from batchgen.bench.results import StoredFigures, print_notice, read_figures
 from batchgen.bench.table import engine_text, print_comparison, print_others, share_text
 from batchgen.errors import OutputError, UsageError
 
@@ -85,7 +85,7 @@ def draw_stored(path: Path, chart: Path | None, console: Console) -> None:
     if stored.figures:
         print_comparison(stored.figures, console)
     for peer in stored.skipped:
-        console.print(peer.line(), style="yellow", soft_wrap=True, markup=False)
+        print_notice(peer.line(), console)
     print_others(stored.others, console)
     if chart is not None:
         write_chart(chart, stored)
@@ -124,34 +124,27 @@ def _panels(figures: Sequence[Figure]) -> Iterator[_Panel]:
         own = [figure for figure in figures if figure.model == model]
         rates = [figure for figure in own if figure.metric == RATE]
         names = dict.fromkeys(figure.workload for figure in rates)
-        by_workload = {name: [figure for figure in rates if figure.workload == name] for name in names}
-        over = [(f, ours_over(f, rates)) for group in by_workload.values() for f in group]
-        ratios = [_Bar(f"{f.workload} / {f.engine}", spread, True) for f, spread in over if spread is not None]
-        if ratios:
+        groups = {name: [figure for figure in rates if figure.workload == name] for name in names}
+        over = [(f, ours_over(f, rates)) for group in groups.values() for f in group]
+        if ratios := [_Bar(f"{f.workload} / {f.engine}", spread, True) for f, spread in over if spread is not None]:
             title = f"{model}: {OURS}'s output tokens per second divided by each peer's, repeat by repeat"
             yield _Panel(title, "times the peer's rate", ratios, ratio=True)
-        slower = [f for f in own if f.metric == SLOWDOWN]
-        if slower:
-            bars = [_Bar(f"{f.workload} / {f.engine}", _spread(f), f.engine == OURS) for f in slower]
+        if slower := [_bar(f, f"{f.workload} / {f.engine}") for f in own if f.metric == SLOWDOWN]:
             title = f"{model}: slowdown of rows that request more than tokens"
-            yield _Panel(title, "% slower than the same rows without their fields, repeat by repeat", bars)
-        for name, group in by_workload.items():
-            yield _rates(f"{model}: {name}", sorted(group, key=lambda f: -f.value))
+            yield _Panel(title, "% slower than the same rows without their fields, repeat by repeat", slower)
+        for name, group in groups.items():
+            several = len({figure.dtype for figure in group}) > 1
+            bars = [
+                _bar(f, engine_text(f) + (f", {f.dtype}" if several else ""), share_text(f.floor_share))
+                for f in sorted(group, key=lambda f: -f.value)
+            ]
+            floors = [f.floor_tokens_per_second for f in group if f.floor_tokens_per_second]
+            unit = "output tokens per second" + (" (share of the arithmetic floor)" if floors else "")
+            yield _Panel(f"{model}: {name}", unit, bars, max(floors, default=None))
 
 
-def _rates(title: str, figures: Sequence[Figure]) -> _Panel:
-    several = len({figure.dtype for figure in figures}) > 1
-    bars = []
-    for f in figures:
-        label = engine_text(f) + (f", {f.dtype}" if several else "")
-        bars.append(_Bar(label, _spread(f), f.engine == OURS, share_text(f.floor_share)))
-    floors = [f.floor_tokens_per_second for f in figures if f.floor_tokens_per_second]
-    unit = "output tokens per second" + (" (share of the arithmetic floor)" if floors else "")
-    return _Panel(title, unit, bars, max(floors, default=None))
-
-
-def _spread(figure: Figure) -> Spread:
-    return Spread(figure.value, figure.min, figure.max)
+def _bar(figure: Figure, label: str, note: str = "") -> _Bar:
+    return _Bar(label, Spread(figure.value, figure.min, figure.max), figure.engine == OURS, note)
 
 
 def _notes(stored: StoredFigures) -> list[str]:
@@ -170,18 +163,15 @@ def _notes(stored: StoredFigures) -> list[str]:
 
 
 def _draw(axis: Any, panel: _Panel) -> None:
-    places = range(len(panel.bars))
-    values = [bar.spread.median for bar in panel.bars]
-    ranges = [
-        [bar.spread.median - bar.spread.min for bar in panel.bars],
-        [bar.spread.max - bar.spread.median for bar in panel.bars],
-    ]
-    colours = [_OURS if bar.ours else _PEER for bar in panel.bars]
+    places, spreads = range(len(panel.bars)), [bar.spread for bar in panel.bars]
+    values = [spread.median for spread in spreads]
+    ranges = [[s.median - s.min for s in spreads], [s.max - s.median for s in spreads]]
     if panel.ratio:
         axis.errorbar(values, places, xerr=ranges, fmt="o", color=_OURS, capsize=3)
         axis.set_xscale("log")
         axis.axvline(1.0, color="black", linewidth=1)
     else:
+        colours = [_OURS if bar.ours else _PEER for bar in panel.bars]
         axis.barh(places, values, xerr=ranges, color=colours, height=0.6, capsize=3, error_kw={"linewidth": 1})
         axis.margins(x=0.18)  # room for the numbers
     for place, bar in zip(places, panel.bars, strict=True):

@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -16,18 +16,14 @@ from rich.console import Console
 
 from batchgen.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.bench.config import ENGINELESS_WORKLOADS, OPTIONS, BenchConfig, bench_config
-from batchgen.bench.peers import parse_peers
+from batchgen.bench.process import parse_peers
 from batchgen.bench.results import parse_figures, read_figures
 from batchgen.bench.table import print_others
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 
 
 def run_given(
-    given: Mapping[str, Any],
-    figures: Path | None,
-    file: Path | None,
-    emit: Callable[[str], None],
-    console: Console,
+    given: Mapping[str, Any], figures: Path | None, file: Path | None, emit: Callable[[str], None], console: Console
 ) -> None:
     """Run the options of a command line, or print and draw the figures of an earlier run.
 
@@ -55,17 +51,10 @@ def run_given(
 
 
 def run_command(config: BenchConfig, emit: Callable[[str], None], console: Console, start: Any = None) -> None:
-    """Run the workloads of `config` and draw the chart.
-
-    Args:
-        config: the options.
-        emit: called with one JSON line per figure.
-        console: stderr, for messages and tables.
-        start: starts an engine; see `run_bench`.
+    """Run the workloads of `config` and draw the chart; for the arguments see `run_given` and `run_bench`.
 
     Raises:
-        BatchgenError: as `run_bench`, `run_plan_bench`, `run_startup_bench`, `run_job_bench` and `run_eta_bench`; or
-            the chart cannot be drawn; or SIGTERM.
+        BatchgenError: as `run_bench`, or a command that is measured fails; the chart cannot be drawn; or SIGTERM.
     """
     compared = tuple(name for name in config.workloads if name not in ENGINELESS_WORKLOADS)
     engines = bool(compared) or not config.workloads
@@ -86,43 +75,41 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         lines.append(line)
         emit(line)
 
-    def draw() -> None:
-        if config.chart is not None and lines:
-            write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
-
+    ended = False
     try:
         with _interrupt_on_signals():
-            _run_engineless(config, keep)
+            for values in _engineless_lines(config):
+                keep(json.dumps(values, ensure_ascii=False))
             print_others([json.loads(line) for line in lines], console)
             if engines:
                 from batchgen.bench.run import run_bench  # imports torch, which the workloads above do not need
 
                 run_bench(replace(config, workloads=compared), keep, console, start)
-    except BaseException:
-        with suppress(BatchgenError):  # report the error that ended the run, not one of the chart
-            draw()
-        raise
-    draw()
+        ended = True
+    finally:
+        if config.chart is not None and lines:
+            with nullcontext() if ended else suppress(BatchgenError):  # report the error that ended the run instead
+                write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
 
 
-def _run_engineless(config: BenchConfig, emit: Callable[[str], None]) -> None:
-    """Run the workloads on which no engines are compared."""
+def _engineless_lines(config: BenchConfig) -> Iterator[dict[str, Any]]:
+    """JSON lines of the workloads on which no engines are compared."""
     if "plan" in config.workloads:
-        from batchgen.bench.planning import PlanSize, run_plan_bench
+        from batchgen.bench.jobs.planning import PlanSize, plan_lines
 
-        run_plan_bench(PlanSize.parse(config.plan_size), emit)
+        yield from plan_lines(PlanSize.parse(config.plan_size))
     if "startup" in config.workloads:
-        from batchgen.bench.subprocess_timing import run_startup_bench
+        from batchgen.bench.jobs.commands import startup_lines
 
-        run_startup_bench(config.repeat, emit)
+        yield from startup_lines(config.repeat)
     if "job" in config.workloads:
-        from batchgen.bench.rows_cost import run_job_bench
+        from batchgen.bench.jobs.commands import job_lines
 
-        run_job_bench(config.repeat, emit)
+        yield from job_lines(config.repeat)
     if "eta" in config.workloads:
-        from batchgen.bench.eta import run_eta_bench
+        from batchgen.bench.jobs.eta import eta_lines
 
-        run_eta_bench(config.repeat, emit)
+        yield from eta_lines(config.repeat)
 
 
 def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:
@@ -131,11 +118,7 @@ def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:
     Raises:
         UsageError: such an option has a value other than its default.
     """
-    unused = {
-        option.flag: (option.name, ", which run no engines")
-        for option in OPTIONS
-        if option.engines_only and not engines
-    }
+    unused = {o.flag: (o.name, ", which run no engines") for o in OPTIONS if o.engines_only and not engines}
     if "plan" not in config.workloads:
         unused["--plan-size"] = "plan_size", "; only workload plan uses it"
     elif set(config.workloads) == {"plan"}:

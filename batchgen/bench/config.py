@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,50 +17,6 @@ ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "eta")
 time left is estimated."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchConfig:
-    """Options of `batchgen bench`."""
-
-    workloads: tuple[str, ...] = ()
-    """Names or .toml files; empty: the defaults of `find_workloads`."""
-    model: str = "random:135m"
-    peers: str = "auto"
-    repeat: int = 5
-    dtype: str = "auto"
-    """See `EngineConfig.dtype`."""
-    device: str = "auto"
-    cpu_threads: int | None = None
-    chart: Path | None = None
-    """The file to draw the figures to."""
-    timeout: float = 900.0
-    """Seconds within which an engine must load (and convert) the model, or generate one pass."""
-    plan_size: str = "1000000x500"
-    """ROWSxTOKENS of workload `plan`."""
-    tuned: Path | None = None
-    """Figures of an earlier run, whose settings are reused."""
-    peer_dtype: str = "best"
-    """best: a peer computes in float32 if the processor multiplies it faster than `dtype`; asked: always in `dtype`."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOption:
-    """An option of the command line, and of TOML files unless it names a file."""
-
-    name: str
-    """Field of `BenchConfig` and key of TOML files; the flag has hyphens."""
-    metavar: str
-    help: str
-    value_type: type = str
-    minimum: int | None = None
-    engines_only: bool = True
-    """Whether it has no effect on `ENGINELESS_WORKLOADS`."""
-
-    @property
-    def flag(self) -> str:
-        """The flag of the command line."""
-        return "--" + self.name.replace("_", "-")
-
-
 WORKLOADS_HELP: Final = (
     "Workloads: unique, shared-prefix, few-shot-tree, mixed-lengths (these four by default), multi-turn, n-samples, "
     "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a .toml file. "
@@ -68,77 +24,96 @@ WORKLOADS_HELP: Final = (
     "to the first token), job (cost of a row outside the model), eta (errors of the estimated time left). "
     "Example: shared-prefix"
 )
-OPTIONS: Final = (
-    BenchOption(
-        "model",
-        "MODEL",
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOption:
+    """An option of the command line, and of TOML files unless it names a file."""
+
+    metavar: str
+    help: str
+    value_type: type = str
+    minimum: int | None = None
+    engines_only: bool = True
+    """Whether it has no effect on `ENGINELESS_WORKLOADS`."""
+    name: str = ""
+    """Field of `BenchConfig` and key of TOML files; the flag has hyphens."""
+
+    @property
+    def flag(self) -> str:
+        """The flag of the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+def _option(default: Any, *about: Any, **more: Any) -> Any:
+    """Field of `BenchConfig` that declares an option; what follows `default` are the arguments of `BenchOption`."""
+    return field(default=default, metadata={"option": BenchOption(*about, **more)})
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """Options of `batchgen bench`, in the order of the help."""
+
+    workloads: tuple[str, ...] = ()
+    """Names or .toml files; empty: the defaults of `find_workloads`."""
+    model: str = _option(
+        "random:135m", "MODEL",
         "Model folder or id, random weights of a size (random:5m, random:135m, random:0.6b, random:1b, random:8b), or "
         "demo, the demonstration model. Default: random:135m. Example: --model random:5m",
-    ),
-    BenchOption(
-        "peers",
-        "PEERS",
+    )  # fmt: skip
+    peers: str = _option(
+        "auto", "PEERS",
         "Engines to compare with: auto (transformers if it can be imported), none, or names, optionally with the "
         "Python that runs each: transformers, transformers-continuous, vllm, vllm-zentorch, sglang, openvino, "
         "llama.cpp, baseline=FOLDER (another checkout of batchgen), deterministic (batchgen with that option) and "
         "first-come (batchgen with rows in input order). A peer that cannot run is reported on stderr and skipped. "
         "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
-    ),
-    BenchOption(
-        "repeat",
-        "N",
-        "Number of interleaved repeats. Default: 5. Example: --repeat 3",
-        int,
-        minimum=1,
-        engines_only=False,
-    ),
-    BenchOption("dtype", "DTYPE", "Data type of the weights, as in run. Default: auto. Example: --dtype float32"),
-    BenchOption(
-        "peer_dtype",
-        "best|asked",
+    )  # fmt: skip
+    repeat: int = _option(
+        5, "N", "Number of interleaved repeats. Default: 5. Example: --repeat 3", int, 1, engines_only=False
+    )
+    dtype: str = _option(
+        "auto", "DTYPE", "Data type of the weights, as in run. Default: auto. Example: --dtype float32"
+    )
+    peer_dtype: str = _option(
+        "best", "best|asked",
         "Data type of peers: best uses float32 if the processor computes it faster than --dtype and reports it; asked "
         "uses --dtype or skips the peer. Default: best. Example: --peer-dtype asked",
-    ),
-    BenchOption("device", "DEVICE", "Device, as in run. Default: auto. Example: --device cpu"),
-    BenchOption("cpu_threads", "N", "Number of CPU threads of each engine. Example: --cpu-threads 2", int, minimum=1),
-    BenchOption(
-        "plan_size",
-        "ROWSxTOKENS",
+    )  # fmt: skip
+    device: str = _option("auto", "DEVICE", "Device, as in run. Default: auto. Example: --device cpu")
+    cpu_threads: int | None = _option(
+        None, "N", "Number of CPU threads of each engine. Example: --cpu-threads 2", int, 1
+    )
+    plan_size: str = _option(
+        "1000000x500", "ROWSxTOKENS",
         "Number of prompts of the workload plan and tokens of each; a token uses 4 bytes of temporary disk space. "
-        "Default: 1000000x500. Example: --plan-size 100000x500",
+        "Default: 1000000x500. Example: --plan-size 100000x500", engines_only=False,
+    )  # fmt: skip
+    chart: Path | None = _option(  # noqa: RUF009  # makes a field
+        None, "FILE", "Draw the results to a .png or .svg file, with matplotlib. Example: --chart bench.png", Path,
         engines_only=False,
-    ),
-    BenchOption(
-        "chart",
-        "FILE",
-        "Draw the results to a .png or .svg file, with matplotlib. Example: --chart bench.png",
-        Path,
-        engines_only=False,
-    ),
-    BenchOption(
-        "timeout",
-        "SECONDS",
+    )  # fmt: skip
+    timeout: float = _option(
+        900.0, "SECONDS",
         "Most seconds to load and convert a model, or for one pass; a peer that exceeds them is stopped and skipped. "
-        "Default: 900. Example: --timeout 3600",
-        float,
-        minimum=1,
-    ),
-    BenchOption(
-        "tuned",
-        "FILE",
+        "Default: 900. Example: --timeout 3600", float, 1,
+    )  # fmt: skip
+    tuned: Path | None = _option(  # noqa: RUF009  # makes a field
+        None, "FILE",
         "JSON lines of an earlier run whose peer settings are reused for the same workload, model, dtype, device and "
-        "threads; other settings are searched. Example: --tuned figures.jsonl",
-        Path,
-    ),
-)
-"""Options in the order of the help."""
+        "threads; other settings are searched. Example: --tuned figures.jsonl", Path,
+    )  # fmt: skip
 
+
+OPTIONS: Final = tuple(replace(f.metadata["option"], name=f.name) for f in fields(BenchConfig) if f.metadata)
 _LISTS: Final = ("workloads", "peers")
 """Keys of TOML files whose values are lists of texts."""
 _KEYS: Final = {"workloads": str} | {o.name: o.value_type for o in OPTIONS if o.value_type is not Path}
 """Key of TOML files -> type of its value, or of a list's items."""
 _PEER_DTYPES: Final = ("best", "asked")
-_TYPE_NAMES: Final = {str: 'a text such as "cpu"', int: "a whole number", float: "a number"}
+_TYPE_NAMES: Final = {
+    list: 'a list of texts such as ["unique"]', str: 'a text such as "cpu"', int: "a whole number", float: "a number"
+}  # fmt: skip
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -148,11 +123,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
-    """The configuration of a file or the defaults, overridden by the values in `given`.
-
-    Args:
-        given: fields of `BenchConfig`; None means not given.
-        file: a TOML file for `load_bench`.
+    """The configuration of a file for `load_bench` or the defaults, overridden by the values in `given` but None.
 
     Raises:
         UsageError: as `load_bench`, or a value is out of range.
@@ -189,8 +160,9 @@ def load_bench(path: Path) -> BenchConfig:
             raise UsageError(f"--config: {path}: unknown key `{key}`{hint}; known: {', '.join(_KEYS)}")
         kind = list if key in _LISTS else _KEYS[key]
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-            expected = 'a list of texts such as ["unique"]' if kind is list else _TYPE_NAMES[kind]
-            raise UsageError(f"--config: {path}: `{key}` has the wrong type, got {value!r}; it must be {expected}")
+            raise UsageError(
+                f"--config: {path}: `{key}` has the wrong type, got {value!r}; it must be {_TYPE_NAMES[kind]}"
+            )
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise UsageError(f"--config: {path}: `{key}` must be a list of texts, got {value!r}")
     if "peers" in values:

@@ -8,12 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from batchgen.bench.peers import OURS
-from batchgen.bench.process import Generated
+from batchgen.bench.process import OURS, Generated
 
-if TYPE_CHECKING:  # they import torch, which drawing stored figures does not need
+if TYPE_CHECKING:  # imports torch, which drawing stored figures does not need
     from batchgen.bench.floors import FloorWork
-    from batchgen.bench.rates import MatmulRate
 
 RATE: Final = "output_tokens_per_second"
 CPU_RATE: Final = "output_tokens_per_cpu_second"
@@ -34,22 +32,6 @@ class Spread:
     def of(values: Sequence[float]) -> Spread:
         """The spread of one or more values."""
         return Spread(median(values), min(values), max(values))
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Machine, commit and versions of a measurement."""
-
-    cpu: str
-    commit: str | None
-    repeat: int
-    matmul: MatmulRate
-    """Highest rate measured during the run."""
-    bandwidth: float
-    """Memory bandwidth in bytes/s."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    date: str = ""
-    """ISO 8601, UTC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,48 +82,33 @@ class Figure:
         return json.dumps(asdict(self), ensure_ascii=False)
 
 
+_CLOCKS: Final = (
+    ("seconds", RATE, SLOWDOWN, "tokens/s"),
+    # Processor time is meaningful even on a machine that runs other programs.
+    ("cpu_seconds", CPU_RATE, CPU_SLOWDOWN, "tokens/CPU-s"),
+)
+"""Clock of a pass, the metrics by it, and the unit of the rate."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """All repeats of one engine on one workload."""
 
-    name: str
-    version: str
-    dtype: str
-    device: str
-    threads: int
-    setting: Mapping[str, int]
-    agreement: float
+    about: Mapping[str, Any]
+    """Fields of its figures: engine, version, dtype, device, threads, setting, agreement and rows_equal."""
     passes: list[Generated] = field(default_factory=list)
     plain_passes: list[Generated] = field(default_factory=list)
     """Passes of the same rows without fields and adapters, one before each pass; empty if the rows are not special."""
-    rows_equal: float = 1.0
 
-    def rates(self, clock: str) -> list[float]:
-        """Generated tokens per second by `clock` ("seconds" or "cpu_seconds"), one for each repeat."""
-        return [p.tokens / getattr(p, clock) for p in self.passes]
-
-    def slowdowns(self, clock: str) -> list[float]:
-        """Per cent by which the rate of special rows is below that of plain rows, one for each repeat."""
-        plain = replace(self, passes=self.plain_passes).rates(clock)
-        return [100.0 * (1.0 - mine / other) for mine, other in zip(self.rates(clock), plain, strict=True)]
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return str(self.about["engine"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """A clock, and the metrics by it."""
-
-    name: str
-    rate: str
-    slowdown: str
-    unit: str
-    """Unit of the rate."""
-
-
-_CLOCKS: Final = (
-    _Clock("seconds", RATE, SLOWDOWN, "tokens/s"),
-    # Processor time is meaningful even on a machine that runs other programs.
-    _Clock("cpu_seconds", CPU_RATE, CPU_SLOWDOWN, "tokens/CPU-s"),
-)
+def rates(passes: Sequence[Generated], clock: str) -> list[float]:
+    """Generated tokens per second of each pass by `clock` ("seconds" or "cpu_seconds")."""
+    return [one.tokens / getattr(one, clock) for one in passes]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
@@ -172,70 +139,42 @@ def ours_over(rate: Figure, figures: Sequence[Figure]) -> Spread | None:
 
 
 def workload_figures(
-    workload: str, model: str, measured: Sequence[Measured], work: FloorWork, context: Context
+    about: Mapping[str, Any], measured: Sequence[Measured], work: FloorWork, flops: float, bandwidth: float
 ) -> list[Figure]:
-    """Figures of every engine on one workload: its rates, and the slowdown of its special rows."""
-    floors = work.seconds(context.matmul.flops, context.bandwidth)
-    figures = []
-    for engine in measured:
-        for clock in _CLOCKS:
+    """Figures of every engine on one workload: its rates, and the slowdown of its special rows.
+
+    Args:
+        about: fields that all figures have in common: workload, model, repeat, machine, versions, commit and date.
+        measured: the engines.
+        work: necessary work of the workload.
+        flops: highest rate of matrix multiplication in FLOP/s.
+        bandwidth: memory bandwidth in bytes/s.
+    """
+    floors, figures = work.seconds(flops, bandwidth), []
+    for one in measured:
+        for clock, metric, slowdown, unit in _CLOCKS:
             # Processor time sums over threads, so its floor is the wall-clock floor times their number.
-            threads = engine.threads if clock.name == "cpu_seconds" else 1
-            rates = engine.rates(clock.name)
-            spread = Spread.of(rates)
+            threads, mine = one.about["threads"] if clock == "cpu_seconds" else 1, rates(one.passes, clock)
+            spread = Spread.of(mine)
             least = {name: seconds * threads / work.output_tokens for name, seconds in floors.items()}
             shares = {name: {"tokens_per_second": 1 / s, "share": spread.median * s} for name, s in least.items()}
             arithmetic = shares.pop("arithmetic")
+            counted = {
+                "prompt_tokens": work.prompt_tokens,
+                "distinct_prompt_tokens": work.distinct_prompt_tokens,
+                "output_tokens": work.output_tokens,
+                **one.passes[-1].counted,
+            }
             figure = Figure(
-                **_about(workload, model, engine, work, context),
-                metric=clock.rate,
-                value=spread.median,
-                unit=clock.unit,
-                min=spread.min,
-                max=spread.max,
-                ratio={o.name: asdict(ratios(rates, o.rates(clock.name))) for o in measured if o is not engine},
-                floor_share=arithmetic["share"],
-                floor_tokens_per_second=arithmetic["tokens_per_second"],
-                floors=shares,
-            )
+                **about, **one.about, metric=metric, unit=unit, counted=counted,
+                value=spread.median, min=spread.min, max=spread.max,
+                ratio={o.name: asdict(ratios(mine, rates(o.passes, clock))) for o in measured if o is not one},
+                floor_share=arithmetic["share"], floor_tokens_per_second=arithmetic["tokens_per_second"], floors=shares,
+            )  # fmt: skip
             figures.append(figure)
-            if engine.plain_passes:
-                figures.append(_slowdown(figure, clock.slowdown, engine.slowdowns(clock.name)))
+            if one.plain_passes:
+                bare = rates(one.plain_passes, clock)
+                spread = Spread.of([100.0 * (1.0 - a / b) for a, b in zip(mine, bare, strict=True)])
+                slower = replace(figure, metric=slowdown, unit="%", value=spread.median, min=spread.min, max=spread.max)
+                figures.append(replace(slower, ratio={}, floors={}, floor_share=None, floor_tokens_per_second=None))
     return figures
-
-
-def _about(workload: str, model: str, engine: Measured, work: FloorWork, context: Context) -> dict[str, Any]:
-    """The fields of a figure that all metrics of an engine on a workload have in common."""
-    return {
-        "workload": workload,
-        "engine": engine.name,
-        "version": engine.version,
-        "dtype": engine.dtype,
-        "device": engine.device,
-        "model": model,
-        "repeat": context.repeat,
-        "setting": engine.setting,
-        "counted": {
-            "prompt_tokens": work.prompt_tokens,
-            "distinct_prompt_tokens": work.distinct_prompt_tokens,
-            "output_tokens": work.output_tokens,
-            **engine.passes[-1].counted,
-        },
-        "agreement": engine.agreement,
-        "rows_equal": engine.rows_equal,
-        "threads": engine.threads,
-        "gemm_gflops": context.matmul.flops / 1e9,
-        "gemm_form": context.matmul.form,
-        "bandwidth_gbytes": context.bandwidth / 1e9,
-        "cpu": context.cpu,
-        "commit": context.commit,
-        "versions": context.versions,
-        "date": context.date,
-    }
-
-
-def _slowdown(rate: Figure, metric: str, slowdowns: Sequence[float]) -> Figure:
-    """The slowdown figure that accompanies a rate of special rows."""
-    spread = Spread.of(slowdowns)
-    about = {"value": spread.median, "min": spread.min, "max": spread.max, "metric": metric, "unit": "%"}
-    return replace(rate, **about, ratio={}, floor_share=None, floor_tokens_per_second=None, floors={})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Floors (roofline): the least time that a workload's work takes on a machine.
+"""Floors (roofline): the least time that a workload's work takes on a machine, and the machine's measured peak rates.
 
 `count_work` counts the work of a workload, and `FloorWork.seconds` gives its floors:
 
@@ -15,92 +15,36 @@ once for all rows below it. The arithmetic floor contains neither attention nor 
 Adapters add 2 r (I + O) operations per adapted layer and token; the reads of their weights are small and not counted.
 Returned hidden states are written once. Logprobs and constraints add nothing: the head computes all logits anyway, and
 processing them is cheap in comparison. What is computed to encode pictures is not counted.
-
-`device_floor` gives the overlap and serial floors of a bfloat16 model on a GPU of given rates, for a given number of
-concurrent samples.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from batchgen.bench.shapes import Shape
 from batchgen.bench.workloads import BenchRow
+from batchgen.kernels.linear import forms
 from batchgen.models.base import ModelSpec
-from batchgen.plan.tree import PrefixTree, build_tree
+from batchgen.plan.tree import build_tree
 
-_BF16_BYTES: Final = 2
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRates:
-    """Peak rates of a device."""
-
-    name: str
-    bandwidth: float
-    """Bytes per second, reads plus writes."""
-    flops: float
-    """bfloat16 operations per second."""
-
-
-H100: Final = DeviceRates("H100", 2.9e12, 792e12)
-"""Rate at which attention reads its cache, and matrix multiplication rate, of an H100 of 80 GB with HBM3."""
-H200: Final = DeviceRates("H200", 4.3e12, 790e12)
-"""Copy bandwidth and matrix multiplication rate of an H200, constants to which the project's goals refer."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFloor:
-    """Floors of a whole workload on a GPU."""
-
-    output_tokens: int
-    prefill: float
-    """Seconds to compute the prompts."""
-    memory: float
-    """Seconds of memory traffic while decoding."""
-    compute: float
-    """Seconds of arithmetic while decoding."""
-
-    @property
-    def overlap(self) -> float:
-        """Output tokens per second if memory traffic and arithmetic overlap completely."""
-        return self.output_tokens / (self.prefill + max(self.memory, self.compute))
-
-    @property
-    def serial(self) -> float:
-        """Output tokens per second if memory traffic and arithmetic do not overlap."""
-        return self.output_tokens / (self.prefill + self.memory + self.compute)
-
-
-def device_floor(rows: Sequence[BenchRow], shape: Shape, rates: DeviceRates, concurrency: int) -> DeviceFloor:
-    """The floor of a workload on a GPU.
-
-    Args:
-        rows: the workload.
-        shape: the model, in bfloat16.
-        rates: the device's peak rates.
-        concurrency: number of samples that run at the same time and share a step's read of the weights.
-    """
-    new = np.array([row.max_new for row in rows], np.int64)
-    work = _tree_work(rows, new, concurrency)
-    steps = max(int(new.max()), -(-work.decoded // concurrency))
-    head = shape.vocab * shape.hidden
-    layers = shape.parameters - head * (1 if shape.tied else 2)
-    position_flops = 4 * shape.layers * shape.heads * shape.head_dim  # attention to one cached position
-    position_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * _BF16_BYTES
-    return DeviceFloor(
-        output_tokens=work.decoded,
-        prefill=(2.0 * layers * work.computed + position_flops * work.prompt_attended) / rates.flops,
-        memory=(steps * _BF16_BYTES * (layers + head) + position_bytes * work.read) / rates.bandwidth,
-        compute=(2.0 * (layers + head) * work.decoded + position_flops * work.attended) / rates.flops,
-    )
+_SIZES: Final = {"decode": (64, 1024, 4096), "prompt": (512, 2048, 2048)}
+"""(rows, in, out) of matrix multiplications as in a decode step and a prompt."""
+_GPU_SIZES: Final = {"large": (8192, 8192, 8192)}
+"""Additional size that saturates a GPU."""
+_GIVE_UP_FACTOR: Final = 4
+"""A form this many times slower than the fastest one is not measured at larger sizes."""
+_SECONDS: Final = 0.05
+_MAX_BYTES: Final = 256 << 20
+_MIN_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +100,7 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
     flops = prompt_flops = decode_flops = read = 0.0
     for name, members in by_adapter.items():
         decoded = np.array([row.max_new - 1 for row in members], np.int64)
-        part = _tree_work(members, decoded, sum(row.samples for row in members))
+        part = tree_work(members, decoded, sum(row.samples for row in members))
         weights = layers + (adapter if name is not None else 0)
         head_rows = len(members) + part.decoded  # a prompt's samples share its last logits
         decode_matmul = 2.0 * weights * part.decoded + 2.0 * head * head_rows
@@ -169,7 +113,8 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
     decode_rows = output - sum(row.samples for row in rows)
     steps = max(row.max_new for row in rows) - 1
     stored = spec.dtype.itemsize * (layers + head)
-    states = spec.dtype.itemsize * spec.hidden_size * sum(_states(row) for row in rows)
+    returned = ((row, row.fields.get("return_hidden_states")) for row in rows)
+    states = sum(len(asked["layers"]) * row.samples * row.max_new for row, asked in returned if asked)
     return FloorWork(
         prompt_tokens=sum(len(row.ids) for row in rows),
         distinct_prompt_tokens=distinct,
@@ -178,13 +123,13 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
         flops=flops,
         prompt_flops=prompt_flops,
         decode_flops=decode_flops,
-        decode_bytes=steps * stored + read + states,
+        decode_bytes=steps * stored + read + spec.dtype.itemsize * spec.hidden_size * states,
         resident_bytes=stored + spec.kv_bytes_per_token * (distinct + decode_rows),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _TreeWork:
+class TreeWork:
     """Numbers of tokens and positions of rows that can share prefixes."""
 
     computed: float
@@ -199,38 +144,78 @@ class _TreeWork:
     """`attended`, but each node of the prefix tree is counted once per step."""
 
 
-def _tree_work(rows: Sequence[BenchRow], decoded: npt.NDArray[np.int64], concurrency: int) -> _TreeWork:
+def tree_work(rows: Sequence[BenchRow], decoded: npt.NDArray[np.int64], concurrency: int) -> TreeWork:
     """Count rows that decode `decoded` tokens each, `concurrency` samples at a time."""
     lengths = np.array([len(row.ids) for row in rows], np.int64)
     tokens = np.fromiter(chain.from_iterable(row.keys or row.ids for row in rows), np.int32, int(lengths.sum()))
     tree = build_tree(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     samples = np.array([row.samples for row in rows], np.int64)
     own = float((samples * decoded * (decoded - 1) // 2).sum())  # attended output tokens of the same sample
-    attended = float((samples * decoded * lengths).sum())  # attended prompt tokens
     start, end = tree.start.astype(np.int64), tree.end.astype(np.int64)
-    return _TreeWork(
+    below = np.concatenate([[0], np.cumsum(samples[tree.order])])
+    below_node = (below[tree.last_row + 1] - below[tree.first_row]).astype(np.float64)
+    ordered = decoded[tree.order]
+    steps = np.array([ordered[a : b + 1].max() for a, b in zip(tree.first_row, tree.last_row, strict=True)])
+    # The rows of a subtree run together: if they are more than `concurrency`, they take several rounds.
+    rounds = np.maximum(1.0, below_node / concurrency)
+    return TreeWork(
         computed=float((end - start).sum()),
         decoded=int((samples * decoded).sum()),
         prompt_attended=float((end * (end + 1) // 2 - start * (start + 1) // 2).sum()),
-        attended=attended + own,
-        read=_prefix_kv_reads(tree, decoded, samples, concurrency) + own,
+        attended=float((samples * decoded * lengths).sum()) + own,
+        read=float(((tree.end - tree.start) * steps * rounds).sum()) + own,
     )
 
 
-def _prefix_kv_reads(
-    tree: PrefixTree, new: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], concurrency: int
-) -> float:
-    """Number of cached prompt positions read if a step reads each node once for all running rows below it."""
-    below = np.concatenate([[0], np.cumsum(samples[tree.order])])
-    rows = (below[tree.last_row + 1] - below[tree.first_row]).astype(np.float64)
-    ordered = new[tree.order]
-    steps = np.array([ordered[a : b + 1].max() for a, b in zip(tree.first_row, tree.last_row, strict=True)])
-    # The rows of a subtree run together: if they are more than `concurrency`, they take several rounds.
-    rounds = np.maximum(1.0, rows / concurrency)
-    return float(((tree.end - tree.start) * steps * rounds).sum())
+def measure_matmul(dtype: torch.dtype, device: torch.device) -> tuple[float, str]:
+    """The highest rate of matrix multiplication of any implementation, with torch's number of threads.
+
+    An engine may multiply weights in their dtype or in float32, so all implementations of both are measured, at the
+    sizes of decode steps and prompts. The arithmetic floor uses this rate.
+
+    Returns:
+        FLOP/s, and the implementation, dtype and size that reached them.
+    """
+    found = []
+    sizes = _SIZES | _GPU_SIZES if device.type == "cuda" else _SIZES
+    for kind in dict.fromkeys((dtype, torch.float32)):
+        too_slow: set[str] = set()
+        for size, (rows, inner, outer) in sizes.items():
+            weight, x = (torch.randn(n, inner, device=device).to(kind) for n in (outer, rows))
+            rates = {
+                name: 2.0 * rows * inner * outer / _best_seconds(partial(product, x), device)
+                for name, product in forms(weight).items()
+                if name not in too_slow
+            }
+            too_slow |= {name for name, rate in rates.items() if rate < max(rates.values()) / _GIVE_UP_FACTOR}
+            about = f"{str(kind).removeprefix('torch.')}, {size} size"
+            found += [(rate, f"{name}, {about}") for name, rate in rates.items()]
+    return max(found)
 
 
-def _states(row: BenchRow) -> int:
-    """Number of hidden states that a row returns: one per requested layer and output token."""
-    requested = row.fields.get("return_hidden_states")
-    return 0 if requested is None else len(requested["layers"]) * row.samples * row.max_new
+def measure_bandwidth(device: torch.device, size: int = _MAX_BYTES) -> float:
+    """Bytes per second of copying (reads plus writes) or of reading, whichever is higher.
+
+    Args:
+        device: the device whose memory is measured.
+        size: number of bytes that a workload reads repeatedly, clamped to 1 to 256 MiB. A small size measures a cache.
+    """
+    numbers = min(max(size, _MIN_BYTES), _MAX_BYTES) // 4
+    source = torch.ones(numbers, device=device)
+    target = torch.empty_like(source)
+    copied = 8.0 * numbers / _best_seconds(lambda: target.copy_(source), device)
+    return max(copied, 4.0 * numbers / _best_seconds(source.sum, device))
+
+
+def _best_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of several calls; slower ones were disturbed by other programs."""
+    times: list[float] = []
+    call()
+    end = time.perf_counter() + _SECONDS
+    while len(times) < 3 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times)

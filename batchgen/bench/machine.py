@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import batchgen
 
@@ -24,6 +25,11 @@ def cpu_name() -> str:
 def processors() -> int:
     """Number of processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """The machine and commit of a measurement, as lines without engines name them."""
+    return {"processors": processors(), "cpu": cpu_name(), "commit": commit_name()}
 
 
 def versions() -> dict[str, str]:

@@ -1,44 +1,78 @@
-"""An engine in a separate process, driven over pipes, so that engines do not share memory or threads."""
+"""The known engines, the Python interpreter that runs each, and an engine in a separate process, driven over pipes, so
+that engines do not share memory or threads.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Timer
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
 
 import batchgen
+from batchgen.bench.config import did_you_mean
 from batchgen.bench.engines.peer_tools import fastest_dtype
-from batchgen.bench.peers import OURS, VARIANTS, EngineSource
-from batchgen.bench.workloads import BenchRow
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, UsageError
 
-_WORKER = Path(__file__).parent / "engines" / "peer_tools.py"
-_MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+if TYPE_CHECKING:  # reads definitions with a tokenizer, which drawing stored figures does not need
+    from batchgen.bench.workloads import BenchRow
+
+OURS = "batchgen"
+REFERENCE = "transformers"
+"""The engine whose greedy ids are the correct ones: it runs in float32, one row at a time."""
+BASELINE = "baseline"
+"""Another checkout of batchgen, in a folder."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "deterministic": {"deterministic": True},
+    "first-come": {"order": "first-come", "admission": "free"},
+}
+"""batchgen with other options. `deterministic` shows the cost of `--deterministic`; `first-come` starts rows in input
+order, as soon as there are pages for their prompts, and shows the gain of batchgen's scheduling."""
+OWN_ENGINES = (OURS, BASELINE, *VARIANTS)
+"""Engines that are batchgen: all of their ids must equal the reference's, and a failure ends the run. Only they run
+rows with fields; a peer would do less work on them."""
+
+
+class Peer(NamedTuple):
+    """An engine to compare with."""
+
+    script: str
+    """`engines/engine_SCRIPT.py` runs it."""
+    modules: tuple[str, ...]
+    """Modules that must be importable."""
+    has_torch: bool = True
+    """False: its environment has no torch, so this process chooses the fastest dtype."""
+
+
+PEERS: Final = {
+    "transformers": Peer("transformers", ("transformers",)),
+    "transformers-continuous": Peer("transformers", ("transformers",)),
+    "vllm": Peer("vllm", ("vllm",)),
+    "vllm-zentorch": Peer("vllm", ("vllm", "zentorch")),
+    "sglang": Peer("sglang", ("sglang",)),
+    "openvino": Peer("openvino", ("openvino_genai",), has_torch=False),
+    "llama.cpp": Peer("llama_cpp", ("llama_cpp",), has_torch=False),
+}
+_AUTO: Final = ("transformers",)
+"""Peers of `--peers auto`; the others usually need a separate environment."""
+_WORKER: Final = Path(__file__).parent / "engines" / "peer_tools.py"
+_THREADS: Final = ("OMP_NUM", "MKL_NUM", "OPENBLAS_NUM", "NUMEXPR_NUM", "VECLIB_MAXIMUM", "RAYON_NUM")
+"""Environment variables, without _THREADS, from which libraries read their number of threads, the same for all engines.
+"""
+_MALLOC_ENV: Final = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Environment that makes glibc's allocator keep freed memory (blocks below 32 MiB) for the next pass. Some engines
 allocate their KV cache once, others for every pass, and fresh memory from the system is slow on virtual machines. A job
 pays for it once; short benchmark passes would pay every time."""
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-    "RAYON_NUM_THREADS",
-)
-"""Environment variables from which libraries read their number of threads; the same value for every engine."""
-_WITHOUT_TORCH = ("llama.cpp", "openvino")
-"""Peers without torch, for which the parent process chooses the fastest dtype."""
-_CLOSE_SECONDS = 20.0
-_STDERR_LINES = 8
+_CLOSE_SECONDS: Final = 20.0
+_STDERR_LINES: Final = 8
 """Number of lines of stderr shown in an error message."""
 
 
@@ -48,6 +82,83 @@ class EngineFailed(BatchgenError):
 
 class EngineExited(EngineFailed):
     """An engine's process has ended, or was killed at its timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSource:
+    """An engine and the interpreter that runs it."""
+
+    name: str
+    python: str = sys.executable
+    root: str | None = None
+    """Folder from which `batchgen` is imported; None for installed engines."""
+
+    @property
+    def script(self) -> str:
+        """Name of its script in `engines/`, without the suffix."""
+        return f"engine_{PEERS[self.name].script if self.name in PEERS else OURS}"
+
+
+def parse_peers(text: str) -> list[EngineSource]:
+    """The peers of `--peers auto|none|NAME[=PYTHON],...`.
+
+    `baseline=FOLDER` is another checkout of batchgen; `deterministic` and `first-come` are `VARIANTS`.
+
+    Raises:
+        UsageError: a name is unknown or repeated, or the interpreter cannot import the engine.
+    """
+    if text == "none":
+        return []
+    if text == "auto":
+        return [source for source in map(EngineSource, _AUTO) if not _missing_modules(source)]
+    peers: list[EngineSource] = []
+    for item in text.split(","):
+        name, given, value = item.strip().partition("=")
+        if name not in (known := (*PEERS, BASELINE, *VARIANTS)):
+            problem = f"unknown peer {name!r}{did_you_mean(name, known)}" if name else "a name is missing"
+            raise UsageError(f"--peers: {problem}; known: {', '.join(known)} (or auto, none)")
+        if any(peer.name == name for peer in peers):
+            raise UsageError(f"--peers: {name} is given more than once")
+        peers.append(_source(name, value if given else None))
+    return peers
+
+
+def _source(name: str, value: str | None) -> EngineSource:
+    """The source of a peer, with the interpreter or folder that is given."""
+    path = Path(value or "").expanduser()
+    if name == BASELINE:
+        if not value or not (path.resolve() / OURS / "__init__.py").is_file():
+            problem = f"{BASELINE} must name a checkout of batchgen, {BASELINE}=FOLDER, got {value or ''!r}"
+            raise UsageError(f"--peers: {problem}")
+        return EngineSource(BASELINE, root=str(path.resolve()))
+    if name in VARIANTS and value is not None:
+        raise UsageError(f"--peers: {name} is this batchgen with other options and has no Python; leave =... out")
+    if value is not None and (not value or path.is_dir()):
+        problem = f"got the folder {value}" if value else "got nothing"
+        example = f"{name}={value or 'ENVIRONMENT'}/bin/python"
+        raise UsageError(f"--peers: {name}= must name a Python interpreter, {problem}; for example {example}")
+    source = EngineSource(name) if value is None else EngineSource(name, str(path))
+    if name in PEERS and (missing := _missing_modules(source)):
+        raise UsageError(
+            f"--peers: {source.python} cannot import {missing}; install it there, or give "
+            f"--peers {name}=PYTHON with a Python that has it"
+        )
+    return source
+
+
+def _missing_modules(source: EngineSource) -> str:
+    """Modules of the engine that the interpreter does not find (without importing them); empty if there are none."""
+    modules = PEERS[source.name].modules
+    code = "import sys, importlib.util as u; sys.exit(' '.join(m for m in sys.argv[1:] if not u.find_spec(m)) or 0)"
+    try:
+        done = subprocess.run([source.python, "-c", code, *modules], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UsageError(
+            f"--peers: cannot run {source.python}: {error.strerror}; give --peers {source.name}=PYTHON"
+        ) from None
+    if done.returncode == 0:
+        return ""
+    return " and ".join([name for name in done.stderr.split() if name in modules] or modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +197,21 @@ class Generated:
 class BenchEngine(Protocol):
     """An engine with a model in memory."""
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def version(self) -> str: ...  # noqa: D102
-    @property
-    def dtype(self) -> str: ...  # noqa: D102
-    @property
-    def device(self) -> str: ...  # noqa: D102
-    @property
-    def threads(self) -> int: ...  # noqa: D102
-    @property
-    def settings(self) -> Sequence[Mapping[str, int]]:
-        """Settings to try; `[{}]` if there is nothing to choose."""
-        ...
+    name: str
+    version: str
+    dtype: str
+    device: str
+    threads: int
+    settings: Sequence[Mapping[str, int]]
+    """Settings to try; `[{}]` if there is nothing to choose."""
 
     def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
         """Generate every row to its full length, greedily if it has one sample."""
         ...
 
 
-class EngineProcess:
-    """A `BenchEngine` behind pipes. Use as a context manager, or call `close`.
+class EngineProcess(BenchEngine):
+    """An engine behind pipes. Use as a context manager, or call `close`.
 
     Args:
         source: the engine to run.
@@ -122,10 +226,10 @@ class EngineProcess:
     def __init__(
         self, source: EngineSource, spec: LoadSpec, lifetime: float | None = None, timeout: float | None = None
     ) -> None:
-        self.name = source.name
-        self._timeout = timeout
+        self.name, self._timeout = source.name, timeout
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
-        env = {**os.environ, **_MALLOC_ENV, **dict.fromkeys(_THREAD_VARIABLES, str(spec.threads)), "PYTHONSAFEPATH": ""}
+        threads = {f"{name}_THREADS": str(spec.threads) for name in _THREADS}
+        env = {**os.environ, **_MALLOC_ENV, **threads, "PYTHONSAFEPATH": ""}
         root = str(Path(batchgen.__file__).parents[1]) if source.name in (OURS, *VARIANTS) else source.root
         if root is not None:
             env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
@@ -137,66 +241,58 @@ class EngineProcess:
         except OSError as error:
             self._log.close()
             raise EngineFailed(f"cannot start {source.name} with {source.python}: {error.strerror}") from None
-        self._timer = Timer(threading.TIMEOUT_MAX if lifetime is None else lifetime, self._process.kill)
-        self._timer.daemon = True
-        self._timer.start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._replies = self._process.stdin, self._process.stdout
+        self._lifetime = _timer(lifetime, self._process.kill)
         try:
-            if source.name in VARIANTS:
-                spec = replace(spec, options={**spec.options, **VARIANTS[source.name]})
-            request = {"op": "load", "engine": source.name, **asdict(spec)}
-            if source.name in _WITHOUT_TORCH:
+            options = {**spec.options, **VARIANTS.get(source.name, {})}
+            request = {"op": "load", "engine": source.name, **asdict(spec), "options": options}
+            if source.name in PEERS and not PEERS[source.name].has_torch:
                 request["dtype"] = fastest_dtype(request)
             loaded = self._request(request)
         except BaseException:
             self.close()
             raise
-        self.version: str = loaded["version"]
-        self.dtype: str = loaded["dtype"]
-        self.device: str = loaded["device"]
-        self.threads: int = loaded["threads"]
-        self.settings: list[dict[str, int]] = loaded["settings"]
+        self.version, self.dtype, self.device = loaded["version"], loaded["dtype"], loaded["device"]
+        self.threads, self.settings = loaded["threads"], loaded["settings"]
 
     def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
         """See `BenchEngine.generate`."""
-        sent_rows = [asdict(row) for row in rows]
-        reply = self._request({"op": "generate", "rows": sent_rows, "setting": dict(setting)})
-        return Generated(reply["outputs"], reply["seconds"], reply["cpu_seconds"], reply["counted"])
+        sent = [asdict(row) for row in rows]
+        return Generated(**self._request({"op": "generate", "rows": sent, "setting": dict(setting)}))
 
     def close(self) -> None:
         """Close the process's input and wait for its end; kill it if it does not end."""
-        self._timer.cancel()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        self._lifetime.cancel()
         with suppress(OSError):
-            self._process.stdin.close()
+            self._requests.close()
         try:
             self._process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._replies.close()
         self._log.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         timed_out = Event()
-        seconds = threading.TIMEOUT_MAX if self._timeout is None else self._timeout
-        timer = Timer(seconds, self._kill_on_timeout, [timed_out])
-        timer.daemon = True
-        timer.start()
+
+        def stop() -> None:
+            timed_out.set()
+            self._process.kill()
+
+        timer = _timer(self._timeout, stop)
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            line = self._replies.readline()
         except (OSError, ValueError):  # ValueError: the pipe is closed
             line = ""
         finally:
@@ -212,13 +308,17 @@ class EngineProcess:
             raise EngineFailed(f"{self.name} failed at {request['op']}: {reply['error']}")
         return reply
 
-    def _kill_on_timeout(self, timed_out: Event) -> None:
-        timed_out.set()
-        self._process.kill()
-
     def _stderr_tail(self) -> str:
         if self._log.closed:
             return ""
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()[-_STDERR_LINES:]
         return ":\n" + "\n".join(lines) if lines else f" (exit status {self._process.poll()})"
+
+
+def _timer(seconds: float | None, call: Callable[[], object]) -> Timer:
+    """A timer that has begun; None: it never ends."""
+    timer = Timer(threading.TIMEOUT_MAX if seconds is None else seconds, call)
+    timer.daemon = True
+    timer.start()
+    return timer

@@ -6,16 +6,15 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from batchgen.bench.correctness import GateFailed
 from batchgen.bench.figures import Figure
-from batchgen.bench.peers import OURS, OWN_ENGINES
-from batchgen.bench.process import EngineExited, EngineFailed
+from batchgen.bench.gate import GateFailed
+from batchgen.bench.process import OURS, OWN_ENGINES, EngineExited, EngineFailed
 from batchgen.errors import UsageError
 
 _REQUIRED: Final = ("workload", "engine", "metric", "value")
@@ -23,8 +22,13 @@ _REQUIRED: Final = ("workload", "engine", "metric", "value")
 _LEFT_OUT: Final = "left_out"
 """Metric of the JSON line of a skipped peer, which has a reason instead of a value."""
 _SPREAD: Final = ("min", "max")
-_TYPE_NAMES: Final = {"str": "a text", "int": "a whole number", "float": "a number", "Mapping": "an object"}
-"""Start of a field's type annotation -> its name in error messages."""
+_TYPES: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
+    "str": ((str,), "a text"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "Mapping": ((dict,), "an object"),
+}
+"""Start of a field's type annotation -> types of its value, and their name in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,13 @@ class SkippedPeers:
     """The peers that a run skips; each is reported on the console once, when it is skipped."""
 
     console: Console
-    _reasons: dict[tuple[str, str | None], str] = field(default_factory=dict)
-    """(engine, workload, or None for all of them) -> reason."""
+    model: str = ""
+    _peers: dict[tuple[str, str | None], SkippedPeer] = field(default_factory=dict)
+    """(engine, workload, or None for all of them) -> its record."""
 
     def has(self, engine: str, workload: str | None = None) -> bool:
         """Whether a peer is skipped on a workload, or, without one, in the whole run."""
-        return (engine, None) in self._reasons or (engine, workload) in self._reasons
+        return (engine, None) in self._peers or (engine, workload) in self._peers
 
     @contextmanager
     def on_failure(self, engine: str, workload: str | None = None) -> Iterator[None]:
@@ -75,44 +80,39 @@ class SkippedPeers:
 
     def skip(self, engine: str, workload: str | None, reason: str) -> None:
         """Skip a peer on a workload (None: on all) and report the reason; only the first reason is kept."""
-        if (engine, workload) not in self._reasons:
-            self._reasons[engine, workload] = reason
-            line = SkippedPeer("", engine, workload, reason).line()
-            self.console.print(line, style="yellow", soft_wrap=True, markup=False)
+        if (engine, workload) not in self._peers:
+            peer = self._peers[engine, workload] = SkippedPeer(self.model, engine, workload, reason)
+            print_notice(peer.line(), self.console)
 
-    def records(self, model: str, workloads: Sequence[str], measured: Collection[tuple[str, str]]) -> list[SkippedPeer]:
-        """A record of each skipped peer.
+    def records(self, workloads: Sequence[str], measured: Collection[tuple[str, str]]) -> Iterator[SkippedPeer]:
+        """A record of each skipped peer; `measured` is (engine, workload) of every figure.
 
         A peer that is skipped on all workloads but has figures of some gets a record of each other workload.
-
-        Args:
-            model: the run's model.
-            workloads: the run's workloads.
-            measured: (engine, workload) of every figure.
         """
-        found = []
-        for (engine, place), reason in self._reasons.items():
-            partly_measured = place is None and any((engine, name) in measured for name in workloads)
-            places = [name for name in workloads if (engine, name) not in measured] if partly_measured else [place]
-            found += [SkippedPeer(model, engine, name, reason) for name in places]
-        return found
+        for (engine, place), peer in self._peers.items():
+            if place is None and any((engine, name) in measured for name in workloads):
+                yield from (replace(peer, workload=name) for name in workloads if (engine, name) not in measured)
+            else:
+                yield peer
 
     def lines(self) -> list[str]:
         """One line for each skipped peer."""
-        return [SkippedPeer("", *place, reason).line() for place, reason in self._reasons.items()]
+        return [peer.line() for peer in self._peers.values()]
 
     def check(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Fail if there are peers and all of them are skipped on every workload.
-
-        Args:
-            pairs: (engine, workload) of everything that the run is to measure.
+        """Check that a peer is left of the (engine, workload) that the run is to measure, if there are peers.
 
         Raises:
-            EngineFailed: no peer is left.
+            EngineFailed: all of them are skipped on every workload.
         """
         peers = [pair for pair in pairs if pair[0] != OURS]
         if peers and all(self.has(*pair) for pair in peers):
             raise EngineFailed("no peer could be measured:\n" + "\n".join(self.lines()))
+
+
+def print_notice(text: str, console: Console) -> None:
+    """Print a line that is not about a figure."""
+    console.print(text, style="yellow", soft_wrap=True, markup=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,21 +154,21 @@ def parse_figures(text: str, where: str) -> StoredFigures:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
+        here = f"{where}, line {number}"
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UsageError(
-                f"{where}, line {number} is not JSON ({error.msg}): it must be what `batchgen bench` prints"
-            ) from None
+            raise UsageError(f"{here} is not JSON ({error.msg}): it must be what `batchgen bench` prints") from None
         if not isinstance(values, dict):
-            raise UsageError(f"{where}, line {number} is not a JSON object")
+            raise UsageError(f"{here} is not a JSON object")
         if values.get("metric") == _LEFT_OUT:
-            peer = _skipped_peer(values, f"{where}, line {number}")
+            peer = _skipped_peer(values, here)
             skipped[peer.model, peer.engine, peer.workload] = peer
         elif all(name in values for name in _REQUIRED):
-            figure = _figure(values, f"{where}, line {number}")
-            figures.pop(_key(figure), None)
-            figures[_key(figure)] = figure
+            f = _figure(values, here)
+            key = (f.model, f.workload, f.engine, f.dtype, f.device, f.threads, f.metric)
+            figures.pop(key, None)
+            figures[key] = f
         else:
             others.append(values)
     if not figures and not others:
@@ -184,35 +184,23 @@ def _skipped_peer(values: Mapping[str, Any], where: str) -> SkippedPeer:
     return SkippedPeer(str(model or ""), engine, workload, str(values.get("reason")))
 
 
-def _key(figure: Figure) -> tuple[Any, ...]:
-    return (figure.model, figure.workload, figure.engine, figure.dtype, figure.device, figure.threads, figure.metric)
-
-
 def _figure(values: Mapping[str, Any], where: str) -> Figure:
     """The figure of a JSON object written by this or another version. Ignores unknown keys."""
     types = {known.name: str(known.type) for known in fields(Figure)}
-    given = {name: values[name] for name in types if name in values}
-    found = given | {name: given["value"] for name in _SPREAD if name not in given}
+    found = {name: value for name, value in values.items() if name in types}
+    found |= {name: values["value"] for name in _SPREAD if name not in found}
     for name, value in found.items():
-        if not _fits(types[name], value):
-            expected = next(text for start, text in _TYPE_NAMES.items() if types[name].startswith(start))
+        kind, _, optional = types[name].partition(" | ")
+        allowed, expected = _TYPES[kind.partition("[")[0]]
+        fits = isinstance(value, allowed) and not isinstance(value, bool)
+        if isinstance(value, float):
+            fits = fits and math.isfinite(value)
+        elif fits and kind.startswith("Mapping[str, Mapping"):
+            fits = all(isinstance(one, dict) for one in value.values())
+        if not fits and not (optional and value is None):
             raise UsageError(f"{where}: `{name}` must be {expected}, got {value!r}")
     for name, numbers in (("ratio", ("median", *_SPREAD)), ("floors", ("share",))):
         for key, one in found.get(name, {}).items():
             if not all(isinstance(one.get(number), int | float) and one[number] > 0 for number in numbers):
                 raise UsageError(f"{where}: `{name}` of {key} must have {', '.join(numbers)} above 0, got {one!r}")
     return Figure(**found)
-
-
-def _fits(kind: str, value: Any) -> bool:
-    """Whether a value has the type `kind`, an annotation of a field of `Figure`."""
-    if kind.startswith("Mapping[str, Mapping"):
-        return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
-    if kind.startswith("Mapping"):
-        return isinstance(value, dict)
-    if value is None:
-        return kind.endswith("| None")
-    if kind.startswith("str"):
-        return isinstance(value, str)
-    number = isinstance(value, int) or (kind.startswith("float") and isinstance(value, float) and math.isfinite(value))
-    return number and not isinstance(value, bool)

@@ -6,24 +6,33 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich.console import Console
 
 from batchgen.bench.config import BenchConfig
-from batchgen.bench.correctness import Gate, check_lengths
-from batchgen.bench.figures import Context, Figure, Measured, workload_figures
-from batchgen.bench.floors import count_work
+from batchgen.bench.figures import Figure, Measured, rates, workload_figures
+from batchgen.bench.floors import count_work, measure_bandwidth, measure_matmul
+from batchgen.bench.gate import Gate, check_lengths
 from batchgen.bench.machine import commit_name, cpu_name, versions
-from batchgen.bench.peers import OURS, OWN_ENGINES, REFERENCE, EngineSource, parse_peers
-from batchgen.bench.process import BenchEngine, EngineExited, EngineFailed, EngineProcess, LoadSpec
-from batchgen.bench.rates import MatmulRate, measure_bandwidth, measure_matmul
-from batchgen.bench.results import SkippedPeers, read_figures
+from batchgen.bench.process import (
+    OURS,
+    OWN_ENGINES,
+    REFERENCE,
+    BenchEngine,
+    EngineExited,
+    EngineFailed,
+    EngineProcess,
+    EngineSource,
+    LoadSpec,
+    parse_peers,
+)
+from batchgen.bench.results import SkippedPeers, print_notice, read_figures
 from batchgen.bench.shapes import (
     DEMO,
     adapter_folders,
@@ -34,7 +43,7 @@ from batchgen.bench.shapes import (
 )
 from batchgen.bench.table import print_comparison
 from batchgen.bench.workload_defs import BenchWorkload, find_workloads
-from batchgen.bench.workloads import AdapterSet, BenchRow, plain
+from batchgen.bench.workloads import BenchRow, plain
 from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelSpec
@@ -42,8 +51,8 @@ from batchgen.models.check import check_model
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import checked_spec
 
-__all__ = ["BenchConfig", "best_setting", "distinct_settings", "run_bench"]
-
+_INITIAL_MATMUL_RUNS: Final = 3
+"""Number of matrix multiplication measurements before the first workload; one more precedes every repeat."""
 _PROBE_TOKENS = 16
 """Number of tokens generated per row while settings are tried."""
 _RETRY_FACTOR = 2.0
@@ -52,6 +61,245 @@ _BATCHES_PER_TRIAL = 8
 """Number of batches of similar lengths of which only the middle one is tried."""
 _FINALIST_FACTOR = 1.15
 """Settings within this factor of the fastest time are tried again with their full output."""
+_MAX_MERGED_PARAMETERS: Final = 2_000_000_000
+"""Largest number of parameters of a model that is copied in float32 to check adapters."""
+
+Start = Callable[[EngineSource, LoadSpec], AbstractContextManager[BenchEngine]]
+"""Starts an engine; `EngineProcess` except in tests."""
+
+
+def run_bench(
+    config: BenchConfig, emit: Callable[[str], None], console: Console | None = None, start: Start | None = None
+) -> None:
+    """Measure engines on workloads.
+
+    A peer that fails, exceeds its timeout or does not pass the gate is skipped, with the reason on `console`.
+
+    Args:
+        config: the options.
+        emit: called with one JSON line per figure.
+        console: for messages and the closing table; stderr if None.
+        start: starts an engine; `EngineProcess` if None.
+
+    Raises:
+        UsageError: a workload, peer or option is wrong.
+        ModelError: the model cannot be loaded.
+        GateFailed: batchgen's output is wrong; no figures were emitted.
+        EngineFailed: batchgen failed, or none of the requested peers could be measured.
+    """
+    console = console or Console(stderr=True, highlight=False)
+    workloads = find_workloads(config.workloads, demo=config.model == DEMO)
+    sources = [EngineSource(OURS), *parse_peers(config.peers)]
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+    options: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
+    checked = EngineConfig(**options)
+    cuda = checked.device != "cpu" and torch.cuda.is_available()  # where random weights are generated
+    folder = resolve_bench_model(config.model, torch.device("cuda" if cuda else "cpu"))
+    model = checked_spec(check_model(folder), dtype=checked.dtype, device=checked.device)
+    for workload in workloads:
+        if workload.longest > model.context_length:
+            raise UsageError(
+                f"workload {workload.name} has rows of up to {workload.longest} tokens, the model's context is "
+                f"{model.context_length}; name another --model or workload"
+            )
+    start = start or partial(EngineProcess, timeout=config.timeout)
+    tuned = [] if config.tuned is None else read_figures(config.tuned, "--tuned").figures
+    gate = Gate.of(workloads, model.vocab_size, peers=any(source.name not in OWN_ENGINES for source in sources))
+    bench = _Bench(
+        config, folder, model, workloads, sources, start, console, tuned, gate, SkippedPeers(console, config.model)
+    )
+    bench.check_outputs()
+    figures: list[Figure] = []
+    for figure in bench.measure():
+        emit(figure.to_json())
+        figures.append(figure)
+    measured = {(figure.engine, figure.workload) for figure in figures}
+    for peer in bench.skipped.records([workload.name for workload in workloads], measured):
+        emit(peer.to_json())
+    print_comparison(figures, console)
+    for line in bench.skipped.lines():
+        print_notice(line, console)
+    bench.check_peers()
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """One run of the benchmark: its model, engines and skipped peers."""
+
+    config: BenchConfig
+    folder: str
+    model: ModelSpec
+    workloads: Sequence[BenchWorkload]
+    sources: list[EngineSource]
+    start: Start
+    console: Console
+    tuned: Sequence[Figure]
+    """Figures of an earlier run, whose settings are reused."""
+    gate: Gate
+    skipped: SkippedPeers
+    commit: str | None = field(default_factory=commit_name)
+    """Commit of batchgen at the start of the run."""
+
+    def check_peers(self) -> None:
+        """Fail if peers were requested and all are skipped on every workload that they support."""
+        pairs = [(source.name, workload) for source in self.sources for workload in self.workloads]
+        self.skipped.check((name, workload.name) for name, workload in pairs if _supports(name, workload))
+
+    def check_outputs(self) -> None:
+        """Check every engine in float32 against the reference, in processes that end afterwards."""
+        reference, spec = EngineSource(REFERENCE), self._load_spec("float32", self.workloads)
+        with self.start(reference, spec) as engine:
+            self.gate.record_reference(engine)
+            if reference in self.sources:  # as a peer it runs padded batches, which need a check too
+                self._check_float32(engine)
+        self._record_merged()
+        for source in self.sources:
+            if source != reference:
+                with self.skipped.on_failure(source.name), self.start(source, spec) as engine:
+                    self._check_float32(engine)
+        self.check_peers()
+
+    def _record_merged(self) -> None:
+        """Record the reference's ids with the first adapter of a workload merged into a copy of the weights."""
+        for workload in self.workloads:
+            if workload.adapters is not None and self.model.parameters > _MAX_MERGED_PARAMETERS:
+                self._say(f"gate: {workload.name}: the model is too large to merge an adapter")
+            elif workload.adapters is not None:
+                with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as scratch:
+                    (_, adapter), *_ = adapter_folders(self.folder, workload.adapters)
+                    merge_adapter(self.folder, adapter, Path(scratch))
+                    spec = replace(self._load_spec("float32", []), model=scratch)
+                    with self.start(EngineSource(REFERENCE), spec) as engine:
+                        self.gate.record_merged(workload, engine)
+
+    def _check_float32(self, engine: BenchEngine) -> None:
+        for workload in self.workloads:
+            if not _supports(engine.name, workload):
+                names = ", ".join([*workload.fields, *(["lora_path"] if workload.adapters else [])] or ["pictures"])
+                self.skipped.skip(engine.name, workload.name, f"its script does not support {names}")
+            if not self._skips(engine.name, workload):
+                with self.skipped.on_failure(engine.name, workload.name):
+                    self.gate.check_float32(workload, engine, self.folder)
+        passed = [w.name for w in self.workloads if not self._skips(engine.name, w)]
+        if passed:
+            least = min(self.gate.equal.get((engine.name, name), 1.0) for name in passed)
+            text = "equals the reference" if least == 1 else f"has the reference's ids in {least:.0%} of rows"
+            self._say(f"gate: {engine.name} {text} in float32")
+
+    def _skips(self, engine: str, workload: BenchWorkload) -> bool:
+        """Whether an engine does not run on a workload."""
+        return self.skipped.has(engine, workload.name) or not _supports(engine, workload)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, style="dim")
+
+    def measure(self) -> Iterator[Figure]:
+        """Run interleaved repeats of each workload on all engines, each in one process throughout."""
+        # Floors use the highest rate measured in the whole run, because the machine is the same throughout.
+        matmuls = [measure_matmul(self.model.dtype, self.model.device) for _ in range(_INITIAL_MATMUL_RUNS)]
+        # Workloads without adapters run in processes without adapters, so that loaded adapters cannot slow them down.
+        for adapted in (False, True):
+            group = [workload for workload in self.workloads if (workload.adapters is not None) == adapted]
+            if group:
+                with ExitStack() as stack:
+                    engines = self._start_all(stack, group)
+                    for workload in group:
+                        yield from self._measure(workload, engines, matmuls)
+
+    def _measure(
+        self, workload: BenchWorkload, engines: Sequence[BenchEngine], matmuls: list[tuple[float, str]]
+    ) -> Iterator[Figure]:
+        rows, dtype, device = workload.rows(self.model.vocab_size), self.model.dtype, self.model.device
+        tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
+        adapter = 0 if workload.adapters is None else adapter_parameters(self.folder, workload.adapters.rank)
+        work = count_work(rows, self.model, tied=tied, adapter=adapter)
+        measured = self._prepare(workload, engines, rows)
+        bandwidth, repeat = 0.0, self.config.repeat
+        for number in range(repeat):
+            matmuls.append(measure_matmul(dtype, device))
+            bandwidth = max(bandwidth, measure_bandwidth(device, work.resident_bytes))
+            for engine, one in list(measured):
+                with self.skipped.on_failure(engine.name, workload.name):
+                    if workload.special:
+                        one.plain_passes.append(engine.generate(plain(rows), one.about["setting"]))
+                    done = engine.generate(rows, one.about["setting"])
+                    check_lengths(workload.name, engine.name, rows, done.outputs)
+                    one.passes.append(done)
+            measured = [pair for pair in measured if not self.skipped.has(pair[0].name, workload.name)]
+            latest = ", ".join(f"{one.name} {rates(one.passes, 'seconds')[-1]:,.1f}" for _, one in measured)
+            self._say(f"{workload.name} {number + 1}/{repeat}: {latest} tokens/s")
+        flops, form = max(matmuls)
+        about = {
+            "workload": workload.name, "model": self.config.model, "repeat": repeat, "cpu": cpu_name(),
+            "commit": self.commit, "gemm_gflops": flops / 1e9, "gemm_form": form, "bandwidth_gbytes": bandwidth / 1e9,
+            "versions": versions(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        yield from workload_figures(about, [one for _, one in measured], work, flops, bandwidth)
+
+    def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
+        engines, spec = [], self._load_spec(str(self.model.dtype).removeprefix("torch."), workloads)
+        for source in self.sources:
+            if not all(self._skips(source.name, workload) for workload in workloads):
+                with self.skipped.on_failure(source.name):
+                    engines.append(stack.enter_context(self.start(source, spec)))
+        requested = torch.get_num_threads()
+        for engine in engines:
+            if engine.threads != requested:
+                text = f"{engine.name} computes with {engine.threads} threads, not {requested}, as its figures show"
+                self.console.print(text, style="yellow", markup=False)
+        return engines
+
+    def _prepare(
+        self, workload: BenchWorkload, engines: Sequence[BenchEngine], rows: Sequence[BenchRow]
+    ) -> list[tuple[BenchEngine, Measured]]:
+        """Find each engine's best setting, check its output in the measured dtype, and run all rows once as a warm-up.
+
+        The warm-up allocates memory, which would otherwise slow down the first repeat of engines with a single setting.
+        """
+        found = []
+        for engine in engines:
+            if self._skips(engine.name, workload):
+                continue
+            with self.skipped.on_failure(engine.name, workload.name):
+                setting = best_setting(engine, rows, self._tuned_setting(engine, workload))
+                share = self.gate.check_measured_dtype(workload, engine, setting)
+                engine.generate(rows, setting)
+                about = {name: getattr(engine, name) for name in ("version", "dtype", "device", "threads")}
+                about |= {"engine": engine.name, "setting": setting, "agreement": share}
+                about["rows_equal"] = self.gate.equal.get((engine.name, workload.name), 1.0)
+                found.append((engine, Measured(about)))
+        return found
+
+    def _tuned_setting(self, engine: BenchEngine, workload: BenchWorkload) -> Mapping[str, int] | None:
+        """The engine's best setting on a workload in an earlier run; None if there is none."""
+        if self.config.tuned is None or len(engine.settings) == 1:
+            return None
+        here = workload.name, self.config.model, engine.name, engine.dtype, engine.device, engine.threads
+        for figure in self.tuned:
+            there = figure.workload, figure.model, figure.engine, figure.dtype, figure.device, figure.threads
+            if there == here:
+                text = f"{engine.name} on {workload.name}: setting {dict(figure.setting)} from {self.config.tuned}"
+                self.console.print(text, style="dim", soft_wrap=True, markup=False)
+                return figure.setting
+        text = f"{self.config.tuned} has no setting of {engine.name} for {workload.name}; trying its settings"
+        print_notice(text, self.console)
+        return None
+
+    def _load_spec(self, dtype: str, workloads: Sequence[BenchWorkload]) -> LoadSpec:
+        """What engines load for these workloads."""
+        sets = [workload.adapters for workload in workloads if workload.adapters is not None]
+        lora = dict(pair for adapters in sets for pair in adapter_folders(self.folder, adapters))
+        return LoadSpec(
+            self.folder, dtype, self.model.device.type, torch.get_num_threads(), {"lora": lora} if lora else {},
+            str(bench_cache() / "converted"), self.config.peer_dtype == "asked",
+        )  # fmt: skip
+
+
+def _supports(engine: str, workload: BenchWorkload) -> bool:
+    if workload.pictures and engine == REFERENCE:
+        return True
+    return engine in OWN_ENGINES or not (workload.special or workload.pictures)
 
 
 def best_setting(
@@ -141,257 +389,3 @@ def _some_batches(rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Seque
         run = batches[len(batches) * i // runs : len(batches) * (i + 1) // runs]
         chosen += run[(len(run) - 1) // 2 : len(run) // 2 + 1]
     return [rows[i] for batch in chosen for i in batch]
-
-
-_INITIAL_MATMUL_RUNS = 3
-"""Number of matrix multiplication measurements before the first workload; one more precedes every repeat."""
-_MAX_MERGED_PARAMETERS = 2_000_000_000
-"""Largest number of parameters of a model that is copied in float32 to check adapters."""
-
-
-Start = Callable[[EngineSource, LoadSpec], AbstractContextManager[BenchEngine]]
-"""Starts an engine; `EngineProcess` except in tests."""
-
-
-def run_bench(
-    config: BenchConfig, emit: Callable[[str], None], console: Console | None = None, start: Start | None = None
-) -> list[Figure]:
-    """Measure engines on workloads.
-
-    A peer that fails, exceeds its timeout or does not pass the gate is skipped, with the reason on `console`.
-
-    Args:
-        config: the options.
-        emit: called with one JSON line per figure.
-        console: for messages and the closing table; stderr if None.
-        start: starts an engine; `EngineProcess` if None.
-
-    Raises:
-        UsageError: a workload, peer or option is wrong.
-        ModelError: the model cannot be loaded.
-        GateFailed: batchgen's output is wrong; no figures were emitted.
-        EngineFailed: batchgen failed, or none of the requested peers could be measured.
-    """
-    console = console or Console(stderr=True, highlight=False)
-    workloads = find_workloads(config.workloads, demo=config.model == DEMO)
-    peers = parse_peers(config.peers)
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
-    options: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
-    checked = EngineConfig(**options)
-    cuda = checked.device != "cpu" and torch.cuda.is_available()  # where random weights are generated
-    folder = resolve_bench_model(config.model, torch.device("cuda" if cuda else "cpu"))
-    model = checked_spec(check_model(folder), dtype=checked.dtype, device=checked.device)
-    _check_lengths(workloads, model)
-    start = start or partial(EngineProcess, timeout=config.timeout)
-    sources = [EngineSource(OURS), *peers]
-    tuned = [] if config.tuned is None else read_figures(config.tuned, "--tuned").figures
-    bench = _Bench(config, folder, model, sources, start, console, SkippedPeers(console), commit_name(), tuned)
-    figures: list[Figure] = []
-    gate = bench.gate(workloads)
-    for figure in bench.measure(workloads, gate):
-        emit(figure.to_json())
-        figures.append(figure)
-    measured = {(figure.engine, figure.workload) for figure in figures}
-    for peer in bench.skipped.records(config.model, [workload.name for workload in workloads], measured):
-        emit(peer.to_json())
-    print_comparison(figures, console)
-    for line in bench.skipped.lines():
-        console.print(line, style="yellow", soft_wrap=True, markup=False)
-    bench.check_peers(workloads)
-    return figures
-
-
-def _check_lengths(workloads: Sequence[BenchWorkload], model: ModelSpec) -> None:
-    for workload in workloads:
-        if workload.longest > model.context_length:
-            raise UsageError(
-                f"workload {workload.name} has rows of up to {workload.longest} tokens, the model's context is "
-                f"{model.context_length}; name another --model or workload"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Bench:
-    """One run of the benchmark: its model, engines and skipped peers."""
-
-    config: BenchConfig
-    folder: str
-    model: ModelSpec
-    sources: list[EngineSource]
-    start: Start
-    console: Console
-    skipped: SkippedPeers
-    commit: str | None
-    """Commit of batchgen at the start of the run."""
-    tuned: Sequence[Figure]
-    """Figures of an earlier run, whose settings are reused."""
-
-    @property
-    def dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
-
-    def check_peers(self, workloads: Sequence[BenchWorkload]) -> None:
-        """Fail if peers were requested and all are skipped on every workload that they support."""
-        self.skipped.check((s.name, w.name) for s in self.sources for w in workloads if self._supports(s.name, w))
-
-    def gate(self, workloads: Sequence[BenchWorkload]) -> Gate:
-        """Check every engine in float32 against the reference, in processes that end afterwards."""
-        peers = any(source.name not in OWN_ENGINES for source in self.sources)
-        gate = Gate.of(workloads, self.model.vocab_size, peers=peers)
-        reference, spec = EngineSource(REFERENCE), self._load_spec("float32", workloads)
-        with self.start(reference, spec) as engine:
-            gate.record_reference(engine)
-            if reference in self.sources:  # as a peer it runs padded batches, which need a check too
-                self._check_float32(engine, gate)
-        for workload in workloads:
-            if workload.adapters is not None:
-                self._record_merged(gate, workload, workload.adapters)
-        for source in self.sources:
-            if source != reference:
-                with (
-                    self.skipped.on_failure(source.name),
-                    self.start(source, self._load_spec("float32", workloads)) as engine,
-                ):
-                    self._check_float32(engine, gate)
-        self.check_peers(workloads)
-        return gate
-
-    def _record_merged(self, gate: Gate, workload: BenchWorkload, adapters: AdapterSet) -> None:
-        """Record the reference's ids with the first adapter merged into a copy of the weights."""
-        if self.model.parameters > _MAX_MERGED_PARAMETERS:
-            self.console.print(f"gate: {workload.name}: the model is too large to merge an adapter", style="dim")
-            return
-        with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as scratch:
-            merge_adapter(self.folder, adapter_folders(self.folder, adapters)[0][1], Path(scratch))
-            spec = replace(self._load_spec("float32", []), model=scratch)
-            with self.start(EngineSource(REFERENCE), spec) as engine:
-                gate.record_merged(workload, engine)
-
-    def _check_float32(self, engine: BenchEngine, gate: Gate) -> None:
-        for workload in gate.workloads:
-            if not self._supports(engine.name, workload):
-                names = ", ".join([*workload.fields, *(["lora_path"] if workload.adapters else [])] or ["pictures"])
-                self.skipped.skip(engine.name, workload.name, f"its script does not support {names}")
-            if not self._skips(engine.name, workload):
-                with self.skipped.on_failure(engine.name, workload.name):
-                    gate.check_float32(workload, engine, self.folder)
-        passed = [w.name for w in gate.workloads if not self._skips(engine.name, w)]
-        if passed:
-            least = min(gate.equal.get((engine.name, name), 1.0) for name in passed)
-            text = "equals the reference" if least == 1 else f"has the reference's ids in {least:.0%} of rows"
-            self.console.print(f"gate: {engine.name} {text} in float32", style="dim")
-
-    def _skips(self, engine: str, workload: BenchWorkload) -> bool:
-        """Whether an engine does not run on a workload."""
-        return self.skipped.has(engine, workload.name) or not self._supports(engine, workload)
-
-    @staticmethod
-    def _supports(engine: str, workload: BenchWorkload) -> bool:
-        if workload.pictures and engine == REFERENCE:
-            return True
-        return engine in OWN_ENGINES or not (workload.special or workload.pictures)
-
-    def measure(self, workloads: Sequence[BenchWorkload], gate: Gate) -> Iterator[Figure]:
-        """Run interleaved repeats of each workload on all engines, each in one process throughout."""
-        # Floors use the highest rate measured in the whole run, because the machine is the same throughout.
-        matmul_rates = [measure_matmul(self.model.dtype, self.model.device) for _ in range(_INITIAL_MATMUL_RUNS)]
-        # Workloads without adapters run in processes without adapters, so that loaded adapters cannot slow them down.
-        for adapted in (False, True):
-            group = [workload for workload in workloads if (workload.adapters is not None) == adapted]
-            if group:
-                with ExitStack() as stack:
-                    engines = self._start_all(stack, group)
-                    for workload in group:
-                        yield from self._measure(workload, engines, gate, matmul_rates)
-
-    def _measure(
-        self, workload: BenchWorkload, engines: Sequence[BenchEngine], gate: Gate, matmul_rates: list[MatmulRate]
-    ) -> Iterator[Figure]:
-        rows = workload.rows(self.model.vocab_size)
-        tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
-        adapter = 0 if workload.adapters is None else adapter_parameters(self.folder, workload.adapters.rank)
-        work = count_work(rows, self.model, tied=tied, adapter=adapter)
-        measured = self._prepare(workload, engines, rows, gate)
-        bandwidth = 0.0
-        for number in range(self.config.repeat):
-            matmul_rates.append(measure_matmul(self.model.dtype, self.model.device))
-            bandwidth = max(bandwidth, measure_bandwidth(self.model.device, work.resident_bytes))
-            for engine, one in list(measured):
-                with self.skipped.on_failure(engine.name, workload.name):
-                    if workload.special:
-                        one.plain_passes.append(engine.generate(plain(rows), one.setting))
-                    done = engine.generate(rows, one.setting)
-                    check_lengths(workload.name, engine.name, rows, done.outputs)
-                    one.passes.append(done)
-            measured = [pair for pair in measured if not self.skipped.has(pair[0].name, workload.name)]
-            remaining = [one for _, one in measured]
-            self.console.print(_progress(workload, number, self.config.repeat, remaining), style="dim")
-        matmul = max(matmul_rates, key=lambda one: one.flops)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        context = Context(cpu_name(), self.commit, self.config.repeat, matmul, bandwidth, versions(), now)
-        yield from workload_figures(workload.name, self.config.model, remaining, work, context)
-
-    def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
-        engines: list[BenchEngine] = []
-        for source in self.sources:
-            if not all(self._skips(source.name, workload) for workload in workloads):
-                with self.skipped.on_failure(source.name):
-                    engines.append(stack.enter_context(self.start(source, self._load_spec(self.dtype, workloads))))
-        requested = torch.get_num_threads()
-        for engine in engines:
-            if engine.threads != requested:
-                text = f"{engine.name} computes with {engine.threads} threads, not {requested}, as its figures show"
-                self.console.print(text, style="yellow", markup=False)
-        return engines
-
-    def _prepare(
-        self, workload: BenchWorkload, engines: Sequence[BenchEngine], rows: Sequence[BenchRow], gate: Gate
-    ) -> list[tuple[BenchEngine, Measured]]:
-        """Find each engine's best setting, check its output in the measured dtype, and run all rows once as a warm-up.
-
-        The warm-up allocates memory, which would otherwise slow down the first repeat of engines with a single setting.
-        """
-        found = []
-        for engine in engines:
-            if self._skips(engine.name, workload):
-                continue
-            with self.skipped.on_failure(engine.name, workload.name):
-                setting = best_setting(engine, rows, self._tuned_setting(engine, workload))
-                share = gate.check_measured_dtype(workload, engine, setting)
-                engine.generate(rows, setting)
-                about = engine.version, engine.dtype, engine.device, engine.threads
-                equal = gate.equal.get((engine.name, workload.name), 1.0)
-                found.append((engine, Measured(engine.name, *about, setting, share, rows_equal=equal)))
-        return found
-
-    def _tuned_setting(self, engine: BenchEngine, workload: BenchWorkload) -> Mapping[str, int] | None:
-        """The engine's best setting on a workload in an earlier run; None if there is none."""
-        if self.config.tuned is None or len(engine.settings) == 1:
-            return None
-        here = workload.name, self.config.model, engine.name, engine.dtype, engine.device, engine.threads
-        for figure in self.tuned:
-            there = figure.workload, figure.model, figure.engine, figure.dtype, figure.device, figure.threads
-            if there == here:
-                text = f"{engine.name} on {workload.name}: setting {dict(figure.setting)} from {self.config.tuned}"
-                self.console.print(text, style="dim", soft_wrap=True, markup=False)
-                return figure.setting
-        text = f"{self.config.tuned} has no setting of {engine.name} for {workload.name}; trying its settings"
-        self.console.print(text, style="yellow", soft_wrap=True, markup=False)
-        return None
-
-    def _load_spec(self, dtype: str, workloads: Sequence[BenchWorkload]) -> LoadSpec:
-        """What engines load for these workloads."""
-        device = self.model.device.type
-        sets = [workload.adapters for workload in workloads if workload.adapters is not None]
-        lora = dict(pair for adapters in sets for pair in adapter_folders(self.folder, adapters))
-        options = {"lora": lora} if lora else {}
-        cache = str(bench_cache() / "converted")
-        return LoadSpec(
-            self.folder, dtype, device, torch.get_num_threads(), options, cache, self.config.peer_dtype == "asked"
-        )
-
-
-def _progress(workload: BenchWorkload, number: int, repeat: int, measured: Sequence[Measured]) -> str:
-    rates = ", ".join(f"{one.name} {one.rates('seconds')[-1]:,.1f}" for one in measured)
-    return f"{workload.name} {number + 1}/{repeat}: {rates} tokens/s"

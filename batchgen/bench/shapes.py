@@ -10,8 +10,8 @@ import json
 import math
 import shutil
 import string
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -56,8 +56,6 @@ class Shape:
     family: Literal["llama", "qwen3"] = "llama"
     tied: bool = True
     """Whether the head shares the embedding's weights."""
-    text: bool = False
-    """Whether the tokenizer encodes text, which constraints need; otherwise token i is the word "wi"."""
 
     @property
     def parameters(self) -> int:
@@ -66,12 +64,12 @@ class Shape:
 
 
 SHAPES: dict[str, Shape] = {
-    "135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=8192, text=True),
-    "5m": Shape(layers=6, hidden=256, heads=8, kv_heads=4, head_dim=32, inner=640, vocab=2048, text=True),
+    "135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=8192),
+    "5m": Shape(layers=6, hidden=256, heads=8, kv_heads=4, head_dim=32, inner=640, vocab=2048),
     # Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
-    "0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151_936, family="qwen3", text=True),
-    "1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256, text=True),
-    "8b": Shape(32, 4096, 32, 8, 128, 14_336, 128_256, tied=False, text=True),
+    "0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151_936, family="qwen3"),
+    "1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256),
+    "8b": Shape(32, 4096, 32, 8, 128, 14_336, 128_256, tied=False),
 }
 
 
@@ -98,10 +96,15 @@ def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
         raise UsageError(f"unknown random model {name!r}; use one of {known}, {DEMO}, or a model folder")
     where = device or torch.device("cpu")
     folder = bench_cache() / f"random-{key}-v{_RECIPE_VERSION}{'' if where.type == 'cpu' else '-' + where.type}"
+    return _built(folder, "random model", lambda empty: build_model(SHAPES[key], empty, device=where))
+
+
+def _built(folder: Path, what: str, build: Callable[[Path], None]) -> str:
+    """A folder of the cache, built if it is missing."""
     try:
-        build_folder(folder, lambda empty: build_model(SHAPES[key], empty, device=where))
+        build_folder(folder, build)
     except OSError as error:
-        raise OutputError(f"cannot write the random model {folder}: {error.strerror or error}") from None
+        raise OutputError(f"cannot write the {what} {folder}: {error.strerror or error}") from None
     return str(folder)
 
 
@@ -116,17 +119,11 @@ def build_model(shape: Shape, folder: Path, seed: int = 0, device: torch.device 
     tensors = {name: _draw(name, size, generator) for name, size in _tensors(shape).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
-    tokenizer = _text_tokenizer(shape.vocab) if shape.text else _word_tokenizer(shape.vocab)
-    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (folder / "shape.json").write_text(json.dumps({**asdict(shape), "seed": seed, "recipe": _RECIPE_VERSION}))
+    _tokenizer(shape.vocab).save(str(folder / "tokenizer.json"))
 
 
-def _word_tokenizer(vocab: int) -> Tokenizer:
-    return Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
-
-
-def _text_tokenizer(vocab: int) -> Tokenizer:
+def _tokenizer(vocab: int) -> Tokenizer:
     """A BPE tokenizer without merges: all bytes, then strings of two letters or digits, of three, and so on.
 
     Token lengths are similar to those of a trained vocabulary. Ids 0 to 2 are special tokens, as in `_config`.
@@ -168,25 +165,25 @@ def _config(shape: Shape) -> dict[str, object]:
 
 
 def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
-    for i in range(shape.layers):
-        layer = f"model.layers.{i}."
-        sizes |= {
-            f"{layer}self_attn.q_proj.weight": (q, shape.hidden),
-            f"{layer}self_attn.k_proj.weight": (kv, shape.hidden),
-            f"{layer}self_attn.v_proj.weight": (kv, shape.hidden),
-            f"{layer}self_attn.o_proj.weight": (shape.hidden, q),
-            f"{layer}mlp.gate_proj.weight": (shape.inner, shape.hidden),
-            f"{layer}mlp.up_proj.weight": (shape.inner, shape.hidden),
-            f"{layer}mlp.down_proj.weight": (shape.hidden, shape.inner),
-            f"{layer}input_layernorm.weight": (shape.hidden,),
-            f"{layer}post_attention_layernorm.weight": (shape.hidden,),
-        }
-        if shape.family == "qwen3":
-            sizes |= {f"{layer}self_attn.{x}_norm.weight": (shape.head_dim,) for x in "qk"}
-    sizes["model.norm.weight"] = (shape.hidden,)
-    return sizes if shape.tied else sizes | {"lm_head.weight": (shape.vocab, shape.hidden)}
+    """Name of each tensor -> its size."""
+    hidden, inner, q, kv = shape.hidden, shape.inner, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    if shape.family == "qwen3":
+        layer |= {f"self_attn.{x}_norm": (shape.head_dim,) for x in "qk"}
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (shape.vocab, hidden)}
+    sizes |= {f"model.layers.{i}.{name}": size for i in range(shape.layers) for name, size in layer.items()}
+    sizes |= {"model.norm": (hidden,)} | ({} if shape.tied else {"lm_head": (shape.vocab, hidden)})
+    return {f"{name}.weight": size for name, size in sizes.items()}
 
 
 def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -198,11 +195,8 @@ def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tenso
     values = torch.randn(size, generator=generator, device=generator.device)
     if len(size) == 1:
         return (1.0 + 0.1 * values).to(torch.bfloat16)
-    if name == "model.embed_tokens.weight":
-        return (0.02 * values).to(torch.bfloat16)
-    scale = float(size[1]) ** -0.5
-    weights: Tensor = (values * scale).to(torch.bfloat16)
-    return weights
+    scale = 0.02 if name == "model.embed_tokens.weight" else float(size[1]) ** -0.5
+    return (values * scale).to(torch.bfloat16)
 
 
 def adapter_folders(model: str, adapters: AdapterSet) -> list[tuple[str, str]]:
@@ -215,15 +209,11 @@ def adapter_folders(model: str, adapters: AdapterSet) -> list[tuple[str, str]]:
     sizes = _linear_sizes(model)
     recipe = json.dumps([_ADAPTER_VERSION, adapters.rank, sorted(sizes.items())])
     root = bench_cache() / f"lora-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
-    found = []
-    for number in range(adapters.count):
-        folder = root / str(number)
-        try:
-            build_folder(folder, partial(_build_adapter, sizes, adapters.rank, number))
-        except OSError as error:
-            raise OutputError(f"cannot write the adapter {folder}: {error.strerror or error}") from None
-        found.append((adapters.name(number), str(folder)))
-    return found
+    build = partial(_build_adapter, sizes, adapters.rank)
+    return [
+        (adapters.name(number), _built(root / str(number), "adapter", partial(build, number)))
+        for number in range(adapters.count)
+    ]
 
 
 def adapter_parameters(model: str, rank: int) -> int:
@@ -240,16 +230,9 @@ def _build_adapter(sizes: Mapping[str, tuple[int, int]], rank: int, seed: int, f
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inner, generator=generator) * inner**-0.5
         tensors[f"{name}.lora_B.weight"] = torch.randn(outer, rank, generator=generator) * _B_SCALE
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": sorted({module.rpartition(".")[2] for module in sizes}),
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    targets = sorted({module.rpartition(".")[2] for module in sizes})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "inference_mode": True}))
 
 
 def merge_adapter(model: str, adapter: str, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
@@ -10,13 +10,23 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.bench.correctness import FULL_EQUALITY
 from batchgen.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure, ours_over
-from batchgen.bench.peers import OURS
+from batchgen.bench.gate import FULL_EQUALITY
+from batchgen.bench.process import OURS
 
-_Cell = Callable[[Figure, "_RelatedFigures"], str]
 _UNLIMITED: Final = 10_000
 """Width of output that is not a terminal."""
+_SPREAD, _CPU, _OVER, _SLOWER = "tokens/s (min-max)", "tokens/CPU-s", f"{OURS} over it", "% slower than plain"
+_DETAILS: Final = (
+    ("workload", "engine", "setting", "format", _SPREAD, _CPU, "floor", "serial", _OVER, _SLOWER),
+    ("workload", "engine", _SPREAD, "floor", _OVER, _SLOWER),
+    ("workload", "engine", _SPREAD, "floor", "x"),
+    ("workload", "engine", "tokens/s", "floor", "x"),
+    ("engine", "tokens/s", "x"),
+)
+"""Columns for terminals from wide to narrow. "floor" is the share of the arithmetic floor, "serial" of the serial one.
+"""
+_LEFT: Final = ("workload", "engine", "setting", "format")
 
 
 def engine_text(figure: Figure) -> str:
@@ -29,71 +39,70 @@ def share_text(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
-class _RelatedFigures:
-    """Figures shown in the same line as a rate."""
-
-    def __init__(self, figures: Sequence[Figure]) -> None:
-        self._by_metric = {(f.metric, f.model, f.workload, f.engine, f.dtype): f for f in figures}
-        self._figures = figures
-
-    def get(self, metric: str, rate: Figure) -> Figure | None:
-        """The figure of the same engine and workload with another metric."""
-        return self._by_metric.get((metric, rate.model, rate.workload, rate.engine, rate.dtype))
-
-    def times(self, rate: Figure) -> str:
-        """Rate of batchgen divided by this one, with its range; empty for batchgen itself."""
-        ratio = ours_over(rate, self._figures)
-        return "" if ratio is None else f"{ratio.median:.2f} ({ratio.min:.2f}-{ratio.max:.2f})"
-
-    def short_times(self, rate: Figure) -> str:
-        """`times` without its range."""
-        return self.times(rate).partition(" ")[0]
-
-
-def _cpu(rate: Figure, related: _RelatedFigures) -> str:
-    figure = related.get(CPU_RATE, rate)
-    return "" if figure is None else f"{figure.value:,.1f}"
-
-
-def _slower(rate: Figure, related: _RelatedFigures) -> str:
-    figure = related.get(SLOWDOWN, rate)
-    return "" if figure is None else f"{figure.value:.1f} ({figure.min:.1f}-{figure.max:.1f})"
-
-
-_WORKLOAD: Final = ("workload", lambda f, _: f.workload)
-_ENGINE: Final = ("engine", lambda f, _: engine_text(f))
-_SETTING: Final = ("setting", lambda f, _: ", ".join(f"{key} {value}" for key, value in f.setting.items()))
-_DTYPE: Final = ("format", lambda f, _: f.dtype)
-_SPREAD: Final = ("tokens/s (min-max)", lambda f, _: f"{f.value:,.1f} ({f.min:,.1f}-{f.max:,.1f})")
-_MEDIAN: Final = ("tokens/s", lambda f, _: f"{f.value:,.1f}")
-_CPU: Final = ("tokens/CPU-s", _cpu)
-_FLOOR: Final = ("floor", lambda f, _: share_text(f.floor_share))
-_SERIAL: Final = ("serial", lambda f, _: share_text(f.floors.get("serial", {}).get("share")))
-_TIMES: Final = (f"{OURS} over it", lambda f, b: b.times(f))
-_SHORT_TIMES: Final = ("x", lambda f, b: b.short_times(f))
-_SLOWER: Final = ("% slower than plain", _slower)
-
-_DETAILS: Final[tuple[tuple[tuple[str, _Cell], ...], ...]] = (
-    (_WORKLOAD, _ENGINE, _SETTING, _DTYPE, _SPREAD, _CPU, _FLOOR, _SERIAL, _TIMES, _SLOWER),
-    (_WORKLOAD, _ENGINE, _SPREAD, _FLOOR, _TIMES, _SLOWER),
-    (_WORKLOAD, _ENGINE, _SPREAD, _FLOOR, _SHORT_TIMES),
-    (_WORKLOAD, _ENGINE, _MEDIAN, _FLOOR, _SHORT_TIMES),
-    (_ENGINE, _MEDIAN, _SHORT_TIMES),
-)
-"""Columns for terminals from wide to narrow. "floor" is the share of the arithmetic floor, "serial" of the serial one.
-"""
-_LEFT: Final = ("workload", "engine", "setting", "format")
+def _cells(rate: Figure, figures: Sequence[Figure]) -> dict[str, str]:
+    """Column -> text of a rate's line; some are of other metrics of the same engine and workload."""
+    here = rate.model, rate.workload, rate.engine, rate.dtype
+    related = {f.metric: f for f in figures if (f.model, f.workload, f.engine, f.dtype) == here}
+    cpu, slower, ratio = related.get(CPU_RATE), related.get(SLOWDOWN), ours_over(rate, figures)
+    return {
+        "workload": rate.workload,
+        "engine": engine_text(rate),
+        "setting": ", ".join(f"{key} {value}" for key, value in rate.setting.items()),
+        "format": rate.dtype,
+        "tokens/s": f"{rate.value:,.1f}",
+        _SPREAD: f"{rate.value:,.1f} ({rate.min:,.1f}-{rate.max:,.1f})",
+        _CPU: f"{cpu.value:,.1f}" if cpu else "",
+        "floor": share_text(rate.floor_share),
+        "serial": share_text(rate.floors.get("serial", {}).get("share")),
+        "x": f"{ratio.median:.2f}" if ratio else "",
+        _OVER: f"{ratio.median:.2f} ({ratio.min:.2f}-{ratio.max:.2f})" if ratio else "",
+        _SLOWER: f"{slower.value:.1f} ({slower.min:.1f}-{slower.max:.1f})" if slower else "",
+    }
 
 
 def print_comparison(figures: Sequence[Figure], console: Console) -> None:
-    """Print the most detailed table that fits the terminal; the full table if the output is not a terminal."""
-    if not console.is_terminal:
-        console = Console(file=console.file, width=_UNLIMITED, color_system=None)
-    console.print(comparison(figures, console.width))
+    """Print a table with one line per workload and engine: the most detailed one that fits the terminal, or else the
+    narrowest; the full table if the output is not a terminal.
+    """
+    wide = _wide(console)
+    tables = [_table(figures, columns) for columns in _DETAILS]
+    wide.print(next((table for table in tables if _width(table) <= wide.width), tables[-1]))
+
+
+def _wide(console: Console) -> Console:
+    """The console, without a limit of its width if it is not a terminal."""
+    return console if console.is_terminal else Console(file=console.file, width=_UNLIMITED, color_system=None)
+
+
+def _width(table: Table) -> int:
+    unlimited = Console(width=_UNLIMITED)
+    return Measurement.get(unlimited, unlimited.options, table).maximum
+
+
+def _table(figures: Sequence[Figure], columns: Sequence[str]) -> Table:
+    rates = [figure for figure in figures if figure.metric == RATE]
+    lines = [_cells(figure, figures) for figure in rates]
+    # Empty columns are dropped. A table without a workload column has a heading line for each workload instead.
+    kept = [name for name in columns if name in _LEFT[:2] or any(line[name] for line in lines)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in kept:
+        table.add_column(name, no_wrap=True, justify="left" if name in _LEFT else "right")
+    several_models = len({figure.model for figure in rates}) > 1
+    model, workload = None, None
+    for figure, line in zip(rates, lines, strict=True):
+        if several_models and figure.model != model:
+            table.add_row(Text(figure.model, style="bold"))
+            model, workload = figure.model, None
+        if "workload" not in columns and figure.workload != workload:
+            table.add_row(Text(figure.workload, style="bold"))
+        workload = figure.workload
+        table.add_row(*(Text(line[name]) for name in kept))
+    return table
 
 
 def print_others(others: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print figures of workloads without engines, one table per workload with a column for each JSON line."""
+    wide = _wide(console)
     for name in dict.fromkeys(str(line.get("workload", "other")) for line in others):
         header, rows, same = _other_table([line for line in others if str(line.get("workload", "other")) == name])
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -102,9 +111,8 @@ def print_others(others: Sequence[Mapping[str, Any]], console: Console) -> None:
             table.add_column(justify="right")
         for i, key in enumerate(header):
             table.add_row(key, *(Text(row[i]) for row in rows))
-        wide = console if console.is_terminal else Console(file=console.file, width=_UNLIMITED, color_system=None)
         wide.print(Text(name, style="bold"))
-        if Measurement.get(unlimited := Console(width=_UNLIMITED), unlimited.options, table).maximum <= wide.width:
+        if _width(table) <= wide.width:
             wide.print(table)
         else:
             for row in rows:
@@ -116,53 +124,14 @@ def print_others(others: Sequence[Mapping[str, Any]], console: Console) -> None:
 def _other_table(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]], dict[str, str]]:
     """Table of one workload without engines: column names, rows, and the values that all rows have in common."""
     keys = dict.fromkeys(k for line in lines for k, v in line.items() if not isinstance(v, dict | list))
-    keys_with_values = [key for key in keys if key != "workload" and any(line.get(key) is not None for line in lines)]
-    texts = {key: [_plain(line.get(key)) for line in lines] for key in keys_with_values}
+    kept = [key for key in keys if key != "workload" and any(line.get(key) is not None for line in lines)]
+    texts = {key.replace("_", " "): [_plain(line.get(key)) for line in lines] for key in kept}
     same = {key: column[0] for key, column in texts.items() if len(set(column)) == 1 and len(lines) > 1}
     header = [key for key in texts if key not in same]
-    rows = [[texts[key][i] for key in header] for i in range(len(lines))]
-    return [key.replace("_", " ") for key in header], rows, {key.replace("_", " "): v for key, v in same.items()}
+    return header, [[texts[key][i] for key in header] for i in range(len(lines))], same
 
 
 def _plain(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None else str(value)
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-
-
-def comparison(figures: Sequence[Figure], width: int = _UNLIMITED) -> Table:
-    """Table with one line per workload and engine: the most detailed one of at most `width` characters, or else the
-    narrowest.
-    """
-    console = Console(width=_UNLIMITED)
-    tables = (_table(figures, columns) for columns in _DETAILS)
-    table = next(tables)
-    while Measurement.get(console, console.options, table).maximum > width:
-        following = next(tables, None)
-        if following is None:
-            break
-        table = following
-    return table
-
-
-def _table(figures: Sequence[Figure], columns: Sequence[tuple[str, _Cell]]) -> Table:
-    related = _RelatedFigures(figures)
-    rates = [figure for figure in figures if figure.metric == RATE]
-    cells = [[cell(figure, related) for _, cell in columns] for figure in rates]
-    # Empty columns are dropped. A table without a workload column has a heading line for each workload instead.
-    kept = [i for i, (name, _) in enumerate(columns) if name in _LEFT[:2] or any(line[i] for line in cells)]
-    workload_headings = columns[0][0] != "workload"
-    models = dict.fromkeys(figure.model for figure in rates)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i in kept:
-        table.add_column(columns[i][0], no_wrap=True, justify="left" if columns[i][0] in _LEFT else "right")
-    model, workload = None, None
-    for figure, line in zip(rates, cells, strict=True):
-        if len(models) > 1 and figure.model != model:
-            table.add_row(Text(figure.model, style="bold"))
-            model, workload = figure.model, None
-        if workload_headings and figure.workload != workload:
-            table.add_row(Text(figure.workload, style="bold"))
-        workload = figure.workload
-        table.add_row(*(Text(line[i]) for i in kept))
-    return table

@@ -1,10 +1,13 @@
-"""Workloads of TOML definition files; those of the folder `definitions/` have names."""
+"""Workloads of TOML definition files: trees, and rows of the demonstration model: of its tasks, or with pictures.
+
+Those of the folder `definitions/` have names.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,9 +16,9 @@ from typing import Any, ClassVar, Final, get_args
 import numpy as np
 
 from batchgen.bench.config import ENGINELESS_WORKLOADS, did_you_mean
-from batchgen.bench.demo_tasks.tasks import TASKS, draw
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, RowsAt, Workload, check_range
 from batchgen.demo import model_path
+from batchgen.demo.tasks import TASKS, draw
 from batchgen.errors import RowError, UsageError
 from batchgen.media.images import image_of
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
@@ -24,41 +27,34 @@ from batchgen.request.prompts import ChatPrompt
 from batchgen.request.row_values import RowDefaults
 from batchgen.text.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True, slots=True)
-class TaskRows:
-    """Held-out rows of the demonstration model's tasks, which alternate.
-
-    Each is as long as its expected answer and one token more.
-    """
-
-    count: int
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PictureRows:
-    """Distinct pictures, each after one of the instructions, which are random ids."""
-
-    count: int
-    instructions: int
-    length: tuple[int, int]
-    """The least and the most tokens of an instruction."""
-    output: tuple[int, int]
-    """The least and the most new tokens of a row."""
-    seed: int = 0
+_PICTURE: Final = "<|image|>"
+_PICTURE_TOKENS: Final = 16
+"""Tokens of any picture in the model's prompts."""
+_PICTURE_SIZE: Final = (96, 128)
+"""Height and width, in pixels."""
+_RECTANGLES: Final = 8
+_FIRST_PLAIN_ID: Final = 8
+"""Smallest id that is text wherever it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoWorkload:
-    """Rows of the demonstration model, in its ids: held-out rows of its tasks, or pictures with questions.
+    """Rows of the demonstration model. Each generates a fixed number of tokens, the same for every engine.
 
-    Every row generates a fixed number of tokens, the same for every engine.
+    Rows of tasks, which alternate, are as long as their expected answers and one token more.
     """
 
     name: str
     description: str
-    kind: TaskRows | PictureRows
+    count: int
+    seed: int = 0
+    instructions: int = 0
+    """Number of instructions, which are random ids: each row is a distinct picture after one of them. 0: rows of tasks.
+    """
+    length: tuple[int, int] = (1, 1)
+    """The least and the most tokens of an instruction."""
+    output: tuple[int, int] = (1, 1)
+    """The least and the most new tokens of a row with a picture."""
     fields: ClassVar[Mapping[str, Any]] = {}
     adapters: ClassVar[AdapterSet | None] = None
     samples: ClassVar[int] = 1
@@ -67,12 +63,12 @@ class DemoWorkload:
     @property
     def pictures(self) -> bool:
         """Whether rows have pictures."""
-        return isinstance(self.kind, PictureRows)
+        return self.instructions > 0
 
     @property
     def longest(self) -> int:
         """Number of positions of the longest row."""
-        return max(len(row.ids) + row.max_new for row in _rows(self.kind))
+        return max(len(row.ids) + row.max_new for row in _rows(self))
 
     def rows(self, vocab_size: int) -> list[BenchRow]:
         """The rows.
@@ -87,7 +83,7 @@ class DemoWorkload:
                 f"workload {self.name} needs the demonstration model's vocabulary of {known} ids, the model has "
                 f"{vocab_size}; give --model demo"
             )
-        return list(_rows(self.kind))
+        return list(_rows(self))
 
 
 @cache
@@ -96,11 +92,11 @@ def _tokenizer() -> Tokenizer:
 
 
 @cache
-def _rows(kind: TaskRows | PictureRows) -> tuple[BenchRow, ...]:
-    return tuple(_task_rows(kind) if isinstance(kind, TaskRows) else _picture_rows(kind))
+def _rows(kind: DemoWorkload) -> tuple[BenchRow, ...]:
+    return tuple(_picture_rows(kind) if kind.pictures else _task_rows(kind))
 
 
-def _task_rows(kind: TaskRows) -> Iterator[BenchRow]:
+def _task_rows(kind: DemoWorkload) -> Iterator[BenchRow]:
     tokenizer = _tokenizer()
     names = list(TASKS)
     examples = [draw("heldout", kind.seed, number, names[number % len(names)]) for number in range(kind.count)]
@@ -114,7 +110,7 @@ def _task_rows(kind: TaskRows) -> Iterator[BenchRow]:
     return (BenchRow(ids, len(answer) + 1) for ids, answer in zip(prompts, answers, strict=True))
 
 
-def _picture_rows(kind: PictureRows) -> Iterator[BenchRow]:
+def _picture_rows(kind: DemoWorkload) -> Iterator[BenchRow]:
     tokenizer, rng = _tokenizer(), np.random.default_rng(kind.seed)
     (image,) = tokenizer.encode_plain([_PICTURE])[0]
     ids = tokenizer.encode_chat(ChatPrompt(({"role": "user", "content": [{"type": "image"}]},)))
@@ -146,15 +142,6 @@ def _draw_picture(rng: np.random.Generator) -> str:
 
 
 BenchWorkload = Workload | DemoWorkload
-
-_PICTURE: Final = "<|image|>"
-_PICTURE_TOKENS: Final = 16
-"""Tokens of any picture in the demonstration model's prompts."""
-_PICTURE_SIZE: Final = (96, 128)
-"""Height and width, in pixels."""
-_RECTANGLES: Final = 8
-_FIRST_PLAIN_ID: Final = 8
-"""Smallest id of the demonstration model that is text wherever it is."""
 
 _ALL: Final = "all"
 _DEFINITIONS: Final = Path(__file__).parent / "definitions"
@@ -212,148 +199,134 @@ def find_workload(name: str) -> BenchWorkload:
 
 def load_workload(path: Path) -> BenchWorkload:
     """Read a definition file: a tree of random ids (`levels`, `output`), or rows of the demonstration model: of its
-    tasks (`task_rows`), or with pictures (`pictures` and the keys of `PictureRows`).
+    tasks (`task_rows`), or with pictures (`pictures`, `instructions`, `instruction_tokens`, `output`).
 
     Raises:
         UsageError: the file cannot be read, or a key is missing, unknown or wrong.
     """
     try:
-        table = _Table(read_toml(file_content(path)), str(path))
+        table = read_toml(file_content(path))
     except OSError as error:
         raise UsageError(
             f"cannot read the workload {path}: {error.strerror}; give the path of a definition file"
         ) from None
     except ForeignTextError as error:
         raise UsageError(f"{path} {error}") from None
-    kind: TaskRows | PictureRows
-    if "task_rows" in table.values:
-        table.check_keys({"name", "description", "task_rows"}, {"seed"})
-        kind = TaskRows(table.count("task_rows"), table.integer("seed", 0))
-    elif "pictures" in table.values:
-        table.check_keys({"name", "description", "pictures", "instructions", "instruction_tokens", "output"}, {"seed"})
-        counts = table.count("pictures"), table.count("instructions")
-        ranges = table.range("instruction_tokens"), table.range("output")
-        kind = PictureRows(*counts, *ranges, table.integer("seed", 0))
-    else:
-        return _tree_workload(table)
-    return DemoWorkload(table.text("name"), table.text("description"), kind)
+    needed, optional = _TREE
+    if "task_rows" in table:
+        needed, optional = {"task_rows": _count}, {}
+    elif "pictures" in table:
+        needed, optional = _PICTURES, {}
+    about: dict[str, _Reader] = {"name": _text, "description": _text}
+    values = _read(table, str(path), about | needed, {"seed": _whole} | optional)
+    if "levels" in values:
+        return Workload(**values)
+    return DemoWorkload(**{_DEMO_NAMES.get(key, key): value for key, value in values.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A table of a definition file, whose values are checked when they are read.
+_Reader = Callable[[Any, str], Any]
+"""Checks a value, with a message that begins with the value's name, and returns it as a definition has it.
 
-    Raises:
-        UsageError: in every method, for a wrong value; the message begins with `where`.
-    """
-
-    values: Mapping[str, Any]
-    where: str
-
-    def check_keys(self, needed: set[str], allowed: set[str]) -> None:
-        """Check that all of `needed` are given, and nothing else but `allowed`."""
-        if unknown := self.values.keys() - needed - allowed:
-            known = sorted(needed | allowed)
-            problem = f"unknown key `{min(unknown)}`{did_you_mean(min(unknown), known)}"
-            raise UsageError(f"{self.where}: {problem}; known: {', '.join(known)}")
-        if missing := needed - self.values.keys():
-            raise UsageError(f"{self.where}: `{min(missing)}` is missing")
-
-    def text(self, key: str) -> str:
-        """A text that is not empty."""
-        value = self.values[key]
-        if not isinstance(value, str) or not value:
-            raise UsageError(f"{self.where}: `{key}` must be a text")
-        return value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 0."""
-        return self._integer(self.values.get(key, default), key)
-
-    def count(self, key: str) -> int:
-        """A whole number of at least 1."""
-        found = self._integer(self.values[key], key)
-        if found < 1:
-            raise UsageError(f"{self.where}: `{key}` must be at least 1")
-        return found
-
-    def pair(self, key: str) -> tuple[int, int]:
-        """The least and the most of a range."""
-        value = self.values[key]
-        if not isinstance(value, list) or len(value) != 2:
-            raise UsageError(f"{self.where}: `{key}` must be [least, most], got {value!r}")
-        return self._integer(value[0], key), self._integer(value[1], key)
-
-    def range(self, key: str) -> tuple[int, int]:
-        """A pair of at least 1 with the least first."""
-        found = self.pair(key)
-        check_range(found, f"{self.where}: `{key}`")
-        return found
-
-    def table(self, key: str) -> _Table:
-        """A table, empty if it is not given."""
-        value = self.values.get(key, {})
-        if not isinstance(value, dict):
-            raise UsageError(f"{self.where}: `{key}` must be a table")
-        return _Table(value, f"{self.where}: `{key}`")
-
-    def _integer(self, value: object, key: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UsageError(f"{self.where}: `{key}` must be a whole number, got {value!r}")
-        return value
+Raises:
+    UsageError: the value is wrong.
+"""
 
 
-def _tree_workload(table: _Table) -> Workload:
-    optional = {"seed", "samples", "rows_at", "fields", "every", "adapters"}
-    table.check_keys({"name", "description", "levels", "output"}, optional)
-    levels = table.values["levels"]
-    if not isinstance(levels, list) or not all(isinstance(level, dict) for level in levels):
-        raise UsageError(f"{table.where}: `levels` must be tables, as in [[levels]]")
-    for level in levels:
-        _Table(level, f"{table.where}: `levels`").check_keys({"children", "tokens"}, set())
-    rows_at = table.values.get("rows_at", "leaves")
-    if rows_at not in get_args(RowsAt):
-        raise UsageError(f"{table.where}: `rows_at` must be one of {', '.join(get_args(RowsAt))}, got {rows_at!r}")
-    made = [_Table(level, table.where) for level in levels]
-    return Workload(
-        name=table.text("name"),
-        description=table.text("description"),
-        levels=tuple(Level(level.integer("children"), level.pair("tokens")) for level in made),
-        output=table.pair("output"),
-        seed=table.integer("seed", 0),
-        samples=table.integer("samples", 1),
-        rows_at=rows_at,
-        fields=_fields(table.table("fields")),
-        every=table.integer("every", 1),
-        adapters=_adapters(table.table("adapters")) if "adapters" in table.values else None,
-    )
+def _read(table: object, where: str, needed: Mapping[str, _Reader], optional: Mapping[str, _Reader]) -> dict[str, Any]:
+    """The values of a table that has all `needed` keys, and no other but `optional` ones."""
+    if not isinstance(table, dict):
+        raise UsageError(f"{where} must be a table")
+    readers = {**needed, **optional}
+    if unknown := table.keys() - readers:
+        known = sorted(readers)
+        problem = f"unknown key `{min(unknown)}`{did_you_mean(min(unknown), known)}"
+        raise UsageError(f"{where}: {problem}; known: {', '.join(known)}")
+    if missing := needed.keys() - table:
+        raise UsageError(f"{where}: `{min(missing)}` is missing")
+    return {key: readers[key](value, f"{where}: `{key}`") for key, value in table.items()}
 
 
-def _fields(table: _Table) -> Mapping[str, Any]:
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{name} must be a text")
+    return value
+
+
+def _whole(value: Any, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UsageError(f"{name} must be a whole number, got {value!r}")
+    return value
+
+
+def _count(value: Any, name: str) -> int:
+    if _whole(value, name) < 1:
+        raise UsageError(f"{name} must be at least 1")
+    return int(value)
+
+
+def _pair(value: Any, name: str) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise UsageError(f"{name} must be [least, most], got {value!r}")
+    return _whole(value[0], name), _whole(value[1], name)
+
+
+def _range(value: Any, name: str) -> tuple[int, int]:
+    check_range(found := _pair(value, name), name)
+    return found
+
+
+def _levels(value: Any, name: str) -> tuple[Level, ...]:
+    if not isinstance(value, list) or not all(isinstance(level, dict) for level in value):
+        raise UsageError(f"{name} must be tables, as in [[levels]]")
+    return tuple(Level(**_read(level, name, {"children": _whole, "tokens": _pair}, {})) for level in value)
+
+
+def _rows_at(value: Any, name: str) -> Any:
+    if value not in get_args(RowsAt):
+        raise UsageError(f"{name} must be one of {', '.join(get_args(RowsAt))}, got {value!r}")
+    return value
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
     """Row fields of special rows, limited to those that the gate can check."""
-    if unknown := sorted(table.values.keys() - set(_CHECKABLE_FIELDS)):
+    if not isinstance(value, dict):
+        raise UsageError(f"{name} must be a table")
+    if unknown := sorted(value.keys() - set(_CHECKABLE_FIELDS)):
         hint = did_you_mean(unknown[0], _CHECKABLE_FIELDS)
         raise UsageError(
-            f"{table.where}: the gate cannot check {unknown[0]!r}{hint}; it can check {', '.join(_CHECKABLE_FIELDS)}"
+            f"{name}: the gate cannot check {unknown[0]!r}{hint}; it can check {', '.join(_CHECKABLE_FIELDS)}"
         )
     try:
-        params = parse_row({"input_ids": [0], **table.values}, 0, RowDefaults()).params
+        params = parse_row({"input_ids": [0], **value}, 0, RowDefaults()).params
     except RowError as error:
-        raise UsageError(f"{table.where}: {error.info.message}") from None
+        raise UsageError(f"{name}: {error.info.message}") from None
     states = params.return_hidden_states
     if states is None:
-        return table.values
+        return value
     if states.tokens != "output" or states.pool != "none":
         raise UsageError(
-            f'{table.where}: `return_hidden_states` must have tokens = "output" and no pool, so that the gate can '
-            "count states"
+            f'{name}: `return_hidden_states` must have tokens = "output" and no pool, so that the gate can count states'
         )
-    return {**table.values, "return_hidden_states": {"layers": list(states.layers), "tokens": "output"}}
+    return {**value, "return_hidden_states": {"layers": list(states.layers), "tokens": "output"}}
 
 
-def _adapters(table: _Table) -> AdapterSet:
-    table.check_keys({"count"}, {"rank"})
-    return AdapterSet(table.integer("count"), table.integer("rank", 8))
+def _adapters(value: Any, name: str) -> AdapterSet:
+    return AdapterSet(**_read(value, name, {"count": _whole}, {"rank": _whole}))
+
+
+_TREE: Final[tuple[dict[str, _Reader], dict[str, _Reader]]] = (
+    {"levels": _levels, "output": _pair},
+    {"samples": _whole, "rows_at": _rows_at, "fields": _fields, "every": _whole, "adapters": _adapters},
+)
+"""Keys of a tree that are needed, and those that are not."""
+_PICTURES: Final[dict[str, _Reader]] = {
+    "pictures": _count,
+    "instructions": _count,
+    "instruction_tokens": _range,
+    "output": _range,
+}
+_DEMO_NAMES: Final = {"task_rows": "count", "pictures": "count", "instruction_tokens": "length"}
+"""Key -> field of `DemoWorkload`, where they differ."""
 
 
 def _named(*names: str) -> dict[str, Workload]:

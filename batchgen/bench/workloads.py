@@ -141,24 +141,6 @@ class Workload:
         fields = dict(self.fields) if at % self.every == 0 else {}
         return fields if self.adapters is None else fields | {"lora_path": self.adapters.name(at % self.adapters.count)}
 
-    def part(self, factor: float, least_rows: int = 256) -> tuple[Workload, float]:
-        """A smaller workload with about `factor` of this one's output, and the exact share.
-
-        Reduces the children of the last level first, to no fewer than `least_rows` samples, which keep a device busy;
-        then the output lengths.
-        """
-        rows = self.samples
-        for level in self.levels:
-            rows *= level.children
-        leaves = self.levels[-1].children
-        others = rows // leaves
-        children = min(leaves, max(1, round(leaves * factor), -(-least_rows // others)))
-        output_factor = min(1.0, factor * leaves / children)
-        low, high = (max(1, round(tokens * output_factor)) for tokens in self.output)
-        levels = (*self.levels[:-1], replace(self.levels[-1], children=children))
-        share = children / leaves * (low + high) / sum(self.output)
-        return replace(self, levels=levels, output=(low, high)), share
-
 
 def check_range(pair: tuple[int, int], name: str) -> None:
     """Check that a pair is a range: `UsageError` that names it otherwise."""

@@ -46,7 +46,8 @@ class DeferredGC:
 
     def __enter__(self) -> Self:
         """Stop automatic collections and freeze all live objects."""
-        self._enabled, self._freezes = gc.isenabled(), not gc.get_freeze_count()
+        self._enabled = gc.isenabled()
+        self._freezes = not DeferredGC._freezing and not gc.get_freeze_count()
         gc.disable()
         gc.collect(1)
         if self._freezes:

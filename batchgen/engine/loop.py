@@ -15,6 +15,7 @@ from batchgen.engine.input_batch import InputBatch
 from batchgen.engine.memory.dummy_run import DummyRun
 from batchgen.engine.memory.oom import blocked_requests, out_of_memory
 from batchgen.engine.model_runner import InFlightStep, ModelRunner
+from batchgen.engine.observer import StepObserver
 from batchgen.engine.outputs import OpenPrompts
 from batchgen.engine.sampling.logprobs import LogprobColumns
 from batchgen.engine.sampling.sampler import Sampler
@@ -88,7 +89,8 @@ class Loop:
         self._scheduler = scheduler
         self.settings = settings
         """Options of the job."""
-        self._record, self._resources, self._emit = settings.record, resources, emit
+        self._resources, self._emit = resources, emit
+        self._observers: list[StepObserver] = [each for each in (resources.media, settings.record) if each is not None]
         self._batch = running = InputBatch()
         self._logprobs = logprobs = LogprobColumns()
         # The closure must not hold `self`: that cycle would keep the pool alive after the job.
@@ -105,8 +107,8 @@ class Loop:
             self.states,
         )
         sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode)
-        self._media = media = resources.media
-        self._runner = ModelRunner(workload, self._context, sampler, scheduler.config.max_tokens_per_step, media)
+        most = scheduler.config.max_tokens_per_step
+        self._runner = ModelRunner(workload, self._context, sampler, most, resources.media)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that only compute their prompt; their one sampled token is discarded."""
@@ -139,7 +141,7 @@ class Loop:
             "discarded_tokens": self.state.discarded,
             "group_min_saving": self._scheduler.config.group_min_saving,
             **self._runner.counts(),
-            **({} if self._media is None else self._media.counts()),
+            **({} if self._resources.media is None else self._resources.media.counts()),
         }
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
@@ -150,29 +152,24 @@ class Loop:
                 yield from self._steps(stop, deferred_gc)
         finally:
             self._runner.close()
-            if self._media is not None:
-                self._media.feed.close()
             self.over = True
-            if self._record is not None:
-                self._record.end_all()
+            for observer in self._observers:
+                observer.close()
 
     def _steps(self, stop: Callable[[], bool], deferred_gc: DeferredGC) -> Iterator[list[Completion]]:
         last: InFlightStep | None = None
         self.times.start()
-        if self._media is not None:
-            self._media.feed.report_again()
+        for observer in self._observers:
+            observer.begin()
         while not stop():
-            if self._media is not None:
-                self._media.feed.prefetch()
-                for request, error in self._media.failed():
+            for observer in self._observers:
+                for request, error in observer.failed():
                     yield from self._fail_request(request, error)
             plan = self._scheduler.step()
             if plan is None:
                 break
-            if self._media is not None:
-                self.times.add_compute(self._media.load(plan))
-            if self._record is not None:
-                self._record.step()
+            for observer in self._observers:
+                self.times.add_compute(observer.before(plan))
             self._add_sequences(plan)
             ended = _StepResult()
             read_last = partial(self._consume, last, ended)
@@ -222,11 +219,8 @@ class Loop:
         started = {number: self._remove(number) for number in self._scheduler.cancel(index)}
         unstarted = waiting - self._scheduler.unended > len(started)
         yield from self._open.fail(self._workload.table[index], error, started, unstarted=unstarted)
-        if self._media is not None:
-            self._media.end(index, waiting - self._scheduler.unended)
-        if self._record is not None:
-            for number in started:
-                self._record.end(number)
+        for observer in self._observers:
+            observer.ended(index, list(started), waiting - self._scheduler.unended)
 
     def run_dummy(self, job: DummyRun) -> None:
         """Run the steps of a dummy run, two in flight as in a job. The loop cannot be used afterwards."""
@@ -244,8 +238,8 @@ class Loop:
         """Add the sequences that a plan starts."""
         for start in plan.starts:
             request = self._workload.table[start.request]
-            if self._record is not None:
-                self._record.start(start.sequence, request.row_index)
+            for observer in self._observers:
+                observer.started(start.sequence, request.row_index)
             sequence = self._sequences[start.sequence] = self._open.start(start.sequence, request, start.sample_index)
             prompt_only = not request.max_new_tokens
             if prompt_only:
@@ -276,14 +270,14 @@ class Loop:
         self.state.kv_pages_used = self._scheduler.group_pages_in_use[0]
         for sequence in ended.sequences:
             removed = self._remove(sequence)
-            # The step that ended it may be the one that found an item unusable.
-            if self._media is not None and (error := self._media.error_of(removed.request.index)) is not None:
-                removed.fail(error)
+            index = removed.request.index
+            for observer in self._observers:
+                # The step that ended it may be the one that found an item unusable.
+                if (error := observer.error_of(index)) is not None:
+                    removed.fail(error)
             yield from self._open.end(sequence, removed)
-            if self._media is not None:
-                self._media.end(removed.request.index)
-            if self._record is not None:
-                self._record.end(sequence)
+            for observer in self._observers:
+                observer.ended(index, [sequence])
 
     def _append_tokens(self, in_flight: InFlightStep, finished: list[int]) -> int:
         """Append each sequence's token and collect the ended ones; returns the number of discarded tokens."""

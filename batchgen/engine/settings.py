@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.media.job import JobMedia
+from batchgen.engine.observer import StepObserver
 from batchgen.engine.sampling.logits_processor import RepetitionScope
 from batchgen.engine.sampling.logprobs import LogprobsMode
 from batchgen.errors import ErrorInfo
@@ -20,38 +20,17 @@ from batchgen.text.reasoning import ReasoningParser
 from batchgen.text.tokenizer import Tokenizer
 
 
-class WorkRecord(Protocol):
-    """Receives which rows are in work, and knows which rows ended earlier runs. Rows are given by their index."""
+class WorkRecord(StepObserver):
+    """Learns which samples run, and knows which rows ended earlier runs. Rows are given by their index."""
 
-    @property
-    def set_aside(self) -> Mapping[int, ErrorInfo]:
-        """Row -> its error, for rows that do not generate any more."""
-        ...
-
-    @property
-    def alone(self) -> Sequence[int]:
-        """Rows that generate by themselves when all others are done."""
-        ...
-
-    def start(self, number: int, row: int) -> None:
-        """Sample `number` of a row is about to start."""
-        ...
-
-    def end(self, number: int) -> None:
-        """Sample `number` has ended, and its completion is made."""
-        ...
+    set_aside: Mapping[int, ErrorInfo]
+    """Row -> its error, for rows that do not generate any more"""
+    alone: Sequence[int]
+    """Rows that generate by themselves when all others are done"""
 
     def run_alone(self, row: int) -> None:
         """The next samples are those of one of the rows in `alone`."""
-        ...
-
-    def step(self) -> None:
-        """A step begins."""
-        ...
-
-    def end_all(self) -> None:
-        """No sample is running."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

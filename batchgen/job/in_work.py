@@ -27,7 +27,9 @@ from typing import Final, Self
 from batchgen.data.files import open_new, open_own, system
 from batchgen.data.write.durable_files import output_errors, write_durably
 from batchgen.data.write.work_folder import WorkFolder
+from batchgen.engine.settings import WorkRecord
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.plan.step_plan import StepPlan
 from batchgen.request.foreign_text import ForeignTextError, Kinds, read_json, typed
 
 _RECORD, _HISTORY = "in-work", "deaths.json"
@@ -114,7 +116,7 @@ class _History:
         return self.rows.setdefault(row, _Row())
 
 
-class InWork:
+class InWork(WorkRecord):
     """The record of one run, and what it must know of earlier ones. Close it when the run ends in an orderly way."""
 
     def __init__(self, work: WorkFolder, *, retry_errors: bool = False) -> None:
@@ -171,7 +173,8 @@ class InWork:
 
     def close(self) -> None:
         """Nothing is in work any more. May be called from any thread, and again."""
-        self.end_all()
+        self.ended(-1, list(self._places))
+        self._cells[_STEPS] = 0
         self.end_reading()
 
     # Reading.
@@ -210,28 +213,23 @@ class InWork:
         """The next samples are those of this row."""
         self._cells[_ALONE], self._cells[_STEPS] = row + 1, 0
 
-    def start(self, number: int, row: int) -> None:
+    def started(self, number: int, row: int) -> None:
         """Sample `number` of a row is about to start."""
         if self._free:  # more samples than cells: the others keep their rows' names
             place = self._places[number] = self._free.pop()
             self._cells[place] = row + 1
 
-    def end(self, number: int) -> None:
-        """Sample `number` has ended, and its completion is made."""
-        place = self._places.pop(number, None)
-        if place is not None:
-            self._cells[place] = 0
-            self._free.append(place)
+    def ended(self, request: int, numbers: Sequence[int], samples: int = 1) -> None:
+        """These samples have ended, and their completions are made."""
+        for number in numbers:
+            if (place := self._places.pop(number, None)) is not None:
+                self._cells[place] = 0
+                self._free.append(place)
 
-    def step(self) -> None:
+    def before(self, plan: StepPlan) -> float:
         """A step begins."""
         self._cells[_STEPS] += 1
-
-    def end_all(self) -> None:
-        """No sample is running."""
-        for number in list(self._places):
-            self.end(number)
-        self._cells[_ALONE] = self._cells[_STEPS] = 0
+        return 0.0
 
 
 def _engine_crash() -> ErrorInfo:

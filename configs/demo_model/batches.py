@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchgen.bench.demo_tasks.tasks import Example, draw
+from batchgen.demo.tasks import Example, draw
 from configs.demo_model.network import Group
 from configs.demo_model.tokenizer import BOS, END, EOS, ROLES
 

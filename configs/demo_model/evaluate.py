@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from batchgen.bench.demo_tasks.tasks import TASKS, Example, draw, is_correct
 from batchgen.demo import model_path
+from batchgen.demo.tasks import TASKS, Example, draw, is_correct
 from configs.demo_model.export import language_model
 
 BATCH = 64

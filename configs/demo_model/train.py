@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.demo_tasks.tasks import WEIGHTS
+from batchgen.demo.tasks import WEIGHTS
 from configs.demo_model.batches import Encoder, batches
 from configs.demo_model.evaluate import accuracy, heldout
 from configs.demo_model.export import llama_model, load_weights, save

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoTokenizer
 
-from batchgen.bench.demo_tasks.tasks import Example, draw
 from batchgen.demo import model_path
+from batchgen.demo.tasks import Example, draw
 from configs.demo_model.batches import Batch, Document, Encoder, collate
 from configs.demo_model.export import BLOCK_NAMES, load_weights
 from configs.demo_model.network import Network, Shape

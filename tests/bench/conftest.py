@@ -13,8 +13,8 @@ from tests.bench.fakes import TEXT
 @pytest.fixture
 def fast_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure the machine's rates briefly and on small matrices."""
-    monkeypatch.setattr("batchgen.bench.rates._SIZES", {"decode": (4, 64, 64), "prompt": (8, 64, 64)})
-    monkeypatch.setattr("batchgen.bench.rates._SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.bench.floors._SIZES", {"decode": (4, 64, 64), "prompt": (8, 64, 64)})
+    monkeypatch.setattr("batchgen.bench.floors._SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -6,42 +6,29 @@ from pathlib import Path
 
 _RECORD = """\
 import json, os
-
-
 def note(name, *arguments):
     with open(os.environ["FAKE_RECORD"], "a") as file:
         file.write(json.dumps([name, arguments]) + "\\n")
-
-
 def go_on(ids, new):
     return [int(ids[-1]) + i for i in range(1, new + 1)]
 """
 
 _OPENVINO = """\
 __version__ = "2026-fake"
-
-
-class Tensor:
-    def __init__(self, values):
-        self.ids = values[0].tolist()
+Tensor = lambda values: type("Tensor", (), {"ids": values[0].tolist()})
 """
 
 _OPENVINO_GENAI = """\
 import os
 from types import SimpleNamespace
-
 from fake_record import go_on, note
-
 __version__ = "fake-ov"
 SchedulerConfig = GenerationConfig = type("Config", (), {})
-
-
 class ContinuousBatchingPipeline:
     def __init__(self, folder, scheduler, device, properties):
         note("built", properties, vars(scheduler))
         if properties["KV_CACHE_PRECISION"] in os.environ.get("FAKE_OV_LACKS", ""):
             raise RuntimeError("expect kvcache type f32")
-
     def generate(self, tensors, configs):
         note("generate", *[(t.ids, vars(c)) for t, c in zip(tensors, configs)])
         new = [c.max_new_tokens for c in configs]
@@ -50,35 +37,25 @@ class ContinuousBatchingPipeline:
 
 _OPTIMUM_INTEL = """\
 from pathlib import Path
-
 from fake_record import note
-
-
 class OVModelForCausalLM:
-    @staticmethod
     def from_pretrained(model, **options):
         note("export", model)
         return OVModelForCausalLM()
-
     def save_pretrained(self, folder):
         (Path(folder) / "openvino_model.xml").touch()
 """
 
 _SGLANG = """\
 from fake_record import go_on, note
-
 __version__ = "fake-sglang"
-
-
 class Engine:
     def __init__(self, **options):
         note("built", options)
         if options["dtype"] == "float32" and options["attention_backend"] is None:
             raise RuntimeError("flash attention has no float32")
-
     def flush_cache(self):
         note("reset")
-
     def generate(self, input_ids, sampling_params):
         note("generate", sampling_params)
         return [
@@ -91,24 +68,14 @@ class Engine:
 _VLLM = """\
 import os
 from types import SimpleNamespace
-
 from fake_record import go_on, note
-
 __version__ = "fake-vllm"
-
-
-class SamplingParams:
-    def __init__(self, **options):
-        vars(self).update(options)
-
-
+SamplingParams = SimpleNamespace
 class LLM:
     def __init__(self, **options):
         note("built", options, {name: text for name, text in os.environ.items() if name.startswith("VLLM_")})
-
     def reset_prefix_cache(self):
         note("reset")
-
     def generate(self, prompts, params, use_tqdm):
         note("generate", [vars(p) for p in params])
         return [
@@ -122,66 +89,35 @@ class LLM:
 
 _VLLM_PLATFORMS = """\
 import os
-
 current_platform = type(os.environ.get("FAKE_PLATFORM", "CpuPlatform"), (), {})()
 """
 
 _LLAMA_CPP = """\
 import ctypes
 from types import SimpleNamespace
-
 from fake_record import note
-
 __version__ = "fake-llama"
 VOCAB = 50
-
-
-def nothing(*arguments):
-    pass
-
-
-def make(*arguments):
-    return SimpleNamespace()
-
-
-llama_backend_init = llama_batch_free = llama_free = nothing
-llama_model_default_params = llama_context_default_params = llama_model_get_vocab = make
-
-
+llama_backend_init = llama_batch_free = llama_free = lambda *arguments: None
+llama_model_default_params = llama_context_default_params = llama_model_get_vocab = lambda *arguments: SimpleNamespace()
 def llama_model_load_from_file(path, params):
+    note("model", path.decode())
     return SimpleNamespace()
-
-
-def llama_vocab_n_tokens(vocab):
-    return VOCAB
-
-
-def llama_init_from_model(model, params):
-    return SimpleNamespace(cells={}, params=params)
-
-
-def llama_get_memory(context):
-    return context
-
-
+llama_vocab_n_tokens = lambda vocab: VOCAB
+llama_init_from_model = lambda model, params: SimpleNamespace(cells={}, params=params)
+llama_get_memory = lambda context: context
 def llama_memory_clear(memory, data):
     memory.cells = {}
-
-
 def llama_memory_seq_cp(memory, source, target, begin, end):
     assert memory.params.kv_unified, "else only whole sequences are copied"
     note("copy", end)
     for position in range(begin, end):
         memory.cells[target, position] = memory.cells[source, position]
-
-
 def llama_batch_init(tokens, embedding, sequences):
     return SimpleNamespace(
         token=[0] * tokens, pos=[0] * tokens, logits=[0] * tokens, n_seq_id=[0] * tokens,
         seq_id=[[0] for _ in range(tokens)],
     )
-
-
 def llama_decode(context, batch):
     assert 0 < batch.n_tokens <= context.params.n_batch
     outputs = []
@@ -198,34 +134,7 @@ def llama_decode(context, batch):
     for row, token in enumerate(outputs):
         context.logits[row * VOCAB + token] = 60.0
     return 0
-
-
-def llama_get_logits(context):
-    return context.logits
-"""
-
-_GGUF = """\
-from types import SimpleNamespace
-
-from fake_record import note
-
-GGMLQuantizationType = SimpleNamespace(F32="F32", F16="F16", BF16="BF16")
-quants = SimpleNamespace(quantize=lambda values, kind: values)
-
-
-class GGUFWriter:
-    def __init__(self, path, family):
-        self.path = path
-        note("family", family)
-
-    def add_tensor(self, name, values, raw_dtype="F32"):
-        note("tensor", name, list(values.shape), raw_dtype, float(values.sum()))
-
-    def write_tensors_to_file(self):
-        open(self.path, "w").close()
-
-    def __getattr__(self, name):
-        return lambda *arguments: note(name, *arguments)
+llama_get_logits = lambda context: context.logits
 """
 
 _FILES = {
@@ -239,7 +148,6 @@ _FILES = {
     "vllm/platforms.py": _VLLM_PLATFORMS,
     "zentorch-2.13.dist-info/METADATA": "Metadata-Version: 2.1\nName: zentorch\nVersion: 2.13\n",
     "llama_cpp.py": _LLAMA_CPP,
-    "gguf.py": _GGUF,
 }
 
 

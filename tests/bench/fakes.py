@@ -12,12 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
-from batchgen.bench.peers import EngineSource
-from batchgen.bench.process import BenchEngine, Generated, LoadSpec
+from batchgen.bench.process import BenchEngine, EngineSource, Generated, LoadSpec
 from batchgen.bench.shapes import Shape
 from batchgen.bench.workloads import BenchRow
 
-TEXT = Shape(2, 32, 4, 2, 8, 48, 400, context=128, text=True)
+TEXT = Shape(2, 32, 4, 2, 8, 48, 400, context=128)
 TOY = """\
 name = "toy"
 description = "two prompts after one prefix"

@@ -13,11 +13,10 @@ from tokenizers import Tokenizer as RawTokenizer
 
 import batchgen
 from batchgen.bench.command import run_command as run_bench_command
-from batchgen.bench.correctness import Check, GateFailed, continues_to_json, gate_rows, returned_counts
-from batchgen.bench.figures import Spread, ratios
-from batchgen.bench.peers import EngineSource, parse_peers
-from batchgen.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
-from batchgen.bench.run import BenchConfig, run_bench
+from batchgen.bench.config import BenchConfig
+from batchgen.bench.gate import Check, GateFailed, continues_to_json, gate_rows, returned_counts
+from batchgen.bench.process import EngineFailed, EngineProcess, EngineSource, Generated, LoadSpec, parse_peers
+from batchgen.bench.run import run_bench
 from batchgen.bench.shapes import SHAPES, build_model, resolve_bench_model
 from batchgen.bench.workloads import BenchRow
 from batchgen.cli.app import run_command
@@ -198,7 +197,12 @@ def toy(tmp_path: Path, fast_rates: None) -> str:
 def test_run_alone(folder: Path, toy: str) -> None:
     lines: list[str] = []
     console = silent_console()
-    run_bench(BenchConfig((toy,), str(folder), "none", 2, "float32", "cpu", 1), lines.append, console, starting())
+    run_bench(
+        BenchConfig((toy,), str(folder), "none", 2, "float32", device="cpu", cpu_threads=1),
+        lines.append,
+        console,
+        starting(),
+    )
     figures = [json.loads(line) for line in lines]
     assert [(f["engine"], f["metric"]) for f in figures] == [
         ("batchgen", "output_tokens_per_second"),
@@ -236,7 +240,7 @@ def test_special_workloads_run_with_and_without_their_fields(
 
     lines: list[str] = []
     console = silent_console()
-    config = BenchConfig(names, str(folder), "transformers", 2, "bfloat16", "cpu", 1, peer_dtype="asked")
+    config = BenchConfig(names, str(folder), "transformers", 2, "bfloat16", "asked", "cpu", 1)
     run_bench_command(config, lines.append, console, starting(make))
     figures = [json.loads(line) for line in lines]
     rates = [(f["workload"], f["engine"]) for f in figures if f["metric"] == "output_tokens_per_second"]
@@ -294,7 +298,7 @@ def test_wrong_output_fails_the_run_without_figures(
 ) -> None:
     Path(toy).write_text(SPECIAL)
     lines: list[str] = []
-    config = BenchConfig((toy,), str(folder), "none", 1, "float32", "cpu", 1)
+    config = BenchConfig((toy,), str(folder), "none", 1, "float32", device="cpu", cpu_threads=1)
     with pytest.raises(GateFailed, match=message) as red:
         run_bench(config, lines.append, silent_console(), starting(engine))
     assert lines == []
@@ -304,13 +308,6 @@ def test_wrong_output_fails_the_run_without_figures(
 def test_rows_longer_than_the_context_are_an_error(folder: Path) -> None:
     with pytest.raises(UsageError, match="shared-prefix has rows of up to 1088 tokens, the model's context is 128"):
         run_bench(BenchConfig(("shared-prefix",), str(folder)), print, silent_console())
-
-
-def test_ratios_are_computed_pair_by_pair() -> None:
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
-    assert ratios([10.0, 20.0, 40.0], [10.0, 10.0, 10.0]) == Spread(2.0, 1.0, 4.0)
-    # A slow phase of the machine affects both values of a pair.
-    assert ratios([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == Spread(2.0, 2.0, 2.0)
 
 
 def test_baseline_runs_another_checkout(tmp_path: Path, folder: Path) -> None:
@@ -357,7 +354,7 @@ def test_options_are_checked_before_anything_is_measured(
         raise AssertionError("measured")
 
     if arguments[:2] == ["plan", "unique"]:
-        monkeypatch.setattr("batchgen.bench.planning.run_plan_bench", never)
+        monkeypatch.setattr("batchgen.bench.jobs.planning.plan_lines", never)
     assert run_command(["bench", "--peers", "none", *arguments]) == 2
     captured = capsys.readouterr()
     assert message in " ".join(captured.err.split())

@@ -12,10 +12,9 @@ import pytest
 
 from batchgen.bench import chart as chart_module
 from batchgen.bench.chart import check_chart, draw_stored, write_chart
-from batchgen.bench.figures import Context, Figure, Measured, Spread, ours_over, workload_figures
+from batchgen.bench.figures import Figure, Measured, Spread, ours_over, workload_figures
 from batchgen.bench.floors import FloorWork
 from batchgen.bench.process import Generated
-from batchgen.bench.rates import MatmulRate
 from batchgen.bench.results import SkippedPeer, StoredFigures, read_figures
 from batchgen.bench.table import print_comparison, print_others
 from batchgen.cli.app import run_command
@@ -30,7 +29,8 @@ RATES = {
 
 
 def made() -> list[Figure]:
-    context = Context("A <CPU> & $more$", "0123456789ab", 2, MatmulRate(8e9, "plain"), 2e9, {"torch": "2"}, "2026-11")
+    about = {"cpu": "A <CPU> & $more$", "commit": "0123456789ab", "repeat": 2, "versions": {"torch": "2"}}
+    engine_about = {"version": "1.2", "dtype": "bfloat16", "device": "cpu", "threads": 2, "agreement": 1.0}
     found = []
     for name, rates in RATES.items():
         engines = []
@@ -38,9 +38,10 @@ def made() -> list[Figure]:
             passes = [Generated([[0] * 100], 100 / r, 200 / r) for r in (rate, rate)]
             bare = [Generated([[0] * 100], 50 / rate, 100 / rate)] * 2 if name == "logprobs" else []
             setting = {"batch": 8} if engine == "peer-one" else {}
-            engines.append(Measured(engine, "1.2", "bfloat16", "cpu", 2, setting, 1.0, passes, bare))
+            engines.append(Measured({"engine": engine, "setting": setting, **engine_about}, passes, bare))
         work = FloorWork(9, 9, 9, 100, 8e8, prompt_flops=4e8, decode_flops=4e8, decode_bytes=1e8, resident_bytes=0)
-        found += workload_figures(name, "random:toy", engines, work, context)
+        here = {"workload": name, "model": "random:toy", "date": "2026-11", **about}
+        found += workload_figures(here, engines, work, 8e9, 2e9)
     return found
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from batchgen.bench import command
 from batchgen.bench.config import ENGINELESS_WORKLOADS, BenchConfig, bench_config, load_bench
-from batchgen.bench.peers import PEERS, VARIANTS
-from batchgen.bench.process import EngineFailed
-from batchgen.bench.results import StoredFigures
+from batchgen.bench.process import PEERS, VARIANTS
 from batchgen.bench.shapes import DEMO, RANDOM, SHAPES
 from batchgen.bench.workload_defs import find_workloads
-from batchgen.cli.app import run_command
 from batchgen.errors import UsageError
 
 RUNS = Path(__file__).parents[2] / "configs" / "bench" / "runs"
@@ -73,36 +68,3 @@ def test_published_run_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPat
     find_workloads([name for name in config.workloads if name not in ENGINELESS_WORKLOADS])
     assert config.model == DEMO or config.model.removeprefix(RANDOM) in SHAPES
     assert set(config.peers.split(",")) <= {"auto", "none", *VARIANTS, *PEERS}
-
-
-def test_the_command_merges_flags_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[BenchConfig] = []
-    monkeypatch.setattr(command, "run_command", lambda config, emit, console: configs.append(config))
-    path = tmp_path / "bench.toml"
-    path.write_text(FILE)
-    arguments = ["bench", "unique", "--config", str(path), "--repeat", "3", "--chart", "x.png", "--plan-size", "9x9"]
-    assert run_command(arguments) == 0
-    base = BenchConfig(("unique",), "random:5m", "transformers,vllm", cpu_threads=2, timeout=5)
-    assert configs == [replace(base, repeat=3, chart=Path("x.png"), plan_size="9x9")]
-    assert run_command(["bench", "--tuned", "a.jsonl", "--device", "cpu", "--dtype", "float32", "--timeout", "9"]) == 0
-    assert configs[1] == BenchConfig(tuned=Path("a.jsonl"), device="cpu", dtype="float32", timeout=9)
-
-
-def test_a_failed_run_draws_what_it_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[StoredFigures] = []
-    monkeypatch.setattr(command, "check_chart", lambda path, bars: None)
-    monkeypatch.setattr(command, "write_chart", lambda path, stored: drawn.append(stored))
-
-    def fails(*_: object) -> None:
-        raise EngineFailed("batchgen fell over")
-
-    monkeypatch.setattr("batchgen.bench.planning.run_plan_bench", lambda size, emit: emit('{"workload": "plan"}'))
-    monkeypatch.setattr("batchgen.bench.run.run_bench", fails)
-    arguments = ["bench", "plan", "unique", "--plan-size", "40x8", "--peers", "none", "--chart", "x.png"]
-    assert run_command(arguments) == 1
-    captured = capsys.readouterr()
-    assert "batchgen fell over" in captured.err
-    assert captured.out == '{"workload": "plan"}\n'
-    assert [stored.others for stored in drawn] == [[{"workload": "plan"}]]

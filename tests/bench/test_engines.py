@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from batchgen.bench.correctness import Check, returned_counts
-from batchgen.bench.engines.engine_transformers_continuous import cpu_batching
+from batchgen.bench.engines.engine_transformers import cpu_batching
+from batchgen.bench.gate import Check, returned_counts
 from batchgen.bench.shapes import adapter_folders, merge_adapter
-from batchgen.bench.workload_defs import MORE_WORKLOADS, DemoWorkload, PictureRows
+from batchgen.bench.workload_defs import MORE_WORKLOADS, DemoWorkload
 from batchgen.bench.workloads import AdapterSet, BenchRow
 from batchgen.demo import model_path
 from batchgen.text.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def test_rows_of_an_adapter_equal_those_of_the_merged_model(
 
 
 def test_engines_read_the_pictures_of_rows() -> None:
-    rows = DemoWorkload("toy", "toy", PictureRows(3, 1, (5, 5), (6, 6))).rows(2048)
+    rows = DemoWorkload("toy", "toy", 3, instructions=1, length=(5, 5), output=(6, 6)).rows(2048)
     ours, reference = (in_process(name, model_path()).generate(rows, {"batch": 2}) for name in _WITH_PICTURES)
     assert ours.outputs == reference.outputs
     assert len({tuple(ids) for ids in ours.outputs}) > 1, "prompts differ in their pictures alone"
@@ -111,5 +111,5 @@ def test_continuous_batching_allocates_blocks_for_all_rows(folder: Path) -> None
 
 @pytest.mark.parametrize("name", ["transformers", "transformers-continuous"])
 def test_transformers_computes_in_the_fastest_dtype(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.bench.engines.peer_tools.fastest_dtype", lambda request: "bfloat16")
+    monkeypatch.setattr("batchgen.bench.engines.engine_transformers.fastest_dtype", lambda request: "bfloat16")
     assert in_process(name, folder).dtype == "bfloat16"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from batchgen.bench import eta
-from batchgen.bench.eta import ETA_JOBS, EtaJob, read_lines, run_eta_bench
-from batchgen.bench.subprocess_timing import CommandFailed
+from batchgen.bench.jobs import eta
+from batchgen.bench.jobs.commands import CommandFailed, CommandTimes
+from batchgen.bench.jobs.eta import ETA_JOBS, EtaJob, eta_lines, read_lines
 from batchgen.request.parser import RowDefaults, parse_row
 from tests.e2e.runner import run
 
@@ -37,32 +35,24 @@ LOG = [
 ]
 
 
-class Ended:
-    def communicate(self) -> None:
-        return
-
-
 def test_errors_are_relative_to_the_time_that_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
-    @contextmanager
-    def command(arguments: list[str], folder: Path, *, stderr: Path, start: object) -> Iterator[Ended]:
+    def command(arguments: list[str], folder: Path, *, stderr: Path, start: object) -> CommandTimes:
         commands.append(arguments)
         stderr.write_text("\n".join(LOG))
-        yield Ended()
+        return CommandTimes(1.0, 4.0, 3.0)
 
-    monkeypatch.setattr(eta, "batchgen_process", command)
-    lines: list[str] = []
+    monkeypatch.setattr(eta, "run_batchgen", command)
     job = EtaJob("plain", "two rows", lambda rng: [{"text": "a"}, {"text": "b"}], model="demo", options=("--seed", "3"))
-    (figure,) = run_eta_bench(2, lines.append, [job])
-    assert (figure.job, figure.rows, figure.seconds, figure.repeat) == ("plain", 2, 100.0, 2)
-    assert figure.errors == {"5": 5.0, "10": -10.0, "25": -10.0, "50": -10.0, "75": 20.0, "90": None}
-    assert (figure.worst_error, figure.worst_of_all) == (20.0, 20.0)
-    assert (figure.lines, figure.within_10_percent) == (6, 66.7)
+    (line,) = eta_lines(2, [job])
+    assert (line["job"], line["rows"], line["seconds"], line["repeat"]) == ("plain", 2, 100.0, 2)
+    assert line["errors"] == {"5": 5.0, "10": -10.0, "25": -10.0, "50": -10.0, "75": 20.0, "90": None}
+    assert (line["worst_error"], line["worst_of_all"], line["processor_share"]) == (20.0, 20.0, 0.75)
+    assert (line["lines"], line["within_10_percent"]) == (6, 66.7)
     # 30 rows in 75 seconds and 20 left: 50 seconds instead of 25.
-    assert figure.by_rows_worst_error == 100.0
-    assert figure.in_range == 0.0
-    assert json.loads(lines[0])["errors"] == figure.errors
+    assert line["by_rows_worst_error"] == 100.0
+    assert line["in_range"] == 0.0
     assert len(commands) == 2
     assert all(arguments[-2:] == ["--seed", "3"] for arguments in commands)
 

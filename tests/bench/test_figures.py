@@ -12,19 +12,17 @@ import pytest
 import torch
 
 import batchgen
-from batchgen.bench.figures import Context, Measured, workload_figures
-from batchgen.bench.floors import H200, DeviceRates, FloorWork, count_work, device_floor
+from batchgen.bench.figures import Measured, workload_figures
+from batchgen.bench.floors import FloorWork, count_work, measure_bandwidth, measure_matmul
 from batchgen.bench.machine import commit_name, cpu_name, versions
 from batchgen.bench.process import Generated
-from batchgen.bench.rates import MatmulRate, measure_bandwidth, measure_matmul
-from batchgen.bench.shapes import SHAPES, Shape, build_model
-from batchgen.bench.workload_defs import GPU_WORKLOADS
+from batchgen.bench.shapes import Shape, build_model
 from batchgen.bench.workloads import BenchRow
 from batchgen.models.base import ModelSpec
 from tests.models.loading import inspect_model
 
-TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
-HEAD = 64 * 32
+TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=400, context=128)
+HEAD = 400 * 32
 LAYERS = 2 * (32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
 ATTENTION = 2 * 2 * 4 * 2 * 8
 """Attention operations per cached position: two layers, products with keys and values, four heads of 8."""
@@ -97,38 +95,14 @@ def test_a_row_of_one_token_decodes_nothing(spec: ModelSpec) -> None:
     assert (work.decode_rows, work.decode_bytes, work.decode_flops) == (0, 0.0, 2 * HEAD)
 
 
-def test_a_floor_of_a_named_workload_model_and_device() -> None:
-    """Thousands of tokens per second, computed independently; the tolerance covers different rounding of batches."""
-    floor = device_floor(GPU_WORKLOADS["w-prefix"].rows(128_256), SHAPES["8b"], H200, 1024)
-    assert (floor.overlap / 1e3, floor.serial / 1e3) == pytest.approx((33.5, 28.9), rel=0.08)
-
-
-def test_a_floor_by_hand() -> None:
-    """A model of one layer and one head of 2: 8 operations and 8 bytes of attention for a cached position."""
-    rows = [BenchRow([5, 6, 7, 8], 3), BenchRow([5, 6, 9], 2, samples=2)]
-    shape = Shape(layers=1, hidden=2, heads=1, kv_heads=1, head_dim=2, inner=2, vocab=10)
-    rates = DeviceRates("slow", 1.0, 1.0)
-    layers, head = shape.parameters - 20, 20
-    levels = device_floor(rows, shape, rates, 3)
-    assert levels.output_tokens == 7
-    # Segments [5, 6], [7, 8] and [9], read for 3, 3 and 2 steps; outputs attend to 3 earlier outputs and twice to 1.
-    assert levels.memory == 3 * 2 * (layers + head) + 8 * (2 * 3 + 2 * 3 + 1 * 2 + 3 + 2)
-    assert levels.prefill == 2 * layers * 5 + 8 * (1 + 2 + 3 + 4 + 3)
-    assert levels.compute == 2 * (layers + head) * 7 + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
-    assert levels.serial < levels.overlap
-    # With one sample at a time each token reads the weights, and each row reads the shared segment.
-    alone = device_floor(rows, shape, rates, 1)
-    assert alone.memory == 7 * 2 * (layers + head) + 8 * (2 * 3 * 3 + 2 * 3 + 1 * 2 * 2 + 3 + 2)
-
-
 # The machine
 
 
 def test_machine_rates_are_finite(fast_rates: None) -> None:
     cpu = torch.device("cpu")
-    products = measure_matmul(torch.bfloat16, cpu)
-    assert 1e6 < products.flops < 1e16
-    assert products.form.split(", ")[2] in ("decode size", "prompt size")
+    flops, form = measure_matmul(torch.bfloat16, cpu)
+    assert 1e6 < flops < 1e16
+    assert form.split(", ")[2] in ("decode size", "prompt size")
     assert 1e6 < measure_bandwidth(cpu, 1) < 1e16
     assert cpu_name()
     assert set(versions()) == {"python", "torch", "system"}
@@ -164,20 +138,26 @@ def passes(*seconds: float) -> list[Generated]:
 
 
 WORK = FloorWork(6, 4, 2, 4, flops=8.0, prompt_flops=6.0, decode_flops=4.0, decode_bytes=30.0, resident_bytes=0)
-CONTEXT = Context("a processor", None, 3, MatmulRate(8.0, "plain"), 10.0)
-"""The floors of `WORK` are arithmetic 1, overlap 3.75 and serial 4.25 seconds."""
+"""At 8 FLOP/s and 10 bytes/s the floors are arithmetic 1, overlap 3.75 and serial 4.25 seconds."""
+RATES = (8.0, 10.0)
+ABOUT = {"workload": "toy", "model": "tiny", "repeat": 3, "gemm_form": "plain", "gemm_gflops": 8e-9}
+ENGINE = {"version": "1", "dtype": "float32", "device": "cpu", "rows_equal": 1.0}
+
+
+def measured(name: str, threads: int, *found: list[Generated], **about: object) -> Measured:
+    return Measured({"engine": name, "threads": threads, "setting": {}, "agreement": 1.0, **ENGINE, **about}, *found)
 
 
 def test_figures_of_a_workload() -> None:
-    ours = Measured("batchgen", "1", "float32", "cpu", 2, {}, 1.0, passes(1.0, 2.0, 4.0))
-    peer = Measured("other", "2", "float32", "cpu", 2, {"batch": 8}, 0.5, passes(4.0, 4.0, 4.0))
-    wall, cpu, *others = workload_figures("toy", "tiny", [ours, peer], WORK, CONTEXT)
+    ours = measured("batchgen", 2, passes(1.0, 2.0, 4.0))
+    peer = measured("other", 2, passes(2.0, 4.0, 2.0), setting={"batch": 8})
+    wall, cpu, *others = workload_figures(ABOUT, [ours, peer], WORK, *RATES)
     assert (wall.metric, wall.value, wall.min, wall.max) == ("output_tokens_per_second", 2.0, 1.0, 4.0)
     assert wall.floor_tokens_per_second == pytest.approx(4.0)
     assert wall.floor_share == pytest.approx(0.5)
     assert wall.floors["overlap"] == pytest.approx({"tokens_per_second": 4 / 3.75, "share": 2 * 3.75 / 4})
     assert wall.floors["serial"] == pytest.approx({"tokens_per_second": 4 / 4.25, "share": 2 * 4.25 / 4})
-    assert wall.ratio == {"other": {"median": 2.0, "min": 1.0, "max": 4.0}}
+    assert wall.ratio == {"other": {"median": 2.0, "min": 0.5, "max": 2.0}}, "of pairs of repeats"
     assert wall.counted["steps"] == 7
     assert wall.counted["distinct_prompt_tokens"] == 4
     assert (wall.gemm_form, wall.gemm_gflops) == ("plain", 8e-9)
@@ -189,8 +169,8 @@ def test_figures_of_a_workload() -> None:
 
 
 def test_slowdown_of_special_rows_is_computed_repeat_by_repeat() -> None:
-    engine = Measured("batchgen", "1", "float32", "cpu", 1, {}, 1.0, passes(2.0, 10.0, 2.0), passes(1.0, 8.0, 1.5))
-    rate, slowdown, cpu_rate, cpu_slowdown = workload_figures("toy", "tiny", [engine], WORK, CONTEXT)
+    engine = measured("batchgen", 1, passes(2.0, 10.0, 2.0), passes(1.0, 8.0, 1.5))
+    rate, slowdown, cpu_rate, cpu_slowdown = workload_figures(ABOUT, [engine], WORK, *RATES)
     assert rate.value == 2.0
     assert (slowdown.metric, slowdown.unit) == ("slowdown", "%")
     assert (slowdown.value, slowdown.min, slowdown.max) == pytest.approx((25.0, 20.0, 50.0))

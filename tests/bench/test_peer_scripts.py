@@ -8,19 +8,21 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from batchgen.bench.engines import peer_tools
 from batchgen.bench.engines.engine_transformers import static_batches
 from batchgen.bench.engines.peer_tools import cached_conversion, prefix_waves
-from batchgen.bench.peers import EngineSource
-from batchgen.bench.process import EngineFailed, EngineProcess, LoadSpec
+from batchgen.bench.process import EngineFailed, EngineProcess, EngineSource, LoadSpec
 from batchgen.bench.workloads import BenchRow
 from tests.bench import fake_peers
 
@@ -70,7 +72,8 @@ def test_every_script_generates_the_rows_in_each_setting(record: Path, spec: Loa
     with EngineProcess(EngineSource(name), on_device(spec, name)) as engine:
         assert engine.version.startswith("fake-")
         assert engine.dtype == "float32"
-        assert (engine.name, engine.threads) == (name, min(2, len(os.sched_getaffinity(0))))
+        processors = len(os.sched_getaffinity(0)) if name.startswith("vllm") else 2
+        assert (engine.name, engine.threads) == (name, min(2, processors))
         for setting in [*engine.settings, engine.settings[0]]:
             emptied = len(calls(record, empty))
             made = engine.generate(ROWS, setting)
@@ -181,52 +184,70 @@ def test_llama_cpp_computes_a_shared_prefix_once(record: Path, spec: LoadSpec) -
 def test_gguf_of_a_llama(record: Path, spec: LoadSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file has the right names, shapes and types, and contains every number once."""
     monkeypatch.setattr(peer_tools, "matmul_seconds", {"bfloat16": 9.0, "float32": 1.0}.__getitem__)
-    with EngineProcess(EngineSource("llama.cpp"), replace(spec, dtype="bfloat16")) as engine:
-        assert engine.dtype == "float32", "this process chooses the faster dtype of a peer without torch"
-    record.unlink()
-    with EngineProcess(EngineSource("llama.cpp"), replace(spec, dtype="bfloat16", keep_dtype=True)):
-        pass
-    assert calls(record, "family") == [["llama"]]
-    tensors = {name: values for name, *values in calls(record, "tensor")}
-    weights = load_file(folder / "model.safetensors")
-    assert len(tensors) == len(weights)
-    assert tensors["token_embd.weight"][:2] == [[400, 32], "BF16"]
-    assert tensors["blk.1.attn_k.weight"][:2] == [[16, 32], "BF16"]
-    assert tensors["blk.0.ffn_norm.weight"][:2] == [[32], "F32"]
-    assert sorted(total for *_, total in tensors.values()) == pytest.approx(
-        sorted(float(values.double().sum()) for values in weights.values()), abs=1e-3
-    )
-    for name, value in (("block_count", 2), ("head_count_kv", 2), ("key_length", 8), ("vocab_size", 400)):
-        assert calls(record, f"add_{name}") == [[value]]
+    for keep, dtype in ((False, "float32"), (True, "bfloat16")):
+        with EngineProcess(EngineSource("llama.cpp"), replace(spec, dtype="bfloat16", keep_dtype=keep)) as engine:
+            assert engine.dtype == dtype, "this process chooses the faster dtype of a peer without torch"
+        ((path,),) = calls(record, "model")[-1:]
+        reader = gguf.GGUFReader(path)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        weights = load_file(folder / "model.safetensors")
+        assert len(tensors) == len(weights)
+        kinds = {name: tensors[name].tensor_type.name for name in ("token_embd.weight", "blk.0.ffn_norm.weight")}
+        assert list(kinds.values()) == ["F32" if dtype == "float32" else "BF16", "F32"]
+        assert tensors["token_embd.weight"].shape.tolist() == [32, 400]
+        assert tensors["blk.1.attn_k.weight"].shape.tolist() == [32, 16]
+        assert sorted(gguf.quants.dequantize(t.data, t.tensor_type).sum(dtype=float) for t in tensors.values()) == (
+            pytest.approx(sorted(float(values.double().sum()) for values in weights.values()), abs=1e-3)
+        )
+        for name, value in (("block_count", 2), ("attention.head_count_kv", 2), ("attention.key_length", 8)):
+            assert reader.fields[f"llama.{name}"].contents() == value
 
 
 def test_rows_of_a_projection_are_interleaved(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotating adjacent pairs in the new order equals rotating halves in the old one."""
     monkeypatch.syspath_prepend(str(record.parent / "fakes"))
-    writer = runpy.run_path(str(Path(peer_tools.__file__).with_name("llama_gguf.py")))
+    interleaved = runpy.run_path(str(Path(peer_tools.__file__).with_name("engine_llama_cpp.py")))["interleaved"]
     heads, size = 3, 8
     values = np.random.default_rng(0).normal(size=(heads * size, 1))
     angles = np.arange(size // 2) * 0.3
     cos, sin = np.cos(angles), np.sin(angles)
     halves = values.reshape(heads, 2, size // 2)
     rotated = np.stack([halves[:, 0] * cos - halves[:, 1] * sin, halves[:, 1] * cos + halves[:, 0] * sin], axis=1)
-    pairs = writer["interleaved"](values, heads).reshape(heads, size // 2, 2)
+    pairs = interleaved(values, heads).reshape(heads, size // 2, 2)
     neighbours = np.stack([pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin], -1)
-    expected = writer["interleaved"](rotated.reshape(-1, 1), heads).reshape(heads, size // 2, 2)
+    expected = interleaved(rotated.reshape(-1, 1), heads).reshape(heads, size // 2, 2)
     np.testing.assert_allclose(neighbours, expected)
-    with pytest.raises(ValueError, match=r"cannot convert the tensor model.layers.0.mlp.experts.weight"):
-        writer["gguf_name"]("model.layers.0.mlp.experts.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "cannot convert model type gpt2; supported: llama, qwen3"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "cannot convert a model with scaled rotary embeddings"),
+        ({}, "cannot convert the tensor model.layers.0.mlp.extra.weight"),
+    ],
+)
+def test_gguf_of_another_model_is_refused(
+    record: Path, spec: LoadSpec, folder: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    save_file({"model.layers.0.mlp.extra.weight": torch.zeros(2, 2)}, model / "more.safetensors")
+    with pytest.raises(EngineFailed, match=f"ValueError: {message}"):
+        EngineProcess(EngineSource("llama.cpp"), replace(spec, model=str(model)))
 
 
 # Helpers
 
 
 def test_static_batches_have_similar_lengths_and_one_kind_of_sampling() -> None:
-    rows = [
-        {"ids": [1] * n, "max_new": new, "samples": k} for n, new, k in ((3, 2, 1), (1, 9, 2), (5, 2, 1), (2, 8, 1))
-    ]
-    assert static_batches(rows, 2) == [(False, [3, 2]), (False, [0]), (True, [1])]
-    lengths = [{"ids": [5] * prompt, "max_new": new} for prompt, new in ((1, 4), (3, 1), (2, 2), (3, 3))]
+    def rows(*given: tuple[int, int]) -> list[dict[str, Any]]:
+        return [{"ids": [5] * prompt, "max_new": new, "sampled": new == 9} for prompt, new in given]
+
+    assert static_batches(rows((3, 2), (1, 9), (5, 2), (2, 8)), 2) == [(False, [3, 2]), (False, [0]), (True, [1])]
+    lengths = rows((1, 4), (3, 1), (2, 2), (3, 3))
     assert static_batches(lengths, 2) == [(False, [0, 3]), (False, [2, 1])]
     assert static_batches(lengths, 2, prompt_first=True) == [(False, [3, 1]), (False, [2, 0])]
     assert static_batches([], 2) == []

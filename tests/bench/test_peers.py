@@ -12,12 +12,22 @@ from typing import Any, ClassVar
 
 import pytest
 
-from batchgen.bench.correctness import GateFailed
+from batchgen.bench.command import run_command
+from batchgen.bench.config import BenchConfig
 from batchgen.bench.engines import peer_tools
-from batchgen.bench.peers import PEERS, VARIANTS, EngineSource, parse_peers
-from batchgen.bench.process import EngineExited, EngineFailed, EngineProcess, Generated, LoadSpec
-from batchgen.bench.results import SkippedPeers
-from batchgen.bench.run import BenchConfig, best_setting, distinct_settings, run_bench
+from batchgen.bench.gate import GateFailed
+from batchgen.bench.process import (
+    PEERS,
+    VARIANTS,
+    EngineExited,
+    EngineFailed,
+    EngineProcess,
+    EngineSource,
+    Generated,
+    LoadSpec,
+    parse_peers,
+)
+from batchgen.bench.run import best_setting, distinct_settings
 from batchgen.bench.workloads import BenchRow
 from batchgen.errors import UsageError
 from tests.bench.fakes import Stub, console_text, silent_console, starting
@@ -163,37 +173,6 @@ def test_settings_differ_if_any_key_differs() -> None:
     assert distinct_settings(settings, 8) == [settings[0], settings[2], settings[3]]
 
 
-# Skipped peers
-
-
-def test_peers_are_skipped_on_one_workload_or_on_all() -> None:
-    console = silent_console()
-    skipped = SkippedPeers(console)
-    with skipped.on_failure("other", "toy"):
-        raise EngineFailed("other failed:\n  out of [memory]")
-    assert skipped.has("other", "toy")
-    assert not skipped.has("other", "next")
-    assert not skipped.has("other")
-    skipped.check([("batchgen", "toy"), ("other", "toy"), ("other", "next")])
-    with pytest.raises(EngineFailed, match=r"no peer could be measured:\nleft out: other of toy: other failed: out of"):
-        skipped.check([("batchgen", "toy"), ("other", "toy")])
-    skipped.check([("batchgen", "toy")])
-    with skipped.on_failure("other", "next"):
-        raise EngineExited("it is gone")
-    assert skipped.has("other")
-    assert skipped.has("other", "any")
-    assert skipped.lines() == [
-        "left out: other of toy: other failed: out of [memory]",
-        "left out: other: it is gone",
-    ]
-    assert console_text(console).splitlines() == skipped.lines()
-    for ours in ("batchgen", "baseline", "deterministic"):
-        with pytest.raises(GateFailed), skipped.on_failure(ours, "toy"):
-            raise GateFailed("red")
-    with pytest.raises(KeyError), skipped.on_failure("other"):  # a bug in the benchmark is not a peer's failure
-        raise KeyError
-
-
 # Whole runs
 
 
@@ -210,7 +189,9 @@ class Model(Stub):
 
     def fail(self, when: str) -> None:
         if self._fails_at == when:
-            raise EngineFailed(f"{self.name} failed at {when}")
+            raise EngineFailed(f"{self.name} failed at {when}:\n  out of [memory]")
+        if self._fails_at == f"bug at {when}":
+            raise KeyError(when)
         if self._fails_at == f"gone at {when}":
             raise EngineExited(f"{self.name} ended at {when}")
 
@@ -252,14 +233,14 @@ def run(folder: Path, tmp_path: Path, fast_rates: None, monkeypatch: pytest.Monk
         paths.append(tmp_path / f"{name}.toml")
         paths[-1].write_text(TOYS.format(name, rows))
 
-    def measure(workloads: int = 2, tuned: Path | None = None, **peers: tuple[int, str]) -> Run:
+    def measure(workloads: int = 2, files: Mapping[str, Path] = {}, **peers: tuple[int, str]) -> Run:
         lines: list[str] = []
         console = silent_console()
         names, error = tuple(map(str, paths[:workloads])), None
-        config = BenchConfig(names, str(folder), ",".join(peers), 2, "bfloat16", "cpu", 1, tuned=tuned)
+        config = BenchConfig(names, str(folder), ",".join(peers), 2, "bfloat16", "best", "cpu", 1, **files)
         start = starting(lambda source, spec: Model(source, spec, *peers.get(source.name, (0, ""))))
         try:
-            run_bench(config, lines.append, console, start)
+            run_command(config, lines.append, console, start)
         except (EngineFailed, GateFailed, UsageError) as found:
             error = found
         return Run([json.loads(line) for line in lines], console_text(console), error)
@@ -275,13 +256,13 @@ def test_settings_of_an_earlier_run_are_used_for_the_same_workload(
     assert "has no setting" not in first.text
     stored = tmp_path / "figures.jsonl"
     stored.write_text("".join(json.dumps({**f, "setting": {"eager": 1}}) + "\n" for f in first.figures))
-    again = run(tuned=stored, vllm=(0, ""))
+    again = run(files={"tuned": stored}, vllm=(0, ""))
     set_to = {(f["engine"], f["workload"]): f["setting"] for f in again.figures}
     assert set_to["vllm", "toy"] == {"eager": 1}
     assert f"vllm on toy: setting {{'eager': 1}} from {stored}" in again.text
     assert set_to["vllm", "next"] in Model.tries
     assert f"{stored} has no setting of vllm for next; trying its settings" in again.text
-    assert "--tuned: cannot read" in str(run(tuned=tmp_path / "none.jsonl", vllm=(0, "")).error)
+    assert "--tuned: cannot read" in str(run(files={"tuned": tmp_path / "none.jsonl"}, vllm=(0, "")).error)
 
 
 def test_engines_are_measured_after_a_first_pass_and_marked_if_rows_differ(run: Any) -> None:
@@ -313,9 +294,15 @@ def test_a_failing_peer_is_skipped_and_reported(run: Any, fails_at: str, of: str
     assert set(others[-1]["ratio"]) == {"batchgen"}
     assert (last["metric"], last["engine"], last["value"]) == ("left_out", "vllm", None)
     assert last["workload"] == ("next" if in_toy else None), "the workload that was not measured"
-    reason = f"vllm failed at {fails_at}" if "gone" not in fails_at else fails_at.replace("gone", "vllm ended")
+    gone = "gone" in fails_at
+    reason = fails_at.replace("gone", "vllm ended") if gone else f"vllm failed at {fails_at}: out of [memory]"
     assert last["reason"] == reason
     assert found.text.splitlines()[-1] == f"left out: vllm{of}: {reason}"
+
+
+def test_a_bug_of_the_benchmark_is_not_a_peers_failure(run: Any) -> None:
+    with pytest.raises(KeyError):
+        run(1, vllm=(0, "bug at load"))
 
 
 def test_a_peer_with_wrong_or_too_few_ids_is_skipped_on_that_workload(run: Any) -> None:
@@ -338,7 +325,15 @@ def test_a_run_fails_without_a_working_peer_and_if_batchgen_fails(run: Any) -> N
     assert "no peer could be measured" in str(measured.error)
     assert measured.engines("toy") == ["batchgen"]
     assert "batchgen failed at load" in str(run(batchgen=(0, "load"), vllm=(0, "")).error)
-    assert "batchgen on toy in float32, checked row 0" in str(run(batchgen=(1, ""), vllm=(0, "")).error)
+    for ours in ("batchgen", "deterministic"):
+        assert f"{ours} on toy in float32, checked row 0" in str(run(**{ours: (1, ""), "vllm": (0, "")}).error)
+
+
+def test_a_failed_run_draws_what_it_measured(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = run(files={"chart": tmp_path / "x.svg"}, batchgen=(0, "25 rows in bfloat16"), vllm=(0, ""))
+    assert "batchgen failed at 25 rows in bfloat16" in str(found.error)
+    assert "toy" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
 # Processes

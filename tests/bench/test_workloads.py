@@ -203,32 +203,6 @@ def test_gpu_workloads_run_only_if_named() -> None:
     assert sum(row.max_new for row in rows) / 256 == pytest.approx(562, rel=0.05)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5, 0.1, 0.01])
-@pytest.mark.parametrize("name", sorted(GPU_WORKLOADS))
-def test_a_part_has_about_that_share_of_the_workloads_output(name: str, factor: float) -> None:
-    whole = GPU_WORKLOADS[name]
-    part, made = whole.part(factor)
-
-    def tokens(workload: Workload) -> float:
-        count = workload.samples * sum(workload.output) / 2
-        for level in workload.levels:
-            count *= level.children
-        return count
-
-    assert tokens(part) / tokens(whole) == pytest.approx(made)
-    assert made == pytest.approx(factor, rel=0.3)
-    assert whole.part(1.0) == (whole, 1.0)
-
-
-def test_parts_have_fewer_rows_before_they_have_shorter_outputs() -> None:
-    part, _ = GPU_WORKLOADS["w-prefix"].part(1 / 8)
-    assert (part.levels[-1].children, part.output) == (512, (128, 128))
-    part, _ = GPU_WORKLOADS["w-prefix"].part(1 / 32)
-    assert (part.levels[-1].children, part.output) == (256, (64, 64))
-    part, _ = Workload("toy", "toy", (Level(2, (4, 4)),), (8, 8)).part(1e-9)
-    assert (part.levels[-1].children, part.output) == (2, (1, 1))
-
-
 # The demonstration model's rows
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import batchgen
+from tests.cases import each
 
 PACKAGE = Path(batchgen.__file__).parent
 AT_ONCE = {"open", "io.open", "io.FileIO", "mmap.mmap", "np.memmap", "fcntl.flock"}
@@ -55,7 +56,7 @@ def _direct_operations(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("name", "path"), _modules().items(), ids=_modules())
+@each("name, path", _modules().items())
 def test_a_module_of_the_output_reaches_files_only_through_the_one_module(name: str, path: Path) -> None:
     assert _direct_operations(path.read_text()) == []
 

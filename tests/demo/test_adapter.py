@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from batchgen.bench.demo_tasks.tasks import TASKS, Example, draw
 from batchgen.demo import adapter_path, model_path
+from batchgen.demo.tasks import TASKS, Example, draw
 from batchgen.engine.engine import Engine
 from configs.demo_model.train_adapter import framed, main
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from batchgen.bench.demo_tasks.tasks import TASKS, is_correct
 from batchgen.demo import model_path
+from batchgen.demo.tasks import TASKS, is_correct
 from configs.demo_model.evaluate import completions, heldout, prompt_ids
 from configs.demo_model.export import language_model
 

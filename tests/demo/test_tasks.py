@@ -7,18 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.bench.demo_tasks.tasks import (
-    HELDOUT_ONE_IN,
-    TASKS,
-    WEIGHTS,
-    Content,
-    Example,
-    draw,
-    is_correct,
-    main,
-    rows,
-    split_of,
-)
+from batchgen.demo.questions import HELDOUT_ONE_IN, Content, split_of
+from batchgen.demo.tasks import TASKS, WEIGHTS, Example, draw, is_correct, main, rows
 
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "prompts.jsonl"
 

@@ -1,4 +1,4 @@
-"""A server that runs `batchgen` command lines in forked processes, and the small client script that calls it.
+"""A server that runs `batchgen` command lines and Python code in forked processes, and the small client of it.
 
 A fresh interpreter takes seconds to import torch and transformers. The server has them imported; each command runs in a
 process forked from it, with the caller's arguments, folder, environment and standard streams.
@@ -14,24 +14,32 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
+import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as s:
     s.connect({address!r})
-    request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    request = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(s, [len(request).to_bytes(8, "big")], [0, 1, 2])
     s.sendall(request)
     sys.exit(int(s.recv(16) or b"1"))
 """
 
 
-def write_client(path: Path, address: Path) -> None:
-    """Write the executable that replaces the console script: it sends its command line to the server."""
-    path.write_text(_CLIENT.format(python=sys.executable, address=str(address)), encoding="utf-8")
-    path.chmod(0o755)
+PYTHON = "python-code"
+"""Name of the client whose one argument is Python code."""
+
+
+def write_clients(folder: Path, address: Path) -> None:
+    """Write the executables that send their command lines to the server: the console script's, and `PYTHON`."""
+    for name in ("batchgen", PYTHON):
+        (folder / name).write_text(_CLIENT.format(python=sys.executable, address=str(address)), encoding="utf-8")
+        (folder / name).chmod(0o755)
 
 
 def _handle(connection: socket.socket) -> None:
@@ -54,6 +62,7 @@ def _handle(connection: socket.socket) -> None:
 def _run(arguments: list[str], folder: str, environment: dict[str, str], streams: list[int]) -> NoReturn:
     from batchgen.cli.app import run_command
 
+    name, *words = arguments
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -64,10 +73,22 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], streams
         open(number, mode, buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
         for number, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
-    status = run_command(arguments)
+    status = _run_code(*words) if Path(name).name == PYTHON else run_command(words)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _run_code(text: str) -> int:
+    """Exit status of Python code that is the main module."""
+    warnings.simplefilter("error", SyntaxWarning)
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    try:
+        exec(compile(text, "<snippet>", "exec"), module.__dict__)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def main(address: str) -> None:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.docs.command_server import PYTHON
 
 _FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _SECONDS = 180
@@ -78,8 +79,7 @@ def run_snippet(snippet: Snippet, folder: Path, environment: Mapping[str, str]) 
             done = _run(["bash", "-c", command], folder, environment)
             assert _matches(output, done.stdout), f"{snippet.place}: `{command}` prints\n{done.stdout}\nnot\n{output}"
     elif snippet.language == "python":
-        words = [sys.executable, "-W", "error::SyntaxWarning", "-c", snippet.text]
-        done = _run(words, folder, environment)
+        done = _run([PYTHON, snippet.text], folder, environment)
         assert done.returncode == 0, f"{snippet.place} fails:\n{done.stdout}"
     elif snippet.language == "json":
         json.loads(snippet.text)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
+from tests.cases import each
 from tests.docs.import_graph import PACKAGE, imported_names, layers, module_files, node_of, nodes, single_importers
 
 ALLOWED: dict[str, set[str]] = {
@@ -52,25 +51,20 @@ NOT_IMPORTED = {
 }
 """Folder -> libraries that none of its modules may import."""
 
-MODULES = pytest.mark.parametrize(("module", "path"), module_files().items(), ids=module_files())
-
 
 def test_every_node_is_known() -> None:
     assert nodes().keys() == ALLOWED.keys()
 
 
-@MODULES
+@each("module, path", module_files().items())
 def test_imports_go_down(module: str, path: Path) -> None:
     node = node_of(module)
     for name in imported_names(path):
-        assert name.split(".")[0] not in NOT_IMPORTED.get(node, set()), f"{path.name} imports {name}"
-        if name.split(".")[0] == PACKAGE.name:
+        library = name.split(".")[0]
+        assert library not in NOT_IMPORTED.get(node, set()), f"{path.name} imports {name}"
+        assert library != "vllm_flash_attn" or node == "kernels", f"{path.name} imports {name}"
+        if library == PACKAGE.name:
             assert node_of(name) in ALLOWED[node] | {node}, f"{path.name} imports {name}"
-
-
-@MODULES
-def test_only_kernels_import_vllm_flash_attn(module: str, path: Path) -> None:
-    assert node_of(module) == "kernels" or not any(name.startswith("vllm_flash_attn") for name in imported_names(path))
 
 
 def test_the_graph_is_small() -> None:

@@ -6,9 +6,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 import batchgen
+from tests.cases import each
 
 PAGE = Path(batchgen.__file__).parent / "docs" / "limits.md"
 UNITS = {"": 1, "characters": 1, "levels": 1, "s": 1, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -20,7 +19,7 @@ BUDGETS = [
 """(what, limit, beyond it, constant) of each row."""
 
 
-@pytest.mark.parametrize(("limit", "constant"), [(row[1], row[3].strip("`")) for row in BUDGETS])
+@each("limit, constant", [(row[1], row[3].strip("`")) for row in BUDGETS])
 def test_a_limit_is_that_of_its_constant(limit: str, constant: str) -> None:
     parts = constant.split(".")
     size = next(place for place, part in enumerate(parts) if not part.islower())

@@ -15,7 +15,7 @@ import pytest
 
 from batchgen.cli.help import TOPICS, page_path, summary_of
 from batchgen.demo import adapter_path, model_path
-from tests.docs.command_server import write_client
+from tests.docs.command_server import write_clients
 from tests.docs.snippets import run_snippet, snippets_of
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ _IDS = {"ids": lambda page: page.stem}
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Environment variables of the snippets: `batchgen` on PATH is the client of one command server."""
+    """Environment variables of the snippets: `batchgen` on PATH is a client of one command server."""
     folder = tmp_path_factory.mktemp("bin")
     address = folder / "socket"
     values = {**os.environ, "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "100"}
@@ -37,7 +37,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         while not address.exists():
             assert server.poll() is None
             time.sleep(0.05)
-        write_client(folder / "batchgen", address)
+        write_clients(folder, address)
         yield values
         assert server.stdin is not None
         server.stdin.close()

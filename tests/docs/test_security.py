@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "batchgen" / "docs"
 
@@ -32,7 +34,7 @@ ALLOWED = {
     # What the command names with --logit-processor; modules of the library next to that of one of its processors.
     "importlib.import_module": {"request/processors.py", "models/media_config.py"},
     "import_module": {"__init__.py", "text/grammar/worker.py", "text/template_process.py"},  # constant names
-    "runpy.run_path": {"bench/engines/engine_llama_cpp.py", "bench/engines/peer_tools.py"},  # files of the package
+    "runpy.run_path": {"bench/engines/peer_tools.py"},  # files of the package
     "runpy.run_module": set(),
     "ctypes.CDLL": {
         "kernels/cpu/library.py",
@@ -42,14 +44,14 @@ ALLOWED = {
     "torch.load": {"models/pickled_weights.py"},  # with --allow-pickle-weights, by the restricted reader
     "torch.ops.load_library": {"kernels/flash/library.py"},  # what the command names with --flash-library
     "subprocess.Popen": {
-        *("kernels/cpu/build.py", "text/helper_process.py", "bench/process.py", "bench/subprocess_timing.py")
+        *("kernels/cpu/build.py", "text/helper_process.py", "bench/process.py", "bench/jobs/commands.py")
     },
-    "subprocess.run": {"bench/machine.py", "bench/peers.py"},
+    "subprocess.run": {"bench/machine.py", "bench/process.py"},
     "Connection": {"text/helper_process.py"},  # pickles, between a run and its own helper
     "Pipe": set(),
 }
 """Calls that run code or programs: the files that may make them, below batchgen/, and why."""
-PEERS = {"bench/engines/engine_openvino.py", "bench/engines/peer_tools.py", "text/tokenizer.py"}
+PEERS = {"bench/engines/engine_openvino.py", "bench/engines/engine_transformers.py", "text/tokenizer.py"}
 """Files whose `from_pretrained` gives the argument otherwise, or loads in a process of a benchmark only."""
 
 
@@ -113,17 +115,14 @@ def test_each_allowed_place_is_used() -> None:
             assert name in names, f"{file} does not call {name}: take it off the list"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+@each("line", [
         "import pickle", "from yaml import load", "import joblib.numpy_pickle", "eval(row)", "exec(row)",
         "torch.load(x)", "__import__(row)", "os.system(row)", "torch.load(x, weights_only=False)", "marshal.loads(x)",
         "np.load(x)",
         "np.load(x, allow_pickle=True)", "AutoConfig.from_pretrained(x)", "f(trust_remote_code=True)", "Pipe()",
         "f({'trust_remote_code': row})", "subprocess.run(x)", "g(shell=True)", "importlib.import_module(row)",
         "ctypes.CDLL(row)", "subprocess.Popen(x, shell=given)",
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_the_rules_find_what_they_exclude(line: str) -> None:
     assert list(faults(line, "data/read/jsonl.py"))
 

@@ -15,7 +15,9 @@ from batchgen.config.resolve import resolve_config
 from batchgen.errors import RowError
 from batchgen.request.parser import parse_row
 from batchgen.request.row_values import RowDefaults
+from tests.docs import test_conformance
 from tests.docs.conformance import page
+from tests.request import test_every_field
 
 assert parse_row({"text": "a", "strip_text": True}, 0, RowDefaults()).params.strip_text
 assert resolve_config({"inputs": ("a.jsonl",)}, {"BATCHGEN_STRIP_TEXT": "yes"}, Path()).sampling["strip_text"]
@@ -28,8 +30,11 @@ else:
 assert "- `--strip-text, --no-strip-text`: Remove white space" in reference()
 assert "| `strip_text` | false | `engine/test_strip_text.py`, `request/test_every_field.py` |" in page()
 assert run_command(["run", "--help"]) == 0
+test_every_field.test_options(tmp_path=Path())
+for name, test in {**vars(test_conformance), **vars(test_every_field)}.items():
+    if name.startswith("test_") and name != "test_options":
+        test()
 """
-
 
 EXAMPLES = {
     "Add a sampling field": "tests/engine/test_strip_text.py",
@@ -50,6 +55,4 @@ def test_the_examples_work_and_touch_at_most_four_files(tmp_path: Path) -> None:
         assert len(files) <= 4, heading
         if heading == "Add a sampling field":
             assert "--strip-text / --no-strip-text" in run_in(tmp_path, "-c", _FIELD)
-            tests = [test, "tests/docs/test_conformance.py", "tests/request/test_every_field.py"]
-            run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "strip_text or conformance", *tests)
-    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *list(EXAMPLES.values())[1:])
+    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *EXAMPLES.values())

@@ -65,7 +65,7 @@ def source_files(places: tuple[str, ...] = FOLDERS) -> list[Path]:
         path = ROOT / place
         found += [path] if path.is_file() else [p for p in path.rglob("*") if p.suffix in _SUFFIXES]
     here = Path(__file__).resolve()
-    left_out = {here, here.with_name("test_words.py"), ROOT / "batchgen" / "bench" / "demo_tasks" / "data.toml"}
+    left_out = {here, here.with_name("test_words.py"), ROOT / "batchgen" / "demo" / "tasks.toml"}
     return sorted(p for p in found if p not in left_out and "__pycache__" not in p.parts)
 
 

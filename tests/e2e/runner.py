@@ -16,14 +16,17 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from batchgen.cli.app import run_command
+from batchgen.job.signals import RESUMABLE
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.e2e.warm", "tests.e2e.runner"])
@@ -151,8 +154,6 @@ def run(
 
     `terminal`: whether its standard streams are a terminal's.
     """
-    from batchgen.cli.app import run_command
-
     with _as_process(folder, stdin, env, _Terminal if terminal else io.TextIOWrapper) as (stdout, stderr):
         code = run_command([str(argument) for argument in arguments])
     texts = (stream.getvalue().decode(errors="replace") for stream in (stdout, stderr))
@@ -162,24 +163,18 @@ def run(
 
 
 def interrupt(arguments: Sequence[object], folder: Path, out: str = "out.parquet", parts: int = 2) -> int:
-    """`run` a job and stop it by SIGUSR1 as soon as `parts` parts of `out` are committed; return their number."""
-    done = threading.Event()
+    """`run` a job and stop it by SIGUSR1 between two steps, when `parts` parts of `out` are committed.
 
-    def stop() -> None:
-        while not done.wait(0.001):
-            if len(parts_of(folder / out)) >= parts:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                return
-
-    former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what a signal after the job's end does
-    watcher = threading.Thread(target=stop)
-    watcher.start()
-    try:
-        run([*arguments, "--commit-every", "5", "--max-num-seqs", "4"], folder, expect=75)
-    finally:
-        done.set()
-        watcher.join()
-        signal.signal(signal.SIGUSR1, former)
+    Returns:
+        The number of parts.
+    """
+    options = ["--commit-every", _Stopped.ROWS, "--max-num-seqs", "4", "--progress", "json"]
+    with (
+        patch("batchgen.job.progress.JSON_SECONDS", 0.0),  # a line at each step
+        _as_process(folder, b"", None, partial(_Stopped, folder / out, parts)) as (_, stderr),
+    ):
+        code = run_command([*map(str, arguments), *map(str, options)])
+    assert code == RESUMABLE, f"exit code {code}, not {RESUMABLE}:\n{stderr.getvalue().decode(errors='replace')}"
     return len(parts_of(folder / out))
 
 
@@ -193,11 +188,43 @@ class _Terminal(io.TextIOWrapper):
         return True
 
 
+class _Stopped(io.TextIOWrapper):
+    """Standard error of a job that is stopped: the job waits at a progress line until its rows are committed."""
+
+    ROWS = 5
+    """Rows of a part."""
+
+    def __init__(self, out: Path, parts: int, buffer: io.BytesIO, **options: Any) -> None:
+        super().__init__(buffer, **options)
+        self.out = out
+        self.parts = parts
+        self.rows = self.seen = 0
+        """Rows that were done, and parts, when the job waited last."""
+
+    def write(self, text: str) -> int:
+        if text.startswith('{"phase": "generating"'):
+            self._wait(json.loads(text)["rows_done"], time.monotonic() + SECONDS)
+        return super().write(text)
+
+    def _wait(self, rows: int, end: float) -> None:
+        """Wait for a part of the rows done since the last one; stop the job if these are all that it is to have."""
+        if rows - self.rows >= self.ROWS:
+            while len(parts_of(self.out)) == self.seen:
+                assert time.monotonic() < end, "the rows that are done are not committed"
+                time.sleep(0.001)
+            self.rows, self.seen = rows, len(parts_of(self.out))
+            if self.seen >= self.parts:
+                signal.raise_signal(signal.SIGUSR1)
+
+
 @contextmanager
 def _as_process(
-    folder: Path, stdin: bytes, env: Mapping[str, str] | None, kind: type[io.TextIOWrapper]
+    folder: Path, stdin: bytes, env: Mapping[str, str] | None, kind: Callable[..., io.TextIOWrapper]
 ) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
-    """Give a command its own streams, folder and environment; modules that it imports from the folder are dropped."""
+    """Give a command its own streams, folder and environment; modules that it imports from the folder are dropped.
+
+    Its processes for grammars and templates are kept for the next command.
+    """
     stdout, stderr = io.BytesIO(), io.BytesIO()
     streams = {
         "stdin": io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"),
@@ -208,6 +235,7 @@ def _as_process(
     with (
         patch.multiple(sys, dont_write_bytecode=True, path=[*sys.path], **streams),
         patch.dict(os.environ, env or {}),
+        patch("batchgen.engine.front_end.FrontEnd.release"),
         chdir(folder),
     ):
         try:
@@ -256,8 +284,6 @@ def ended_before_torch(lines: Sequence[Sequence[object]], folder: Path) -> list[
 
 def _child(words: list[str], folder: str, streams: str, env: dict[str, str], file_size: int | None) -> None:
     """Redirect the standard streams, set the limits and run the command: the main function of a forked process."""
-    from batchgen.cli.app import run_command
-
     os.chdir(folder)
     os.environ.update(env)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup

@@ -130,18 +130,12 @@ def test_max_new_tokens_none_generates_to_the_end_of_the_context(engine: Engine)
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (
-            {"max_tokens": 3},
-            "`max_tokens` is not an argument of generate(); write generate(rows, SamplingParams(max",
-        ),
+        ({"max_tokens": 3}, "`max_tokens` is not an argument of generate(); write generate(rows, SamplingParams(max"),
         ({"temperature": 0}, "SamplingParams(temperature=...)"),
         ({"sampling_params": None}, "did you mean `params`?"),
         ({"order": True}, "did you mean `ordered`?"),
         ({"use_tqdm": False}, "its arguments are rows, params, ordered, on_event"),
-        (
-            {"params": {"n": 2}},
-            "must be one SamplingParams for all rows, got dict; write SamplingParams(**params)",
-        ),
+        ({"params": {"n": 2}}, "must be one SamplingParams for all rows, got dict; write SamplingParams(**params)"),
         ({"params": [SamplingParams()]}, "got list; give rows their own fields"),
     ],
 )
@@ -156,10 +150,7 @@ def test_wrong_arguments_of_generate_name_the_right_one(engine: Engine, argument
         ({"max_model_length": 9}, "`max_model_length` is not an argument of Engine; did you mean `max_model_len`?"),
         ({"mem_fraction_static": 0.9}, "did you mean `gpu_memory_utilization`?"),
         ({"shard": "0/2"}, "its arguments are model, revision, "),
-        (
-            {"max_num_seqs": 64, "max_tokens_per_step": 32},
-            "`max_tokens_per_step` (32) must be at least `max_num_",
-        ),
+        ({"max_num_seqs": 64, "max_tokens_per_step": 32}, "`max_tokens_per_step` (32) must be at least `max_num_"),
         ({"max_model_len": 10**9}, "`max_model_len=1000000000` is past the model's context"),
         ({"lora": {"x": "/none"}}, "Engine argument `lora`"),
     ],

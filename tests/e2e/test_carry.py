@@ -35,10 +35,7 @@ KEPT: dict[str, tuple[pa.DataType, list[Any]]] = {
 }
 """Parquet columns that keep their type and values."""
 AS_STRINGS: dict[str, tuple[pa.Array, list[str | None]]] = {
-    "where": (
-        pa.array([{"x": 1}, None, {"x": None}], pa.struct([("x", pa.int32())])),
-        ['{"x":1}', None, "{}"],
-    ),
+    "where": (pa.array([{"x": 1}, None, {"x": None}], pa.struct([("x", pa.int32())])), ['{"x":1}', None, "{}"]),
     "kind": (pa.array(["a", "b", None]).dictionary_encode(), ["a", "b", None]),
     "large": (pa.array(["a", "b", None], pa.large_string()), ["a", "b", None]),
     "bytes": (pa.array([b"text", None, b"\xff"]), ["text", None, "/w=="]),

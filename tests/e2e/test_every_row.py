@@ -253,6 +253,7 @@ def test_results_are_equal_in_other_batches(every: EveryRow, tmp_path: Path) -> 
 
 def test_verify_finds_rows_the_same(every: EveryRow) -> None:
     """A replay does not write to the run's events."""
+    assert b'"deterministic": true' in pq.read_metadata(every.folder / "whole.parquet").metadata[b"batchgen.run"]
     before = (every.folder / "events.jsonl").read_bytes()
     result = run(["verify", "whole.parquet", "--rows", "40", *every.processor], every.folder).stdout
     assert result.endswith("40 of 40 rows are the same\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.processors import PAUSED, PAUSING
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run, start
 
@@ -146,11 +147,12 @@ def test_5_disk_full(model: Path, tmp_path: Path) -> None:
 
 
 def test_5_another_run_holds_the_output(model: Path, tmp_path: Path) -> None:
-    rows = [{"text": text, "temperature": 0, "max_new_tokens": 150, "ignore_eos": True} for text in prompts(200, 4)]
-    source = write_lines(tmp_path / "in.jsonl", rows)
-    arguments = ["run", source, "-o", "out.parquet", "--model", model, *F32, "--max-num-seqs", "4"]
+    rows = [{"text": text, "temperature": 0, "max_new_tokens": 9} for text in prompts(20, 4)]
+    source = write_lines(tmp_path / "in.jsonl", [*rows, {"text": "Wait", **PAUSED}])
+    arguments = ["run", source, "-o", "out.parquet", "--model", model, *F32, *PAUSING]
+    (tmp_path / "pause").touch()
     first = start(arguments, tmp_path)
-    first.wait_for(lambda: "generating" in first.stderr)
+    first.wait_for((tmp_path / "reached").exists)
     second = run(arguments, tmp_path, expect=5)
     assert f"another run (pid {first.pid} on " in one_line(second.stderr)
     other = run([*arguments[:2], "-o", "other.parquet", *arguments[4:], "--limit", "2"], tmp_path)

@@ -25,7 +25,7 @@ PAGES = 40
 
 
 def test_lookahead_gives_the_same_results(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = mixed_rows(200, seed=3)
+    rows = mixed_rows(120, seed=3)
     steps = {"page_size": 8, "max_num_seqs": 48, "max_tokens_per_step": 96}
     waiting = Engine(str(model), dtype="float32", **steps, **mixed_options(model, tmp_path))
     ahead = Engine.from_parts(waiting.config, waiting.model, waiting.tokenizer)

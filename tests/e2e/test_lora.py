@@ -83,21 +83,6 @@ def test_other_adapters_are_another_job(command: list[Any], tmp_path: Path, adap
     assert "nothing to do" in run([f"two={moved}" if given == two else given for given in command], tmp_path).stderr
 
 
-@pytest.mark.field("lora_path")
-def test_unknown_adapters_are_row_errors(command: list[Any], tmp_path: Path) -> None:
-    bad = [{"text": "a", "lora_path": "none"}, {"text": "a", "model": "*:none"}, {"text": "a", "max_new_tokens": 1}]
-    write_lines(tmp_path / "in.jsonl", bad)
-    run(command, tmp_path)
-    errors = [row["error"] for row in rows_of(tmp_path / "out.parquet")]
-    assert [(e["code"], e["param"]) for e in errors[:2]] == [
-        ("unknown_adapter", "lora_path"),
-        ("unknown_adapter", "model"),
-    ]
-    assert errors[2] is None
-    checked = json.loads(run(["check", *command[1:], "--json"], tmp_path).stdout)
-    assert checked["errors"] == {"unknown_adapter": 2}
-
-
 def test_an_invalid_adapter_ends_the_run_before_rows_are_read(
     model: Path, adapters: Path, tmp_path: Path, command: list[Any]
 ) -> None:

@@ -16,7 +16,11 @@ from tests.e2e.runner import run
 
 F32 = ["--dtype", "float32"]
 FIELDS = [{"text": "Hi", "ticket": "a", "lang": "de"}, {"text": "Ho", "ticket": "b"}]
-FORMS = ("in.jsonl", "in.json", "in.csv", "in.parquet", "key=7/in.jsonl")
+CASES = [
+    *(("--carry", form) for form in ("in.jsonl", "in.json", "in.csv", "in.parquet", "key=7/in.jsonl")),
+    *(("--id-column", form) for form in ("in.json", "in.parquet")),
+    *(("--image-column", "in.csv"), ("--audio-column", "key=7/in.jsonl")),
+]
 
 
 def save(folder: Path, name: str) -> Path:
@@ -34,8 +38,7 @@ def save(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("option", ["--id-column", "--carry", "--image-column", "--audio-column"])
+@pytest.mark.parametrize(("option", "form"), CASES)
 def test_a_field_that_no_row_has_is_named(model: Path, tmp_path: Path, option: str, form: str) -> None:
     source = save(tmp_path, form)
     words = [source, "--model", model, *F32, "--max-new-tokens", "1", option]

@@ -102,7 +102,7 @@ def assert_same(got: RunResult, want: RunResult, rows: list[dict[str, Any]]) -> 
 def test_plain_rows_have_equal_results(
     model: Path, monkeypatch: pytest.MonkeyPatch, steps: Counter[bool], deterministic: bool
 ) -> None:
-    rows = plain_rows(150, seed=1)
+    rows = plain_rows(90, seed=1)
     options = {**STEPS, "deterministic": deterministic}
     engine = Engine(str(model), dtype="float32", **options)
     engine.order, engine.admission = "tree", "free"
@@ -122,9 +122,9 @@ def test_plain_rows_have_equal_results(
 
 def test_overlapped_and_waited_steps_alternate(model: Path, steps: Counter[bool]) -> None:
     """Steps with a row that needs more than tokens are waited for, the other steps are overlapped."""
-    rows = plain_rows(160, seed=2)
+    rows = plain_rows(100, seed=2)
     for i, more in enumerate(MORE):
-        rows[20 * i + 5] |= more
+        rows[12 * i + 5] |= more
     engine = Engine(str(model), dtype="float32", **STEPS)
     engine.order = "tree"
     got = RunResult.of(engine, rows)
@@ -146,7 +146,7 @@ def test_overlapped_time_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_out_of_memory_in_overlapped_steps(model: Path, steps: Counter[bool]) -> None:
-    rows = plain_rows(80, seed=3)
+    rows = plain_rows(60, seed=3)
     engine, random = Engine(str(model), dtype="float32", **STEPS), Random(0)
     low = LowMemoryModel(
         engine.model,
@@ -166,7 +166,7 @@ def test_out_of_memory_in_overlapped_steps(model: Path, steps: Counter[bool]) ->
 def test_two_interleaved_jobs_in_one_thread(model: Path) -> None:
     """Their steps alternate and share the working memory."""
     engine = Engine(str(model), dtype="float32", **STEPS)
-    all_rows = plain_rows(60, seed=5), plain_rows(60, seed=6)
+    all_rows = plain_rows(30, seed=5), plain_rows(30, seed=6)
     jobs = [engine.generate(rows, on_event=lambda event: None) for rows in all_rows]
     found: list[dict[Key, Completion]] = [{}, {}]
     for turn in zip_longest(*jobs):

@@ -28,11 +28,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "allowed": (
         ["--allowed-token-ids", "2,3,90,91,92", "--no-skip-special-tokens", "--no-spaces-between-special-tokens"],
-        {
-            "allowed_token_ids": [2, 3, 90, 91, 92],
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
-        },
+        {"allowed_token_ids": [2, 3, 90, 91, 92], "skip_special_tokens": False, "spaces_between_special_tokens": False},
     ),
     "suppressed": (
         ["--allowed-token-ids", "90,91,92", "--suppress-tokens", "92", "--begin-suppress-tokens", "90"],

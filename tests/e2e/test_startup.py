@@ -13,7 +13,7 @@ import pytest
 
 from batchgen.kernels.cpu.library import COMPILING, library_file, loaded, missing
 from tests.e2e.rows import write_lines
-from tests.e2e.runner import batchgen, ended_before_torch, run
+from tests.e2e.runner import ended_before_torch, run, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,12 +73,12 @@ def test_compiling_the_kernels_is_a_phase(tmp_path: Path) -> None:
     compiler.write_text(COMPILER.format(library=str(library_file())))
     compiler.chmod(0o755)
     write_lines(tmp_path / "in.jsonl", [{"text": "Reverse: a b c", "max_new_tokens": 3}])
-    env = os.environ | {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     words = ["run", "in.jsonl", "--device", "cpu", "--progress", "json", "--report", "report.json"]
     phases, reports = [], []
     for _ in range(2):
-        done = batchgen([*words, "--overwrite"], tmp_path, env=env)
-        assert done.returncode == 0, done.stderr
+        done = start([*words, "--overwrite"], tmp_path, env=env).wait()
+        assert done.code == 0, done.stderr
         states = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"')]
         phases.append([state.get("phase", state.get("note")) for state in states])
         reports.append(json.loads((tmp_path / "report.json").read_text())["seconds"])

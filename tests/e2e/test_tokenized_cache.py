@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import batchgen.job.run as job
-from batchgen.cli.app import run_command
 from batchgen.data.write.sealed_json import unsealed
 from batchgen.errors import OutputError
 from batchgen.job import output, tokenized_cache
@@ -22,7 +21,7 @@ from batchgen.job.tokenized_cache import load_tokenized
 from batchgen.text.encode import Encoder
 from batchgen.text.grammar.compiler import GrammarCompiler
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
-from tests.e2e.runner import interrupt, parts_of, run
+from tests.e2e.runner import ProcessResult, interrupt, parts_of, run
 
 OPTIONS = ["--dtype", "float32", "--include-prompt", "--include-prompt-ids"]
 EXTRA: list[bytes | dict[str, Any]] = [
@@ -82,29 +81,23 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert gc.isenabled()
 
 
-def resume(folder: Path, model: Path, *options: str) -> int:
-    return run_command([*map(str, command(folder, model)), "--progress", "none", *options])
+def resume(folder: Path, model: Path, *options: str, expect: int = 0) -> ProcessResult:
+    return run([*command(folder, model), "--progress", "none", *options], folder, expect)
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["some committed", "none committed"])
 def test_a_resumed_run_reads_no_input(
-    folder: Path,
-    model: Path,
-    whole: Any,
-    reads: list[int],
-    killed: Path,
-    lost: bool,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, model: Path, whole: Any, reads: list[int], killed: Path, lost: bool
 ) -> None:
     """Nor if the parts, one with the error rows, were lost."""
     assert (folder / "out.parquet.work" / "tokenized" / "columns.npz").exists()
     for part in parts_of(folder / "out.parquet"):
         if lost:
             part.unlink()
-    assert resume(folder, model, "--report", str(folder / "report.json")) == 0
+    done = resume(folder, model, "--report", "-")
     assert reads == []
-    assert (json.loads((folder / "report.json").read_text())["rows_resumed"] == 0) == lost
-    assert "`temprature` in 1 row: did you mean `temperature`? carried, not obeyed" in capsys.readouterr().err
+    assert (done.report["rows_resumed"] == 0) == lost
+    assert "`temprature` in 1 row: did you mean `temperature`? carried, not obeyed" in done.stderr
     errors = [row["error"] for row in rows_of(folder / "out.parquet") if row["status"] == "error"]
     assert len(errors) > 2
     assert errors[0]["param"] == "temperature"
@@ -167,7 +160,7 @@ def test_one_flipped_byte_of_the_columns_reads_the_input_again(
         seeds = columns["table.seed"].tobytes()
     data[bytes(data).index(seeds) + 3] ^= 1
     path.write_bytes(bytes(data))
-    assert resume(folder, model) == 0
+    resume(folder, model)
     assert len(reads) == 1
     assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
 
@@ -184,10 +177,9 @@ def test_one_flipped_byte_of_the_columns_reads_the_input_again(
     ids=lambda options: options[0],
 )
 def test_options_that_affect_reading_read_the_input_again(
-    folder: Path, model: Path, reads: list[int], options: list[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, model: Path, reads: list[int], options: list[str]
 ) -> None:
-    monkeypatch.chdir(folder)
-    assert resume(folder, model, *options) == 0
+    resume(folder, model, *options)
     assert len(reads) == 1
 
 
@@ -197,9 +189,9 @@ def test_another_version_or_path_of_the_model_reads_the_input_again(
     """Rows may name the model."""
     (folder / "linked").symlink_to(model)
     again = shutil.copytree(folder, folder.with_name("again"), symlinks=True)
-    assert resume(folder, folder / "linked") == 0
+    resume(folder, folder / "linked")
     monkeypatch.setattr(tokenized_cache, "__version__", "0.0.9")
-    assert resume(again, model) == 0
+    resume(again, model)
     assert len(reads) == 2
 
 
@@ -207,7 +199,7 @@ def test_a_constraint_that_no_longer_compiles_reads_the_input_again(
     folder: Path, model: Path, whole: Any, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Encoder, "can_compile", lambda *_: False)
-    assert resume(folder, model) == 0
+    resume(folder, model)
     assert len(reads) == 1
     assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
 
@@ -218,7 +210,7 @@ def test_too_many_parameter_sets_are_not_cached(
     monkeypatch.setattr(tokenized_cache, "_MAX_PARAMS", 1)
     shutil.rmtree(folder / "out.parquet.work" / "tokenized")
     monkeypatch.setattr(output, "finish", _no_space)
-    assert resume(folder, model) == 5
+    resume(folder, model, expect=5)
     assert len(reads) == 1
     assert not (folder / "out.parquet.work" / "tokenized" / "about.json").exists()
 
@@ -229,12 +221,11 @@ def test_a_run_that_failed_at_the_merge_resumes_with_the_merge(
     """All rows are committed: the next run reads and computes none, and compiles no grammar."""
     with monkeypatch.context() as broken:
         broken.setattr(output, "finish", _no_space)
-        assert resume(folder, model) == 5
+        resume(folder, model, expect=5)
     compiled: list[Any] = []
     monkeypatch.setattr(GrammarCompiler, "compile", lambda _, new: iter(compiled.extend(new) or ()))  # type: ignore[func-returns-value]
-    assert resume(folder, model, "--report", str(folder / "report.json")) == 0
+    assert resume(folder, model, "--report", "-").report["engine"]["steps"] == 0
     assert (reads, compiled) == ([], [])
-    assert json.loads((folder / "report.json").read_text())["engine"]["steps"] == 0
     assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
 
 
@@ -243,7 +234,7 @@ def _no_space(*_: Any, **__: Any) -> None:
 
 
 def test_errors_are_retried_without_reading_the_input(folder: Path, model: Path, whole: Any, reads: list[int]) -> None:
-    assert resume(folder, model, "--retry-errors") == 0
+    resume(folder, model, "--retry-errors")
     assert reads == []
     assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
 
@@ -256,6 +247,6 @@ def test_a_job_with_embeddings_is_read_again(model: Path, tmp_path: Path, reads:
     interrupt(command(tmp_path, model)[:6], tmp_path, parts=4)
     reads.clear()
     assert not (tmp_path / "out.parquet.work" / "tokenized" / "about.json").exists()
-    assert run_command([*map(str, command(tmp_path, model)[:6]), "--progress", "none"]) == 0
+    run(command(tmp_path, model)[:6], tmp_path)
     assert len(reads) == 1
     assert {row["status"] for row in rows_of(tmp_path / "out.parquet")} == {"ok"}

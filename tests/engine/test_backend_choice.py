@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import triton
 
 import batchgen.engine.backend_choice as engine_kernels
 import batchgen.kernels.backend as backend
-from batchgen.cli.app import run_command
 from batchgen.config.engine_config import EngineConfig
 from batchgen.config.python_words import in_python
 from batchgen.demo import model_path
@@ -24,6 +22,7 @@ from batchgen.engine.workload import plan_workload
 from batchgen.errors import UsageError
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
+from tests.e2e.runner import run
 from tests.kernels.flash.fake_flash import Fakes, fakes
 from tests.models.loading import inspect_model
 
@@ -107,9 +106,7 @@ def test_limits_of_a_typical_step() -> None:
         ({"flash_library": "no.so"}, "`--flash-library no.so`: there is no such file or folder"),
     ],
 )
-def test_options_are_rejected_before_a_row_is_read(
-    options: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_are_rejected_before_a_row_is_read(options: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         Engine(str(model_path()), **options)
     assert str(refused.value) == in_python(message)
@@ -118,8 +115,7 @@ def test_options_are_rejected_before_a_row_is_read(
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     # Without --device, `check` plans for a GPU on another machine.
     for command in (["run"], ["check", "--device", "cpu"]):
-        assert run_command([*command, str(rows), "--model", str(model_path()), *flags]) == 2
-        assert capsys.readouterr().err.endswith(f"error: {message}\n")
+        assert run([*command, rows, *flags], tmp_path, expect=2).stderr.endswith(f"error: {message}\n")
     assert list(tmp_path.iterdir()) == [rows]
 
 
@@ -173,16 +169,22 @@ def test_flash_is_measured_and_used(hopper: None, library: Path, fake: Fakes) ->
     assert len(fake.forwards) > 10
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
-def test_the_footer_and_the_report_name_the_kernels(
-    hopper: None, library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.parquet"
-    rows.write_text('{"text": "Sort: 3 1"}\n')
-    flags = ["--dtype", "float16", "--device", "cpu", "--max-new-tokens", "1", "--flash-library", str(library)]
-    assert run_command(["run", str(rows), "-o", str(out), *flags, "--report", "-"]) == 0
+def test_the_footer_and_the_report_name_the_kernels(hopper: None, library: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "Sort: 3 1"}\n')
+    flags = [
+        "--dtype",
+        "float16",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "1",
+        "--page-size",
+        "4",
+        "--flash-library",
+        str(library),
+    ]
+    done = run(["run", "rows.jsonl", "-o", "out.parquet", *flags, "--report", "-"], tmp_path)
     described = f"flash-attn 3 of {library} (faster than {TRITON}: 0.1 ms against 0.2 ms a layer)"
-    streams = capsys.readouterr()
-    assert described in json.loads(streams.out)["kernels"]
-    assert described not in streams.err
-    assert described in str(pq.read_schema(out).metadata)
+    assert described in done.report["kernels"]
+    assert described not in done.stderr
+    assert described in str(pq.read_schema(tmp_path / "out.parquet").metadata)

@@ -21,8 +21,8 @@ from batchgen.kernels.device import Graph
 from batchgen.kernels.types import Graphs
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
-from tests.engine.reference import assert_all_same, save_word_tokenizer
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import assert_all_same, save_with_words
+from tests.models.tiny import VOCAB
 
 SHARED, STEM = [5, 6, 7, 8], [9, 10, 11, 12]
 """First page of all prompts, and second page of most."""
@@ -53,16 +53,20 @@ def rows(**of_all: Any) -> list[dict[str, Any]]:
 
 def model_folder(tmp_path: Path, model_type: str = "llama", layers: int = 1, **overrides: Any) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    folder = save_tiny(model_type, tmp_path / model_type, num_hidden_layers=layers, **sizes, **overrides)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words(model_type, tmp_path / model_type, num_hidden_layers=layers, **sizes, **overrides)
+
+
+def without_graphs(folder: Path, work: list[dict[str, Any]]) -> list[Completion]:
+    """Results of PyTorch's kernels."""
+    engine = Engine(str(folder), attention="torch", dtype="float32", page_size=4, max_tokens_per_step=128)
+    return list(engine.generate(work, ordered=True))
 
 
 def run(
-    folder: Path, work: list[dict[str, Any]], captures: bool, meanwhile: Callable[[Engine], None] = lambda _: None
+    folder: Path, work: list[dict[str, Any]], meanwhile: Callable[[Engine], None] = lambda _: None
 ) -> tuple[list[Completion], LateDevice, Running]:
     engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4, max_tokens_per_step=128)
-    engine.device = device = LateDevice(captures=captures)
+    engine.device = device = LateDevice(captures=True)
     meanwhile(engine)
     done = list(engine.generate(work, ordered=True))
     assert all(c.error is None for c in done)
@@ -83,9 +87,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, dict[str, int]]:
     """The device and counters of a run with graphs, whose results equal those of a run without."""
-    want, *_ = run(folder, work, captures=False)
-    got, device, last = run(folder, work, captures=True)
-    assert_all_same(got, want)
+    got, device, last = run(folder, work)
+    assert_all_same(got, without_graphs(folder, work))
     counts = last.loop.counts()
     counts["group_passes"] = last.scheduler.stats.group_passes
     assert last.loop.notes == []
@@ -108,11 +111,11 @@ def test_plain_rows_are_sampled_inside_graphs(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_shrinks_for_a_moment_gets_no_new_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ending = [{"input_ids": [5 + i], "max_new_tokens": 6 + i, "ignore_eos": True} for i in range(8)]
+    ending = [{"input_ids": [5 + i], "max_new_tokens": 4 + i, "ignore_eos": True} for i in range(5)]
     _, counts = check(model_folder(tmp_path), ending)
-    assert (counts["graph_captures"], counts["graph_first"]) == (1, 1), "8 rows to 1 run in the graph of 8"
+    assert (counts["graph_captures"], counts["graph_first"]) == (1, 1), "5 rows to 1 run in the graph of 8"
     monkeypatch.setattr(cuda_graph, "WASTED_STEPS", 2.0)
-    _, counts = check(model_folder(tmp_path), [*ending[:4], {**ending[4], "max_new_tokens": 16}])
+    _, counts = check(model_folder(tmp_path), [*ending[:4], {**ending[4], "max_new_tokens": 14}])
     assert counts["graph_captures"] == 2, "after 3 steps in the graph of 8, a row that goes on alone gets another"
 
 
@@ -139,7 +142,7 @@ def test_experts_are_captured_inside_graphs(tmp_path: Path) -> None:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Completion]]:
     """A model, and its completions of `few` without graphs."""
     folder = model_folder(tmp_path_factory.mktemp("plain"))
-    return folder, run(folder, few(), captures=False)[0]
+    return folder, without_graphs(folder, few())
 
 
 def few() -> list[dict[str, Any]]:
@@ -158,9 +161,8 @@ def test_the_least_recently_used_graph_is_dropped(tmp_path: Path, monkeypatch: p
     lengths = [13, 11, 9, 9, *[7] * 4, *[5] * 8, 3]
     work = [{"input_ids": [5 + i], "max_new_tokens": n, "ignore_eos": True} for i, n in enumerate(lengths)]
     folder = model_folder(tmp_path)
-    want = list(Engine(str(folder), attention="torch", dtype="float32").generate(work, ordered=True))
-    got, device, _ = run(folder, work, captures=True, meanwhile=keep_one)
-    assert_all_same(got, want)
+    got, device, _ = run(folder, work, meanwhile=keep_one)
+    assert_all_same(got, without_graphs(folder, work))
     assert device.counts.captures > len(device.graphs) > 0
     assert len(device.graphs) <= 1 + 4
 
@@ -183,7 +185,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(plain: tuple[Path, list[Com
 
         model.logits = strange
 
-    got, device, last = run(folder, few(), captures=True, meanwhile=break_capture)
+    got, device, last = run(folder, few(), meanwhile=break_capture)
     (note,) = last.loop.notes
     assert ("captured" if problem == "wait" else "memory") in note
     assert (device.counts.captures, device.counts.replays, device.counts.releases) == (0, 0, 1)
@@ -208,7 +210,7 @@ def test_the_first_error_of_a_capture_is_reported(plain: tuple[Path, list[Comple
     def break_capture(engine: Engine) -> None:
         engine.device.capture = capture  # type: ignore[method-assign]
 
-    *_, last = run(plain[0], few(), captures=True, meanwhile=break_capture)
+    *_, last = run(plain[0], few(), meanwhile=break_capture)
     (note,) = last.loop.notes
     assert note.startswith("no CUDA graphs: ")
     assert note.endswith(": operation not permitted when stream is capturing")

@@ -38,11 +38,9 @@ def watched() -> Iterator[list[int]]:
 @pytest.fixture(autouse=True)
 def _leave_as_found() -> Iterator[None]:
     assert gc.isenabled()
-    gc.unfreeze()  # undo the freeze of `tests/conftest.py`, because `DeferredGC` keeps a caller's freeze
     yield
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-    gc.freeze()
 
 
 def litter() -> None:

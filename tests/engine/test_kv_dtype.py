@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,16 @@ import pytest
 import torch
 
 from batchgen import Engine
-from batchgen.cli.app import run_command
 from batchgen.config.engine_config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import refuse_kv_dtype
 from batchgen.errors import UsageError
 from batchgen.kernels.types import E4M3, LayerKV
 from batchgen.request.completion import Completion
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.e2e.runner import run
+from tests.engine.reference import save_with_words, shared_prefix_prompts
 from tests.models.loading import inspect_model
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 
 def generate(folder: Path, **options: Any) -> tuple[Engine, list[Completion]]:
@@ -45,8 +44,7 @@ WAYS = [
 @pytest.mark.parametrize(("model_type", "options"), WAYS)
 def test_rows_are_near_those_of_full_keys_and_values(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Natively, batch-invariant, and through transformers with windows and sinks."""
-    folder = save_tiny(model_type, tmp_path)
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words(model_type, tmp_path)
     full, expected = generate(folder, **options)
     engine, got = generate(folder, kv_dtype="fp8", **options)
     assert engine.model.spec.kv_bytes_per_token * 4 == full.model.spec.kv_bytes_per_token
@@ -83,18 +81,15 @@ def test_where_it_is_refused(changes: dict[str, Any], options: dict[str, Any], r
         refuse_kv_dtype(EngineConfig(kv_dtype="fp8", **options), replace(SPEC, **changes))
 
 
-def test_check_counts_the_smaller_cache_and_refuses_it_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_text('{"text": "Sort: 3 1 2"}\n')
+def test_check_counts_the_smaller_cache_and_refuses_it_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "Sort: 3 1 2"}\n')
     sizes = []
     for flags in ([], ["--kv-dtype", "fp8"]):
-        assert run_command(["check", str(source), "--device", "cuda", "--dtype", "bfloat16", "--json", *flags]) == 0
-        report = json.loads(capsys.readouterr().out)
+        words = ["check", "rows.jsonl", "--device", "cuda", "--dtype", "bfloat16", "--json", *flags]
+        report = run(words, tmp_path).report
         sizes.append((report["model"]["kv_bytes_per_token"], report["kv_peak_bytes"]))
     assert [2 * each for each in sizes[1]] == [*sizes[0]]
-    for command in (["check", str(source)], ["run", str(source), "-o", str(tmp_path / "out.parquet")]):
-        assert run_command([*command, "--kv-dtype", "fp8", "--device", "cpu"]) == 2
-        assert "`--kv-dtype fp8` is not supported: it needs a GPU; leave the option out" in capsys.readouterr().err
+    for command in ("check", "run"):
+        refused = run([command, "rows.jsonl", "--kv-dtype", "fp8", "--device", "cpu"], tmp_path, expect=2).stderr
+        assert "`--kv-dtype fp8` is not supported: it needs a GPU; leave the option out" in refused
     assert E4M3.itemsize == 1

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from batchgen import Engine
-from batchgen.cli.app import run_command
 from batchgen.config.engine_config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine import quantization as module
@@ -25,6 +24,8 @@ from batchgen.kernels.layouts import int8_refusal
 from batchgen.kernels.linear import Linear
 from batchgen.models.native import NativeModel
 from batchgen.models.quantize import QuantizationLoss, quantise
+from tests.e2e.rows import write_lines
+from tests.e2e.runner import run
 from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import save_tiny
 
@@ -50,10 +51,10 @@ def test_the_loss_compares_distributions(family: str, tmp_path: Path) -> None:
 
 @here
 def test_full_weights_are_freed_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {id(found) for found in gc.get_objects() if isinstance(found, Linear)}
+    before = {id(found) for found in gc.get_objects() if type(found) is Linear}
     model = load_model(save_tiny("llama", tmp_path), dtype="float32", device="cpu", products="fixed")
     assert isinstance(model, NativeModel)
-    loaded = [found for found in gc.get_objects() if isinstance(found, Linear) and id(found) not in before]
+    loaded = [found for found in gc.get_objects() if type(found) is Linear and id(found) not in before]
     products = [found for found in loaded if found.out_features != model.spec.vocab_size]  # without the head
     full = [weakref.ref(product.compiled.packed.data) for product in products]
     count = len(products)
@@ -83,18 +84,15 @@ def test_an_engine_in_int8(dtype: str) -> None:
 
 
 @here
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
-def test_quantization_is_in_the_footer_and_the_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TASKS))
+def test_quantization_is_in_the_footer_and_the_fingerprint(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"text": text} for text in TASKS])
     common = ["--temperature", "0", "--max-new-tokens", "4", "--device", "cpu"]
     int8 = ["--quantization", "int8"]
     footers = []
     full = ["--quantization", "none"]
     for number, flags in enumerate(([], full, int8, [*int8, "--deterministic"])):
-        out = tmp_path / f"{number}.parquet"
-        assert run_command(["run", str(source), "-o", str(out), *common, *flags]) == 0, capsys.readouterr().err
-        footers.append(json.loads(pq.read_schema(out).metadata[b"batchgen.run"]))
+        run(["run", "rows.jsonl", "-o", f"{number}.parquet", *common, *flags], tmp_path)
+        footers.append(json.loads(pq.read_schema(tmp_path / f"{number}.parquet").metadata[b"batchgen.run"]))
     assert [footer["quantization"] for footer in footers] == ["none", "none", "int8", "int8"]
     assert "compiled int8 (" in footers[2]["kernels"]
     assert "nats from the full weights' distributions" in footers[2]["kernels"]
@@ -103,15 +101,10 @@ def test_quantization_is_in_the_footer_and_the_fingerprint(tmp_path: Path, capsy
 
 
 @here
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
-def test_a_loss_above_the_bound_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_text(json.dumps({"text": TASKS[0]}) + "\n")
+def test_a_loss_above_the_bound_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"text": TASKS[0]}])
     flags = ["--quantization", "int8", "--quantization-bound", "1e-9", "--device", "cpu", "--max-new-tokens", "1"]
-    assert run_command(["run", str(source), "-o", str(tmp_path / "out.parquet"), *flags]) == 2
-    said = capsys.readouterr().err
+    said = run(["run", "rows.jsonl", "-o", "out.parquet", *flags], tmp_path, expect=2).stderr
     assert "error: `--quantization int8` changes this model too much: " in said
     assert "but `--quantization-bound` is 1e-09 nats; leave the option out or raise the bound" in said
     broken = QuantizationLoss(float("nan"), 0.0, 9)
@@ -144,10 +137,9 @@ def test_unsupported_cases_are_errors(tmp_path: Path, monkeypatch: pytest.Monkey
     assert products_of(INT8) == "fixed"
 
 
-def test_check_rejects_it_before_reading_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tmp_path / "rows.jsonl"
-    source.write_text(json.dumps({"text": TASKS[0]}) + "\n")
+def test_check_rejects_it_before_reading_rows(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [{"text": TASKS[0]}])
     flags = ["--quantization", "int8", "--attention", "torch", "--device", "cpu"]
-    for command in (["check", str(source)], ["run", str(source), "-o", str(tmp_path / "out.parquet")]):
-        assert run_command([*command, *flags]) == 2
-        assert "`--quantization int8` is not supported: it needs compiled kernels" in capsys.readouterr().err
+    for command in ("check", "run"):
+        refused = run([command, "rows.jsonl", *flags], tmp_path, expect=2).stderr
+        assert "`--quantization int8` is not supported: it needs compiled kernels" in refused

@@ -21,10 +21,9 @@ from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from tests.engine.fake_cuda import Sync, fake_cuda
 from tests.engine.fake_device import Counts, Wait
-from tests.engine.reference import assert_all_same, save_word_tokenizer
+from tests.engine.reference import assert_all_same, save_with_words
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
-from tests.models.tiny import save_tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ def steady_steps(job: Job) -> list[Step]:
 
 
 VOCAB = 64
-NEW_TOKENS = 6
+NEW_TOKENS = 5
 
 FREE: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -156,9 +155,7 @@ BOUND: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    folder = save_tiny("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1, vocab_size=VOCAB, **sizes)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1, vocab_size=VOCAB, **sizes)
 
 
 def rows(kinds: list[dict[str, Any]], prefix: int = 2) -> list[dict[str, Any]]:
@@ -191,7 +188,7 @@ def test_a_steady_step_is_two_uploads_and_one_download(model: Path, deterministi
 @pytest.mark.parametrize(("kinds", "downloads"), [(FREE, 1), (BOUND + FREE[:2], 0)], ids=["free", "bound"])
 def test_no_kind_of_row_waits(model: Path, kinds: list[dict[str, Any]], downloads: int) -> None:
     """Also when rows start and end. Results equal those of plain PyTorch on a CPU."""
-    work = rows(kinds, prefix=9)
+    work = rows(kinds, prefix=5)
     job = run_job(model, work)
     assert all(c.error is None for c in job.done)
     assert job.syncs == []
@@ -226,8 +223,8 @@ def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch, e
 
 def test_states_and_prompt_logprobs_do_not_wait(model: Path) -> None:
     """With chunked prompts, and together with scoring rows."""
-    work = rows(STATES + PROMPTS, prefix=9)
-    work += [{"input_ids": [*range(5, 14), 20], "completions": [[8, 9], [7]]}]
+    work = rows(STATES + PROMPTS, prefix=5)
+    work += [{"input_ids": [*range(5, 10), 20], "completions": [[8, 9], [7]]}]
     job = run_job(model, work)
     assert all(c.error is None for c in job.done)
     assert job.syncs == []
@@ -266,8 +263,7 @@ def test_custom_processors_only_wait_for_downloads(model: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 def test_adapters_and_transformers_models_do_not_wait(tmp_path: Path, model_type: str) -> None:
-    folder = save_tiny(model_type, tmp_path / "model", num_hidden_layers=1)
-    save_word_tokenizer(folder, 256)
+    folder = save_with_words(model_type, tmp_path / "model", num_hidden_layers=1)
     native = model_type == "qwen3"
     adapters = {"all": str(save_adapter(folder, tmp_path / "all", seed=1, **KINDS["all"]))} if native else {}
     work = rows([{"temperature": 0}, {"temperature": 0, "lora_path": "all" if native else None}])

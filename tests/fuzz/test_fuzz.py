@@ -18,24 +18,24 @@ import pytest
 from tests.fuzz.fuzzer import CORPUS, MODULES, fuzzer
 
 NEW_INPUTS = {
-    "json-lines": 600,
-    "json-documents": 400,
-    "openai-lines": 400,
-    "delimited": 400,
-    "parameters": 3000,
-    "parquet-bytes": 600,
-    "parquet-tables": 60,
-    "templates": 100,
-    "schemas": 10,
-    "patterns": 12,
-    "grammars": 10,
-    "models": 150,
-    "gguf": 150,
-    "media-files": 200,
-    "work": 3,
-    "commands": 8,
+    "json-lines": 150,
+    "json-documents": 100,
+    "openai-lines": 100,
+    "delimited": 100,
+    "parameters": 750,
+    "parquet-bytes": 150,
+    "parquet-tables": 15,
+    "templates": 25,
+    "schemas": 4,
+    "patterns": 4,
+    "grammars": 4,
+    "models": 40,
+    "gguf": 40,
+    "media-files": 50,
+    "work": 1,
+    "commands": 3,
 }
-"""Number of new inputs of each fuzzer that take about a second."""
+"""Number of new inputs of each fuzzer that take about a quarter of a second."""
 SECONDS = 10
 """Most time of an input."""
 
@@ -70,7 +70,7 @@ def test_every_committed_input(name: str) -> None:
     inputs = fuzzer(name).inputs()
     assert inputs, f"{CORPUS / name} has no inputs"
     for number, data in enumerate(inputs):
-        run_one(name, data, everything=number % 8 == 0)
+        run_one(name, data, everything=number % 16 == 0)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from batchgen.bench.peers import PEERS, EngineSource
-from batchgen.bench.process import BenchEngine, EngineProcess, Generated, LoadSpec
+from batchgen.bench.process import PEERS, BenchEngine, EngineProcess, EngineSource, Generated, LoadSpec
 from batchgen.bench.workloads import Workload
 from tests.gpu.device import Gpu
 from tests.gpu.outcomes import Absent
@@ -48,10 +48,26 @@ def peer(name: str) -> EngineSource:
     Raises:
         Absent: it is not importable.
     """
-    missing = [module for module in PEERS[name] if find_spec(module) is None]
+    missing = [module for module in PEERS[name].modules if find_spec(module) is None]
     if missing:
         raise Absent(f"{name}: {missing[0]} is not importable")
     return EngineSource(name)
+
+
+def part_of(workload: Workload, factor: float, least_rows: int = 256) -> tuple[Workload, float]:
+    """A smaller workload with about `factor` of the output, and the exact share.
+
+    Reduces the children of the last level first, to no fewer than `least_rows` samples, which keep a device busy; then
+    the output lengths.
+    """
+    leaves = workload.levels[-1].children
+    others = workload.samples * math.prod(level.children for level in workload.levels[:-1])
+    children = min(leaves, max(1, round(leaves * factor), -(-least_rows // others)))
+    output_factor = min(1.0, factor * leaves / children)
+    low, high = (max(1, round(tokens * output_factor)) for tokens in workload.output)
+    levels = (*workload.levels[:-1], replace(workload.levels[-1], children=children))
+    share = children / leaves * (low + high) / sum(workload.output)
+    return replace(workload, levels=levels, output=(low, high)), share
 
 
 def rate(engine: BenchEngine, workload: Workload, factor: float, setting: Mapping[str, int], vocab: int) -> Rate:
@@ -61,7 +77,7 @@ def rate(engine: BenchEngine, workload: Workload, factor: float, setting: Mappin
         EngineFailed: the engine failed.
         AssertionError: it generated fewer tokens than requested.
     """
-    part, made = workload.part(factor)
+    part, made = part_of(workload, factor)
     rows = part.rows(vocab)
     found = engine.generate(rows, setting)
     requested = sum(row.max_new * row.samples for row in rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from batchgen.bench.floors import H100, H200, DeviceRates
+from tests.gpu.floors import H100, H200, DeviceRates
 from tests.gpu.report import Measure
 
 

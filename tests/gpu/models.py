@@ -20,9 +20,9 @@ resolve_bench_model(f"random:{sys.argv[1]}", torch.device("cuda"))
 _building: dict[str, subprocess.Popen[bytes]] = {}
 
 _TOY_SHAPES = {
-    "0.6b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, family="qwen3", text=True),
-    "1b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, text=True),
-    "8b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, tied=False, text=True),
+    "0.6b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, family="qwen3"),
+    "1b": Shape(2, 32, 4, 2, 8, 48, 400, context=512),
+    "8b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, tied=False),
 }
 
 

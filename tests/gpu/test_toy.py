@@ -17,8 +17,8 @@ from tests.gpu.registry import cases
 
 ROOT = Path(__file__).parents[2]
 
-# Without `determinism`, which has a separate slow test.
-STAGES = ("parity", "flash", "engine", "syncs", "memory", "bench", "workloads", "profile", "tune")
+# Without `engine`, `syncs` and `determinism`, whose whole jobs take longest: a slow test has them.
+STAGES = ("parity", "flash", "memory", "bench", "workloads", "profile", "tune")
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +66,7 @@ def test_figures_have_shapes_and_floors_and_the_toy_flag(toy: tuple[dict[str, An
 def test_workloads_have_floors_goals_and_peers(toy: tuple[dict[str, Any], str]) -> None:
     measures = {(m["workload"], m["model"], m["engine"], m["figure"]): m for m in toy[0]["measures"]}
     assert len(measures) == len(toy[0]["measures"])
-    assert all(m["toy"] and m["checked"] for m in measures.values())
+    assert all(m["toy"] and not m["checked"] for m in measures.values()), "without the stage that checks jobs"
     rate = measures["w-tree", "1b", "batchgen", "output_tokens_per_second"]
     assert rate["floor"] > rate["serial_floor"] > rate["value"] > 0
     assert rate["share"] == pytest.approx(rate["value"] / rate["serial_floor"])
@@ -118,12 +118,19 @@ def test_only_selects_cases_and_cases_past_the_time_limit_fail(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_determinism_at_toy_sizes(tmp_path: Path) -> None:
-    """Separate and slow: whole jobs in Triton's interpreter."""
-    done = run("--toy", "--stages", "determinism", "--time-limit", "3600", "--out", str(tmp_path / "found.json"))
+@pytest.mark.parametrize(
+    ("stage", "operations"),
+    [
+        ("determinism", {"linear", "attention", "jobs"}),
+        ("engine", {"parity", "run modes", "logits"}),
+        ("syncs", {"syncs"}),
+    ],
+)
+def test_whole_jobs_at_toy_sizes(stage: str, operations: set[str], tmp_path: Path) -> None:
+    done = run("--toy", "--stages", stage, "--time-limit", "3600", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["checks"]
-    assert {check["op"] for check in checks} == {"linear", "attention", "jobs"}
+    assert {check["op"] for check in checks} == operations
     assert {check["status"] for check in checks} == {"pass"}
 
 

@@ -25,11 +25,7 @@ INPUTS: dict[str, tuple[Rows, list[str], str | None]] = {
     "ids": ([{"input_ids": [5, 6]}], [], None),
     "two BOS": ([{"input_ids": [0, 0, 5]}, {"input_ids": [0, 5]}], [], "1 of 2 prompts begin with two BOS tokens"),
     "BOS in a message": ([{"messages": [{"role": "user", "content": "<s>"}]}], [], None),
-    "equal prompts": (
-        [{"input_ids": [5]}] * 3,
-        [],
-        "all 3 prompts are equal: for more samples of one prompt set `n`",
-    ),
+    "equal prompts": ([{"input_ids": [5]}] * 3, [], "all 3 prompts are equal: for more samples of one prompt set `n`"),
     "truncated": (
         [{"input_ids": [5] * CONTEXT}, {"input_ids": [6]}],
         ["--truncate", "left"],
@@ -82,13 +78,7 @@ def test_equal_answers_to_different_prompts(
 
 @pytest.mark.parametrize(
     ("end", "is_open"),
-    [
-        ("<think>\\n", True),
-        ("<think>\\n</think>\\n", False),
-        ("</think><think>", True),
-        ("[THINK]", True),
-        ("", False),
-    ],
+    [("<think>\\n", True), ("<think>\\n</think>\\n", False), ("</think><think>", True), ("[THINK]", True), ("", False)],
 )
 def test_a_constraint_in_an_open_thought(end: str, is_open: bool, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")

@@ -10,6 +10,7 @@ import pytest
 from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
 from batchgen.data.write.work_owner import open_work
 from batchgen.job.in_work import InWork
+from batchgen.plan.step_plan import StepPlan
 
 Run = Callable[[InWork], None]
 
@@ -34,10 +35,10 @@ def generating(*rows: int, steps: int = 3) -> Run:
 
 def generate(record: InWork, rows: tuple[int, ...], steps: int) -> None:
     for number, row in enumerate([100, *rows]):
-        record.start(number, row)
-    record.end(0)
+        record.started(number, row)
+    record.ended(0, [0])
     for _ in range(steps):
-        record.step()
+        record.before(StepPlan())
 
 
 def alone(row: int, steps: int) -> Run:
@@ -45,7 +46,7 @@ def alone(row: int, steps: int) -> Run:
         read_all(record)
         assert row in record.alone
         generate(record, (7, 8), 5)
-        record.end_all()
+        record.ended(0, [1, 2])
         record.run_alone(row)
         generate(record, (row,), steps)
 
@@ -184,11 +185,11 @@ def test_another_job_knows_nothing_of_it(work: WorkFolder) -> None:
 def test_more_samples_than_cells(work: WorkFolder) -> None:
     record = InWork(work)
     for number in range(10_000):
-        record.start(number, number)
+        record.started(number, number)
     for number in range(10_000):
-        record.end(number)
-    record.start(1, 7)
-    record.start(2, 8)
+        record.ended(number, [number])
+    record.started(1, 7)
+    record.started(2, 8)
     record = InWork(work)
     generating(7, 8)(record)
     assert [*InWork(work).alone] == [7, 8]

@@ -7,12 +7,13 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from batchgen.kernels.counts import CountLists, Penalties, count_tokens, penalise
+from tests.cases import examples
 from tests.kernels.penalised import expected_penalties, listed, lists_of
 
 
@@ -52,7 +53,7 @@ def test_repetition_equals_transformers(rows: int, vocab: int, scope: str) -> No
 
 
 @pytest.mark.field("frequency_penalty", "presence_penalty", "repetition_penalty")
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_all_penalties_follow_the_formula(data: st.DataObject) -> None:
     rows, vocab = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,12 +28,13 @@ from batchgen.kernels.layouts import (
     layouts,
 )
 from batchgen.kernels.linear import Embedding, Linear, describe_products, forms, repacks
+from tests.cases import examples
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype in DTYPES for name in layouts(dtype, "measured")])
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     rows=st.integers(0, 70),
     inner=st.integers(1, 100),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from batchgen.kernels.cpu import lora as compiled
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, add_lora, lora_step
+from tests.cases import examples
 from tests.engine.fake_cuda import fake_cuda
 from tests.kernels.closeness import assert_as_close
 from tests.kernels.numbers import Numbers
@@ -66,7 +67,7 @@ def step_of(adapters: list[int]) -> LoraStep:
 widths = st.integers(1, 70) | st.integers(120, 300)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     adapters=st.lists(st.integers(-1, 3), min_size=1, max_size=90).filter(lambda a: max(a) >= 0),
     ranks=st.lists(st.sampled_from([0, 1, 3, 8, 9, 16, 33]), min_size=4, max_size=4),

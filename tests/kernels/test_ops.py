@@ -26,7 +26,7 @@ from tests.kernels.op_cases import OPERATIONS, Operation, Sizes
 from tests.kernels.op_results import results
 
 CPU = torch.device("cpu")
-DRAWS = 4
+DRAWS = 2
 TILE = GroupedTile(rows=16, columns=32, inner=64, warps=4, stages=1)
 
 

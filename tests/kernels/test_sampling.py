@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from batchgen.kernels import top
 from batchgen.kernels.filtering import filtered_scores
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, nan_rows, sample
+from tests.cases import examples
 from tests.chi_square import excess
 from tests.kernels.logit_rows import KINDS, logits_of
 from tests.kernels.references import filtered_distribution, sample_reference
@@ -69,7 +70,7 @@ def test_every_mix_of_parameters_equals_the_reference(kind: str, vocab: int) -> 
     assert draw(logits, params).tolist() == expected(logits, params)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(st.sampled_from([-torch.inf, -2.0, 0.0, 0.5, 1.0, 1.25, 7.0]), min_size=1, max_size=12),
     st.sampled_from([0.0, 1e-5, 0.5, 1.0, 3.0]),

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps, TiffImagePlugin
 from batchgen.media import parts
 from batchgen.media.faults import MediaFault
 from batchgen.media.images import array_pixels, decode_image, image_size, upright_pixels
+from tests.cases import each
 from tests.media.samples import IMAGE_FORMATS, SIZE, pixels, saved
 
 ENOUGH = 1 << 20
@@ -42,8 +43,8 @@ def assert_decoded(data: bytes, expected: np.ndarray[Any, Any]) -> None:
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-@pytest.mark.parametrize(
-    ("form", "mode"),
+@each(
+    "form, mode",
     [(form, mode) for form, modes in IMAGE_FORMATS.items() for mode in modes if mode not in ("I;16", "LAB")],
 )
 def test_every_format_and_mode(form: str, mode: str) -> None:
@@ -76,8 +77,8 @@ def test_alpha_is_dropped() -> None:
     assert_decoded(saved(pixels("P"), "PNG", transparency=bytes(range(16))), np.asarray(pixels("P").convert("RGB")))
 
 
-@pytest.mark.parametrize("orientation", range(10))
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@each("orientation", range(10))
+@each("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_images_are_turned_upright(form: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation

@@ -8,6 +8,7 @@ import pytest
 
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.media.root import MediaRoot
+from tests.cases import each
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ OUTSIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OUTSIDE, ids=lambda n: repr(n[:20]))
+@each("name", OUTSIDE)
 def test_other_names_are_refused(media_root: MediaRoot, name: str) -> None:
     with pytest.raises(RowError) as caught:
         media_root.resolve(name, "input_embeds")

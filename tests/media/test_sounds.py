@@ -15,6 +15,7 @@ import soxr
 from batchgen.media import parts
 from batchgen.media.faults import MediaFault
 from batchgen.media.sounds import SoundHeader, array_sound, check_sound, decode_sound, resampled, sound_header
+from tests.cases import each
 from tests.media.samples import SOUND_FORMATS, recorded, wave
 
 RATE = 16000
@@ -41,8 +42,8 @@ def read(data: bytes) -> None:
     decode_sound(data, RATE)
 
 
-@pytest.mark.parametrize("channels", [1, 2])
-@pytest.mark.parametrize("name", SOUND_FORMATS)
+@each("channels", [1, 2])
+@each("name", SOUND_FORMATS)
 def test_every_format(name: str, channels: int) -> None:
     rate = 48000 if name in ("opus", "mp3") else 22050
     data = recorded(name, rate, channels)
@@ -53,8 +54,8 @@ def test_every_format(name: str, channels: int) -> None:
         np.testing.assert_array_equal(found, as_the_library(data, target))
 
 
-@pytest.mark.parametrize("rate", [8000, 11025, 16000, 24000, 44100, 96000])
-@pytest.mark.parametrize("frames", [1, 2, 3, 100, 4801])
+@each("rate", [8000, 11025, 16000, 24000, 44100, 96000])
+@each("frames", [1, 2, 3, 100, 4801])
 def test_every_rate_has_the_promised_length(rate: int, frames: int) -> None:
     data = recorded("wav", rate, frames=frames)
     found = decode_sound(data, RATE)

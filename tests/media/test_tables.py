@@ -21,6 +21,7 @@ from batchgen.request.parser import parse_row
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.unknown_keys import CarriedOptions, carried_notes
 from batchgen.tables.arrow_values import table_items
+from tests.cases import each
 from tests.media.samples import pixels, recorded, saved
 
 PNG = saved(pixels(), "PNG")
@@ -121,8 +122,8 @@ CARRIED: list[tuple[Any, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "is_named"), CARRIED)
-@pytest.mark.parametrize("form", ["row", "line"])
+@each("value, is_named", CARRIED)
+@each("form", ["row", "line"])
 def test_carried_media_are_named(value: Any, is_named: bool, form: str) -> None:
     row: dict[str, Any] = {"custom_id": "a", "url": "/v1/completions", "body": {"model": "*", "prompt": "a"}}
     row = row if form == "line" else {"text": "a"}

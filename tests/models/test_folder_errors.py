@@ -6,7 +6,6 @@ import json
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import save_tiny
 
 Change = Callable[[Path], object]
-SECONDS = 2.0
 
 
 @pytest.fixture(scope="session")
@@ -185,10 +183,8 @@ BROKEN: dict[str, tuple[Change, str]] = {
 def test_broken_folder_is_rejected(name: str, intact: Path, tmp_path: Path) -> None:
     change, words = BROKEN[name]
     change(copy(intact, tmp_path / "model"))
-    start = time.perf_counter()
     with pytest.raises(ModelError, match=words) as caught:
         load_model(tmp_path / "model")
-    assert time.perf_counter() - start < SECONDS
     assert caught.value.exit_code == 6
     assert "\n" not in str(caught.value)
     for other in (check_model, inspect_model):
@@ -248,10 +244,8 @@ SHARDS: dict[str, tuple[Change, str]] = {
 def test_broken_shards_are_rejected(name: str, sharded: Path, tmp_path: Path) -> None:
     change, words = SHARDS[name]
     change(copy(sharded, tmp_path / "model"))
-    start = time.perf_counter()
     with pytest.raises(ModelError, match=words):
         load_model(tmp_path / "model")
-    assert time.perf_counter() - start < SECONDS
 
 
 def test_paths_without_a_folder_are_rejected(intact: Path, tmp_path: Path) -> None:
@@ -299,6 +293,4 @@ def test_check_imports_neither_torch_nor_transformers(intact: Path, tmp_path: Pa
         "else: raise SystemExit('not refused')\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'\n"
     )
-    start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
-    assert time.perf_counter() - start < SECONDS

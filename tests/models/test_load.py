@@ -164,30 +164,49 @@ def test_reader_converts_like_torch(
 
 
 PEAK = """
-import sys, threading, time
+import json, os, sys
 from tests.models.loading import load_model
 import torch
 torch.set_num_threads(1)
 def status(key):
     for line in open('/proc/self/status'):
         if line.startswith(key + ':'): return int(line.split()[1]) * 1024
-load_model(sys.argv[1], dtype=sys.argv[3], device='cpu')  # do not count imported libraries
-open('/proc/self/clear_refs', 'w').write('5')
-before = status('VmRSS')
-model = load_model(sys.argv[2], dtype=sys.argv[3], device='cpu')
-print(status('VmHWM') - before, status('VmRSS') - before, model.spec.parameters)
+def measure(small, large, dtype):
+    load_model(small, dtype=dtype, device='cpu')  # do not count imported libraries
+    open('/proc/self/clear_refs', 'w').write('5')
+    before = status('VmRSS')
+    model = load_model(large, dtype=dtype, device='cpu')
+    print(status('VmHWM') - before, status('VmRSS') - before, model.spec.parameters, flush=True)
+for case in json.loads(sys.argv[1]):
+    if not os.fork():
+        measure(*case)
+        os._exit(0)
+    os.wait()
 """
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[int]]:
+    """By type and dtype: the bytes at the peak of loading a large model and after it, and its parameters."""
+    folder, cases = tmp_path_factory.mktemp("memory"), {}
+    write_large(folder / "large")
+    small = save_tiny("llama", folder / "small", dtype=torch.bfloat16)
+    cases |= {("large", dtype): (small, folder / "large", dtype) for dtype in ("bfloat16", "float32")}
+    for model_type in ("llama", "gemma3_text"):
+        sizes = {"vocab_size": 40_000, "hidden_size": 512, "tie_word_embeddings": True}
+        pair = save_tiny(model_type, folder / f"a{model_type}"), save_tiny(model_type, folder / model_type, **sizes)
+        cases[model_type, "float32"] = (*pair, "float32")
+    command = [sys.executable, "-c", PEAK, json.dumps(list(cases.values()), default=str)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    return {case: [*map(int, line.split())] for case, line in zip(cases, done.stdout.splitlines(), strict=True)}
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory through /proc")
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
-def test_peak_memory_is_the_weights_and_one_matrix(dtype: str, width: int, tmp_path: Path) -> None:
-    small = save_tiny("llama", tmp_path / "small", dtype=torch.bfloat16)
-    large = tmp_path / "large"
-    write_large(large)
-    command = [sys.executable, "-c", PEAK, str(small), str(large), dtype]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
-    peak, _, parameters = map(int, done.stdout.split())
+def test_peak_memory_is_the_weights_and_one_matrix(
+    dtype: str, width: int, memory: dict[tuple[str, str], list[int]]
+) -> None:
+    peak, _, parameters = memory["large", dtype]
     matrix, embedding = 2 * 3072 * 1024 * width, 1024 * 1024 * width
     # In addition to the weights: the matrix being repacked, the stored one being converted and the allocator's slack,
     # in total less than two matrices.
@@ -199,12 +218,8 @@ def test_peak_memory_is_the_weights_and_one_matrix(dtype: str, width: int, tmp_p
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory through /proc")
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_a_tied_embedding_is_in_memory_once(model_type: str, tmp_path: Path) -> None:
-    small = save_tiny(model_type, tmp_path / "small")
-    large = save_tiny(model_type, tmp_path / "large", vocab_size=40_000, hidden_size=512, tie_word_embeddings=True)
-    command = [sys.executable, "-c", PEAK, str(small), str(large), "float32"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
-    _, held, parameters = map(int, done.stdout.split())
+def test_a_tied_embedding_is_in_memory_once(model_type: str, memory: dict[tuple[str, str], list[int]]) -> None:
+    _, held, parameters = memory[model_type, "float32"]
     embedding = 40_000 * 512 * 4
     assert embedding > 0.8 * parameters * 4
     assert parameters * 4 < held < parameters * 4 + embedding / 3

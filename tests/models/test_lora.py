@@ -40,7 +40,8 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     "qwen2_moe": [KINDS["two"], {"target_modules": r".*\.shared_expert\..*_proj", "r": 3}],
 }
 """Types of the transformers path with other names and layouts of linear layers, one with experts."""
-CASES = [(name, impl, list(KINDS.values())) for name in NATIVE_TYPES for impl in ("native", "transformers")]
+CASES = [(name, "native", list(KINDS.values())) for name in NATIVE_TYPES]
+CASES += [("llama", "transformers", list(KINDS.values()))]
 CASES += [(name, "transformers", kinds) for name, kinds in OTHERS.items()]
 
 

@@ -64,7 +64,13 @@ def load(folder: Path, dtype: Any = "float32", products: Products = "fixed") -> 
     return load_model(folder, implementation="native", dtype=dtype, device="cpu", products=products)
 
 
-@pytest.mark.parametrize("name", CASES)
+USUAL = ("llama-biases", "mistral-window", "qwen2-tied-window", "qwen3", *MORE)
+"""One of each kind of layer; `test_native` has all of the others, whose operations are the same."""
+
+
+@pytest.mark.parametrize(
+    "name", [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in USUAL)]
+)
 def test_float32_equals_eager(name: str, tmp_path: Path, calls: list[int]) -> None:
     model_type, overrides = CASES[name]
     save_tiny(model_type, tmp_path, seed=len(name), **overrides)

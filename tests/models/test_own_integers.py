@@ -80,7 +80,9 @@ OTHERS = {name: CASES[name] for name in ("fp8 blocks", "gptq act-order", "bitsan
 
 
 @here
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if i % 3 == 0 else pytest.mark.slow) for i, name in enumerate(FITTING)]
+)
 def test_int8_takes_the_integers_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     quantised, plain = save_quantised(FITTING[name], "llama", tmp_path, **SIZES)
     own, again = loaded(quantised), loaded(plain)

@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from batchgen.errors import ModelError
-from tests.models.dense_attention import DenseCache
 from tests.models.loading import inspect_model, load_model
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.tiny_packed import save_packed, text_logits
@@ -58,12 +57,11 @@ def check(name: str, folder: Path) -> None:
     sequences = random_sequences(model.spec.vocab_size, lengths=(3, 19, 11))
     with torch.no_grad():
         expected = [text_logits(reference, ids) for ids in sequences]
-    for cache in (DenseCache(), PagedCache(model.spec, len(sequences))):
-        got = packed_logits(model, sequences, cache.step)
-        for ours, theirs in zip(got, expected, strict=True):
-            assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-            factor = (ours * theirs).sum() / (ours * ours).sum() if name in SCALED else 1.0
-            torch.testing.assert_close(ours * factor, theirs, atol=1e-4, rtol=0)
+    got = packed_logits(model, sequences, PagedCache(model.spec, len(sequences)).step)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+        factor = (ours * theirs).sum() / (ours * ours).sum() if name in SCALED else 1.0
+        torch.testing.assert_close(ours * factor, theirs, atol=1e-4, rtol=0)
     read = sum(parameter.numel() for parameter in reference.parameters())
     assert model.spec.parameters <= read
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,9 @@ def bare_folder(folder: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     "name", ["bloom", "falcon", "gpt_neo", "mpt", "mamba", "mamba2", "rwkv", "jamba", "t5", "bert"]
 )
-def test_known_unsupported_types_are_rejected_early(name: str, tmp_path: Path) -> None:
-    start = time.perf_counter()
+def test_known_unsupported_types_are_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"The architecture {name} is not supported: "):
         check_model(bare_folder(tmp_path, model_type=name))
-    assert time.perf_counter() - start < 0.5
 
 
 def test_no_type_is_both_unsupported_and_tested() -> None:

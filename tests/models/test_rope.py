@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -21,6 +21,7 @@ from batchgen.models.architectures import choose_implementation
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf_text import read_transformers_config
 from batchgen.models.native_config import NativeUnsupported, parse_native_config
+from tests.cases import examples
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -151,7 +152,7 @@ def test_features_of_the_library_path_are_not_native(extra: dict[str, Any]) -> N
         parse_native_config({**BASE, **extra})
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     tokens=st.integers(1, 9),
     heads=st.integers(1, 5),

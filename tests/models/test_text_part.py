@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,15 @@ def pack(text: Path, folder: Path, model_type: str, key: str, names: Names, **ch
     return folder
 
 
-@pytest.mark.parametrize("text", ["llama", "qwen2", "deepseek_v3", "gemma2"])
-@pytest.mark.parametrize("name", LAYOUTS)
+TEXTS = ("llama", "qwen2", "deepseek_v3", "gemma2")
+PAIRS = [*zip(LAYOUTS, cycle(TEXTS), strict=False)]
+"""Each layout with one of the decoders, of the native and of the library's path."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(LAYOUTS, TEXTS) if pair not in PAIRS)],
+)
 def test_decoders_in_checkpoints_that_the_library_does_not_know_run(name: str, text: str, tmp_path: Path) -> None:
     key, names = LAYOUTS[name]
     folder = pack(save_tiny(text, tmp_path / "text"), tmp_path / "packed", name, key, names)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,7 @@ RUN |= {
 }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize(("name", "model_type"), [*zip(RUN, cycle(("llama", "gemma2")), strict=False)])
 def test_weights_under_other_names_run(name: str, model_type: str, tmp_path: Path) -> None:
     size, change = RUN[name]
     folder = save_tiny(model_type, tmp_path / "model", max_shard_size=size)

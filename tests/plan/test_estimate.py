@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.estimate import find_dedup, plan_counts
+from tests.cases import examples
 from tests.plan.simulator import Simulator
 from tests.plan.test_scheduler import SchedulerConfig, rows, simulator
 from tests.plan.test_tree import tree_of
@@ -27,7 +28,7 @@ def window_pages(prompts: list[list[int]], max_new: list[int], samples: list[int
     return len(pages)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(rows, st.sampled_from([1, 2, 4, 8]), st.integers(1, 6))
 def test_planned_counts_equal_the_run(rows: list[tuple], size: int, seqs: int) -> None:
     rows = [(r[0], [max(r[1])] * len(r[1]) if r[1] else [], 0, 0) for r in rows]

@@ -6,13 +6,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.config import Order
 from batchgen.plan.order import begin_order, renumber
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.tree import PrefixTree
+from tests.cases import examples
 from tests.plan.counted import counted, random_job
 from tests.plan.test_tree import tree_of
 
@@ -42,7 +43,7 @@ def paths(tree: PrefixTree, prompts: list[list[int]]) -> list[tuple[int, ...]]:
     return [tuple(prompts[r][:e]) for r, e in zip(tree.request.tolist(), tree.end.tolist(), strict=True)]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(prompts_and_values)
 def test_renumbered_tree_equals_recursion(job: list[tuple[list[int], int]]) -> None:
     prompts, values = [j[0] for j in job], [j[1] for j in job]
@@ -77,7 +78,7 @@ def test_renumbered_tree_equals_recursion(job: list[tuple[list[int], int]]) -> N
         previous = prompts[r]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(prompts_and_values, st.sampled_from(["longest", "tree", "first-come"]), st.integers(1, 3))
 def test_parents_begin_before_their_children(job: list[tuple[list[int], int]], order: Order, slots: int) -> None:
     config = SchedulerConfig(num_pages=99, page_size=2, max_num_seqs=slots, max_tokens_per_step=99, order=order)

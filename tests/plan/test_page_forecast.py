@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.block_manager import BlockManager
@@ -18,6 +18,7 @@ from batchgen.plan.length_predictor import EXACT, LengthPredictor
 from batchgen.plan.page_forecast import Candidate, PageForecast, Samples, pages_by_step, peak_pages, with_new_samples
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.sequences import SequenceScheduler
+from tests.cases import examples
 from tests.plan.counted import counted, random_job
 from tests.plan.simulator import Simulator
 from tests.plan.slow_page_forecast import SlowPageForecast
@@ -31,7 +32,7 @@ released = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=5
 begun = st.lists(st.integers(0, 60), min_size=1, max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(columns, released, begun, st.integers(0, 20), st.integers(1, 5))
 def test_page_use_equals_counting_every_step(
     job: list[tuple[int, int, int, int]], nodes: list[tuple[int, int]], new: list[int], prompt: int, size: int
@@ -113,7 +114,7 @@ def random_tree_job(rng: Random) -> tuple[list[list[int]], list[list[int]], list
 def test_forecast_equals_the_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random jobs in small pools, with ends read late and cancelled requests: every forecast is equal."""
     monkeypatch.setattr("batchgen.plan.admission.PageForecast", CheckedForecast)
-    for seed in range(10):
+    for seed in range(4):
         rng = Random(seed)
         prompts, targets, limits, kinds = random_tree_job(rng)
         size, seqs = rng.choice([1, 2, 3, 4, 8]), rng.choice([3, 20, 100])
@@ -132,11 +133,11 @@ def test_forecast_equals_the_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
         sim = Simulator(prompts, targets, limits, config, None, lag, kinds)
         cancelled = {rng.randint(0, 60): rng.randrange(len(prompts)) for _ in range(rng.choice([0, 0, 5]))}
         sim.run(lambda step, sim=sim, cancelled=cancelled: step in cancelled and sim.cancel(cancelled[step]))
-    assert CheckedForecast.checks > 300
-    assert CheckedForecast.refusals > 100
+    assert CheckedForecast.checks > 100
+    assert CheckedForecast.refusals > 30
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(0, 2**31), st.integers(0, 40))
 def test_predicted_lengths_of_columns_equal_those_of_single_samples(seed: int, ended: int) -> None:
     """`remaining_of` equals `remaining` for every sample."""
@@ -154,7 +155,7 @@ def test_predicted_lengths_of_columns_equal_those_of_single_samples(seed: int, e
     assert together == [predictor.remaining(i, i, m, 2000) for i, m in enumerate(generated.tolist())]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(rows, st.integers(5, 30), st.sampled_from([1, 2, 4]), st.sampled_from([2, 8]))
 def test_no_preemption_if_lengths_are_known(job: list[tuple], pages: int, size: int, slots: int) -> None:
     """Rows that run to their limit begin only if they need not be preempted."""

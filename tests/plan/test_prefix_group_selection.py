@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.prefix_group_selection import SharedNode, select_groups
+from tests.cases import examples
 
 
 def net_savings(nodes: list[SharedNode], chosen: set[int], size: int, cost: float, row_cost: float) -> float:
@@ -54,7 +55,7 @@ def forests(draw: st.DrawFn) -> list[SharedNode]:
 costs = st.one_of(st.just(0), st.integers(0, 400), st.floats(0, 400))
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(forests(), st.sampled_from([1, 3, 16]), costs, costs)
 def test_selection_is_optimal(nodes: list[SharedNode], size: int, cost: float, row_cost: float) -> None:
     chosen = select_groups(nodes, size, cost, row_cost)

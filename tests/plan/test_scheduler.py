@@ -6,13 +6,14 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from tests.cases import examples
 from tests.plan.simulator import Simulator
 from tests.plan.test_tree import tree_of
 
@@ -77,7 +78,7 @@ def live_distinct(sim: Simulator) -> int:
     return len({(sim.keys[r], *sim.prompts[r][: i + 1]) for r in live for i in range(len(sim.prompts[r]))})
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(rows, configs(num_pages=1000))
 def test_every_shared_token_is_computed_once(rows: list[tuple], config: SchedulerConfig) -> None:
     sim = simulator(rows, config)
@@ -94,7 +95,7 @@ def test_every_shared_token_is_computed_once(rows: list[tuple], config: Schedule
         assert stats.recomputed_last_tokens == 0
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(tight_jobs())
 def test_every_request_that_fits_alone_finishes(job: tuple[list[tuple], SchedulerConfig]) -> None:
     sim = simulator(*job)
@@ -107,7 +108,7 @@ def test_every_request_that_fits_alone_finishes(job: tuple[list[tuple], Schedule
     assert stats.peak_pages <= sim.config.num_pages - 1
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(tight_jobs(), st.integers(1, 3))
 def test_ends_may_be_reported_late(job: tuple[list[tuple], SchedulerConfig], lag: int) -> None:
     rows, config = job
@@ -115,7 +116,7 @@ def test_ends_may_be_reported_late(job: tuple[list[tuple], SchedulerConfig], lag
     simulator(rows, config, lag).run()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(tight_jobs(), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 13)), max_size=4))
 def test_cancelled_requests_free_everything(
     job: tuple[list[tuple], SchedulerConfig], cancels: list[tuple[int, int]]
@@ -260,7 +261,7 @@ def test_counts_of_a_tree() -> None:
     assert stats.decode_kv_reads <= stats.decode_kv_positions - 9 * saving
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows, configs(num_pages=1000), st.integers(1, 60))
 def test_skipping_small_nodes_does_not_change_the_groups(
     rows: list[tuple], config: SchedulerConfig, saving: int

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts
+from batchgen.bench.jobs.planning import PLAN_SHAPES, PlanSize, draw_prompts
 from batchgen.plan.estimate import find_dedup, plan_counts
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.sort import sort_prompts
 from batchgen.plan.tree import build_tree
+from tests.cases import examples
 from tests.plan.simulator import Simulator
 from tests.plan.test_tree import flat
 from tests.plan.trie import Trie, count_pages
@@ -113,7 +114,7 @@ def test_shapes_match_their_names() -> None:
     assert all(sum(a != b for a, b in zip(base, row, strict=True)) <= 2 for row in near)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_sort_with_small_windows_and_blocks(data: st.DataObject) -> None:
     """Rows much longer than a window, with a few changes and random lengths, with and without keys."""

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.config import Order, SchedulerConfig, SchedulerStats
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import simulate
+from tests.cases import examples
 from tests.plan.counted import counted, random_job
 from tests.plan.test_tree import tree_of
 
@@ -23,7 +24,7 @@ def simulated(
     return simulate(begin_order(tree_of(prompts), count, lengths, config), count, lengths, config)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(0, 1)), max_size=20),
     st.integers(1, 8),

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.spans import ItemSpans, PromptSpans
 from batchgen.plan.step_plan import StepPlan, split_plan
 from batchgen.plan.window_pages import WindowGroup
+from tests.cases import examples
 from tests.plan.simulator import FIRST_ITEM, Simulator
 from tests.plan.test_scheduler import configs
 from tests.plan.test_step_plan import SplittingSimulator
@@ -106,13 +107,13 @@ def run_job(job: list[tuple[list[int], list[int]]], config: SchedulerConfig, win
     sim.run()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(jobs, configs(), st.integers(0, 2))
 def test_chunks_hold_whole_spans(job: list[tuple[list[int], list[int]]], config: SchedulerConfig, seed: int) -> None:
     run_job(job, config, None, seed)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(jobs, configs(), st.sampled_from([1, 4, 40]))
 def test_chunks_hold_whole_spans_in_models_with_windows(
     job: list[tuple[list[int], list[int]]], config: SchedulerConfig, window: int
@@ -123,7 +124,7 @@ def test_chunks_hold_whole_spans_in_models_with_windows(
 words = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(words, samples), min_size=1, max_size=10), configs(), st.integers(0, 2))
 def test_chunks_hold_whole_prompts(job: list[tuple[list[int], list[int]]], config: SchedulerConfig, seed: int) -> None:
     """Prompts that are one span share with equal ones alone; others share as ever."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.scheduler import SchedulerConfig
@@ -20,6 +20,7 @@ from batchgen.plan.step_plan import (
     StepPlan,
     split_plan,
 )
+from tests.cases import examples
 from tests.plan.simulator import Simulator
 from tests.plan.test_scheduler import configs, rows, tight_jobs
 
@@ -103,7 +104,7 @@ def assert_equivalent(plan: StepPlan, first: StepPlan, second: StepPlan, size: i
             assert len(chunk.pages) == -(-chunk.end // size)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(EITHER, st.sampled_from([0.0, 0.3]), st.randoms(use_true_random=False))
 def test_parts_are_equivalent_to_the_step(
     job: tuple[list[tuple], SchedulerConfig], unsplit: float, random: Random

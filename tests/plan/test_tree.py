@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.tree import PrefixTree, build_tree
+from tests.cases import examples
 
 
 def flat(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +44,7 @@ prompt = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(st.tuples(prompt, st.integers(-1, 1)), max_size=25), st.booleans())
 def test_tree_equals_dict_trie(rows: list[tuple[list[int], int]], keyed: bool) -> None:
     prompts = [p for p, _ in rows]

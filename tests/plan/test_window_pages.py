@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.plan.cache_groups import CacheGroup, bytes_by_kind
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.window_pages import WindowGroup
+from tests.cases import examples
 from tests.plan.counted import counted
 from tests.plan.simulator import Simulator
 from tests.plan.test_scheduler import configs, live_distinct, rows, simulator, tight_jobs
@@ -27,7 +28,7 @@ def windowed(config: SchedulerConfig, window: int, more: int = 1000, page_bytes:
 windows = st.sampled_from([1, 2, 3, 4, 7, 12, 40])
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(rows, configs(num_pages=1000), windows)
 def test_windows_cost_nothing_where_memory_is_plenty(rows: list[tuple], config: SchedulerConfig, window: int) -> None:
     """No token is computed twice, and the steps are those of a model without windows."""
@@ -40,7 +41,7 @@ def test_windows_cost_nothing_where_memory_is_plenty(rows: list[tuple], config: 
     assert counts == {k: v for k, v in plain.scheduler.stats.as_dict().items() if k != "peak_window_pages"}
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(tight_jobs(), windows, st.sampled_from([0, 0, 1, 3, 10, 1000]), st.integers(0, 2))
 def test_every_request_that_fits_alone_finishes(
     job: tuple[list[tuple], SchedulerConfig], window: int, more: int, lag: int
@@ -56,7 +57,7 @@ def test_every_request_that_fits_alone_finishes(
     assert stats.peak_window_pages <= sim.held[0].num_pages - 1
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(rows, configs(num_pages=1000), windows, st.integers(0, 2))
 def test_a_dry_run_uses_the_pages_of_a_run(rows: list[tuple], config: SchedulerConfig, window: int, lag: int) -> None:
     rows = [(prompt, [max(lengths)] * len(lengths) if lengths else [], 0, key) for prompt, lengths, _, key in rows]
@@ -75,7 +76,7 @@ def test_a_dry_run_of_a_long_job_stops() -> None:
     assert (sim.scheduler.unended, sim.scheduler.stats.sampled_tokens) == (9, 27)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(tight_jobs(), windows, st.lists(st.tuples(st.integers(0, 30), st.integers(0, 13)), max_size=4))
 def test_cancelled_requests_free_their_windows(
     job: tuple[list[tuple], SchedulerConfig], window: int, cancels: list[tuple[int, int]]

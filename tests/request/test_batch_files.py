@@ -11,6 +11,7 @@ from batchgen.request.model_names import ModelNames
 from batchgen.request.parser import row_extra
 from batchgen.request.prompts import ChatPrompt, TextPrompt
 from batchgen.request.row_values import RowDefaults
+from tests.cases import each
 from tests.rows import CHAT, COMPLETIONS, HELLO, line, parse
 
 ASK = [{"role": "user", "content": "Which cheese is best?"}]
@@ -44,8 +45,8 @@ PROVIDERS: dict[str, tuple[dict[str, Any], str, int | None]] = {
 
 
 @pytest.mark.field("body", "url", "method", "model")
-@pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("any_model", [False, True])
+@each("provider", PROVIDERS)
+@each("any_model", [False, True])
 def test_documented_lines_run_unchanged(provider: str, any_model: bool) -> None:
     value, served, limit = PROVIDERS[provider]
     names = ModelNames.of("./models/local", accept_all=True) if any_model else ModelNames.of("./models/local", [served])

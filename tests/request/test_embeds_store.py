@@ -6,14 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import OutputError
 from batchgen.request.embeds_store import EmbedsStore
+from tests.cases import examples
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(lengths=st.lists(st.integers(1, 7), max_size=20), repeats=st.lists(st.integers(0, 19)), seed=st.integers(0, 99))
 def test_added_embeddings_are_read_back(lengths: list[int], repeats: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)

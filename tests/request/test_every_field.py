@@ -20,6 +20,7 @@ from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.fields import FIELDS, Field
 from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
+from tests.cases import each
 from tests.request.wrong_values import wrong_texts, wrong_values
 from tests.rows import CHAT, COMPLETIONS, line, parse, text
 
@@ -27,7 +28,6 @@ SAMPLING = [field for field in FIELDS if "params" in field.places]
 BODIES = [field for field in FIELDS if "completions" in field.places and field.name in {f.name for f in SAMPLING}]
 OPTIONS = [field for field in SAMPLING if field.name in BY_NAME and BY_NAME[field.name].target == "sampling"]
 CODES = {ErrorCode.INVALID_FIELD, ErrorCode.TOKEN_OUT_OF_RANGE}
-by_name = {"ids": lambda field: field.name}
 
 
 def assert_refused(name: str, value: Any, parse_value: Callable[[], Any]) -> None:
@@ -42,7 +42,7 @@ def assert_refused(name: str, value: Any, parse_value: Callable[[], Any]) -> Non
 
 
 @pytest.mark.field("sampling_params", "method", "url", "body")
-@pytest.mark.parametrize("field", SAMPLING, **by_name)
+@each("field", SAMPLING)
 def test_rows(field: Field) -> None:
     for value in wrong_values(field):
         for name in field.spellings:
@@ -51,7 +51,7 @@ def test_rows(field: Field) -> None:
             assert_refused(name, value, lambda nested=nested: parse(nested))
 
 
-@pytest.mark.parametrize("field", BODIES, **by_name)
+@each("field", BODIES)
 def test_bodies(field: Field) -> None:
     for value in wrong_values(field):
         for place, url in (("completions", COMPLETIONS), ("chat", CHAT)):
@@ -60,7 +60,7 @@ def test_bodies(field: Field) -> None:
                     assert_refused(name, value, lambda n=name, v=value, url=url: parse(line(url, **{n: v})))
 
 
-@pytest.mark.parametrize("field", SAMPLING, **by_name)
+@each("field", SAMPLING)
 def test_lines_and_cells(field: Field) -> None:
     """What a file reader makes of a value is refused, too; a value that the format lacks is the reader's error."""
     for value in wrong_values(field):
@@ -89,7 +89,7 @@ def _through_parquet(name: str, value: Any) -> Iterator[dict[str, Any]]:
     yield from (row.value for row in parquet_rows(stream, "in.parquet") if row is not None and row.error is None)
 
 
-@pytest.mark.parametrize("field", SAMPLING_FIELDS, **by_name)
+@each("field", SAMPLING_FIELDS)
 def test_python(field: Field) -> None:
     if "params" not in field.places:
         return
@@ -97,7 +97,7 @@ def test_python(field: Field) -> None:
         assert_refused(field.name, value, lambda value=value: SamplingParams(**{field.name: value}))
 
 
-@pytest.mark.parametrize("field", OPTIONS, **by_name)
+@each("field", OPTIONS)
 def test_options(field: Field, tmp_path: Path) -> None:
     """Flags, variables, TOML files with text or TOML values, and a name that is not UTF-8."""
     option = BY_NAME[field.name]

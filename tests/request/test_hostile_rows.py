@@ -7,12 +7,13 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
 from batchgen.request.fields import LOOKUP
 from batchgen.request.table import ParsedRow
+from tests.cases import each, examples
 from tests.rows import CHAT, COMPLETIONS, HELLO, line, parse, text
 
 Hostile = tuple[Any, str, str | None]
@@ -184,7 +185,7 @@ HOSTILE: list[Hostile] = [
 
 
 @pytest.mark.field("sampling_params", "method", "url", "body")
-@pytest.mark.parametrize(("value", "code", "param"), HOSTILE)
+@each("value, code, param", HOSTILE)
 def test_wrong_rows(value: Any, code: str, param: str | None) -> None:
     with pytest.raises(RowError) as caught:
         parse(value)
@@ -204,7 +205,7 @@ NUMBERS = st.sampled_from([0, 1, -1, 2**63, 10**30, 0.5, math.nan, True, "POST",
 FIELDS_OF_A_ROW = st.dictionaries(KEYS, NUMBERS | JSON, max_size=5)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(value=JSON | st.fixed_dictionaries({"text": st.just("a")}) | FIELDS_OF_A_ROW, nested=FIELDS_OF_A_ROW)
 def test_anything_is_a_row_or_a_row_error(value: Any, nested: dict[str, Any]) -> None:
     candidates = [value]

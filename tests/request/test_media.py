@@ -16,6 +16,7 @@ from batchgen.request.model_names import ModelNames
 from batchgen.request.parser import parse_row
 from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from batchgen.request.row_values import RowDefaults
+from tests.cases import each
 
 PNG = "data:image/png;base64,iVBORw0KGgo="
 
@@ -47,9 +48,9 @@ def refusal(row: Any) -> tuple[str, str | None, str]:
 
 
 @pytest.mark.field("image_data", "audio_data")
-@pytest.mark.parametrize("name", ["image_data", "audio_data"])
-@pytest.mark.parametrize(
-    ("text", "value", "expected"),
+@each("name", ["image_data", "audio_data"])
+@each(
+    "text, value, expected",
     [
         ("a", "x", [[("x", "D")]]),
         ("a", ["x", "y"], [[("x", "D[0]"), ("y", "D[1]")]]),
@@ -117,8 +118,8 @@ SOURCES: list[tuple[str, Any, Any]] = [
 
 
 @pytest.mark.field("image_data", "audio_data")
-@pytest.mark.parametrize(("kind", "value", "expected"), SOURCES)
-@pytest.mark.parametrize("form", ["single", "list", "part"])
+@each("kind, value, expected", SOURCES)
+@each("form", ["single", "list", "part"])
 def test_forms_of_an_item(kind: str, value: Any, expected: Any, form: str) -> None:
     if form == "part":
         item = item_of({"type": kind, kind: value})
@@ -285,7 +286,7 @@ BAD_PARTS: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.field("image_data", "audio_data")
-@pytest.mark.parametrize(("fields", "code", "param", "word"), BAD)
+@each("fields, code, param, word", BAD)
 def test_wrong_items_are_refused(fields: dict[str, Any], code: str, param: str, word: str) -> None:
     found = refusal({"text": "a", **fields})
     assert found[:2] == (code, param)

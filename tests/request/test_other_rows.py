@@ -9,6 +9,7 @@ import pytest
 from batchgen.errors import RowError
 from batchgen.request.parser import parse_row
 from batchgen.request.row_values import RowDefaults
+from tests.cases import each
 from tests.rows import HELLO, parse
 
 SAID = {"from": "human", "value": "Hi"}
@@ -85,7 +86,7 @@ COLUMNS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "part"), COLUMNS, ids=str)
+@each("row, part", COLUMNS)
 def test_the_fields_of_a_row_and_the_option_are_named(row: dict[str, Any], part: str) -> None:
     message = refused(row).message
     assert part in message

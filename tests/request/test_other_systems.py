@@ -16,6 +16,7 @@ from batchgen.request.fields import LOOKUP
 from batchgen.request.other_systems import _IDLE, _REFUSE, _USE, ANSWERS, NAMES, ORDINARY, snake_case
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.unknown_keys import carried_hint
+from tests.cases import each
 from tests.rows import CHAT, COMPLETIONS, line, parse, text
 
 EVERY_NAME = sorted({name for names in NAMES.values() for name in names})
@@ -29,7 +30,7 @@ OPTION = re.compile(r"--[a-z-]+")
 FLAGS = {option.flag for option in OPTIONS}
 
 
-@pytest.mark.parametrize("system", NAMES)
+@each("system", NAMES)
 def test_every_name_is_a_field_or_has_an_answer(system: str) -> None:
     fields = {name for place in LOOKUP.values() for name in place}
     known = {*ANSWERS, *LOOKUP["row"], "sampling_params"}
@@ -42,8 +43,8 @@ def test_a_name_has_one_answer() -> None:
     assert [name for name in names if name != snake_case(name)] == []
 
 
-@pytest.mark.parametrize("place", ROWS)
-@pytest.mark.parametrize("name", EVERY_NAME)
+@each("place", ROWS)
+@each("name", EVERY_NAME)
 def test_a_name_is_read_as_a_field_or_refused_with_what_to_write_instead(name: str, place: Place) -> None:
     """A value that few fields accept tells the two apart: a field refuses it by its own check, if at all."""
     if name in LOOKUP[place]:
@@ -70,7 +71,7 @@ def test_a_name_is_read_as_a_field_or_refused_with_what_to_write_instead(name: s
         assert "it is a field of" in info.message
 
 
-@pytest.mark.parametrize("name", sorted({answer.text: name for name, answer in ANSWERS.items()}.values()))
+@each("name", sorted({answer.text: name for name, answer in ANSWERS.items()}.values()))
 def test_an_answer_names_fields_and_options_that_exist(name: str) -> None:
     """A field with a value, such as `temperature: 0`, is accepted as it is written."""
     answer = ANSWERS[name].text
@@ -81,7 +82,7 @@ def test_an_answer_names_fields_and_options_that_exist(name: str) -> None:
     assert ANSWERS[name].verdict != "use" or IN_BACKTICKS.search(answer) or OPTION.search(answer)
 
 
-@pytest.mark.parametrize("name", sorted({*EVERY_NAME} - {"sampling_params"}))
+@each("name", sorted({*EVERY_NAME} - {"sampling_params"}))
 def test_a_name_at_the_top_of_a_row_is_named_unless_it_means_nothing_for_the_text(name: str) -> None:
     hint = None if name in LOOKUP["row"] else carried_hint(name)
     answer = ANSWERS.get(snake_case(name))

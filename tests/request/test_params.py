@@ -15,6 +15,7 @@ import pytest
 from batchgen.errors import RowError
 from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.params import SamplingParams
+from tests.cases import each
 
 OPTIONAL = [item.name for item in fields(SamplingParams) if "None" in str(item.type)]
 
@@ -28,8 +29,8 @@ def test_null_is_refused_or_none() -> None:
                 SamplingParams(**{item.name: None})
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "problem"),
+@each(
+    "name, value, problem",
     [
         ("ignore_eos", 1, "must be true or false, got 1"),
         ("stop", 5, "must be a string or a list of strings, got 5"),

@@ -19,6 +19,7 @@ from batchgen.request.row_ids import row_id
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow
 from batchgen.request.tool_choice import ToolChoice
+from tests.cases import each
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 
 
@@ -60,7 +61,7 @@ PROMPTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     "text", "input_ids", "prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message", "body", "url", "method",
 )  # fmt: skip
-@pytest.mark.parametrize(("value", "prompts"), PROMPTS)
+@each("value, prompts", PROMPTS)
 def test_prompts(value: dict[str, Any], prompts: tuple[Any, ...]) -> None:
     assert parse(value).prompts == prompts
 
@@ -137,7 +138,7 @@ VALID = [*((fields, fields) for fields in SAME), *OTHERS, *((fields, {}) for fie
 
 @pytest.mark.field("sampling_params", "dtype", "return_cached_tokens_details", "structured_outputs")
 @pytest.mark.field("guided_json_object")
-@pytest.mark.parametrize(("fields", "expected"), VALID)
+@each("fields, expected", VALID)
 def test_sampling_fields_mean_the_same_in_every_place(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     wanted = SamplingParams(**expected)
     assert params(text(**fields)) == wanted
@@ -406,15 +407,6 @@ def test_no_chat_refuses_conversations() -> None:
             parse(value, raw)
 
 
-def test_suggestions() -> None:
-    with pytest.raises(RowError, match=r"did you mean `temperature`\?"):
-        parse(text(sampling_params={"temprature": 1}))
-    with pytest.raises(RowError, match=r"did you mean `frequency_penalty`\?"):
-        parse(line(CHAT, frequencypenalty=1))
-    with pytest.raises(RowError, match="is a field of the row itself"):
-        parse(text(sampling_params={"input_ids": [1]}))
-
-
 def test_messages_never_quote_a_prompt() -> None:
     secret = "my secret"
     rows = [{"text": {"a": secret}}, {"text": ["a", {"b": secret}]}, {"messages": [secret]}, {"messages": secret}]
@@ -612,8 +604,8 @@ HANDLING: list[dict[str, Any]] = [
     "store", "service_tier", "timeout", "request_timeout", "max_retries", "num_retries", "priority", "extra_headers",
     "extra_query", "api_key", "api_base", "base_url", "api_version", "organization", "cache_salt", "request_id",
 )  # fmt: skip
-@pytest.mark.parametrize("fields", HANDLING)
-@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+@each("fields", HANDLING)
+@each("url", [COMPLETIONS, CHAT])
 def test_fields_that_say_nothing_about_the_text(url: str, fields: dict[str, Any]) -> None:
     plain, row = parse(line(url)), parse(line(url, **fields))
     assert (row.prompts, row.extra) == (plain.prompts, {})

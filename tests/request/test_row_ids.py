@@ -7,6 +7,7 @@ import io
 import pytest
 
 from batchgen.data.read.jsonl import json_line_rows, json_rows
+from tests.cases import each
 
 LINES: list[tuple[bytes, str | None]] = [
     (b'{"id": "a", "score": NaN}', "a"),
@@ -33,7 +34,7 @@ LINES: list[tuple[bytes, str | None]] = [
 
 
 @pytest.mark.field("id")
-@pytest.mark.parametrize(("line", "expected"), LINES, ids=lambda value: repr(value)[:40])
+@each("line, expected", LINES)
 def test_ids(line: bytes, expected: str | None) -> None:
     for end in (b"\n", b""):
         _, row = json_line_rows(io.BytesIO(b"{}\n" + line + end), "in.jsonl")

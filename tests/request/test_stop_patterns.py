@@ -6,12 +6,13 @@ import re
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
 from batchgen.request.params import SamplingParams
 from batchgen.request.stop_patterns import compile_pattern, is_plain
+from tests.cases import each, examples
 
 REFUSED = [
     ("(", "missing ) at position 1"),
@@ -33,7 +34,7 @@ REFUSED = [
 
 
 @pytest.mark.field("stop_regex")
-@pytest.mark.parametrize(("pattern", "problem"), REFUSED, ids=range(len(REFUSED)))
+@each("pattern, problem", REFUSED)
 def test_invalid_patterns_are_refused(pattern: str, problem: str) -> None:
     with pytest.raises(RowError, match="`stop_regex`") as caught:
         SamplingParams(stop_regex=["fine", pattern])  # type: ignore[arg-type]
@@ -83,7 +84,7 @@ def plain_patterns() -> st.SearchStrategy[str]:
     return st.recursive(st.tuples(atoms(), repeat).map("".join), grow, max_leaves=6)
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(plain_patterns(), st.text("aabc é.\n", max_size=24))
 def test_plain_patterns_report_where_a_match_may_begin(pattern: str, text: str) -> None:
     """Searching from there after each character finds the same match as `re` in the whole text."""

@@ -20,6 +20,7 @@ from batchgen.request.unknown_keys import (
     carried_notes,
     note_line,
 )
+from tests.cases import each
 from tests.rows import CHAT, line, parse, text
 
 MISSPELT = {
@@ -43,7 +44,7 @@ MISSPELT = {
 }
 
 
-@pytest.mark.parametrize("key", MISSPELT)
+@each("key", MISSPELT)
 def test_a_misspelt_field_is_named(key: str) -> None:
     assert carried_hint(key) == f"did you mean `{MISSPELT[key]}`?"
 
@@ -83,7 +84,7 @@ ORDINARY = words(
 )
 
 
-@pytest.mark.parametrize("key", [*ORDINARY, "x" * 10_000, "", "\x1b[31m", "ключ", "😀" * 6])
+@each("key", [*ORDINARY, "x" * 10_000, "", "\x1b[31m", "ключ", "😀" * 6])
 def test_an_ordinary_column_is_not(key: str) -> None:
     assert carried_hint(key) is None
 
@@ -104,10 +105,6 @@ def counted(*rows: Any, options: CarriedOptions | None = None) -> dict[str, int]
 def test_rows_are_counted_by_key() -> None:
     rows = [text(temprature=1), text(temprature=2, until="a", idx=3), text(until=["b"]), text(temprature=None)]
     assert counted(*rows) == {"temprature": 2, "until": 2}
-
-
-def test_a_row_is_carried_unchanged() -> None:
-    assert parse(text(temprature=1, until=["a"])).extra == {"temprature": 1, "until": ["a"]}
 
 
 CONTAINERS: list[tuple[dict[str, Any], bool]] = [

@@ -11,6 +11,7 @@ import pytest
 from batchgen.errors import ErrorCode, InputError, RowError
 from batchgen.tables.arrow_values import read_rows, table_items
 from batchgen.tables.text_fields import TextFields
+from tests.cases import each
 from tests.tables.arrow_types import CASES, HAS_JSON, extension
 
 NO_FIELDS = TextFields(())
@@ -21,7 +22,7 @@ def read(array: pa.Array, name: str = "x") -> list[Any]:
     return [row if isinstance(row, RowError) else row.get(name) for row in rows]
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_every_type_whole_and_in_slices(name: str) -> None:
     array, expected = CASES[name]
     assert [json.dumps(value) for value in read(array)] == [json.dumps(value) for value in expected]

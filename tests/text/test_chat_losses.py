@@ -13,6 +13,7 @@ import pytest
 from batchgen.errors import ErrorInfo
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import each
 from tests.text.chat_families import FAMILIES
 from tests.text.conftest import save_tokenizer
 
@@ -102,7 +103,7 @@ WRITTEN: list[tuple[str, list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.field("messages", "tools")
-@pytest.mark.parametrize(("family", "messages", "expected"), WRITTEN)
+@each("family, messages, expected", WRITTEN)
 def test_a_conversation_is_given_in_the_form_that_its_template_writes(
     render: Render, family: str, messages: list[dict[str, Any]], expected: str
 ) -> None:
@@ -134,7 +135,7 @@ LOST: list[tuple[str, list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.field("messages")
-@pytest.mark.parametrize(("family", "messages", "lost"), LOST)
+@each("family, messages, lost", LOST)
 def test_what_the_template_leaves_out_is_refused_by_name(
     render: Render, family: str, messages: list[dict[str, Any]], lost: str
 ) -> None:
@@ -170,7 +171,7 @@ def test_arguments_that_are_not_an_object_are_refused_where_the_template_needs_o
 
 
 @pytest.mark.field("tools")
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", FAMILIES)
 def test_every_tool_is_named_in_the_prompt(render: Render, family: str) -> None:
     text = render(family, {**ASK, "content": "weather, time?"}, tools=(tool("weather"), tool("time")))
     if "tools" in FAMILIES[family]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, ErrorInfo
@@ -16,6 +16,7 @@ from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import ParsedRow
 from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import examples
 from tests.text.conftest import SENTENCES, encode, encode_error, encode_result
 
 DEFAULTS = RowDefaults()
@@ -248,7 +249,7 @@ def test_closing_the_iterator_early_leaves_no_thread(encoder: Encoder) -> None:
     assert set(threading.enumerate()) == before
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 @given(
     texts=st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), min_size=1, max_size=4),
     ids=st.lists(st.integers(0, 420), min_size=1, max_size=90),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.request.params import SamplingParams
@@ -13,6 +13,7 @@ from batchgen.text.encode import Encoder
 from batchgen.text.fim import find_fim
 from batchgen.text.fit import Truncate
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import examples
 from tests.text.conftest import encode, save_tokenizer
 
 FAMILIES: dict[str, tuple[str, str, str]] = {
@@ -122,7 +123,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.field("suffix")
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     before=st.integers(0, 40), after=st.integers(1, 40), context=st.integers(12, 60), wanted=st.integers(1, 30),
     side=st.sampled_from(["left", "right"]),

@@ -12,6 +12,7 @@ from batchgen.request.params import SamplingParams
 from batchgen.text.encode import Encoder
 from batchgen.text.stops import FinishedText, StopState
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import each
 from tests.text.conftest import KINDS, encode_result
 
 END, EOS = "<|im_end|>", "</s>"
@@ -51,7 +52,7 @@ TABLE: list[tuple[list[str], str, dict[str, Any], str, str | None]] = [
 
 
 @pytest.mark.field("stop", "skip_special_tokens", "no_stop_trim", "min_new_tokens")
-@pytest.mark.parametrize(("pieces", "stop", "others", "text", "matched"), TABLE)
+@each("pieces, stop, others, text, matched", TABLE)
 def test_a_string_that_names_hidden_tokens_means_them(
     tokenizer: Tokenizer, pieces: list[str], stop: str, others: dict[str, Any], text: str, matched: str | None
 ) -> None:

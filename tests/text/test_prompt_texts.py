@@ -36,8 +36,8 @@ def test_a_part_has_the_ids_of_the_whole_text(
     tokenizers: dict[str, Tokenizer], kind: str, side: Literal["start", "end"]
 ) -> None:
     tokenizer = tokenizers[kind]
-    for seed in range(3):
-        text = prose(60_000, seed)
+    for seed in range(2):
+        text = prose(30_000, seed)
         whole = tokenizer.encode_plain([text])[0]
         part = LongTexts(tokenizer, CONTEXT).part(text, side)
         assert CONTEXT <= len(part.ids) < len(whole)
@@ -55,7 +55,7 @@ def test_a_long_text_is_truncated_as_its_ids_would_be(
 ) -> None:
     tokenizer = tokenizers[kind]
     encoder = Encoder(tokenizer, tokenizer.vocab_size, CONTEXT, truncate)
-    for text in (prose(50_000), "<s>" + prose(50_000, 1)):
+    for text in (prose(20_000), "<s>" + prose(20_000, 1)):
         ids = tokenizer.encode([text])[0]
         bos = tokenizer.prefix_ids
         kept = CONTEXT - 10
@@ -75,7 +75,7 @@ def test_texts_to_score_are_tokenised_behind_the_end_of_a_long_prompt(
     encoder = Encoder(tokenizer, tokenizer.vocab_size, CONTEXT, truncate)
     bos = tokenizer.prefix_ids
     for end in (" Answer: ", " jump"):
-        text, scored = prose(40_000) + end, ["ing", "yes", " fox"]
+        text, scored = prose(20_000) + end, ["ing", "yes", " fox"]
         prompts = encode(encoder, {"text": text, "completions": scored})
         wanted = tokenizer.encode_continuations(text, scored)
         for prompt, (ids, start) in zip(prompts, wanted, strict=True):
@@ -98,7 +98,7 @@ def test_a_text_that_cannot_be_cut_is_truncated_all_the_same(
 
 
 @pytest.mark.parametrize("truncate", ["none", "left", "right"])
-@pytest.mark.parametrize("context", [2500, 3000, 4096, 20_000])
+@pytest.mark.parametrize("context", [2500, 20_000])
 def test_a_text_of_one_letter_is_cut_for_every_context(
     tmp_path: Path, context: int, truncate: Literal["none", "left", "right"]
 ) -> None:

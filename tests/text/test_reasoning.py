@@ -16,6 +16,7 @@ from batchgen.text.families import NAMES, find_format, named_format, response_fo
 from batchgen.text.reasoning import ReasoningParser, reasoning_of
 from batchgen.text.stops import FinishedText, StopState
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import each
 from tests.text.conftest import CHAT_TEMPLATE, save_tokenizer
 from tests.text.reasoning_families import ANSWER, FAMILIES, RESPONSE_TEMPLATES, THOUGHTS, Case
 
@@ -56,13 +57,13 @@ def finished(known: Known, case: Case, **params: object) -> tuple[FinishedText, 
     return stops.finish("length"), ids
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_a_family_is_known_by_its_template_and_vocabulary(known: dict[str, Known], name: str) -> None:
     assert known[name].parser.format.name == FAMILIES[name].name
 
 
 @pytest.mark.field("separate_reasoning")
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, one in FAMILIES.items() for case in one.cases])
+@each("name, case", [(name, case) for name, one in FAMILIES.items() for case in one.cases])
 def test_a_transcript_has_thoughts_and_an_answer(known: dict[str, Known], name: str, case: str) -> None:
     expected = FAMILIES[name].cases[case]
     for stop in ((), ("not there",)):  # at the end, and token by token
@@ -203,8 +204,8 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("name", ["qwen3", "any other"])
+@each("prompt", PROMPTS)
+@each("name", ["qwen3", "any other"])
 def test_what_the_prompt_ends_with_decides_where_the_output_begins(
     known: dict[str, Known], name: str, prompt: str
 ) -> None:
@@ -232,7 +233,7 @@ PARTS = [
 """What looks like a marker, and what a head has."""
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "channels"])
+@each("name", [*FAMILIES, "channels"])
 def test_all_that_is_written_is_in_a_column(known: dict[str, Known], name: str) -> None:
     """Whatever is written: each word is in the thoughts or in the answer, once, and events join to the answer."""
     tokenizer, parser = known[name]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
@@ -16,6 +16,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.text.encode import Encoder
 from batchgen.text.scoring import join_texts
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import examples
 from tests.text.conftest import KINDS, SENTENCES, encode, encode_error
 
 pytestmark = pytest.mark.field("completion", "completions")
@@ -37,7 +38,7 @@ def byte_sizes(tokenizer: Tokenizer, kind: str, ids: list[int]) -> list[int]:
     return [found[0] - 1, *found[1:]] if found else []  # without the space that the normaliser adds in front
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(200)
 @given(prompt=piece.filter(bool), text=piece.filter(bool), kind=st.sampled_from(["bytelevel", "bytefallback"]))
 def test_the_scored_part_starts_at_the_prompts_end(
     tokenizers: dict[str, Tokenizer], prompt: str, text: str, kind: str

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import regex
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
 from batchgen.request.params import SamplingParams
 from batchgen.text.stops import FinishedText, StopEvent, StopState, all_stop_token_ids
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import examples
 from tests.text.conftest import KINDS, SENTENCES
 from tests.text.test_detokenize import id_lists
-
-SHARED = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def run(
@@ -133,7 +132,7 @@ PATTERNS = [
     "spaces_between_special_tokens",
 )  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-@SHARED
+@examples(120)
 @given(data=st.data())
 def test_stops_equal_brute_force(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizers[kind]

@@ -6,13 +6,14 @@ Accessing `batchgen.Engine` configures the waiting of torch's threads, so torch 
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import batchgen
-from batchgen.bench.engines.peer_tools import PeerEngine
+from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting
 from batchgen.data.write.states import StateRecord, write_states_part
 from batchgen.data.write.states_result import write_states_result
 
@@ -42,19 +43,31 @@ class Engine(PeerEngine):
         self.dtype, self.device = str(spec.dtype).removeprefix("torch."), spec.device.type
         self.threads = torch.get_num_threads()
 
-    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
+    def generate(self, rows: list[Row], setting: Setting) -> Outputs:
+        """See `PeerEngine`.
 
         The setting `{"flat": 1}` disables prefix groups: every row reads its prefix itself, as with a prefix cache.
         """
-        collected = _Outputs(len(rows))
+        collected: list[list[int]] = [[] for _ in rows]
+        returned = {"top_logprobs": 0, "output_states": 0}
+
+        def states() -> Iterator[StateRecord]:
+            """Collect each completion and return its hidden states."""
+            for completion in self._engine.generate([_request_row(row) for row in rows]):
+                if completion.error is not None:
+                    raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
+                collected[completion.row_index] += [int(i) for i in completion.output_ids or ()]
+                if completion.output_top_logprobs is not None:
+                    returned["top_logprobs"] += len(completion.output_top_logprobs)
+                for block in completion.states or ():
+                    returned["output_states"] += len(block.values)
+                    yield StateRecord(completion.key, str(completion.row_index), block)
+
         with _without_prefix_groups() if setting.get("flat") else nullcontext():
-            completions = self._engine.generate([_request_row(row) for row in rows])
-            if any("return_hidden_states" in row.get("fields", {}) for row in rows):
-                _write_states(collected.records(completions))
+            if any("return_hidden_states" in row["fields"] for row in rows):
+                _write_states(states())
             else:
-                for completion in completions:
-                    collected.add(completion)
+                deque(states(), 0)
         running = self._engine.last_run
         assert running is not None
         stats = running.scheduler.stats
@@ -65,8 +78,8 @@ class Engine(PeerEngine):
 
             self._engine.last_run = None  # frees its KV cache, so that peers in other processes have the memory
             torch.cuda.empty_cache()
-        return collected.outputs, {
-            **{name: count for name, count in collected.returned.items() if count},
+        return collected, {
+            **{name: count for name, count in returned.items() if count},
             "prompt_tokens_computed": stats.prompt_tokens + stats.recomputed_tokens + stats.recomputed_last_tokens,
             "decode_rows": stats.decode_tokens,
             "steps": stats.steps,
@@ -80,29 +93,6 @@ class Engine(PeerEngine):
         }
 
 
-class _Outputs:
-    """Outputs and counts of one pass."""
-
-    def __init__(self, rows: int) -> None:
-        self.outputs: list[list[int]] = [[] for _ in range(rows)]
-        self.returned = {"top_logprobs": 0, "output_states": 0}
-
-    def add(self, completion: Any) -> None:
-        if completion.error is not None:
-            raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
-        self.outputs[completion.row_index] += [int(i) for i in completion.output_ids or ()]
-        if completion.output_top_logprobs is not None:
-            self.returned["top_logprobs"] += len(completion.output_top_logprobs)
-        self.returned["output_states"] += sum(len(block.values) for block in completion.states or ())
-
-    def records(self, completions: Iterable[Any]) -> Iterator[StateRecord]:
-        """Add each completion and yield its hidden states."""
-        for completion in completions:
-            self.add(completion)
-            for block in completion.states or ():
-                yield StateRecord(completion.key, str(completion.row_index), block)
-
-
 def _write_states(records: Iterable[StateRecord]) -> None:
     """Write hidden states as a job does: a part in a work folder, then the Parquet file, both synced to disk."""
     with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as folder:
@@ -111,13 +101,13 @@ def _write_states(records: Iterable[StateRecord]) -> None:
         write_states_result(Path(folder) / "out.hidden.parquet", [part], {})
 
 
-def _request_row(row: dict[str, Any]) -> dict[str, Any]:
-    samples = row.get("samples", 1)
+def _request_row(row: Row) -> dict[str, Any]:
+    samples = row["samples"]
     params = {"temperature": 0 if samples == 1 else 1.0, "max_new_tokens": row["max_new"], "ignore_eos": True}
     if samples > 1:
         params |= {"n": samples, "top_k": -1, "top_p": 1.0}
     images = {"image_data": row["image"]} if row.get("image") else {}
-    return {"input_ids": row["ids"], **images, **params, **row.get("fields", {})}
+    return {"input_ids": row["ids"], **images, **params, **row["fields"]}
 
 
 @contextmanager

@@ -13,14 +13,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from batchgen.bench.engines.peer_tools import (
-    PeerEngine,
-    cached_conversion,
-    expand_samples,
-    join_samples,
-    prefix_waves,
-    require_cpu,
-)
+from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting, cached_conversion, prefix_waves
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _BLOCK = 32
@@ -43,16 +36,14 @@ class Engine(PeerEngine):
     """
 
     version = genai.__version__
-    device = "cpu"
     settings = _SETTINGS
 
     def __init__(self, request: dict[str, Any]) -> None:
-        require_cpu(request)
+        super().__init__(request, "cpu")
         model, kind = request["model"], f"openvino {ov.__version__}"
         self._folder = cached_conversion(request["cache"], model, kind, lambda folder: _convert(model, folder))
-        self.dtype, self.threads = request["dtype"], request["threads"]
         self._pipeline: Any = None
-        self._built: dict[str, Any] | None = None
+        self._built: Setting | None = None
         self._warm = False
         try:
             self._build(_FIRST)
@@ -62,7 +53,7 @@ class Engine(PeerEngine):
             self.dtype = "float32"
             self._build(_FIRST)
 
-    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+    def prepare(self, rows: list[Row], setting: Setting) -> None:
         """Build a pipeline with an empty prefix cache, if the current one cannot be reused.
 
         A new pipeline runs rows with the same lengths and shared prefixes but different ids.
@@ -75,7 +66,7 @@ class Engine(PeerEngine):
             self.generate([{**row, "ids": [mirror - i for i in row["ids"]]} for row in rows], setting)
             self._warm = True
 
-    def _build(self, setting: dict[str, Any]) -> None:
+    def _build(self, setting: Setting) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = bool(setting["prefix_cache"])
         scheduler.max_num_batched_tokens = setting["batched_tokens"]
@@ -90,19 +81,16 @@ class Engine(PeerEngine):
         self._pipeline = genai.ContinuousBatchingPipeline(str(self._folder), scheduler, "CPU", properties)
         self._built, self._warm = setting, False
 
-    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
-
-        With `warm`, one row of each shared prefix runs first with a single new token, which fills the prefix cache.
+    def run(self, samples: list[Row], setting: Setting) -> Outputs:
+        """See `PeerEngine`. With `warm`, one row of each shared prefix runs first with a single new token, which fills
+        the prefix cache.
         """
-        samples = expand_samples(rows)
         if setting["warm"]:
             for wave in prefix_waves([row["ids"] for row in samples], _BLOCK):
                 self._pass([samples[i]["ids"] for i in wave], [_fixed(1)] * len(wave))
-        seeds = [number if row.get("samples", 1) > 1 else None for number, row in enumerate(samples)]
+        seeds = [number if row["sampled"] else None for number, row in enumerate(samples)]
         configs = [_fixed(row["max_new"], seed) for row, seed in zip(samples, seeds, strict=True)]
-        outputs = self._pass([row["ids"] for row in samples], configs)
-        return join_samples(rows, outputs), {}
+        return self._pass([row["ids"] for row in samples], configs), {}
 
     def _pass(self, prompts: list[list[int]], configs: list[Any]) -> list[list[int]]:
         tensors = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]

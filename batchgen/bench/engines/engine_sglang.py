@@ -6,7 +6,7 @@ from typing import Any
 
 import sglang
 
-from batchgen.bench.engines.peer_tools import PeerEngine
+from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting
 
 _MEMORY = 0.4
 """Share of the device's memory; other engines of the benchmark have models loaded at the same time."""
@@ -20,38 +20,27 @@ class Engine(PeerEngine):
     version = sglang.__version__
 
     def __init__(self, request: dict[str, Any]) -> None:
-        self.dtype, self.device, self.threads = request["dtype"], request["device"], request["threads"]
-        if self.device != "cuda":  # on CPUs SGLang uses all cores of a NUMA node, whatever the number of threads
-            raise RuntimeError("supported on GPUs only; give --device cuda")
+        super().__init__(request, "cuda")  # on CPUs SGLang uses all cores of a NUMA node, whatever the threads
         self._engine = sglang.Engine(
-            model_path=request["model"],
-            dtype=self.dtype,
-            device=self.device,
-            attention_backend=_ATTENTION.get(self.dtype),
-            skip_tokenizer_init=True,
-            mem_fraction_static=_MEMORY,
-            random_seed=0,
-            log_level="error",
-        )
+            model_path=request["model"], dtype=self.dtype, device=self.device,
+            attention_backend=_ATTENTION.get(self.dtype), skip_tokenizer_init=True, mem_fraction_static=_MEMORY,
+            random_seed=0, log_level="error",
+        )  # fmt: skip
 
-    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+    def prepare(self, rows: list[Row], setting: Setting) -> None:
         """Clear the prefix cache."""
         self._engine.flush_cache()
 
-    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples."""
+    def generate(self, rows: list[Row], setting: Setting) -> Outputs:
+        """See `PeerEngine`."""
         params = [
-            {
-                "temperature": 0.0 if row.get("samples", 1) == 1 else 1.0,
-                "n": row.get("samples", 1),
-                "max_new_tokens": row["max_new"],
-                "ignore_eos": True,
-            }
+            {"temperature": float(n > 1), "n": n, "max_new_tokens": row["max_new"], "ignore_eos": True}
             for row in rows
+            for n in [row["samples"]]
         ]
         answers = iter(self._engine.generate(input_ids=[row["ids"] for row in rows], sampling_params=params))
         outputs = [
-            [int(i) for _ in range(row.get("samples", 1)) for i in next(answers)["output_ids"][-row["max_new"] :]]
+            [int(i) for _ in range(row["samples"]) for i in next(answers)["output_ids"][-row["max_new"] :]]
             for row in rows
         ]
         return outputs, {}

@@ -12,7 +12,7 @@ import os
 from importlib.metadata import version
 from typing import Any
 
-from batchgen.bench.engines.peer_tools import PeerEngine, fastest_dtype
+from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting, fastest_dtype
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -25,7 +25,7 @@ class Engine(PeerEngine):
     """One model, loaded once for each setting used. Settings are compiled and eager on a CPU."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        self.device, self.threads = request["device"], request["threads"]
+        super().__init__(request)
         if self.device == "cuda":
             # A forked process would inherit the pipe of the replies and keep it open after this process ends.
             os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
@@ -51,22 +51,18 @@ class Engine(PeerEngine):
             raise RuntimeError("vLLM does not compute with zentorch on this processor; compare with vllm instead")
         self.version = vllm.__version__ + (f", zentorch {zentorch}" if zentorch else "")
 
-    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+    def prepare(self, rows: list[Row], setting: Setting) -> None:
         """Select the engine of this setting and clear its prefix cache."""
         self._llm = self._llm_for(setting)
         self._llm.reset_prefix_cache()
 
-    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples."""
+    def generate(self, rows: list[Row], setting: Setting) -> Outputs:
+        """See `PeerEngine`."""
+        fixed = {"ignore_eos": True, "detokenize": False}
         params = [
-            self._vllm.SamplingParams(
-                temperature=0.0 if row.get("samples", 1) == 1 else 1.0,
-                n=row.get("samples", 1),
-                max_tokens=row["max_new"],
-                ignore_eos=True,
-                detokenize=False,
-            )
+            self._vllm.SamplingParams(temperature=float(n > 1), n=n, max_tokens=row["max_new"], **fixed)
             for row in rows
+            for n in [row["samples"]]
         ]
         prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
         answers = self._llm.generate(prompts, params, use_tqdm=False)
@@ -74,7 +70,7 @@ class Engine(PeerEngine):
         cached = sum(answer.num_cached_tokens or 0 for answer in answers)
         return outputs, {"prompt_tokens_computed": sum(len(row["ids"]) for row in rows) - cached}
 
-    def _llm_for(self, setting: dict[str, Any]) -> Any:
+    def _llm_for(self, setting: Setting) -> Any:
         eager = setting.get("eager", 0)
         if eager not in self._built:
             self._built[eager] = self._vllm.LLM(**self._options, enforce_eager=bool(eager))

@@ -20,28 +20,38 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 _MIN_SPEEDUP = 1.25
 """Speedup above which a difference is not noise."""
 _MEASURE_SECONDS = 0.3
 """Duration of a measurement; background work of an engine that has just been loaded must not distort it."""
-
 Row = dict[str, Any]
 """{"ids": [...], "max_new": n, "samples": n, "fields": {...}, "image": ""}; only batchgen's engines get `fields`."""
 Setting = dict[str, Any]
+Outputs = tuple[list[list[int]], dict[str, int]]
+"""New ids of each row, those of its samples concatenated, and counted quantities."""
+_DEVICES = {"cpu": "CPUs", "cuda": "GPUs"}
 
 
-class PeerEngine(Protocol):
-    """One model in the memory of one engine. Its constructor loads the model of a request, a `LoadSpec` as a dict."""
+class PeerEngine:
+    """One model in the memory of one engine. Its constructor loads the model of a request, a `LoadSpec` as a dict.
+
+    Args:
+        request: the request.
+        only: the device that the engine supports, if it is one.
+    """
 
     version: str
     dtype: str
     """Data type in use, which need not be the requested one."""
-    device: str
-    threads: int
     settings: Sequence[Setting] = ({},)
     """Settings worth trying."""
+
+    def __init__(self, request: dict[str, Any], only: str = "") -> None:
+        self.dtype, self.device, self.threads = request["dtype"], request["device"], request["threads"]
+        if only and self.device != only:
+            raise RuntimeError(f"supported on {_DEVICES[only]} only; give --device {only}")
 
     def prepare(self, rows: list[Row], setting: Setting) -> None:
         """Called before each `generate`, outside the measured time.
@@ -50,13 +60,16 @@ class PeerEngine(Protocol):
         `rows`, the rows of the pass, cannot reuse.
         """
 
-    def generate(self, rows: list[Row], setting: Setting) -> tuple[list[list[int]], dict[str, int]]:
-        """Generate every row to its full length: greedily, or at temperature 1 for rows of several samples.
+    def generate(self, rows: list[Row], setting: Setting) -> Outputs:
+        """Generate every row to its full length: greedily, or at temperature 1 for rows of several samples."""
+        samples = [row | {"sampled": row["samples"] > 1} for row in rows for _ in range(row["samples"])]
+        outputs, counted = self.run(samples, setting)
+        parts = iter(outputs)
+        return [[i for _ in range(row["samples"]) for i in next(parts)] for row in rows], counted
 
-        Returns:
-            The new ids of each row, those of its samples concatenated, and counted quantities.
-        """
-        ...
+    def run(self, samples: list[Row], setting: Setting) -> Outputs:
+        """Generate rows of one sample each, at temperature 1 if `sampled`. Unused where `generate` is overridden."""
+        raise NotImplementedError
 
 
 def serve(name: str, requests: TextIO, replies: TextIO) -> None:
@@ -70,28 +83,22 @@ def serve(name: str, requests: TextIO, replies: TextIO) -> None:
                 names = ("version", "dtype", "device", "threads")
                 reply = {name: getattr(engine, name) for name in names} | {"settings": list(engine.settings)}
             else:
-                reply = _timed_pass(engine, request["rows"], request["setting"])
+                rows, setting = request["rows"], request["setting"]
+                engine.prepare(rows, setting)
+                cpu, begin = _cpu_seconds(), time.perf_counter()
+                outputs, counted = engine.generate(rows, setting)
+                reply = {"seconds": time.perf_counter() - begin, "cpu_seconds": _cpu_seconds() - cpu}
+                reply |= {"outputs": outputs, "counted": counted}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-def _timed_pass(engine: PeerEngine, rows: list[Row], setting: Setting) -> dict[str, Any]:
-    engine.prepare(rows, setting)
-    cpu, begin = _cpu_seconds(), time.perf_counter()
-    outputs, counted = engine.generate(rows, setting)
-    seconds = time.perf_counter() - begin
-    return {"outputs": outputs, "counted": counted, "seconds": seconds, "cpu_seconds": _cpu_seconds() - cpu}
-
-
 def _cpu_seconds() -> float:
     """Processor time (user and system) of all threads of this process and its child processes."""
-    seconds = _child_cpu_seconds(os.getpid())
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        seconds += usage.ru_utime + usage.ru_stime
-    return seconds
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return _child_cpu_seconds(os.getpid()) + sum(one.ru_utime + one.ru_stime for one in usage)
 
 
 def _child_cpu_seconds(parent: int) -> float:
@@ -103,26 +110,6 @@ def _child_cpu_seconds(parent: int) -> float:
                 user, system = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13]
                 seconds += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + _child_cpu_seconds(child)
     return seconds
-
-
-def require_cpu(request: dict[str, Any]) -> None:
-    """Reject other devices than the CPU."""
-    if request["device"] != "cpu":
-        raise RuntimeError("supported on CPUs only; give --device cpu")
-
-
-def expand_samples(rows: Sequence[Row]) -> list[Row]:
-    """One row for each sample, for engines without a number of samples per row; see `join_samples`.
-
-    Rows keep their `samples`: a value above 1 means temperature 1 instead of greedy.
-    """
-    return [row for row in rows for _ in range(row.get("samples", 1))]
-
-
-def join_samples(rows: Sequence[Row], outputs: Sequence[list[int]]) -> list[list[int]]:
-    """Outputs of `rows`, with those of a row's samples concatenated, from the outputs of `expand_samples(rows)`."""
-    parts = iter(outputs)
-    return [[i for _ in range(row.get("samples", 1)) for i in next(parts)] for row in rows]
 
 
 def prefix_waves(prompts: Sequence[Sequence[int]], least: int) -> list[list[int]]:
@@ -190,25 +177,6 @@ def build_folder(folder: Path, build: Callable[[Path], object]) -> None:
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def load_transformers(request: dict[str, Any]) -> Any:
-    """The model of a load request in transformers, in the faster dtype."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(request["threads"])
-    transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(request["model"], local_files_only=True, trust_remote_code=False)
-    packed = hasattr(config, "text_config")
-    kind = transformers.AutoModelForImageTextToText if packed else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(
-        request["model"],
-        dtype=getattr(torch, fastest_dtype(request)),
-        attn_implementation="sdpa",
-        local_files_only=True,
-    )
-    return model.to(request["device"]).eval()
 
 
 def fastest_dtype(request: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from batchgen.engine.media.feed import DEVICE_FEATURE_BYTES, FEATURE_BYTES, PREP
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.engine.media.sources import GivenFeatures
 from batchgen.engine.media.step import Layout, StepMedia
+from batchgen.engine.observer import StepObserver
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo
 from batchgen.kernels.device import Device, cpu_quota
@@ -85,7 +86,7 @@ class ItemUses:
         return found
 
 
-class JobMedia:
+class JobMedia(StepObserver):
     """The items of a job while it runs.
 
     Args:
@@ -130,7 +131,11 @@ class JobMedia:
             "media_spilled_bytes": self.feed.store.spilled_bytes,
         }
 
-    def load(self, plan: StepPlan) -> float:
+    def begin(self) -> None:
+        """All unusable items are reported once more, for a further run over the same job."""
+        self.feed.report_again()
+
+    def before(self, plan: StepPlan) -> float:
         """Have the features that a step needs; returns the seconds that the encoder took."""
         self._forget_committed()
         items, numbers = self._items, dict[int, None]()
@@ -183,6 +188,7 @@ class JobMedia:
 
     def failed(self) -> Iterator[tuple[int, ErrorInfo]]:
         """Requests that have an item that turned out to be unusable since the last call, with their errors."""
+        self.feed.prefetch()
         for number, error in self.feed.failed():
             for request in self._uses.with_item(number):
                 yield request, error
@@ -194,8 +200,8 @@ class JobMedia:
             return None
         return next((errors[number] for number in self._uses.of_request(request) if number in errors), None)
 
-    def end(self, request: int, samples: int = 1) -> None:
-        """Record that samples of a request have ended; after the last its items are released."""
+    def ended(self, request: int, numbers: Sequence[int], samples: int = 1) -> None:
+        """Samples of a request have ended; after the last its items are released."""
         if not self._samples[request]:
             return
         left = self._left.pop(request, int(self._samples[request])) - samples
@@ -204,6 +210,10 @@ class JobMedia:
         elif left == 0:
             for number in self._uses.of_request(request):
                 self.feed.release(number)
+
+    def close(self) -> None:
+        """End the threads of the feed."""
+        self.feed.close()
 
 
 def device_feature_bytes(table: RequestTable, spec: ModelSpec, device: Device) -> int:

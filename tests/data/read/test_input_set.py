@@ -31,6 +31,7 @@ from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, ErrorInfo, InputError, UsageError
 from batchgen.request.named_columns import NamedColumns
+from tests.cases import each
 
 
 def open_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> InputSet:
@@ -130,7 +131,7 @@ REFUSED: dict[str, tuple[bytes | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_unreadable_inputs_are_refused_by_name_with_a_remedy(name: str) -> None:
     data, part = REFUSED[name]
     if data is not None:

@@ -22,6 +22,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request import json_text
 from batchgen.request.json_text import MAX_DEPTH, parse_json, parse_json_object
 from batchgen.request.raw_row import RawRow
+from tests.cases import each
 
 BAD_JSON = ErrorCode.INVALID_JSON
 BAD_TEXT = ErrorCode.INVALID_UNICODE
@@ -118,13 +119,13 @@ REFUSED: dict[str, tuple[bytes, ErrorCode, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@each("name", ACCEPTED)
 def test_accepted_lines(name: str) -> None:
     line, value = ACCEPTED[name]
     assert parse_json_object(line) == value
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_refused_lines(name: str) -> None:
     line, code, part = REFUSED[name]
     with pytest.raises(RowError) as caught:
@@ -296,7 +297,7 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@each("name", DOCUMENTS)
 def test_documents_are_rows_whatever_their_form(name: str) -> None:
     data = DOCUMENTS[name].encode()
     readers: tuple[RowsOfStream, ...] = (json_rows, json_document_rows)
@@ -333,8 +334,8 @@ BROKEN_FIRST_LINES = (b'["x', b'["x"]', b"[1, 2]", b'["a", {"b": 1}', b'[{"a": "
 CUT_OBJECTS = (b'{"a": "x', b'{"a": 1', b'{"a": [1, 2', b'{"a": nul', b"words")
 
 
-@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\n\n"], ids=repr)
-@pytest.mark.parametrize("first", BROKEN_FIRST_LINES)
+@each("end", [b"\n", b"\r\n", b"\n\n"])
+@each("first", BROKEN_FIRST_LINES)
 def test_a_broken_first_line_spoils_no_other_line(first: bytes, end: bytes) -> None:
     data = end.join([first, json.dumps(A).encode(), json.dumps(B).encode(), b""])
     for begin in (b"", b"\xef\xbb\xbf", b"\n \n"):

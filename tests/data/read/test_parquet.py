@@ -23,6 +23,7 @@ from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError
 from batchgen.request.named_columns import NamedColumns
 from batchgen.request.raw_row import RawRow
+from tests.cases import each
 from tests.tables.arrow_types import CASES, column
 
 
@@ -266,7 +267,7 @@ def writes(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if writes(name)])
+@each("name", [name for name in CASES if writes(name)])
 def test_every_type_with_every_selection_is_as_without(name: str) -> None:
     array, expected = column(name, 40)
     keys = pa.array([*range(len(array))])
@@ -329,7 +330,7 @@ AS_TEXT: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", AS_TEXT)
+@each("name", AS_TEXT)
 def test_json_in_columns_of_strings_is_parsed_where_it_cannot_be_the_text(name: str) -> None:
     text, value = AS_TEXT[name]
     assert read(pa.table({name: [text, None]})) == [{name: value}, {}]

@@ -69,13 +69,13 @@ def check(rows: list[tuple], wants: list[tuple[int, int]], config: SchedulerConf
     assert bool(sim.buffers) == (sim.compared > 0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rows, wants, configs(num_pages=1000))
 def test_each_request_gets_its_positions(rows: list[tuple], wants: list, config: SchedulerConfig) -> None:
     check(rows, wants, config)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(tight_jobs(), wants)
 def test_in_pools_for_little_more_than_one_request(job: tuple[list[tuple], SchedulerConfig], wants: list) -> None:
     check(job[0], wants, job[1])

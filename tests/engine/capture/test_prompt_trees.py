@@ -136,14 +136,14 @@ def check(rows: list[tuple], wants: list[tuple], config: SchedulerConfig, monkey
     assert sim.scorer.buffers.nbytes == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows, wants, configs(num_pages=1000))
 def test_every_request_gets_its_prompt_logprobs(rows: list[tuple], wants: list, config: SchedulerConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
         check(rows, wants, config, patch)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tight_jobs(), wants)
 def test_in_pools_for_little_more_than_one_request(job: tuple[list[tuple], SchedulerConfig], wants: list) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -19,8 +19,8 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import Request
-from tests.engine.reference import eager_logprobs, save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import eager_logprobs, save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
 
 pytestmark = pytest.mark.field("completion", "completions")
 TOLERANCE = 1e-4
@@ -29,9 +29,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    save_word_tokenizer(path, VOCAB)
-    return save_tiny("qwen3", path)
+    return save_with_words("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 def scoring_rows(count: int, seed: int) -> list[Row]:
@@ -163,10 +161,7 @@ def test_text_is_scored_with_its_prompt(folder: Path) -> None:
 def test_a_text_too_large_for_the_pool_only_fails_its_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(str(folder), dtype="float32", page_size=4)
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 5)
-    rows = [
-        {"input_ids": [[3, 4], [5] * 12], "completions": [[6], [7] * 6]},
-        {"input_ids": [3, 4], "completion": [8]},
-    ]
+    rows = [{"input_ids": [[3, 4], [5] * 12], "completions": [[6], [7] * 6]}, {"input_ids": [3, 4], "completion": [8]}]
     done = list(engine.generate(rows, ordered=True))
     assert [(c.row_index, c.prompt_index) for c in done] == [(0, 0), (0, 1), (1, 0)]
     assert [c.error.code if c.error is not None else None for c in done] == [None, ErrorCode.OOM, None]

@@ -21,9 +21,15 @@ from batchgen.kernels.noise import row_keys
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from tests.engine.pipeline import Oracle
-from tests.engine.reference import EXACT, assert_same, eager_model, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import (
+    EXACT,
+    assert_same,
+    eager_model,
+    save_with_words,
+    shared_prefix_prompts,
+)
 from tests.kernels.references import sample_reference
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 NEW_TOKENS = 12
 TOLERANCE = 1e-4
@@ -35,9 +41,7 @@ PATHS = ["native", "transformers"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    save_tiny("llama", folder, initializer_range=0.12)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", folder, initializer_range=0.12)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +241,7 @@ def params_of(row: dict[str, Any]) -> SamplingParams:
 def test_every_position_follows_the_pipeline(
     folder: Path, prompts: list[list[int]], implementation: str, mode: str, scope: str
 ) -> None:
-    rows = mixed_rows(prompts, 72, seed=3)
+    rows = mixed_rows(prompts, 40, seed=3)
     engine = engine_of(folder, implementation, repetition_penalty_scope=scope, logprobs_mode=mode)
     oracle = Oracle(folder)
     for row, done in zip(rows, by_row(engine, rows), strict=True):
@@ -313,7 +317,7 @@ def test_rows_are_the_same_alone_shuffled_and_preempted(
         repetition_penalty_scope="prompt+output",
         logit_processor={"push": push},
     )
-    rows = rows_of(prompts, 40)
+    rows = rows_of(prompts, 24)
     together = {(c.id, c.sample_index): c for c in engine.generate(rows)}
     Random(1).shuffle(rows)
     longest = max(map(len, prompts)) + NEW_TOKENS

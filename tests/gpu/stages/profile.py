@@ -14,9 +14,9 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from batchgen.bench.floors import device_floor
 from batchgen.bench.workloads import BenchRow
 from tests.gpu.device import Gpu
+from tests.gpu.floors import device_floor
 from tests.gpu.goals import device_rates, with_goal
 from tests.gpu.jobs import engine_on
 from tests.gpu.models import model_folder, model_shape

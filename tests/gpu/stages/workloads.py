@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.floors import device_floor
-from batchgen.bench.peers import OURS, EngineSource
-from batchgen.bench.process import BenchEngine, EngineFailed, LoadSpec
+from batchgen.bench.process import OURS, BenchEngine, EngineFailed, EngineSource, LoadSpec
 from batchgen.bench.shapes import Shape
 from batchgen.bench.workload_defs import GPU_WORKLOADS
 from batchgen.bench.workloads import BenchRow, Level, Workload
 from tests.gpu.device import Gpu
-from tests.gpu.engines import PROBE, Rate, best_within, peer, rate, start
+from tests.gpu.engines import PROBE, Rate, best_within, part_of, peer, rate, start
+from tests.gpu.floors import device_floor
 from tests.gpu.goals import device_rates, with_goal
 from tests.gpu.models import model_folder, model_shape
 from tests.gpu.outcomes import Absent
@@ -228,7 +227,7 @@ class Runs:
         )
         rates = device_rates(self.gpu.name)
         if rates is not None:
-            rows = workload.part(found.factor)[0].rows(self.shape.vocab)
+            rows = part_of(workload, found.factor)[0].rows(self.shape.vocab)
             at_once = min(CONCURRENCY, sum(row.samples for row in rows))
             floor = device_floor(rows, self.shape, rates, at_once)
             share = found.tokens_per_second / floor.serial

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from batchgen.kernels.cpu import attention, attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool, LayerKV, PagedAttention
+from tests.cases import examples
 from tests.kernels.oracle import attend_by_token, visible_slots
 from tests.kernels.steps import (
     Shape,
@@ -96,7 +97,7 @@ def mixed(shape: Shape, seed: int = 0) -> Step:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
-    [*((9, 3, options) for options in OPTIONS), (4, 4, {}), (8, 1, OPTIONS[-1]), (20, 1, {}), (12, 2, {"window": 40})],
+    [*((9, 3, options) for options in OPTIONS), (4, 4, {}), (20, 1, {"window": 40})],
     ids=str,
 )
 def test_a_mixed_step(heads: int, kv_heads: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_a_mixed_step(heads: int, kv_heads: int, options: dict[str, Any], monkey
     check(step, options)
     args = args_of(step, **options)
     whole = attend(TorchAttention, step, args)
-    for tile in (1, 50, 512):
+    for tile in (1, 50, 512) if options == OPTIONS[-1] else (50,):
         assert torch.equal(attend_in_tiles(step, tile, args), whole)
     monkeypatch.setattr(torch_attention, "_GATHERED_BYTES", 1)  # items one at a time
     assert torch.equal(attend(TorchAttention, step, args), whole)
@@ -180,7 +181,7 @@ CHUNKS = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(
 ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     CHUNKS,
     ROWS,
@@ -227,7 +228,7 @@ def check_alone(make: Make, step: Step, args: AttentionArgs, page_size: int, eve
 
 
 @pytest.mark.parametrize("make", INVARIANT.values(), ids=INVARIANT)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     CHUNKS,
     ROWS,
@@ -392,7 +393,12 @@ def test_low_precision_is_as_exact_as_plain_products(dtype: torch.dtype, options
 @pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
     ("dims", "capped"),
-    [((64, 64), 1.04e-3), ((128, 128), 1.25e-3), ((320, 288), 1.30e-3), ((576, 512), 1.33e-3)],
+    [
+        ((64, 64), 1.04e-3),
+        pytest.param((128, 128), 1.25e-3, marks=pytest.mark.slow),
+        pytest.param((320, 288), 1.30e-3, marks=pytest.mark.slow),
+        ((576, 512), 1.33e-3),
+    ],
     ids=str,
 )
 def test_keys_of_several_blocks_with_dot_products(dims: tuple[int, int], capped: float) -> None:

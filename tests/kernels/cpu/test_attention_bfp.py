@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.kernels.attention import work_items as chunk_prefixes
@@ -17,6 +17,7 @@ from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.types import AttentionArgs
+from tests.cases import examples
 from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
 
@@ -145,7 +146,7 @@ def test_windows_and_caps(options: dict[str, Any], dots: bool) -> None:
     assert_near(long_prompt(Shape(6, 2, 64, 64, dtype=BF16)), dots, **options)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.kernels.attention import work_items as chunk_prefixes
@@ -15,6 +15,7 @@ from batchgen.kernels.attention.work_items import Words
 from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention_list import ListPlanner, ListShape, WorkList
 from batchgen.kernels.types import AttentionBatch, Ints
+from tests.cases import examples
 from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
 GROUP = 3
@@ -93,7 +94,7 @@ def costs_of(items: Words, shape: ListShape) -> list[int]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),
@@ -135,7 +136,7 @@ def test_every_visible_key_is_read_once(
     check_parts(batch, some, wanted)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90), st.integers(0, 3)), max_size=9),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),

@@ -180,7 +180,7 @@ print("submitted", flush=True)
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("1 / 0", 1)])
+@pytest.mark.parametrize(("end", "code"), [pytest.param("", 0, marks=pytest.mark.slow), ("1 / 0", 1)])
 def test_a_process_may_exit_with_a_command_buffer_running(end: str, code: int) -> None:
     found = subprocess.run([sys.executable, "-c", EXIT.format(end=end)], capture_output=True, text=True, timeout=100)
     assert found.stdout == "submitted\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from batchgen.kernels.cpu import ops
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.ops import TORCH_OPS
+from tests.cases import examples
 from tests.kernels.cpu.products import randn
 from tests.kernels.numbers import Numbers
 from tests.kernels.op_arguments import heads
@@ -66,7 +67,7 @@ def test_silu_of_every_bfloat16() -> None:
 
 
 @given(tokens, widths, dtypes)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_norms_round_like_pytorch(count: int, width: int, dtype: torch.dtype) -> None:
     x, delta = randn(count, width, dtype=dtype), randn(count, width, dtype=dtype, seed=2)
     weight = randn(width, dtype=dtype, seed=1)
@@ -80,7 +81,7 @@ def test_norms_round_like_pytorch(count: int, width: int, dtype: torch.dtype) ->
     dtypes,
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_heads_round_like_pytorch(count: int, shape: tuple[int, int, int], dtype: torch.dtype, normed: bool) -> None:
     made = heads(Numbers(torch.device("cpu"), count), dtype, count, *shape, normed=normed, page=13)
     mine, plain = ({**made, **{name: made[name].clone() for name in ("qkv", "keys", "values")}} for _ in range(2))

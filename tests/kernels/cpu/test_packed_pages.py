@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.cpu.packed_pages import PackedPages, PackedPool, packed_pool
 from batchgen.kernels.types import AttentionArgs, KVPool, LayerKV
+from tests.cases import examples
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
 
 BF16 = torch.bfloat16
@@ -62,7 +63,7 @@ def shared_pages(step: Step) -> np.ndarray:
 
 
 @needs_dots
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=12),

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from batchgen.kernels.cpu.matmul import (
     unpack_int8,
 )
 from batchgen.kernels.quantization import BFP, INT8, Scheme, groups_of, quantise_weight
+from tests.cases import examples
 from tests.kernels.cpu.products import randn, with_threads
 from tests.kernels.references import grouped_linear
 
@@ -68,7 +69,7 @@ def assert_product(method: Method, got: Tensor, x: Tensor, weight: Tensor, bias:
 
 
 @kinds
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     rows=st.integers(0, 80) | st.integers(81, 300),
     inner=st.integers(1, 450),

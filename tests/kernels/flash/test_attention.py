@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from batchgen.kernels.gpu import merge as gpu_merge
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.merge import merge_parts
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
+from tests.cases import examples
 from tests.kernels.flash.fake_flash import Fakes, fakes
 from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, StepBuilder, free_behind, group_of_one, only_rows
@@ -230,7 +231,7 @@ def steps(draw: st.DrawFn) -> tuple[StepBuilder, int | None]:
     return builder, draw(st.none() | st.integers(1, 60))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30)
 @given(drawn=steps())
 def test_random_steps(library: FlashLibrary, drawn: tuple[StepBuilder, int | None]) -> None:
     builder, window = drawn

@@ -5,7 +5,7 @@
 `--write` updates `resources.json`, the table whose bounds a test checks. `TRITON_INTERPRET` must not be set.
 
 Every row of the table has a digest of the kernel's source, its specialisation and Triton's version. `--quick` reuses
-rows with a matching digest, except one of every kernel and chip, and compiles all others.
+rows with a matching digest, except one of every chip, and compiles all others.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def compiled(
         modules: modules of cases; empty: `aot_cases`.
         only: substring of the names of kernels or cases; "" for all.
         workers: number of processes.
-        known: rows by digest that are reused, except one of every kernel and chip.
+        known: rows by digest that are reused, except one of every chip.
     """
     import triton
 
     from tests.kernels.gpu import aot
 
     launches, sites = aot.variants(chips, modules or [aot.CASES], only)
-    samples = {(x.name, x.chip): x.digest for x in reversed(launches)}
+    samples = {x.chip: x.digest for x in reversed(launches)}
     rows = [
-        aot.Resources(**known[x.digest]) if x.digest in known and samples[x.name, x.chip] != x.digest else None
+        aot.Resources(**known[x.digest]) if x.digest in known and samples[x.chip] != x.digest else None
         for x in launches
     ]
     todo = [index for index, row in enumerate(rows) if row is None]

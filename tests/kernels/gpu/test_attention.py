@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from batchgen.kernels.chips import known_chips, tuning_of
 from batchgen.kernels.gpu.work_list import GROUPS as SHARED
 from batchgen.kernels.gpu.work_list import LARGE, SMALL
 from batchgen.kernels.types import AttentionArgs
+from tests.cases import examples
 from tests.kernels.gpu.attention_cases import (
     GROUPS,
     KERNELS,
@@ -46,9 +48,7 @@ KERNEL = pytest.mark.parametrize("kernel", KERNELS)
 def test_steps_equal_the_reference(group: str, kernel: str) -> None:
     for case in GROUPS[group][:: 1 if kernel == "triton" else 2]:  # both kernels have the same page and mask arithmetic
         step = built(case.fill, **case.shape)
-        tunings: list[Any] = [Tiles(case.keys), *([SPLITTING] if (kernel, group) == ("triton", "options") else [])]
-        for tuning in tunings:
-            check(KERNELS[kernel](step, tuning), step, **with_sinks(case.options, step.query.shape[1]))
+        check(KERNELS[kernel](step, Tiles(case.keys)), step, **with_sinks(case.options, step.query.shape[1]))
 
 
 def test_latents_equal_the_reference() -> None:
@@ -59,8 +59,10 @@ def test_latents_equal_the_reference() -> None:
 
 
 @KERNEL
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("chip", ["default", *known_chips()])
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    [*zip(("default", *known_chips()), itertools.cycle((torch.float16, torch.float32)), strict=False)],
+)
 def test_the_tiles_of_each_chip(chip: str, dtype: torch.dtype, kernel: str) -> None:
     def fill(b: StepBuilder) -> None:
         b.chunk(40, past=40)
@@ -245,7 +247,7 @@ def test_prefix_parts_cover_the_groups_only(window: int | None, softcap: float |
             torch.testing.assert_close(part[row].double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40), st.integers(0, 3)), max_size=3),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), max_size=5),

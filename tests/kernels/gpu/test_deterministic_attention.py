@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.kernels.gpu.deterministic_list import (
@@ -24,6 +24,7 @@ from batchgen.kernels.gpu.deterministic_list import (
 )
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.types import AttentionBatch, ChunkPages
+from tests.cases import examples
 from tests.kernels.oracle import visible_slots
 from tests.kernels.steps import (
     Shape,
@@ -65,8 +66,11 @@ def alone(step: Step, token: int) -> Step:
     return Step(step.pool, batch, step.query[at], step.key[at], step.value[at])
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("fill", "page_size"), [(mixed, 16), (mixed, 5), (tree, 16)])
+@pytest.mark.parametrize(
+    ("fill", "page_size", "options"),
+    [*((mixed, 16, options) for options in OPTIONS), (mixed, 5, OPTIONS[-1]), (tree, 16, OPTIONS[0])],
+    ids=str,
+)
 def test_a_token_is_the_same_alone(
     fill: Callable[[StepBuilder], None], page_size: int, options: dict[str, Any]
 ) -> None:
@@ -118,7 +122,7 @@ def steps_of_tokens(
     return seen
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),

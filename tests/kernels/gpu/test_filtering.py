@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels import filtering as pytorch
 from batchgen.kernels.gpu.filtering import filtered_scores
 from batchgen.kernels.gpu.sampling import SamplingTile
+from tests.cases import examples
 from tests.kernels.gpu.sampled_rows import SMALL, TINY, Params, some
 from tests.kernels.logit_rows import MORE_KINDS, logits_of
 
@@ -33,8 +34,9 @@ def check(logits: Tensor, params: list[Params], tile: SamplingTile = SMALL) -> N
 
 
 @pytest.mark.field("temperature", "top_p", "top_k", "min_p")
-@pytest.mark.parametrize("kind", MORE_KINDS)
-@pytest.mark.parametrize("vocab", [1, 63, 200])
+@pytest.mark.parametrize(
+    ("kind", "vocab"), [*((kind, 200) for kind in MORE_KINDS), *zip(MORE_KINDS, itertools.cycle((1, 63)), strict=False)]
+)
 def test_scores_equal_pytorch(kind: str, vocab: int) -> None:
     params = some(GRID, 10, seed=vocab + len(kind))
     check(logits_of(kind, len(params), vocab), params)
@@ -46,7 +48,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
     check(logits_of("normal", 4, 180).to(dtype), params)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.lists(st.sampled_from([-torch.inf, -3e38, -2.0, -0.0, 0.0, 1e-40, 0.5]), min_size=1, max_size=40).filter(
         lambda values: max(values) > -torch.inf

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu.lora import add_lora
 from batchgen.kernels.lora import LoraPair, LoraPairs, lora_step, tiles_of
 from batchgen.kernels.lora import add_lora as plain_lora
+from tests.cases import examples
 from tests.kernels import op_exact as exact
 from tests.kernels.closeness import DTYPES
 from tests.kernels.numbers import Numbers
@@ -71,7 +72,7 @@ def test_a_stack_contains_the_pairs_once() -> None:
     assert pairs.stack is stack
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(adapters=st.lists(st.integers(-1, 4), min_size=1, max_size=200).filter(lambda a: max(a) >= 0))
 def test_tiles_contain_every_token_once(adapters: list[int]) -> None:
     step = lora_step(np.array(adapters), HOST)

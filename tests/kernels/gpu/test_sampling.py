@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from batchgen.kernels import sampling as pytorch
 from batchgen.kernels.gpu.sampling import SamplingTile, greedy, nan_rows, sample
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns
+from tests.cases import examples
 from tests.kernels.gpu.sampled_rows import SMALL, TINY, Params, some
 from tests.kernels.logit_rows import MORE_KINDS, logits_of
 from tests.kernels.references import sample_reference
@@ -54,8 +55,10 @@ def expected(logits: Tensor, params: list[Params], seed: int = 0) -> list[int]:
 
 
 @pytest.mark.field("temperature", "top_k", "top_p", "min_p", "seed")
-@pytest.mark.parametrize("kind", MORE_KINDS)
-@pytest.mark.parametrize("vocab", [1, 2, 63, 200])
+@pytest.mark.parametrize(
+    ("kind", "vocab"),
+    [*((kind, 200) for kind in MORE_KINDS), *zip(MORE_KINDS, itertools.cycle((1, 2, 63)), strict=False)],
+)
 def test_mixed_rows_equal_the_reference(kind: str, vocab: int) -> None:
     params = some(GRID, 8, seed=vocab + len(kind))
     logits = logits_of(kind, len(params), vocab)
@@ -73,7 +76,7 @@ def test_long_rows_of_every_dtype(dtype: torch.dtype) -> None:
     assert draw(logits, params, tile=WIDE).tolist() == expected(logits, params)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.lists(st.sampled_from([-torch.inf, -2.0, -0.0, 0.0, 0.5, 1.0, 1.25, 7.0]), min_size=1, max_size=40),
     st.sampled_from([0.0, 1e-5, 0.5, 1.0, 3.0]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.kernels.attention import work_items as chunk_prefixes
@@ -23,6 +23,7 @@ from batchgen.kernels.gpu.work_list import (
     plan_step,
 )
 from batchgen.kernels.types import AttentionBatch
+from tests.cases import examples
 from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
 
@@ -56,7 +57,7 @@ def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[
     return seen
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),

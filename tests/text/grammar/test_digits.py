@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batchgen.text.grammar.validation import Schema
+from tests.cases import each
 from tests.text.grammar.walk import Walk, compile_constraint_of, compile_schema
 
 MOST = 20
@@ -54,8 +55,8 @@ NUMBERS: list[tuple[dict[str, Any], str, str, str]] = [
 """(schema, text before digits, text after them, another text)"""
 
 
-@pytest.mark.parametrize("form", ["xgrammar", "llguidance", "tag"])
-@pytest.mark.parametrize(("schema", "before", "after", "other"), NUMBERS, ids=str)
+@each("form", ["xgrammar", "llguidance", "tag"])
+@each("schema, before, after, other", NUMBERS)
 def test_a_number_ends_after_so_many_digits(
     schema: dict[str, Any], before: str, after: str, other: str, form: str
 ) -> None:

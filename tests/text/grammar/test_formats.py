@@ -10,6 +10,7 @@ import pytest
 from batchgen.errors import RowError
 from batchgen.text.grammar.formats import FORMATS, IMPLIED_PATTERNS
 from batchgen.text.grammar.validation import Schema
+from tests.cases import each
 from tests.text.grammar.walk import compile_constraint_of, compile_schema
 
 # Format -> valid texts, invalid texts.
@@ -55,7 +56,7 @@ TEXTS: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@each("name", TEXTS)
 def test_checks_follow_the_standard(name: str) -> None:
     schema = Schema.parse(json.dumps({"type": "string", "format": name}), "json_schema")
     valid, invalid = TEXTS[name]
@@ -65,7 +66,7 @@ def test_checks_follow_the_standard(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", [name for name, known in FORMATS.items() if known.pattern is not None])
+@each("name", [name for name, known in FORMATS.items() if known.pattern is not None])
 @pytest.mark.field("json_schema")
 def test_the_grammar_of_a_format_allows_only_valid_texts(name: str) -> None:
     """Alone, and with a length, which the other compiler takes."""
@@ -77,7 +78,7 @@ def test_the_grammar_of_a_format_allows_only_valid_texts(name: str) -> None:
         grammar = compile_schema(schema)
         assert grammar.backend == backend
         second = Schema.parse(json.dumps(schema), "json_schema")
-        for seed in range(25):
+        for seed in range(10):
             text = grammar.random_text(seed, steps=40)
             if text is not None:
                 assert second.satisfied_by(text.decode()) is True, text
@@ -103,7 +104,7 @@ def test_the_pattern_that_zod_writes_next_to_a_format_holds(name: str) -> None:
     tag = {"format": {"type": "json_schema", "json_schema": schema}}
     assert compile_constraint_of("structural_tag", json.dumps(tag)).backend == "xgrammar"
     for grammar in (compile_schema(schema), compile_schema({**schema, "maxLength": 200})):
-        found = {grammar.random_text(seed, steps=40) for seed in range(25)} - {None}
+        found = {grammar.random_text(seed, steps=40) for seed in range(10)} - {None}
         assert len(found) > 4
         assert all(re.search(IMPLIED_PATTERNS[name], json.loads(text)) for text in found)
     with pytest.raises(RowError, match="look-around"):

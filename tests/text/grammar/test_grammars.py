@@ -25,12 +25,13 @@ from batchgen.text.grammar import compiler as grammar_compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.grammar.worker import CompileLimits, import_compiler
 from batchgen.text.tokenizer import Tokenizer
+from tests.cases import each
 
 HOSTILE: list[tuple[str, Constraint, CompileLimits]] = [
     (
-        "more than 1 seconds",
+        "more than 0.5 seconds",
         Constraint("json_schema", json.dumps({"enum": [f"value number {i}" for i in range(60_000)]})),
-        CompileLimits(seconds=1),
+        CompileLimits(seconds=0.5),
     ),
     (
         "more than 100,000",
@@ -136,7 +137,7 @@ def test_a_hostile_grammar_is_an_error_and_the_next_one_compiles(
 
 
 def test_grammars_compiled_by_one_process_do_not_change_each_other(tokenizer: Tokenizer) -> None:
-    limits = CompileLimits(seconds=2)
+    limits = CompileLimits(seconds=0.5)
     good = [Constraint("regex", f"[a-z]{{{i + 1}}}") for i in range(90)]
     bad = {1: Constraint("regex", "(" * 1000 + "a" + ")" * 1000), 30: HOSTILE[0][1], 31: Constraint("regex", "(")}
     mixed = [bad.get(i, each) for i, each in enumerate(good)]
@@ -271,7 +272,9 @@ print(*sorted({"llguidance", "torch", "transformers"} & sys.modules.keys()))
 """
 
 
-@pytest.mark.parametrize(("needs", "left"), [("", ""), ("torch", "torch transformers")])
+@pytest.mark.parametrize(
+    ("needs", "left"), [("", ""), pytest.param("torch", "torch transformers", marks=pytest.mark.slow)]
+)
 def test_a_compiler_imports_no_torch(needs: str, left: str) -> None:
     """Unless xgrammar needs it; nor the other compiler."""
     command = [sys.executable, "-c", LIBRARY, needs]
@@ -318,7 +321,7 @@ NOT_LEFT_RECURSIVE = [
 ]
 
 
-@pytest.mark.parametrize("grammar", [*LEFT_RECURSIVE, *NOT_LEFT_RECURSIVE])
+@each("grammar", [*LEFT_RECURSIVE, *NOT_LEFT_RECURSIVE])
 def test_left_recursion_is_refused_and_other_recursion_is_not(grammars: Grammars, grammar: str) -> None:
     error = error_of(grammars, "ebnf", grammar)
     assert (error is not None) == (grammar in LEFT_RECURSIVE)
@@ -327,8 +330,8 @@ def test_left_recursion_is_refused_and_other_recursion_is_not(grammars: Grammars
         assert "left-recursive" in error.message
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
+@each(
+    "kind, text, message",
     [
         ("ebnf", "root ::= ", "does not compile"),
         ("ebnf", 'start ::= "a"', "root"),

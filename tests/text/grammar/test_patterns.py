@@ -6,11 +6,12 @@ import json
 import re
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 from batchgen.text.grammar.validation import matches_whole
+from tests.cases import each, examples
 from tests.text.grammar.walk import Walk, compile_pattern, compile_schema
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", "[ab]", "[^a]", r"[^\s\d]", r"[\w-]", "[b-é]"]
@@ -34,7 +35,7 @@ def grammar_of(pattern: str, json_string: bool) -> Walk:
     return compile_schema({"type": "string", "pattern": pattern}) if json_string else compile_pattern(pattern)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(PATTERNS, st.booleans())
 @example(".", False)
 @example(r"[^\S\n]+", False)
@@ -56,7 +57,7 @@ def test_texts_of_the_grammar_match_the_pattern(pattern: str, json_string: bool)
             assert re.fullmatch(pattern, text, flags), (pattern, text)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(PATTERNS, st.text(alphabet="ab1 é.日\n-", max_size=6))
 def test_the_grammar_accepts_what_the_pattern_matches_in_ascii(pattern: str, text: str) -> None:
     """Only for patterns that all dialects read alike: no categories and no dot."""
@@ -68,8 +69,8 @@ def test_the_grammar_accepts_what_the_pattern_matches_in_ascii(pattern: str, tex
     assert compile_pattern(pattern).accepts(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message", "invalid"),
+@each(
+    "pattern, message, invalid",
     [
         ("(", "unterminated", True),
         ("a{3,2}", "min repeat", True),

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from batchgen.errors import RowError
 from batchgen.text.grammar.validation import Schema
+from tests.cases import each
 from tests.text.grammar.walk import compile_schema
 
 
@@ -89,7 +90,7 @@ ENFORCED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.field("json_schema")
-@pytest.mark.parametrize(("kind", "backend"), ENFORCED, ids=str)
+@each("kind, backend", ENFORCED)
 def test_texts_are_values_of_the_type(kind: Any, backend: str) -> None:
     values = TypeAdapter(kind)
     grammar = compile_schema(values.json_schema())

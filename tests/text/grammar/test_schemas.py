@@ -160,7 +160,7 @@ class SchemaGenerator:
 
 
 @pytest.mark.field("json_schema")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_schemas_are_enforced_or_refused(seed: int) -> None:
     generator = SchemaGenerator(seed)
     outcomes: Counter[str] = Counter()
@@ -184,9 +184,8 @@ def test_random_schemas_are_enforced_or_refused(seed: int) -> None:
     assert outcomes["unsupported_schema_keyword"] > 0
 
 
-@pytest.mark.parametrize("seed", range(100, 103))
-def test_random_schemas_compile_when_lenient(seed: int) -> None:
-    generator = SchemaGenerator(seed)
+def test_random_schemas_compile_when_lenient() -> None:
+    generator = SchemaGenerator(100)
     refused: set[str] = set()
     for _ in range(60):
         schema = {**generator.schema(), "$defs": DEFS}

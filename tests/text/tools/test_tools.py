@@ -24,6 +24,7 @@ from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.parser import calls_json
 from batchgen.text.tools.rows import ToolParser, params_with_tools, tool_parser_of
 from batchgen.text.tools.values import property_schemas
+from tests.cases import each
 from tests.text.conftest import save_tokenizer
 from tests.text.grammar.walk import compile_constraint_of
 from tests.text.tools.families import FAMILIES, MARKS, OSLO, PARIS, RESPONSE_TEMPLATES, TOOLS
@@ -73,13 +74,13 @@ def named(calls: Any) -> list[tuple[str, Any]]:
     return [(call.name, dict(call.arguments)) for call in calls]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_a_family_is_known_by_its_template_and_vocabulary(known: dict[str, Known], name: str) -> None:
     assert known[name].parser.name == FAMILIES[name].name
 
 
 @pytest.mark.field("tools")
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, one in FAMILIES.items() for case in one.cases])
+@each("name, case", [(name, case) for name, one in FAMILIES.items() for case in one.cases])
 def test_a_transcript_has_calls_and_text(known: dict[str, Known], name: str, case: str) -> None:
     expected = FAMILIES[name].cases[case]
     for fields in ({}, {"stop": "not there"}, {"stream": True}):  # at the end, token by token, and in events
@@ -89,7 +90,7 @@ def test_a_transcript_has_calls_and_text(known: dict[str, Known], name: str, cas
         assert expected.error is None or expected.error in (done.tool_calls_error or "")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_what_begins_like_a_call_and_is_none_is_an_error(known: dict[str, Known], name: str) -> None:
     """A mark alone, and a call that is cut anywhere or written twice: nothing that is written gets lost."""
     mark, plain, thoughts = MARKS[name], CHAT._replace(tools=None), known[name].thoughts
@@ -102,7 +103,7 @@ def test_what_begins_like_a_call_and_is_none_is_an_error(known: dict[str, Known]
     twice = finished(known[name], expected.output * 2)
     assert named(twice.tool_calls) == [*expected.calls] * 2 or twice.tool_calls_error
     ids = known[name].tokenizer.encode_plain([expected.output])[0]
-    for number in range(1, len(ids), 2):
+    for number in range(1, len(ids), 5):
         output = known[name].tokenizer.decode(ids[:number], skip_special_tokens=False)
         done, without = finished(known[name], output), finished(known[name], output, plain)
         if done.tool_calls:
@@ -119,12 +120,12 @@ MARKUP = re.compile(
 """A word in an attribute of a tag, in a key of JSON that says nothing, or in the head of a message."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_a_word_anywhere_in_a_transcript_is_in_a_column(known: dict[str, Known], name: str) -> None:
     draw, tokenizer = random.Random(7), known[name].tokenizer
     for case in FAMILIES[name].cases.values():
         ids = tokenizer.encode_plain([case.output])[0]
-        for at in draw.sample(range(len(ids) + 1), min(6, len(ids))):
+        for at in draw.sample(range(len(ids) + 1), min(3, len(ids))):
             before, after = (tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:at], ids[at:]))
             done = finished(known[name], f"{before}word7{after}")
             columns = (done.text, done.reasoning, done.tool_calls, done.tool_calls_error)
@@ -278,9 +279,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel"), [*((name, True) for name in FORMATS), ("hermes", False), ("mistral", False), ("olmo3", False)]
-)
+@each("name, parallel", [*((name, True) for name in FORMATS), ("hermes", False), ("mistral", False), ("olmo3", False)])
 def test_texts_of_the_grammar_are_calls_that_satisfy_the_schemas(name: str, parallel: bool) -> None:
     """Whatever the grammar of required calls allows is read back, and is what the schemas allow."""
     functions = [each for each in FUNCTIONS if each["name"] != "now"] + MORE
@@ -292,7 +291,7 @@ def test_texts_of_the_grammar_are_calls_that_satisfy_the_schemas(name: str, para
     written = FORMATS[name].write([ToolCall(*OSLO), ToolCall("now", {})][: 1 + parallel])
     assert walk.accepts(written), written
     found = 0
-    for seed in range(8):
+    for seed in range(5):
         drawn = walk.random_text(seed)
         try:
             output = "" if drawn is None else drawn.decode()
@@ -305,7 +304,7 @@ def test_texts_of_the_grammar_are_calls_that_satisfy_the_schemas(name: str, para
         assert not [span.error for span in spans if span.error], output
         assert check(text)(calls_json(calls, [1], 0, None)) is True, (output, calls)
         found += 1
-    assert found > 2
+    assert found > 1
 
 
 @pytest.mark.parametrize(
@@ -394,7 +393,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_hostile_outputs_are_texts(name: str) -> None:
     began = time.process_time()
     for output in HOSTILE:

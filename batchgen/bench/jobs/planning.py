@@ -6,9 +6,7 @@ from its memory map.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
 import re
 import tempfile
 import threading
@@ -16,13 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
-from batchgen.bench.machine import commit_name, cpu_name, processors
+from batchgen.bench.machine import machine
 from batchgen.data.write.spool import TokenSpool
 from batchgen.errors import UsageError
 from batchgen.plan.estimate import find_dedup, plan_counts
@@ -31,7 +31,7 @@ from batchgen.plan.sort import sort_prompts
 from batchgen.plan.tree import tree_of_sorted
 
 Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
 
 _VOCABULARY = 32_000
 _BLOCK = 1 << 22
@@ -63,48 +63,12 @@ class PlanSize:
         return PlanSize(int(found[1]), int(found[2]))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFigure:
-    """Time, memory and counts of planning one shape."""
-
-    workload: str
-    shape: str
-    rows: int
-    tokens: int
-    distinct_tokens: int
-    """Number of prompt tokens that a run computes."""
-    nodes: int
-    kv_peak_pages: int
-    page_waste: float
-    seconds: float
-    """Sum of all phases."""
-    phases: dict[str, float]
-    cpu_seconds: float
-    processors: int
-    """Number of processors that this process may run on."""
-    ids_bytes: int
-    """Size of the token ids, which are memory-mapped."""
-    scratch_bytes: int | None
-    """Peak memory of planning in addition to the ids; None if the system does not report it (not Linux)."""
-    cpu: str
-    commit: str | None
-
-    def to_json(self) -> str:
-        """One JSON line."""
-        return json.dumps(asdict(self))
-
-
-def run_plan_bench(size: PlanSize, emit: Callable[[str], None]) -> list[PlanFigure]:
-    """Plan every shape at this size and pass one JSON line for each to `emit`.
+def plan_lines(size: PlanSize) -> Iterator[dict[str, Any]]:
+    """Plan every shape at this size and return its JSON line.
 
     Each shape is planned in a separate process, so that memory freed after generating the ids does not distort the
     measured peak.
-
-    Args:
-        size: number and length of the prompts.
-        emit: called with each JSON line.
     """
-    figures = []
     for shape in PLAN_SHAPES:
         with (
             tempfile.TemporaryDirectory(prefix="batchgen-plan-") as scratch,
@@ -114,23 +78,17 @@ def run_plan_bench(size: PlanSize, emit: Callable[[str], None]) -> list[PlanFigu
             for block in draw_prompts(shape, size):
                 spool.append(block)
             spool.ids()  # flushes the file
-            figures.append(process.submit(_measure_file, shape, size, spool.path).result())
-        emit(figures[-1].to_json())
-    return figures
+            line = process.submit(_measure, shape, size, spool.path).result()
+        yield line
 
 
-def _measure_file(shape: str, size: PlanSize, path: Path) -> PlanFigure:
-    return measure_planning(shape, size, np.memmap(path, np.int32, mode="r").view(np.ndarray))
+def _measure(shape: str, size: PlanSize, path: Path) -> dict[str, Any]:
+    """Time, memory and counts of planning the prompts of a shape, whose ids are in the file `path`.
 
-
-def measure_planning(shape: str, size: PlanSize, tokens: Int32s) -> PlanFigure:
-    """Measure planning of prompts of equal length.
-
-    Args:
-        shape: name of the shape.
-        size: number and length of the prompts.
-        tokens: [rows * tokens] ids.
+    `distinct_tokens` is what a run computes, `seconds` the sum of the phases, `scratch_bytes` the peak of the memory in
+    addition to the ids; None if the system does not report it (not Linux).
     """
+    tokens = np.memmap(path, np.int32, mode="r").view(np.ndarray)
     offsets = np.arange(size.rows + 1, dtype=np.int64) * size.tokens
     samples, limits = np.ones(size.rows, np.int32), np.full(size.rows, _MAX_NEW_TOKENS, np.int32)
     phases: dict[str, float] = {}
@@ -142,7 +100,7 @@ def measure_planning(shape: str, size: PlanSize, tokens: Int32s) -> PlanFigure:
         phases[name] = time.perf_counter() - began
 
     cpu = time.process_time()
-    with _AnonymousMemoryPeak() as memory:
+    with _anonymous_memory() as memory:
         with phase("sort"):
             order, shared = sort_prompts(tokens, offsets)
         with phase("tree"):
@@ -154,62 +112,49 @@ def measure_planning(shape: str, size: PlanSize, tokens: Int32s) -> PlanFigure:
         with phase("scheduler"):
             pages = counts.kv_peak_pages + 2
             Scheduler(tree, samples, limits, SchedulerConfig(pages, _PAGE_SIZE, _MAX_NUM_SEQS, 2048))
-    return PlanFigure(
-        workload="plan",
-        shape=shape,
-        rows=size.rows,
-        tokens=tree.prompt_tokens,
-        distinct_tokens=tree.distinct_tokens,
-        nodes=len(tree),
-        kv_peak_pages=counts.kv_peak_pages,
-        page_waste=round(counts.page_waste, 6),
-        seconds=round(sum(phases.values()), 3),
-        phases={name: round(seconds, 3) for name, seconds in phases.items()},
-        cpu_seconds=round(time.process_time() - cpu, 3),
-        processors=processors(),
-        ids_bytes=tokens.nbytes,
-        scratch_bytes=memory.bytes,
-        cpu=cpu_name(),
-        commit=commit_name(),
-    )
+    about = machine()
+    return {
+        "workload": "plan",
+        "shape": shape,
+        "rows": size.rows,
+        "tokens": tree.prompt_tokens,
+        "distinct_tokens": tree.distinct_tokens,
+        "nodes": len(tree),
+        "kv_peak_pages": counts.kv_peak_pages,
+        "page_waste": round(counts.page_waste, 6),
+        "seconds": round(sum(phases.values()), 3),
+        "phases": {name: round(seconds, 3) for name, seconds in phases.items()},
+        "cpu_seconds": round(time.process_time() - cpu, 3),
+        "processors": about.pop("processors"),
+        "ids_bytes": tokens.nbytes,
+        "scratch_bytes": max(memory) - memory[0] if memory else None,
+        **about,
+    }
 
 
-class _AnonymousMemoryPeak:
-    """Context manager that measures the peak increase of the process's anonymous memory. Linux only."""
+@contextmanager
+def _anonymous_memory() -> Iterator[list[int]]:
+    """Resident bytes without file mappings while the block runs, at short intervals; empty if not on Linux."""
+    process, ended = psutil.Process(), threading.Event()
+    found: list[int] = []
 
-    def __init__(self) -> None:
-        self.bytes: int | None = None
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def sample() -> None:
+        memory = process.memory_info()
+        if hasattr(memory, "shared"):
+            found.append(memory.rss - memory.shared)
 
-    def __enter__(self) -> _AnonymousMemoryPeak:
-        self._before = _anonymous_bytes()
-        self._peak = self._before
-        self._thread.start()
-        return self
+    def watch() -> None:
+        while not ended.wait(0.01):
+            sample()
 
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        if self._before is not None and self._peak is not None:
-            self.bytes = self._peak - self._before
-
-    def _watch(self) -> None:
-        while True:
-            now = _anonymous_bytes()
-            if now is not None and self._peak is not None:
-                self._peak = max(self._peak, now)
-            if self._end.wait(0.01):
-                return
-
-
-def _anonymous_bytes() -> int | None:
-    """Resident memory without file mappings, in bytes; None if the system does not report it."""
+    sample()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
     try:
-        fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    except OSError:
-        return None
-    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+        yield found
+    finally:
+        ended.set()
+        thread.join()
 
 
 def draw_prompts(shape: str, size: PlanSize) -> Iterator[Int32s]:
@@ -222,14 +167,14 @@ def draw_prompts(shape: str, size: PlanSize) -> Iterator[Int32s]:
         yield draw(rows, position, size).reshape(-1)
 
 
-def _common_roots(rows: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64], size: PlanSize) -> Int32s:
+def _common_roots(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
     """Prompts with a common prefix of four fifths of their length for every 1,000 rows, then distinct ids."""
     roots = np.uint64(max(1, size.rows // 1000))
     source = np.where(position < size.tokens * 4 // 5, (_hash(rows) % roots)[:, None], rows[:, None] + roots)
     return _ids(source, position)
 
 
-def _deep_tree(rows: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64], size: PlanSize) -> Int32s:
+def _deep_tree(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
     """Leaves of a tree of ten levels, in mixed order."""
     width = np.uint64(max(2, round(size.rows ** (1 / _TREE_LEVELS))))
     level = np.minimum(position * np.uint64(_TREE_LEVELS) // np.uint64(size.tokens), np.uint64(_TREE_LEVELS - 1))
@@ -238,19 +183,14 @@ def _deep_tree(rows: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64], s
     return _ids(above, position)
 
 
-def _identical(rows: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64], size: PlanSize) -> Int32s:
+def _same(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
     """The same prompt in every row."""
     return _ids(np.zeros((len(rows), 1), np.uint64), position)
 
 
-def _unshared(rows: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64], size: PlanSize) -> Int32s:
-    """Prompts that share nothing, except by chance."""
-    return _ids(rows[:, None], position)
-
-
-def _near_duplicates(rows: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64], size: PlanSize) -> Int32s:
+def _near_duplicates(rows: UInt64s, position: UInt64s, size: PlanSize) -> Int32s:
     """The same prompt in every row, with two ids changed at random positions."""
-    ids = _identical(rows, position, size)
+    ids = _same(rows, position, size)
     for change in range(2):
         random = _hash(rows * np.uint64(2) + np.uint64(change))
         positions = (random % np.uint64(size.tokens)).astype(np.int64)
@@ -258,17 +198,17 @@ def _near_duplicates(rows: npt.NDArray[np.uint64], position: npt.NDArray[np.uint
     return ids
 
 
-PLAN_SHAPES: dict[str, Callable[[npt.NDArray[np.uint64], npt.NDArray[np.uint64], PlanSize], Int32s]] = {
+PLAN_SHAPES: dict[str, Callable[[UInt64s, UInt64s, PlanSize], Int32s]] = {
     "common-roots": _common_roots,
     "deep-tree": _deep_tree,
-    "identical": _identical,
-    "unshared": _unshared,
+    "identical": _same,
+    "unshared": lambda rows, position, _: _ids(rows[:, None], position),  # but by chance
     "near-duplicates": _near_duplicates,
 }
 """Shape -> function from row numbers [R] and positions [T] to ids [R, T], in order of measurement."""
 
 
-def _ids(source: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -> Int32s:
+def _ids(source: UInt64s, position: UInt64s) -> Int32s:
     """[R, T] ids: the hash of each segment number in `source` and position."""
     mixed = _hash(source) + (position * np.uint64(0x9E3779B97F4A7C15))[None, :]
     mixed ^= mixed >> np.uint64(29)
@@ -276,7 +216,7 @@ def _ids(source: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -> In
     return ((mixed >> np.uint64(33)) % np.uint64(_VOCABULARY)).astype(np.int32)
 
 
-def _hash(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _hash(values: UInt64s) -> UInt64s:
     mixed = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     mixed *= np.uint64(0xD6E8FEB86659FD93)

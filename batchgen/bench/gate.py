@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from batchgen.bench.peers import OWN_ENGINES
-from batchgen.bench.process import BenchEngine
+from batchgen.bench.process import OWN_ENGINES, BenchEngine
 from batchgen.bench.workload_defs import BenchWorkload
 from batchgen.bench.workloads import BenchRow, plain
 from batchgen.errors import BatchgenError
@@ -45,12 +44,8 @@ class GateFailed(BatchgenError):
 
 
 def gate_rows(rows: Sequence[BenchRow], *, peers: bool = False, new_tokens: int = _NEW_TOKENS) -> list[BenchRow]:
-    """Rows to check: evenly spaced over the workload, at most `new_tokens` long, one sample each.
-
-    Args:
-        rows: the workload.
-        peers: whether peers are checked, which takes more rows.
-        new_tokens: largest number of new tokens.
+    """Rows to check, more if there are `peers`: evenly spaced over the workload, at most `new_tokens` long, one sample
+    each.
     """
     count = min(_CHECKED_ROWS_WITH_PEERS if peers else _CHECKED_ROWS, len(rows))
     picked = [rows[i * len(rows) // count] for i in range(count)]
@@ -88,9 +83,9 @@ class Check:
                 pairs = enumerate(zip(ids, expected, strict=False))
                 at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(expected)))
                 found, wanted = (str(one[at]) if at < len(one) else "missing" for one in (ids, expected))
-                raise GateFailed(
-                    f"{self.engine.name} on {self.workload} in float32, checked row {number} ({len(row.ids)} prompt "
-                    f"tokens): output position {at} is {found}, the reference has {wanted}"
+                raise self._failure(
+                    f"in float32, checked row {number} ({len(row.ids)} prompt tokens): output position {at} is "
+                    f"{found}, the reference has {wanted}"
                 )
 
     def equality(self, rows: Sequence[BenchRow], reference: Ids) -> float:
@@ -101,9 +96,8 @@ class Check:
         """
         share = _equal_share(self._ids(rows), reference)
         if share < MIN_EQUALITY:
-            raise GateFailed(
-                f"{self.engine.name} on {self.workload} has the reference's ids in {share:.0%} of rows in float32, at "
-                f"least {MIN_EQUALITY:.0%} are needed"
+            raise self._failure(
+                f"has the reference's ids in {share:.0%} of rows in float32, at least {MIN_EQUALITY:.0%} are needed"
             )
         return share
 
@@ -116,9 +110,9 @@ class Check:
         check_lengths(self.workload, self.engine.name, rows, outputs)
         share = _equal_share([ids[:1] for ids in outputs], [ids[:1] for ids in reference])
         if share < MIN_AGREEMENT:
-            raise GateFailed(
-                f"{self.engine.name} on {self.workload} in {self.engine.dtype} has {share:.0%} of the first tokens of "
-                f"float32, at least {MIN_AGREEMENT:.0%} are needed"
+            raise self._failure(
+                f"in {self.engine.dtype} has {share:.0%} of the first tokens of float32, at least {MIN_AGREEMENT:.0%} "
+                "are needed"
             )
         return share
 
@@ -132,22 +126,22 @@ class Check:
         for number, (row, ids, same) in enumerate(zip(rows, found.outputs, self._ids(plain(rows)), strict=True)):
             if "json_schema" in row.fields:
                 if not continues_to_json(text := tokenizer.decode(ids)):
-                    raise self._failure(f"row {number} is held to a JSON schema and begins {text!r}")
+                    raise self._wrong(f"row {number} is held to a JSON schema and begins {text!r}")
             elif "lora_path" not in row.fields and ids != same:
-                raise self._failure(f"row {number} has other ids with {', '.join(row.fields)} than without")
+                raise self._wrong(f"row {number} has other ids with {', '.join(row.fields)} than without")
         for name, count in returned_counts(rows, found.outputs).items():
             if found.counted.get(name) != count:
-                raise self._failure(f"{found.counted.get(name)} {name.replace('_', ' ')} came back, not {count}")
+                raise self._wrong(f"{found.counted.get(name)} {name.replace('_', ' ')} came back, not {count}")
 
     def adapter(self, rows: Sequence[BenchRow], merged: Ids, bare: Ids) -> None:
         """Compare rows of one adapter to the reference with that adapter `merged`, which differs from the `bare` ids
         without the adapter.
         """
         if list(merged) == list(bare):
-            raise self._failure("the adapter changes no row, so it cannot be checked")
+            raise self._wrong("the adapter changes no row, so it cannot be checked")
         for number, (ids, expected) in enumerate(zip(self._ids(rows), merged, strict=True)):
             if ids != list(expected):
-                raise self._failure(f"row {number} of an adapter gives {ids}, the merged model {list(expected)}")
+                raise self._wrong(f"row {number} of an adapter gives {ids}, the merged model {list(expected)}")
 
     def samples(self, rows: Sequence[BenchRow], *, replays: bool) -> None:
         """Check the number, length and variety of random samples and, if the engine `replays`, that seeds reproduce
@@ -156,17 +150,20 @@ class Check:
         outputs = self._ids(rows)
         for number, (row, ids) in enumerate(zip(rows, outputs, strict=True)):
             if len(ids) != row.samples * row.max_new:
-                raise self._failure(f"row {number} has {len(ids)} ids, not {row.samples} samples of {row.max_new}")
+                raise self._wrong(f"row {number} has {len(ids)} ids, not {row.samples} samples of {row.max_new}")
             if len({tuple(ids[at : at + row.max_new]) for at in range(0, len(ids), row.max_new)}) == 1:
-                raise self._failure(f"the {row.samples} samples of row {number} are all equal")
+                raise self._wrong(f"the {row.samples} samples of row {number} are all equal")
         if replays and self._ids(rows) != outputs:
-            raise self._failure("samples differ when generated again with the same seeds")
+            raise self._wrong("samples differ when generated again with the same seeds")
 
     def _ids(self, rows: Sequence[BenchRow]) -> list[list[int]]:
         return self.engine.generate(rows, self.setting).outputs
 
     def _failure(self, what: str) -> GateFailed:
-        return GateFailed(f"{self.engine.name} on {self.workload} in {self.engine.dtype}: {what}")
+        return GateFailed(f"{self.engine.name} on {self.workload} {what}")
+
+    def _wrong(self, what: str) -> GateFailed:
+        return self._failure(f"in {self.engine.dtype}: {what}")
 
 
 def _equal_share(outputs: Ids, reference: Ids) -> float:
@@ -232,8 +229,7 @@ class Gate:
 
     def record_reference(self, engine: BenchEngine) -> None:
         """Generate and store the reference's ids, one row at a time."""
-        for name, rows in self.rows.items():
-            self.expected[name] = engine.generate(rows, {"batch": 1}).outputs
+        self.expected.update((name, engine.generate(rows, {"batch": 1}).outputs) for name, rows in self.rows.items())
 
     def record_merged(self, workload: BenchWorkload, engine: BenchEngine) -> None:
         """Generate and store the ids of a reference with the workload's first adapter merged."""

@@ -1,6 +1,6 @@
 """Tasks of the demonstration model: seeded examples in two disjoint splits, and the check of an answer.
 
-`python -m batchgen.bench.demo_tasks.tasks --rows 200` writes held-out rows for `batchgen run` to standard output.
+`python -m batchgen.demo.tasks --rows 200` writes held-out rows for `batchgen run` to standard output.
 """
 
 from __future__ import annotations
@@ -13,46 +13,34 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, get_args
 
-from batchgen.bench.demo_tasks.content import HELDOUT_ONE_IN, TEMPLATES, Content, Split, split_of
-from batchgen.bench.demo_tasks.makers import arithmetic, copy, few_shot, sort, word_facts
-from batchgen.bench.demo_tasks.passages import classify, extract, question
+from batchgen.demo.questions import (
+    TEMPLATES,
+    Content,
+    Split,
+    arithmetic,
+    classify,
+    copy,
+    extract,
+    few_shot,
+    question,
+    sort,
+    split_of,
+    word_facts,
+)
 
-__all__ = [
-    "HELDOUT_ONE_IN",
-    "TASKS",
-    "WEIGHTS",
-    "Content",
-    "Example",
-    "Split",
-    "draw",
-    "is_correct",
-    "rows",
-    "split_of",
-]
-
-TASKS: dict[str, Callable[[Random], Content]] = {
-    "arithmetic": arithmetic,
-    "sort": sort,
-    "copy": copy,
-    "extract": extract,
-    "classify": classify,
-    "question": question,
-    "few_shot": few_shot,
-    "word_facts": word_facts,
+_TASKS: dict[str, tuple[Callable[[Random], Content], int]] = {
+    "arithmetic": (arithmetic, 36),
+    "sort": (sort, 16),
+    "copy": (copy, 14),
+    "extract": (extract, 12),
+    "classify": (classify, 7),
+    "question": (question, 18),
+    "few_shot": (few_shot, 14),
+    "word_facts": (word_facts, 6),
 }
-
-WEIGHTS: dict[str, int] = {
-    "arithmetic": 36,
-    "sort": 16,
-    "copy": 14,
-    "extract": 12,
-    "classify": 7,
-    "question": 18,
-    "few_shot": 14,
-    "word_facts": 6,
-}
+TASKS = {name: maker for name, (maker, _) in _TASKS.items()}
+WEIGHTS = {name: weight for name, (_, weight) in _TASKS.items()}
 """Task -> relative number of examples."""
-
 RAW_SHARE = 0.2
 """Share of examples as plain text instead of a chat."""
 SYSTEM_SHARE = 0.12
@@ -125,16 +113,13 @@ def row(example: Example, number: int) -> dict[str, Any]:
 
     batchgen does not know the fields `expected` and `task` and copies them to the output.
     """
-    name = f"{example.task}-{number:04d}"
+    name, fixed = f"{example.task}-{number:04d}", {"temperature": 0}
     carried = {"task": example.task, "expected": example.content.answer}
-    if not example.chat:
-        sampling = {"max_new_tokens": 64, "temperature": 0}
-        return {"id": name, "text": example.content.raw, "sampling_params": sampling, **carried}
-    if number % 3 == 2:
-        body = {"model": "*", "messages": example.messages(), "max_tokens": 64, "temperature": 0}
+    if example.chat and number % 3 == 2:
+        body = {"model": "*", "messages": example.messages(), "max_tokens": 64, **fixed}
         return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body, **carried}
-    sampling = {"max_new_tokens": 64, "temperature": 0}
-    return {"id": name, "messages": example.messages(), "sampling_params": sampling, **carried}
+    prompt = {"messages": example.messages()} if example.chat else {"text": example.content.raw}
+    return {"id": name, **prompt, "sampling_params": {"max_new_tokens": 64, **fixed}, **carried}
 
 
 def rows(split: Split, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
