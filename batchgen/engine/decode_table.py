@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.kernels.grouped import Pool, pools_of
 from batchgen.kernels.types import AttentionBatch, GroupPages
 from batchgen.plan.step_plan import DecodeRows, PrefixGroup
 
@@ -32,7 +31,7 @@ class DecodeTable:
         self._own_lens = np.zeros(0, np.int64)  # [R] number of positions in own pages
         self._tail_pages = np.zeros(0, np.int64)  # [R] page of each row's last position
         self._first_position = self._last_position = -2  # of the first and the last row
-        self._window_pages: Int64 | None = None
+        self._named_pages: Int64 | None = None
         self._plan_groups: list[PrefixGroup] | None = None
         self._groups: list[GroupPages] = []
         self._sequence_id = np.zeros(0, np.int64)  # [slots] sequence whose pages are laid out; -1: none
@@ -46,7 +45,7 @@ class DecodeTable:
         rows: DecodeRows,
         groups: list[PrefixGroup],
         slots: Int64,
-        window_pages: Int64 | None = None,
+        group_pages: Int64 | None = None,
     ) -> tuple[Int64, Int64]:
         """Write the decode rows into a step's attention batch.
 
@@ -55,14 +54,14 @@ class DecodeTable:
             rows: [R > 0] the step's decode rows.
             groups: prefix groups over the rows; the plan reuses the list object while no row joins or leaves.
             slots: [R] slot of each row, the same in all steps and not shared.
-            window_pages: as in `StepPlan`, for a table of the window layers. Pages behind a row's window stay in the
-                table as they were: nothing reads them.
+            group_pages: as in `StepPlan`, of this table's group. Pages behind a row's window stay in the table as they
+                were: nothing reads them.
 
         Returns:
             Positions [R] of the input tokens, and their slot mapping [R].
         """
         size, positions = self.page_size, rows.positions
-        self._window_pages = window_pages
+        self._named_pages = group_pages
         stale = self._stale_rows(rows, groups, slots)
         opens_page = positions % size == 0
         advances = (
@@ -138,9 +137,9 @@ class DecodeTable:
         self._pages[slot, used - own :] = 0
 
     def _named(self, pages: list[int]) -> Int64:
-        """The pages of this table's layers, by pages of a plan."""
+        """The pages of this table's group, by pages of a plan."""
         named = np.array(pages, np.int64)
-        return named if self._window_pages is None else self._window_pages[named]
+        return named if self._named_pages is None else self._named_pages[named]
 
     def _reserve_pages(self, width: int) -> None:
         more = width - self._pages.shape[1]
@@ -155,13 +154,3 @@ class DecodeTable:
             self._position = np.pad(self._position, (0, more))
             self._own_page = np.pad(self._own_page, (0, more))
             self._pages = np.pad(self._pages, ((0, more), (0, 0)))
-
-
-class DecodeTables:
-    """The decode tables of a job: one, or one of the layers without a window and one of those with a window."""
-
-    def __init__(self, pool: Pool, restart: int | None = None) -> None:
-        """`restart`: size of the chunks in which layers with a window attend; None: their window slides."""
-        self.restart = restart
-        self.tables = [DecodeTable(part.page_size) for part in pools_of(pool)]
-        """The last one is that of the layers with a window, if there are any."""

@@ -31,11 +31,10 @@ from batchgen.engine.memory.dummy_run import (
 )
 from batchgen.engine.memory.kv_budget import (
     DeviceMemory,
-    cache_groups,
     device_memory,
     most_pages,
-    page_counts,
     pool_pages,
+    sized_groups,
     with_job_windows,
     with_windows_in,
 )
@@ -49,7 +48,7 @@ from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device, device_for
-from batchgen.kernels.grouped import Pool, allocate_pool, first_pages, pools_of, with_pools
+from batchgen.kernels.grouped import GroupedPool
 from batchgen.kernels.linear import describe_products
 from batchgen.models.base import Model
 from batchgen.models.check import check_model
@@ -58,7 +57,7 @@ from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
-from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, PageCounts
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import AnswerCounts, Completion, StreamEvent
@@ -77,7 +76,8 @@ class CachePlan:
     """What the KV pool of a job holds."""
 
     groups: tuple[CacheGroup, ...]
-    pages: PageCounts
+    pages: int
+    """Pages of page tables, the scratch page included"""
 
 
 class Engine:
@@ -161,7 +161,7 @@ class Engine:
         """Whether rows of the last job got the rotary frequencies past an `unscaled_context`."""
         self.last_run: Running | None = None
         """The last job, for its counters."""
-        self._pool: Pool | None = None
+        self._pool: GroupedPool | None = None
         """On a CPU: the last job's pool, which the next job reuses if it fits."""
 
     @property
@@ -304,7 +304,7 @@ class Engine:
             self._front_end.media.encoder(self.model)  # before the pool is sized, because towers take memory
         pool, cache, tokens = self._pool_for(workload, seqs, max(tokens, workload.longest_span))
         tokens = max(tokens, workload.longest_span)
-        workload.skip_too_large(cache.pages.full - 1, config.page_size)
+        workload.skip_too_large(cache.pages - 1, config.page_size)
         if record is not None:
             workload.set_aside(record.set_aside)
             workload.hold(record.alone)
@@ -319,7 +319,7 @@ class Engine:
         self.last_run = Running(workload, scheduler, loop, pool, media)
         return self.last_run
 
-    def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[Pool, CachePlan, int]:
+    def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[GroupedPool, CachePlan, int]:
         """The KV pool of a job, what it holds, and the most tokens in a step.
 
         On a CPU, a job reuses the last job's pool if it fits, because the system zeroes new memory page by page. A GPU
@@ -335,25 +335,27 @@ class Engine:
         reserved = device_feature_bytes(workload.table, spec, self.device)
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
         limits, budget = (seqs, tokens), memory.budget(config.kv_budget)
-        planned = with_windows_in(with_job_windows(spec, workload), workload, config.page_size, budget)
-        full = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
-        pages = page_counts(workload, planned, config.page_size, full, limits, min(budget, memory.room))
-        pool = None if kept is None else first_pages(kept, planned.windows, (pages.full, pages.window))
+        planned = with_job_windows(spec, workload, config.page_size)
+        planned = with_windows_in(planned, workload, config.page_size, budget)
+        pages = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
+        groups = sized_groups(workload, planned, config.page_size, pages, limits, min(budget, memory.room))
+        layers, counts = [group.layers for group in groups], [group.pool_pages(pages) for group in groups]
+        pool = None if kept is None else kept.first(layers, counts)
         if pool is None:
             kept = None  # frees its memory
-            counts = (pages.full, pages.window)
-            kept = allocate_pool(spec.kv_layers, planned.windows, counts, config.page_size, spec.kv_dtype, spec.device)
+            size, dtype = config.page_size, spec.kv_dtype
+            kept = GroupedPool.allocate(spec.kv_layers, layers, counts, size, dtype, spec.device)
             pool = kept = self._extended(kept, budget - kept.nbytes)
         if spec.device.type == "cpu":
             self._pool = kept
-        return pool, CachePlan(cache_groups(planned, config.page_size), pages), tokens
+        return pool, CachePlan(groups, pages), tokens
 
-    def _extended(self, pool: Pool, room: int) -> Pool:
+    def _extended(self, pool: GroupedPool, room: int) -> GroupedPool:
         """The pool with what the backend keeps next to it, in as many bytes."""
         if self.backend is None:
             return pool
-        shares = [(part, room * part.nbytes // max(1, pool.nbytes)) for part in pools_of(pool)]
-        return with_pools(pool, [self.backend.extend_pool(part, share) for part, share in shares])
+        shares = [(part, room * part.nbytes // max(1, pool.nbytes)) for part in pool.parts]
+        return replace(pool, parts=[self.backend.extend_pool(part, share) for part, share in shares])
 
     def _memory(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
         """The device's memory, with the bytes of the job's largest step, and the most tokens in a step."""
@@ -370,11 +372,11 @@ class Engine:
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
         return device_memory(spec.device, step_bytes), tokens
 
-    def dummy_runner(self, seqs: int, tokens: int) -> Callable[[DummyRun, Pool], None]:
+    def dummy_runner(self, seqs: int, tokens: int) -> Callable[[DummyRun, GroupedPool], None]:
         """Runs dummy runs whose steps have at most `seqs` rows and `tokens` tokens."""
 
-        def run(job: DummyRun, pool: Pool) -> None:
-            scheduler = self._scheduler(job.workload, CachePlan(ONE_BYTE_PAGES, PageCounts(PAGES)), seqs, tokens)
+        def run(job: DummyRun, pool: GroupedPool) -> None:
+            scheduler = self._scheduler(job.workload, CachePlan(ONE_BYTE_PAGES, PAGES), seqs, tokens)
             self._loop(job.workload, scheduler, pool).run_dummy(job)
 
         return run
@@ -382,8 +384,7 @@ class Engine:
     def _scheduler(self, workload: JobWorkload, cache: CachePlan, seqs: int, tokens: int) -> Scheduler:
         saving = None if self.backend is None else self.backend.group_saving
         config = SchedulerConfig(
-            num_pages=cache.pages.full,
-            window_pages=cache.pages.window,
+            num_pages=cache.pages,
             page_size=self.config.page_size,
             max_num_seqs=seqs,
             max_tokens_per_step=tokens,
@@ -400,7 +401,7 @@ class Engine:
         self,
         workload: JobWorkload,
         scheduler: Scheduler,
-        pool: Pool,
+        pool: GroupedPool,
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,

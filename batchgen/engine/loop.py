@@ -25,7 +25,7 @@ from batchgen.engine.step_times import StepTimes
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError, ErrorInfo, row_error
-from batchgen.kernels.grouped import GroupedPool, Pool
+from batchgen.kernels.grouped import GroupedPool
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
@@ -69,7 +69,7 @@ class Loop:
         self,
         workload: JobWorkload,
         scheduler: Scheduler,
-        pool: Pool,
+        pool: GroupedPool,
         resources: EngineResources,
         settings: LoopSettings,
         emit: Emit | None = None,
@@ -114,7 +114,6 @@ class Loop:
         """Sequences that only compute their prompt; their one sampled token is discarded."""
         self.over = False
         """Whether `run` has ended, so that the pool is not used any more."""
-        self._only_windows = not isinstance(pool, GroupedPool) and scheduler.config.window_pages > 0
         self.state = LoopState(kv_pages=max(0, pool.num_pages - 1))
 
     def again(self, workload: JobWorkload, scheduler: Scheduler) -> Loop:
@@ -268,8 +267,7 @@ class Loop:
     def _retire_ended(self, ended: _StepResult) -> Iterator[list[Completion]]:
         """Remove the sequences that have ended and yield their completions."""
         self.state.running = len(self._sequences) - len(ended.sequences)
-        used = self._scheduler.window_pages_in_use if self._only_windows else self._scheduler.pages_in_use
-        self.state.kv_pages_used = used
+        self.state.kv_pages_used = self._scheduler.group_pages_in_use[0]
         for sequence in ended.sequences:
             removed = self._remove(sequence)
             index = removed.request.index

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.decode_table import DecodeTables
+from batchgen.engine.decode_table import DecodeTable
 from batchgen.engine.executors.base import Executor, ExecutorContext, InFlight, Step
 from batchgen.engine.executors.cuda_graph import CudaGraphExecutor, GraphCounts
 from batchgen.engine.executors.eager import EagerExecutor
@@ -68,7 +68,7 @@ class ModelRunner:
         self._sampler = sampler
         self._executors = executors_for(context)
         page_size = context.pool.page_size
-        self._decode_tables = DecodeTables(context.pool, context.model.spec.attention_chunk)
+        self._decode_tables = [DecodeTable(page_size) for _ in context.pool.parts]
         self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, workload.spans)
         """Runs a step in parts when it does not fit into memory"""
 
@@ -126,6 +126,7 @@ class ModelRunner:
                 workload.adapter,
                 None if unread is None else unread.rows,
                 self._media,
+                self._context.model.spec.attention_chunk,
             ),
             sampling=self._sampler.metadata(rows) if len(rows) else None,
             last=None if unread is None else unread.tokens,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from batchgen.engine.loop import Loop
 from batchgen.engine.media.job import JobMedia
 from batchgen.engine.workload import JobWorkload
-from batchgen.kernels.grouped import Pool
-from batchgen.plan.cache_groups import PageCounts, bytes_by_kind
+from batchgen.kernels.grouped import GroupedPool
+from batchgen.plan.cache_groups import bytes_by_kind
 from batchgen.plan.scheduler import Scheduler
 
 
@@ -19,16 +19,14 @@ class Running:
     workload: JobWorkload
     scheduler: Scheduler
     loop: Loop
-    pool: Pool
+    pool: GroupedPool
     media: JobMedia | None = None
     """The job's images and sounds; None: no row has any"""
 
     @property
     def kv_peak_bytes(self) -> dict[str, int]:
         """Most bytes of pages in use at once, by kind of layers."""
-        stats = self.scheduler.stats
-        peak = PageCounts(stats.peak_pages, stats.peak_window_pages)
-        return bytes_by_kind(self.scheduler.config.cache_groups, peak)
+        return bytes_by_kind(self.scheduler.config.cache_groups, self.scheduler.group_peaks)
 
     def alone(self, row: int) -> Running:
         """The run of one row that this job has held, in the same pool, when this job has run."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.decode_table import DecodeTable, DecodeTables
+from batchgen.engine.decode_table import DecodeTable
 from batchgen.engine.input_batch import BatchView, InputBatch
 from batchgen.engine.media.step import StepEmbeds, StepMedia
 from batchgen.kernels.device import Device
@@ -36,7 +36,8 @@ class StepBatch:
     """[T] int64; undefined where `source` is not -1"""
     positions: Tensor
     """[T] int64 position of each token in its sequence"""
-    attention: AttentionBatch
+    attention: Sequence[AttentionBatch]
+    """The step over the pages of each cache group"""
     logit_rows: Tensor | None
     """[U] int64 flat tokens whose logits are needed, each once; None: all of them, in order"""
     sample_rows: Tensor | None
@@ -72,17 +73,15 @@ class StepArrays:
 
     ids: Int64
     positions: Int64
-    slots: Int64
-    """[T] slot mapping: pool slot of each token's key and value"""
+    slots: Sequence[Int64]
+    """By cache group: [T] slot mapping, pool slot of each token's key and value"""
     source: Int64 | None
     logit_rows: Int64
     """[U] as in `StepBatch`, never None"""
     sample_rows: Int64 | None
     num_sampled: Int64
-    window_slots: Int64 | None
-    """[T] slot mapping of the layers with a window; None: that of all layers is `slots`"""
-    attention: AttentionBatch
-    """Its slot mapping is set by `upload`"""
+    attention: Sequence[AttentionBatch]
+    """Slot mappings are set by `upload`"""
     adapters: npt.NDArray[np.int32] | None
     """[T] adapter index, -1 for none; None: the job has no adapters"""
     embeds: StepEmbeds | None
@@ -93,7 +92,7 @@ class StepArrays:
     @property
     def decode_only(self) -> bool:
         """Whether every flat token is a decode row that is sampled for, in order, without an adapter."""
-        if self.attention.chunks or self.sample_rows is not None or not len(self.ids):
+        if self.attention[0].chunks or self.sample_rows is not None or not len(self.ids):
             return False
         if self.adapters is not None and bool((self.adapters >= 0).any()):
             return False
@@ -106,12 +105,11 @@ class StepArrays:
 
     def upload(self, device: Device) -> StepBatch:
         """The step's tensors, in one transfer."""
-        arrays = [self.ids, self.positions, self.slots, self.logit_rows, self.num_sampled]
-        arrays += [array for array in (self.sample_rows, self.source, self.window_slots) if array is not None]
-        ids, positions, slots, logit_rows, num_sampled, *others = device.upload(*arrays)
-        self.attention.slot_mapping, self.attention.uploader = slots, device
-        if self.attention.window is not None:
-            self.attention.window.slot_mapping, self.attention.window.uploader = others.pop(), device
+        arrays = [self.ids, self.positions, self.logit_rows, self.num_sampled]
+        arrays += [array for array in (self.sample_rows, self.source) if array is not None]
+        ids, positions, logit_rows, num_sampled, *others = device.upload(*arrays, *self.slots)
+        for batch in reversed(self.attention):
+            batch.slot_mapping, batch.uploader = others.pop(), device
         return StepBatch(
             input_ids=ids,
             positions=positions,
@@ -130,10 +128,11 @@ def lay_out_step(
     plan: StepPlan,
     table: RequestTable,
     running: InputBatch,
-    decodes: DecodeTables,
+    decodes: Sequence[DecodeTable],
     adapter: npt.NDArray[np.int32] | None = None,
     unread: BatchView | None = None,
     media: StepMedia | None = None,
+    attention_chunk: int | None = None,
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
@@ -141,10 +140,11 @@ def lay_out_step(
         plan: the step.
         table: every prompt of the job.
         running: the running batch, with all sequences of the plan.
-        decodes: the decode tables; they must see every step of the job, in order.
+        decodes: the decode table of each cache group; they must see every step of the job, in order.
         adapter: [N] adapter of each request, -1 for none.
         unread: [R'] rows of the last step if its tokens are still only on the device.
         media: features and positions of images and sounds; None: no prompt has any.
+        attention_chunk: as in `ModelSpec`.
     """
     total = plan.tokens
     ids = np.empty(total, np.int64)
@@ -160,7 +160,9 @@ def lay_out_step(
         positions[at:] = plan.decodes.positions
         if unread is not None and source is not None:
             source[at:] = _source_rows(plan.decodes.sequence_ids, rows, unread)
-    attention, slots, window_slots = _lay_out_kinds(plan, decodes, positions, rows)
+    groups = zip(decodes, plan.group_pages, strict=True)
+    laid = [_lay_out_pages(plan, own, positions, rows, pages, attention_chunk) for own, pages in groups]
+    attention = [batch for batch, _ in laid]
     embeds, rope_positions = StepEmbeds(), None
     if table.embeds_id is not None:
         _add_chunk_embeds(plan, table, embeds)
@@ -172,8 +174,7 @@ def lay_out_step(
     return StepArrays(
         ids=ids,
         positions=positions,
-        slots=slots,
-        window_slots=window_slots,
+        slots=[slots for _, slots in laid],
         source=source,
         logit_rows=logit_rows,
         sample_rows=sample_rows,
@@ -185,47 +186,36 @@ def lay_out_step(
     )
 
 
-def _lay_out_kinds(
-    plan: StepPlan, decodes: DecodeTables, positions: Int64, rows: Int64
-) -> tuple[AttentionBatch, Int64, Int64 | None]:
-    """Page tables of all layers, and the slot mappings [T] of those without and, if there are any, with a window.
-
-    The arguments are those of `_lay_out_pages`.
-    """
-    *full, last = decodes.tables
-    attention, slots = _lay_out_pages(plan, last, positions, rows, plan.window_pages)
-    if decodes.restart is not None and plan.window_pages is not None:
-        attention = restarted(attention, decodes.restart, last.page_size)
-    if not full:
-        return attention, slots, None
-    window, window_slots = attention, slots
-    attention, slots = _lay_out_pages(plan, full[0], positions, rows, None)
-    attention.window = window
-    return attention, slots, window_slots
-
-
 def _lay_out_pages(
-    plan: StepPlan, decodes: DecodeTable, positions: Int64, rows: Int64, window_pages: Int64 | None
+    plan: StepPlan,
+    decodes: DecodeTable,
+    positions: Int64,
+    rows: Int64,
+    group_pages: Int64 | None,
+    attention_chunk: int | None,
 ) -> tuple[AttentionBatch, Int64]:
-    """Page tables of one kind of layers, and the slot mapping [T].
+    """Page tables of one cache group, and the slot mapping [T].
 
     Args:
         plan: the step.
-        decodes: these layers' decode table.
+        decodes: the group's decode table.
         positions: [T].
         rows: [R] slots of the decode rows.
-        window_pages: as in `StepPlan` for the layers with a window, None for those without.
+        group_pages: the group's, as in `StepPlan`.
+        attention_chunk: size of the chunks in which layers with a window attend; None: their window slides.
     """
     at, slots = len(positions) - len(rows), np.empty(len(positions), np.int64)
     chunks: list[ChunkPages] = []
     if plan.prefills:
-        chunks = _lay_out_tables(plan.prefills, positions[:at], decodes.page_size, slots[:at], window_pages)
-    windowed = window_pages is not None
+        chunks = _lay_out_tables(plan.prefills, positions[:at], decodes.page_size, slots[:at], group_pages)
+    windowed = group_pages is not None
     attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at, windowed=windowed)
     if len(rows):
-        _, slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows, window_pages)
+        _, slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows, group_pages)
     else:
         decodes.clear()
+    if windowed and attention_chunk is not None:
+        attention = restarted(attention, attention_chunk, decodes.page_size)
     return attention, slots
 
 
@@ -239,7 +229,7 @@ def _lay_out_chunks(prefills: Sequence[PrefillChunk], table: RequestTable, ids: 
 
 
 def _lay_out_tables(
-    prefills: Sequence[PrefillChunk], positions: Int64, page_size: int, slots: Int64, window_pages: Int64 | None
+    prefills: Sequence[PrefillChunk], positions: Int64, page_size: int, slots: Int64, group_pages: Int64 | None
 ) -> list[ChunkPages]:
     """Fill the slots [T'] of all chunks at once."""
     starts, ends, stored, widths = np.array([(c.start, c.end, c.store, len(c.pages)) for c in prefills], np.int64).T
@@ -247,8 +237,8 @@ def _lay_out_tables(
     of = np.repeat(np.arange(len(lengths)), lengths)
     flat_ends = np.cumsum(lengths)
     pages = np.fromiter(chain.from_iterable(c.pages for c in prefills), np.int64, int(widths.sum()))
-    if window_pages is not None:
-        pages = window_pages[pages]
+    if group_pages is not None:
+        pages = group_pages[pages]
     edges = np.cumsum(widths)
     slots[:] = positions % page_size
     page_starts = pages[(edges - widths)[of] + positions // page_size] * page_size

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,13 +35,14 @@ from batchgen.job.progress import Progress, ProgressState
 from batchgen.job.reasons import Reasons
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
-from batchgen.plan.cache_groups import CacheGroup, PageCounts, bytes_by_kind, window_of
+from batchgen.plan.cache_groups import bytes_by_kind
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.simulate import simulate
+from batchgen.plan.window_pages import WindowGroup, held_groups
 from batchgen.request.completion import Completion
 from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
 from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
@@ -261,28 +262,32 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
     """Token counts of the job, its simulation with unlimited pages and every row running to its limit, and the most
     bytes of keys and values by kind of layers.
     """
-    sequences, tokens = step_limits(config.engine, setup.spec.device)
-    limits = SchedulerConfig(_ALL_PAGES, config.engine.page_size, sequences, tokens)
+    page_size, (sequences, tokens) = config.engine.page_size, step_limits(config.engine, setup.spec.device)
+    limits = SchedulerConfig(_ALL_PAGES, page_size, sequences, tokens)
     kinds = workload.kinds(repeats_end=config.engine.stop_on_repeat is not None)
     draws = workload.max_tokens
     order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
-    groups = cache_groups(with_job_windows(setup.spec, workload), config.engine.page_size)
-    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences)
-    pages = PageCounts(counts.kv_peak_pages)
-    if window_of(groups) is not None:  # windows are small: a prompt's chunk in work may hold more than all of them
-        limits = replace(limits, cache_groups=groups, window_pages=_ALL_PAGES)
+    groups = cache_groups(with_job_windows(setup.spec, workload, page_size), page_size)
+    counts = plan_counts(order.tree, workload.samples, draws, page_size, sequences)
+    pages = [counts.kv_peak_pages]
+    if held_groups(groups):  # windows are small: a prompt's chunk in work may hold more than all of them
+        sized = [replace(group, num_pages=_ALL_PAGES) if isinstance(group, WindowGroup) else group for group in groups]
+        limits = replace(limits, cache_groups=tuple(sized))
         scheduler = Scheduler(workload.tree, workload.samples, draws, limits, kinds, workload.spans)
-        used = scheduler.dry_run(_MOST_TOKENS, _lag(config, setup, groups))
-        pages = used if not scheduler.unended else replace(used, full=max(pages.full, used.full))
+        scheduler.dry_run(_MOST_TOKENS, _lag(config, setup, len(groups)))
+        pages = scheduler.group_peaks
+        if scheduler.unended:
+            most = [0 if isinstance(group, WindowGroup) else counts.kv_peak_pages for group in groups]
+            pages = list(map(max, pages, most))
     return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
 
 
-def _lag(config: RunConfig, setup: Setup, groups: Sequence[CacheGroup]) -> int:
+def _lag(config: RunConfig, setup: Setup, groups: int) -> int:
     """Steps that a run plans before it knows how the last one ended: one, where a step runs in the background."""
     if setup.spec.device.type == "cuda":
         return 1
     compiled = setup.model.native is not None and config.engine.attention != "torch" and torch.get_num_threads() > 1
-    return int(compiled and len({group.kind for group in groups}) == 1)
+    return int(compiled and groups == 1)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:

@@ -1,8 +1,8 @@
-"""Keys and values of models in which some layers have a sliding window and others have none.
+"""The cache of a model's layers by cache groups, and a step's attention over them.
 
-Each kind of layers has its pool and page tables, so that layers with a window need not keep all positions. A
-step has one attention of the backend for each kind, over its pool and page tables; `GroupedAttention` calls the one
-that a layer belongs to. Backends know nothing of this.
+Each group has its pool and page tables, so that layers need not all keep the same positions. A step has one attention
+of the backend for each group, over its pool and page tables; `GroupedAttention` calls the one that a layer belongs to.
+Backends know nothing of this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from batchgen.kernels.types import (
     AttentionArgs,
     AttentionBatch,
     ChunkPages,
-    DecodePlanner,
     DecodeWork,
     Graphs,
     GroupPages,
@@ -36,98 +35,64 @@ from batchgen.kernels.types import (
 
 @dataclass(frozen=True, slots=True)
 class GroupedPool:
-    """Pools of the layers without and with a window."""
+    """A model's cache: a pool for each cache group."""
 
-    full: KVPool
-    window: KVPool
-    places: tuple[tuple[bool, int], ...]
-    """By layer: whether it has a window, and its index in its pool."""
+    parts: list[KVPool]
+    places: tuple[tuple[int, int], ...]
+    """By layer: its group, and its index in the group's pool."""
+
+    @staticmethod
+    def allocate(
+        layers: Sequence[LayerKV],
+        groups: Sequence[Sequence[int]],
+        pages: Sequence[int],
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> GroupedPool:
+        """Zeroed pools for a model's layers.
+
+        Args:
+            layers: [L] sizes.
+            groups: layers of each group.
+            pages: pages of each group, the scratch page included.
+            page_size: positions per page.
+            dtype: of keys and values.
+            device: where they are stored.
+        """
+        parts = [
+            KVPool.allocate([layers[i] for i in group], count, page_size, dtype, device)
+            for group, count in zip(groups, pages, strict=True)
+        ]
+        return GroupedPool(parts, places_of(groups))
 
     @property
     def page_size(self) -> int:
-        """Positions per page, S, of both pools."""
-        return self.full.page_size
+        """Positions per page, S, of all pools."""
+        return self.parts[0].page_size
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the layers without a window, the scratch page included."""
-        return self.full.num_pages
+        """Number of pages of the first group, the scratch page included."""
+        return self.parts[0].num_pages
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return self.full.nbytes + self.window.nbytes
+        return sum(part.nbytes for part in self.parts)
 
-
-Pool = KVPool | GroupedPool
-
-
-def allocate_pool(
-    layers: Sequence[LayerKV],
-    windows: Sequence[int | None],
-    pages: tuple[int, int],
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Pool:
-    """Zeroed pools for a model's layers: one pool if all or none of them have a window.
-
-    Args:
-        layers: [L] sizes.
-        windows: [L] window of each layer, None for none; empty if no layer has one.
-        pages: pages of the layers without and with a window, the scratch pages included.
-        page_size: positions per page.
-        dtype: of keys and values.
-        device: where they are stored.
-    """
-    places = _places(windows, len(layers))
-    kinds = {windowed for windowed, _ in places}
-    made = [
-        KVPool.allocate(
-            [layer for layer, (windowed, _) in zip(layers, places, strict=True) if windowed == kind],
-            pages[kind],
-            page_size,
-            dtype,
-            device,
-        )
-        for kind in sorted(kinds)
-    ]
-    return made[0] if len(made) == 1 else GroupedPool(made[0], made[1], places)
-
-
-def _places(windows: Sequence[int | None], layers: int) -> tuple[tuple[bool, int], ...]:
-    flags = [window is not None for window in windows] or [False] * layers
-    return tuple((flag, flags[:layer].count(flag)) for layer, flag in enumerate(flags))
-
-
-def first_pages(pool: Pool, windows: Sequence[int | None], pages: tuple[int, int]) -> Pool | None:
-    """A pool of the first pages, in the same memory; None if it has less, or other layers with a window."""
-    if isinstance(pool, GroupedPool):
-        if pool.places != _places(windows, len(pool.places)):
+    def first(self, groups: Sequence[Sequence[int]], pages: Sequence[int]) -> GroupedPool | None:
+        """A pool of the first pages of each group, in the same memory; None if it has less, or other groups."""
+        wanted = list(zip(self.parts, pages, strict=False))
+        if self.places != places_of(groups) or any(part.num_pages < count for part, count in wanted):
             return None
-        wanted = list(pages)
-    elif any(windows) and not all(windows):
-        return None
-    else:
-        wanted = [pages[any(windows)]]
-    parts = pools_of(pool)
-    if any(part.num_pages < count for part, count in zip(parts, wanted, strict=True)):
-        return None
-    return with_pools(pool, [part.first(count) for part, count in zip(parts, wanted, strict=True)])
+        return replace(self, parts=[part.first(count) for part, count in wanted])
 
 
-def pools_of(pool: Pool) -> list[KVPool]:
-    """The pools of each kind of layers, those without a window first."""
-    return [pool.full, pool.window] if isinstance(pool, GroupedPool) else [pool]
-
-
-def with_pools(pool: Pool, pools: Sequence[KVPool]) -> Pool:
-    """The same layers with other pools, as in `pools_of`."""
-    if isinstance(pool, GroupedPool):
-        full, window = pools
-        return replace(pool, full=full, window=window)
-    (found,) = pools
-    return found
+def places_of(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """By layer: its group, and its index in the group; `groups`: layers of each group."""
+    found = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group)}
+    return tuple(found[layer] for layer in range(len(found)))
 
 
 def restarted(batch: AttentionBatch, size: int, page_size: int) -> AttentionBatch:
@@ -178,122 +143,110 @@ def _parts(group: GroupPages, begin: Ints, page_size: int) -> Iterator[GroupPage
 
 
 def attention_of(
-    factory: Callable[[KVPool, AttentionBatch], PagedAttention], pool: Pool, batch: AttentionBatch
+    factory: Callable[[KVPool, AttentionBatch], PagedAttention], pool: KVPool, batch: AttentionBatch
 ) -> PagedAttention:
-    """A step's attention, made by a backend's factory for each kind of layers."""
+    """A step's attention over one pool, made by a backend's factory."""
+    made = factory(pool, batch)
+    if not batch.spans:
+        return made
+    return SpanAttention(made, pool, batch, batch.spans, exceed=batch.spans_exceed_window)
 
-    def make(part: KVPool, own: AttentionBatch) -> PagedAttention:
-        made = factory(part, own)
-        if not batch.spans:
-            return made
-        return SpanAttention(made, part, own, batch.spans, exceed=batch.spans_exceed_window)
 
-    if not isinstance(pool, GroupedPool):
-        return make(pool, batch)
-    assert batch.window is not None
-    return GroupedAttention(make(pool.full, batch), make(pool.window, batch.window), pool)
+def grouped_attention(
+    factory: Callable[[KVPool, AttentionBatch], PagedAttention], pool: GroupedPool, batches: Sequence[AttentionBatch]
+) -> PagedAttention:
+    """A step's attention in all layers; `batches`: the step over the pages of each group."""
+    parts = [attention_of(factory, part, batch) for part, batch in zip(pool.parts, batches, strict=True)]
+    return parts[0] if len(parts) == 1 else GroupedAttention(parts, pool.places)
 
 
 class GroupedAttention(PooledAttention):
-    """One step's attention (the `PagedAttention` protocol) in layers without and with a window."""
+    """One step's attention (the `PagedAttention` protocol) in the layers of several groups."""
 
-    def __init__(self, full: PagedAttention, window: PagedAttention, pool: GroupedPool) -> None:
-        self.full = full
-        self.window = window
-        self.pool = pool
-
-    def _of(self, layer: int) -> tuple[PagedAttention, int]:
-        """The attention of a layer's kind, and the layer's index in it."""
-        windowed, index = self.pool.places[layer]
-        return self.window if windowed else self.full, index
+    def __init__(self, parts: Sequence[PagedAttention], places: Sequence[tuple[int, int]]) -> None:
+        """`parts`: the attention of each group; `places`: as in `GroupedPool`."""
+        self.parts = parts
+        self.places = places
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """See `Attention.attend`."""
-        attention, index = self._of(layer)
-        return attention.attend(index, query, key, value, args)
+        group, index = self.places[layer]
+        return self.parts[group].attend(index, query, key, value, args)
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `PagedAttention.cache`."""
-        attention, index = self._of(layer)
-        return attention.cache(index)
+        group, index = self.places[layer]
+        return self.parts[group].cache(index)
 
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """See `PagedAttention.attend_stored`."""
-        attention, index = self._of(layer)
-        return attention.attend_stored(index, query, args)
+        group, index = self.places[layer]
+        return self.parts[group].attend_stored(index, query, args)
 
     def tile(self, start: int, end: int, height: int) -> GroupedAttention:
-        """See `TorchAttention.tile`, which both parts must be."""
-        assert isinstance(self.full, TorchAttention | SpanAttention)
-        assert isinstance(self.window, TorchAttention | SpanAttention)
-        return GroupedAttention(self.full.tile(start, end, height), self.window.tile(start, end, height), self.pool)
+        """See `TorchAttention.tile`, which all parts must have."""
+        tiles = []
+        for part in self.parts:
+            assert isinstance(part, TorchAttention | SpanAttention)
+            tiles.append(part.tile(start, end, height))
+        return GroupedAttention(tiles, self.places)
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
         """See `PooledAttention.spans`."""
-        return self.full.spans if isinstance(self.full, PooledAttention) else ()
+        return self.parts[0].spans if isinstance(self.parts[0], PooledAttention) else ()
 
     @property
     def counts(self) -> AttentionCounts:
         """Counters of the layers computed so far."""
         total = AttentionCounts()
-        for part in (self.full, self.window):
+        for part in self.parts:
             if isinstance(part, PooledAttention):
                 total.add(part.counts)
         return total
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupedWork:
-    """The host plan of a decode-only step for both kinds of layers."""
+class GroupedWork:
+    """The host plan of a decode-only step for each group."""
 
-    full: DecodeWork
-    window: DecodeWork
+    parts: list[DecodeWork]
 
     @property
     def launches(self) -> Hashable:
         """Shapes of all launches. See `DecodeWork.launches`."""
-        return self.full.launches, self.window.launches
+        return tuple(part.launches for part in self.parts)
 
 
-class _GroupedStaticAttention(GroupedAttention):
-    """Attention inside a CUDA graph (the `StaticAttention` protocol)."""
+class GroupedStaticAttention(GroupedAttention):
+    """Attention of all layers inside a CUDA graph."""
 
-    def __init__(self, full: StaticAttention, window: StaticAttention, pool: GroupedPool) -> None:
-        super().__init__(full, window, pool)
-        self._parts = full, window
+    def __init__(self, parts: list[StaticAttention], places: Sequence[tuple[int, int]]) -> None:
+        super().__init__(parts, places)
+        self._static = parts
 
     @property
     def launches(self) -> Hashable:
         """See `StaticAttention.launches`."""
-        return tuple(part.launches for part in self._parts)
+        return tuple(part.launches for part in self._static)
 
-    def refill(self, work: DecodeWork) -> bool:
-        """See `StaticAttention.refill`. If only one part can be refilled, the whole is made again."""
-        assert isinstance(work, _GroupedWork)
-        full, window = self._parts
-        return full.refill(work.full) and window.refill(work.window)
+    def refill(self, work: GroupedWork) -> bool:
+        """See `StaticAttention.refill`. If only some parts can be refilled, the whole is made again."""
+        return all(part.refill(own) for part, own in zip(self._static, work.parts, strict=True))
 
 
-class _GroupedPlanner:
-    """Planner of decode-only steps over both pools (the `DecodePlanner` protocol)."""
+class GroupedPlanner:
+    """Planner of a job's decode-only steps."""
 
     def __init__(self, support: Graphs, pool: GroupedPool, device: Device) -> None:
-        self._pool = pool
-        self._full, self._window = (support.planner(part, device) for part in pools_of(pool))
+        self._places = pool.places
+        self._parts = [support.planner(part, device) for part in pool.parts]
 
-    def plan(self, batch: AttentionBatch, tokens: int) -> DecodeWork:
-        """See `DecodePlanner.plan`."""
-        assert batch.window is not None
-        return _GroupedWork(self._full.plan(batch, tokens), self._window.plan(batch.window, tokens))
+    def plan(self, batches: Sequence[AttentionBatch], tokens: int) -> GroupedWork:
+        """Plan a step, over the pages of each group. See `DecodePlanner.plan`."""
+        return GroupedWork([part.plan(batch, tokens) for part, batch in zip(self._parts, batches, strict=True)])
 
-    def attention(self, slots: Tensor, work: DecodeWork) -> StaticAttention:
-        """See `DecodePlanner.attention`; `slots` [2, tokens]: without and with a window."""
-        assert isinstance(work, _GroupedWork)
-        full, window = self._full.attention(slots[0], work.full), self._window.attention(slots[1], work.window)
-        return _GroupedStaticAttention(full, window, self._pool)
-
-
-def planner_of(support: Graphs, pool: Pool, device: Device) -> DecodePlanner:
-    """The planner of a job's decode-only steps."""
-    return _GroupedPlanner(support, pool, device) if isinstance(pool, GroupedPool) else support.planner(pool, device)
+    def attention(self, slots: Tensor, work: GroupedWork) -> GroupedStaticAttention:
+        """See `DecodePlanner.attention`; `slots` [groups, tokens]."""
+        made = [part.attention(*own) for part, *own in zip(self._parts, slots, work.parts, strict=True)]
+        return GroupedStaticAttention(made, self._places)

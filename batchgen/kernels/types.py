@@ -150,8 +150,6 @@ class AttentionBatch:
     windowed: bool = False
     """Whether the layers over these pages all have a window and free what is behind it: pages that no token of the step
     sees may be any, and hold anything."""
-    window: AttentionBatch | None = None
-    """The same step over the pages of the layers with a window; None: all layers have the same pages."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Flat tokens [start, end) that see one another; each lies in one chunk."""
     spans_exceed_window: bool = False

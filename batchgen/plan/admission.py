@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from math import ceil
 from typing import Final
@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.plan.block_manager import BlockManager
-from batchgen.plan.cache_groups import window_pages
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.page_forecast import (
@@ -114,25 +113,38 @@ _NO_NODES: Final = np.zeros(0, np.int64)
 
 
 class WindowForecast(PageForecast):
-    """Forecast of the pages of the window layers: a sample holds those of its window at most.
+    """Forecast of the pages of a group that keeps a window: a sample holds those of its window at most.
 
     What nodes hold counts as held forever. They hold a window only for samples that have not begun.
     """
 
     def __init__(
-        self, nodes: BlockManager, sequences: SequenceScheduler, ends: LengthPredictor, chunk_tokens: int
+        self,
+        number: int,
+        nodes: BlockManager,
+        sequences: SequenceScheduler,
+        ends: LengthPredictor,
+        chunk_tokens: int,
     ) -> None:
-        """`chunk_tokens`: most tokens of a step, whose pages are kept free for the chunks in progress."""
+        """`number`: of the group in `nodes.held`; `chunk_tokens`: most tokens of a step, whose pages are kept free for
+        the chunks in progress.
+        """
         super().__init__(nodes, sequences, ends)
-        assert nodes.window is not None
-        self._allocator = nodes.window.allocator
-        self.most = window_pages(nodes.window.window, self._page_size)
+        self._number = number
+        self._allocator = nodes.held[number].allocator
+        self.most = nodes.held[number].group.most_pages(self._page_size)
         """Most pages that a sample holds."""
+        self.begun = 0
+        """Most pages that the begun samples hold."""
         self._capacity = self._allocator.capacity - min(self._allocator.capacity // 4, chunk_tokens // self._page_size)
 
     def fits_at_most(self, pages: int) -> bool:
-        """Whether `pages` further pages fit."""
-        return self._allocator.used_count + pages <= self._capacity
+        """Whether `pages` further pages fit, with those of the begun samples."""
+        return self._allocator.used_count + self.begun + pages <= self._capacity
+
+    def most_of(self, pages: Iterable[int]) -> int:
+        """Most pages that holders with so many `pages` of page tables hold together."""
+        return sum(min(count, self.most) for count in pages)
 
     def _samples(self, columns: Int64s, nodes: Int64s) -> Samples:
         end, position, allocated, own = columns
@@ -142,7 +154,7 @@ class WindowForecast(PageForecast):
     def _other_columns(self, sample: ScheduledSequence) -> tuple[int, int, int, int, int]:
         end, position, allocated, freed, node = super()._other_columns(sample)
         if sample.node is not None:
-            allocated = sample.hold.high  # pages are allocated as its positions are recomputed
+            allocated = sample.holds[self._number].high  # pages are allocated as its positions are recomputed
             freed = max(0, allocated - sample.first_own_page - (sample.in_place and sample.node.tail_held))
         return end, position, allocated, freed, node
 
@@ -178,9 +190,10 @@ class Admission:
         self.uses_forecast = config.admission == "foreseen"
         """Whether admission uses the page forecast, or only counts the pages needed now."""
         self._forecast = PageForecast(block_manager, sequences, predictor)
-        self._window: WindowForecast | None = None
-        if block_manager.window is not None:
-            self._window = WindowForecast(block_manager, sequences, predictor, config.max_tokens_per_step)
+        self._windows = [
+            WindowForecast(number, block_manager, sequences, predictor, config.max_tokens_per_step)
+            for number in range(len(block_manager.held))
+        ]
         self._forecast_step = -1
         """Step of the current forecast."""
         self.blocked_until = 0
@@ -192,22 +205,22 @@ class Admission:
         """Running sample -> number of pages it holds itself at full length."""
         self._total_max_pages = 0
         """Sum of `_max_pages`."""
-        self._total_window_pages = 0
-        """The same of the window layers."""
 
     def begin(self, sequence: int, request: int, node_id: int) -> None:
         """Record that a sample has begun at the end of a node."""
         self._predictor.begin(sequence, request, self._block_manager.step)
         self._max_pages[sequence] = pages = self._own_pages(request, node_id)
         self._total_max_pages += pages
-        self._total_window_pages += self._in_window(pages)
+        for window in self._windows:
+            window.begun += window.most_of([pages])
 
     def end(self, sequences: Collection[int]) -> None:
         """Record that samples have ended."""
         self._predictor.end(sequences, self._block_manager.step)
         ended = [self._max_pages.pop(sequence) for sequence in sequences]
         self._total_max_pages -= sum(ended)
-        self._total_window_pages -= sum(map(self._in_window, ended))
+        for window in self._windows:
+            window.begun -= window.most_of(ended)
         self.blocked_until = 0
 
     def admit(
@@ -238,33 +251,32 @@ class Admission:
     ) -> Candidate | None:
         if self._forecast_step != self._block_manager.step:
             candidates = waiting()
-            self._forecast.update(candidates)
-            if self._window is not None:
-                self._window.update(candidates)
+            for forecast in (self._forecast, *self._windows):
+                forecast.update(candidates)
             self._forecast_step = self._block_manager.step
         fewest = (
             1
             if nothing_running
             else max(1, min(len(candidate.requests), self._start_together, len(self._max_pages) // _WAIT_FRACTION))
         )
-        while not (self._window is None or self._window.fits(candidate)) or not self._forecast.admit(candidate):
+        while not all(window.fits(candidate) for window in self._windows) or not self._forecast.admit(candidate):
             if len(candidate.requests) == fewest:
                 if not nothing_running:
                     return None
                 self._forecast.add(candidate)
                 break
             candidate = replace(candidate, requests=candidate.requests[: max(fewest, len(candidate.requests) // 2)])
-        if self._window is not None:
-            self._window.add(candidate)
+        for window in self._windows:
+            window.add(candidate)
         return candidate
 
     def _fits_at_full_length(self, candidate: Candidate, waiting: Callable[[], list[Candidate]]) -> bool:
         if self._forecast_step == self._block_manager.step:
             return False
         manager = self._block_manager
-        if self._window is not None:
-            pages = sum(map(self._most_in_window, [candidate, *waiting()]))
-            if not self._window.fits_at_most(self._total_window_pages + pages):
+        for window in self._windows:
+            pages = sum(window.most_of(self._page_counts(each)) for each in (candidate, *waiting()))
+            if not window.fits_at_most(pages):
                 return False
         held = manager.allocator.used_count + self._total_max_pages + self._pages(candidate)
         capacity = manager.allocator.capacity
@@ -280,14 +292,10 @@ class Admission:
             )
         return pages
 
-    def _in_window(self, pages: int) -> int:
-        """Most of `pages` pages that the window layers keep."""
-        return 0 if self._window is None else min(pages, self._window.most)
-
-    def _most_in_window(self, candidate: Candidate) -> int:
-        """Most pages of the window layers that a candidate can hold."""
-        pages = sum(self._in_window(self._own_pages(request, candidate.node)) for request in candidate.requests)
-        return pages + sum(self._in_window(self._block_manager.pages_to_compute(node)) for node in candidate.path)
+    def _page_counts(self, candidate: Candidate) -> Iterator[int]:
+        """Most pages that each sample and each node of a candidate can hold."""
+        yield from (self._own_pages(request, candidate.node) for request in candidate.requests)
+        yield from map(self._block_manager.pages_to_compute, candidate.path)
 
     def _own_pages(self, request: int, node_id: int) -> int:
         length = self._block_manager.end[node_id]

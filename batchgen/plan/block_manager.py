@@ -6,9 +6,9 @@ The first user continues in the tail itself, after the node's positions (*in pla
 was dropped under memory pressure, they recompute its positions. All descendants share the full pages of their
 ancestors.
 
-Where layers have a sliding window, a user also needs their keys and values of the last window before the node's end. A
-node holds these pages until no further user can branch off. A user that comes back after that, because it was preempted
-or evicted, needs them again: the node has *lost its window*, and its positions are recomputed in its pages.
+In cache groups that keep a window, a user also needs the positions of the last window before the node's end. A node
+holds these pages until no further user can branch off. A user that comes back after that, because it was preempted or
+evicted, needs them again: the node has *lost its window*, and its positions are recomputed in its pages.
 
 Positions are always copied rather than recomputed, however few they are: copying one moves its keys and values once,
 computing it multiplies by every weight. A segment that two prompts share is therefore computed once.
@@ -17,7 +17,7 @@ computing it multiplies by every weight. A segment that two prompts share is the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +27,7 @@ from batchgen.plan.config import SchedulerStats
 from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.step_plan import PageCopy
 from batchgen.plan.tree import PrefixTree, user_counts
-from batchgen.plan.window_pages import NOTHING_HELD, Hold, WindowPages
+from batchgen.plan.window_pages import Hold, WindowPages
 
 COMPUTING = -1
 """`Node.completed_step` of a node that is not complete."""
@@ -67,8 +67,8 @@ class Node:
     """Children with two or more decode rows below, by id."""
     alive: bool = True
     """Whether the node is still in the pool."""
-    hold: Hold = NOTHING_HELD
-    """Pages of the window layers."""
+    holds: list[Hold] = field(default_factory=list)
+    """What it holds of each group that has its own pages."""
     window_lost: bool = False
     """Whether its last window is not held, so that no user can branch off."""
 
@@ -81,8 +81,8 @@ class Branch:
     """Pages from position 0 on, the node's included."""
     begin: int
     in_place: bool
-    hold: Hold = NOTHING_HELD
-    """Pages of the window layers that it holds, those of the positions before `begin`."""
+    holds: list[Hold]
+    """What it holds of each group that has its own pages: those of the positions before `begin`."""
 
 
 class BlockManager:
@@ -94,9 +94,9 @@ class BlockManager:
         samples: npt.NDArray[np.int32],
         allocator: PageAllocator,
         stats: SchedulerStats,
-        window: WindowPages | None = None,
+        groups: Sequence[WindowPages | None] = (None,),
     ) -> None:
-        """`window`: pages of the layers with a sliding window; None: the model has none."""
+        """`groups`: pages of each cache group; None: those of page tables."""
         self.parent = tree.parent.data
         self.end = tree.end.data
         self.first_row = tree.first_row.data
@@ -117,31 +117,34 @@ class BlockManager:
         self.allocator = allocator
         self._page_size = allocator.page_size
         self.stats = stats
-        self.window = window
+        self._groups = groups
+        self.held = [pages for pages in groups if pages is not None]
+        """The groups that have their own pages."""
         self._advanced: list[Node] = []
         """Nodes that have been computed further in the last step, and hold pages for that."""
         self._computed_to: dict[int, int] = {}
         """Evicted node -> the position it had been computed to."""
 
     def begin_step(self, step: int) -> None:
-        """Begin to plan a step: nodes let go of the window layers' pages that only the last step read."""
+        """Begin to plan a step: nodes let go of the held pages that only the last step read."""
         self.step = step
-        if self.window is not None:
-            for node in self._advanced:
-                self.window.slide(node.hold, node.page_table, self._restart(node.next_position))
-            self._advanced.clear()
+        for node in self._advanced:
+            for hold in node.holds:
+                hold.slide(self._restart(node.next_position))
+        self._advanced.clear()
 
     def advance(self, node: Node, end: int) -> None:
-        """Record that this step computes a node up to `end`, for which the window layers' pages are allocated."""
+        """Record that this step computes a node up to `end`, for which held pages are allocated."""
         node.next_position = end
         node.last_used_step = self.step
-        if self.window is not None:
-            self.window.extend(node.hold, node.page_table, end)
+        for hold in node.holds:
+            hold.extend(end)
+        if node.holds:
             self._advanced.append(node)
 
     def reach(self, node: Node) -> int:
         """Position up to which a node can be computed in this step, as far as pages are concerned."""
-        return node.end if self.window is None else min(node.end, self.window.room(node.hold))
+        return min([node.end, *(hold.room() for hold in node.holds)])
 
     def start_of(self, node_id: int) -> int:
         """First position of a node's segment: its parent's end."""
@@ -210,20 +213,17 @@ class BlockManager:
         return branch
 
     def _branch(self, page_table: list[int], begin: int, in_place: bool, node: Node | None) -> Branch:
-        """A branch of `node`, holding the window layers' pages that its user needs of the node."""
-        if self.window is None:
-            return Branch(page_table, begin, in_place)
-        hold = Hold()
-        if node is not None:
-            assert not node.window_lost, f"node {node.id} has lost its window"
-            # What the user computes in the node's own chunk attends to all that this chunk holds.
-            self.window.hold(hold, page_table, node.hold.low, begin)
-        return Branch(page_table, begin, in_place, hold)
+        """A branch of `node`, holding the pages that its user needs of the node."""
+        if node is None:
+            return Branch(page_table, begin, in_place, [pages.hold(page_table) for pages in self.held])
+        assert not node.window_lost, f"node {node.id} has lost its window"
+        # What the user computes in the node's own chunk attends to all that this chunk holds.
+        holds = [hold.pages.hold(page_table, hold.low, begin) for hold in node.holds]
+        return Branch(page_table, begin, in_place, holds)
 
     def _copy(self, source: int, target: int, tokens: int) -> PageCopy:
-        if self.window is None:
-            return PageCopy(source, target, tokens)
-        return PageCopy(source, target, tokens, (self.window.page(source), self.window.page(target)))
+        pages = [(source, target) if own is None else (own.page(source), own.page(target)) for own in self._groups]
+        return PageCopy(source, target, tokens, pages)
 
     def detach(self, node: Node, in_place: bool) -> None:
         """Remove a user of `node`, which has freed its pages."""
@@ -250,7 +250,7 @@ class BlockManager:
             next_position=branch.begin,
             in_place=branch.in_place,
             tail_held=end % self._page_size != 0,
-            hold=branch.hold,
+            holds=branch.holds,
         )
         self.active[node_id] = node
         self.tail_held[node_id], self.in_place[node_id] = node.tail_held, node.in_place
@@ -258,17 +258,18 @@ class BlockManager:
 
     def _reopen(self, node: Node) -> Node:
         """Compute a node that has lost its window once more, in its own pages."""
-        assert self.window is not None
         self._computed_to[node.id] = node.end
         node.completed_step, node.window_lost = COMPUTING, False
         node.next_position = node.start // self._page_size * self._page_size
         if node.end % self._page_size and not node.tail_held:
             node.page_table += self.allocator.alloc(1)
             node.tail_held = self.tail_held[node.id] = True
-        low = self.window.first_page(node.next_position)
+        lows = [pages.first_page(node.next_position) for pages in self.held]
         if node.parent is not None and node.parent.last_used_step == self.step:
-            low = min(low, node.parent.hold.low)
-        self.window.hold(node.hold, node.page_table, low, node.next_position)
+            lows = [min(low, hold.low) for low, hold in zip(lows, node.parent.holds, strict=True)]
+        node.holds = [
+            pages.hold(node.page_table, low, node.next_position) for pages, low in zip(self.held, lows, strict=True)
+        ]
         if node.parent is not None:
             self.drop_unused(node.parent)
         return node
@@ -294,8 +295,7 @@ class BlockManager:
             return
         if node.tail_held:
             self._drop_tail(node)
-        if self.window is not None:
-            self._lose_window(node)
+        self._lose_window(node)
 
     def release(self, node_id: int, count: int = 1) -> None:
         """Record that `count` samples at the node's end have ended; free finished nodes, up to the root."""
@@ -322,13 +322,13 @@ class BlockManager:
             del self.waiting[node_id]
 
     def make_room(
-        self, need: Callable[[], int], *, window: int = 0, spare_waiting: bool, keep: Node | None = None
+        self, need: Callable[[], int], *, held: int = 0, spare_waiting: bool, keep: Node | None = None
     ) -> bool:
         """Evict nodes without users, the deepest first, until `need()` pages are free.
 
         Args:
             need: number of pages needed; evictions may lower it.
-            window: number of pages of the window layers needed.
+            held: number of pages needed of each group that has its own.
             spare_waiting: keep nodes that begun sequences wait for. Otherwise tails and windows are freed, too.
             keep: a node that stays, with its tail and its window.
 
@@ -337,7 +337,7 @@ class BlockManager:
         """
 
         def enough() -> bool:
-            return need() <= self.allocator.free_count and (self.window is None or window <= self.window.free_count)
+            return need() <= self.allocator.free_count and all(held <= pages.free_count for pages in self.held)
 
         def idle(node: Node) -> bool:
             if node.users or node is keep or node.last_used_step == self.step:
@@ -355,7 +355,7 @@ class BlockManager:
                 heapq.heappush(heap, (-node.parent.end, node.parent.id))
         if not spare_waiting:
             self._drop_tails(enough, keep)
-            if self.window is not None:
+            if self.held:
                 self._drop_windows(enough, keep)
         return enough()
 
@@ -389,16 +389,16 @@ class BlockManager:
                 self._lose_window(node)
 
     def _drop_tail(self, node: Node) -> None:
-        if self.window is not None:
-            self.window.shrink(node.hold, node.page_table, node.full_pages)
+        for hold in node.holds:
+            hold.shrink(node.full_pages)
         node.tail_held = False
         self.tail_held[node.id] = False
         self.allocator.free([node.page_table.pop()])
 
     def _lose_window(self, node: Node) -> None:
-        assert self.window is not None
-        self.window.release(node.hold, node.page_table)
-        node.window_lost = True
+        for hold in node.holds:
+            hold.release()
+        node.window_lost = bool(node.holds)
 
     def _evict(self, node: Node) -> None:
         assert not node.users
@@ -407,8 +407,8 @@ class BlockManager:
         self._remove(node)
 
     def _remove(self, node: Node) -> None:
-        if self.window is not None:
-            self.window.release(node.hold, node.page_table)
+        for hold in node.holds:
+            hold.release()
         self.allocator.free(node.page_table[node.first_own_page :])
         node.alive = False
         del self.active[node.id]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
-from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, least_window_pages, window_of
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
+from batchgen.plan.window_pages import held_groups
 
 Order = Literal["longest", "tree", "first-come"]
 """Order in which prompts begin; see `order.begin_order`."""
@@ -25,8 +26,8 @@ class SchedulerConfig:
     """
 
     num_pages: int
-    """Number of pages in the pool, including the scratch page. If all layers have a window, pages have no memory of
-    their own."""
+    """Number of pages of page tables, including the scratch page: those of the pool of each group that keeps every
+    position."""
     page_size: int
     """Number of positions per page, S."""
     max_num_seqs: int
@@ -45,8 +46,6 @@ class SchedulerConfig:
     admission: Admit = "foreseen"
     cache_groups: tuple[CacheGroup, ...] = ONE_BYTE_PAGES
     """What the model's layers keep of each page's positions."""
-    window_pages: int = 0
-    """Number of pages of the window layers, including the scratch page; 0 if there are none."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_seqs", "start_together"):
@@ -59,11 +58,9 @@ class SchedulerConfig:
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sample decodes in every step"
             )
-        window = window_of(self.cache_groups)
-        if window is not None and self.window_pages < least_window_pages(window, self.page_size):
-            raise ValueError(
-                f"window_pages must be at least {least_window_pages(window, self.page_size)}, got {self.window_pages}"
-            )
+        for group in held_groups(self.cache_groups):
+            if group.num_pages < (least := group.least_pages(self.page_size)):
+                raise ValueError(f"{group.kind}_pages must be at least {least}, got {group.num_pages}")
         if self.group_min_saving < 0:
             raise ValueError(f"group_min_saving must not be negative, got {self.group_min_saving}")
         if self.group_rows is not None and self.group_rows < 1:

@@ -123,7 +123,7 @@ class PrefillScheduler:
         self._requeue_deferred()
         if self._runs:
             keep = self._runs[0].node
-            self._block_manager.make_room(lambda: 0, window=1, spare_waiting=False, keep=keep)
+            self._block_manager.make_room(lambda: 0, held=1, spare_waiting=False, keep=keep)
             self.advance(builder)
             return
         parent_id = next(iter(self._backlog), -1)
@@ -198,12 +198,12 @@ class PrefillScheduler:
             spare = len(self._sequences.by_id) + self._slots.reserved
             if self._admission.uses_forecast:
                 spare = 0
-            if block_manager.window is not None and block_manager.window.free_count < 2 + spare:
+            if any(pages.free_count < 2 + spare for pages in block_manager.held):
                 return False
             return block_manager.pages_to_admit(node_id) + spare <= block_manager.allocator.free_count
         keep = block_manager.active.get(block_manager.parent[node_id])
         return block_manager.make_room(
-            lambda: block_manager.pages_to_admit(node_id), window=2, spare_waiting=False, keep=keep
+            lambda: block_manager.pages_to_admit(node_id), held=2, spare_waiting=False, keep=keep
         )
 
     def _blocked_until(self, node_id: int, builder: StepBuilder) -> int:

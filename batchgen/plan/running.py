@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.plan.rows import DecodeRows
+from batchgen.plan.window_pages import WindowGroup
 
 Int64 = npt.NDArray[np.int64]
 
@@ -132,11 +133,12 @@ class Running(Generic[Row]):
         found: list[int] = (columns[_POSITION] == columns[_CAPACITY]).nonzero()[0].tolist()
         return found
 
-    def leaving_page(self, window: int, page_size: int) -> list[tuple[Row, int]]:
-        """Rows whose window has just left a page, with the position that they feed next."""
-        positions = self._columns[_POSITION, : len(self._rows)]
-        first = positions - (window - 1)  # first visible position
-        found = ((first > 0) & (first % page_size == 0)).nonzero()[0]
+    def leaving_page(self, group: WindowGroup, page_size: int) -> list[tuple[Row, int]]:
+        """Rows that have just ceased to see a page of a group, with the position that they feed next."""
+        positions = self.positions
+        first = group.first_visible(positions)
+        before = group.first_visible(positions - 1)
+        found = ((first > 0) & (first // page_size > before // page_size)).nonzero()[0]
         return [(self._rows[i], p) for i, p in zip(found.tolist(), positions[found].tolist(), strict=True)]
 
     def index_of(self, row: Row) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.builder import StepBuilder
-from batchgen.plan.cache_groups import PageCounts, window_of
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
@@ -22,7 +21,7 @@ from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
 from batchgen.plan.unbegun import UnbegunSamples
-from batchgen.plan.window_pages import WindowPages
+from batchgen.plan.window_pages import WindowGroup
 from batchgen.plan.work import Work, WorkForecast, WorkLeft, work_done
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -69,9 +68,10 @@ class Scheduler:
         """The prefix tree in the order in which prompts begin."""
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
-        window = window_of(config.cache_groups)
-        self._window = None if window is None else WindowPages(window, config.window_pages, config.page_size)
-        self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats, self._window)
+        self._pages = [
+            group.pages(config.page_size) if isinstance(group, WindowGroup) else None for group in config.cache_groups
+        ]
+        self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats, self._pages)
         self._groups = PrefixGroups(
             self._block_manager.first_row, config.page_size, config.group_costs, int(tree.end.max(initial=0))
         )
@@ -94,13 +94,18 @@ class Scheduler:
 
     @property
     def pages_in_use(self) -> int:
-        """Number of pages in use now, those of the window layers not included."""
+        """Number of pages of page tables in use now."""
         return self._allocator.used_count
 
     @property
-    def window_pages_in_use(self) -> int:
-        """Number of pages of the window layers in use now."""
-        return 0 if self._window is None else self._window.allocator.used_count
+    def group_pages_in_use(self) -> list[int]:
+        """Number of pages of each cache group in use now."""
+        return [allocator.used_count for allocator in self._allocators()]
+
+    @property
+    def group_peaks(self) -> list[int]:
+        """Most pages of each cache group in use at once."""
+        return [allocator.peak for allocator in self._allocators()]
 
     @property
     def work_done(self) -> Work:
@@ -182,8 +187,8 @@ class Scheduler:
             self._sequences.finish(finished)
             self._prefill.on_finished(finished)
 
-    def dry_run(self, most_tokens: int, lag: int = 0) -> PageCounts:
-        """Most pages in use at once, in steps without a model in which every sample runs to its limit.
+    def dry_run(self, most_tokens: int, lag: int = 0) -> None:
+        """Plan steps without a model, in which every sample runs to its limit.
 
         Args:
             most_tokens: sampled tokens after which it stops, since they take its time.
@@ -197,7 +202,6 @@ class Scheduler:
                 left[row.sequence] -= 1
             ended.append([row.sequence for row in plan.samples if not left[row.sequence]])
             self.commit(ended.pop(0))
-        return PageCounts(self.stats.peak_pages, self.stats.peak_window_pages)
 
     def cancel(self, request: int) -> list[int]:
         """Cancel all samples of `request`; call it between `commit` and `step`.
@@ -217,6 +221,10 @@ class Scheduler:
         self._sequences.finish(begun)
         self._prefill.on_finished(begun)
         return begun
+
+    def _allocators(self) -> Iterator[PageAllocator]:
+        """The allocator of each cache group's pages."""
+        return (self._allocator if pages is None else pages.allocator for pages in self._pages)
 
     def _check_sizes(self) -> None:
         lengths = self.tree.end[self.tree.node_of_request].astype(np.int64)
@@ -242,7 +250,7 @@ class Scheduler:
         if builder.flat or sequences.running:
             return
         if sequences.resuming:
-            # All pages of the window layers are in use.
+            # All pages of a group are in use.
             sequences.make_progress()
             sequences.resume(builder)
         elif not sequences.by_id or prefill.in_progress:
@@ -263,9 +271,8 @@ class Scheduler:
         stats.sampled_tokens += sampled
         stats.max_decode_rows = max(stats.max_decode_rows, len(plan.decodes))
         stats.peak_pages = self._allocator.peak
-        if self._window is not None:
-            stats.peak_window_pages = self._window.allocator.peak
-            plan.window_pages = self._window.by_page
+        stats.peak_window_pages = sum(pages.allocator.peak for pages in self._block_manager.held)
+        plan.group_pages = [None if pages is None else pages.by_page for pages in self._pages]
         if not self._unbegun:
             stats.tail_steps += 1
             stats.tail_tokens += sampled

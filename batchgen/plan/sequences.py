@@ -17,7 +17,7 @@ from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.running import Running
 from batchgen.plan.spans import Spans
-from batchgen.plan.window_pages import NOTHING_HELD, Hold
+from batchgen.plan.window_pages import Hold
 
 
 class Phase(Enum):
@@ -60,8 +60,8 @@ class ScheduledSequence:
     """Whether its first own page is the node's tail."""
     next_position: int = 0
     """Next position to compute while RESUMING."""
-    hold: Hold = NOTHING_HELD
-    """Pages of the window layers."""
+    holds: list[Hold] = field(default_factory=list)
+    """What it holds of each group that has its own pages."""
     recompute_last: bool = False
     """Whether it is RESUMING only for the logits of its last prompt token, whose keys and values are in its pages."""
 
@@ -94,7 +94,6 @@ class SequenceScheduler:
         """FRESH and RESUMING sequences that sample in this step."""
         self._block_manager = block_manager
         self._allocator = block_manager.allocator
-        self._window = block_manager.window
         self._page_size = block_manager.allocator.page_size
         self._stats = block_manager.stats
         self._on_decode_start = on_decode_start
@@ -126,13 +125,12 @@ class SequenceScheduler:
         return sequence.id
 
     def begin_step(self) -> None:
-        """Begin to plan a step: sequences let go of the window layers' pages that only the last step read."""
-        if self._window is None:
-            return
-        for sequence, position in self.running.leaving_page(self._window.window, self._page_size):
-            self._window.slide(sequence.hold, sequence.pages, position)
-        for sequence in self.resuming:
-            self._window.slide(sequence.hold, sequence.pages, sequence.next_position)
+        """Begin to plan a step: sequences let go of the held pages that only the last step read."""
+        for number, held in enumerate(self._block_manager.held):
+            for sequence, position in self.running.leaving_page(held.group, self._page_size):
+                sequence.holds[number].slide(position)
+            for sequence in self.resuming:
+                sequence.holds[number].slide(sequence.next_position)
 
     def grow(self) -> bool:
         """Allocate one more page to each decode row that needs it, oldest first.
@@ -143,13 +141,13 @@ class SequenceScheduler:
         short = self.running.at_capacity()
         if not short:
             return False
-        if self._block_manager.make_room(lambda: len(short), window=len(short), spare_waiting=True):
+        if self._block_manager.make_room(lambda: len(short), held=len(short), spare_waiting=True):
             self._grow(short)
             return False
         before = self._stats.preemptions
         for sequence in sorted((self.running[place] for place in short), key=_age):
             while sequence.phase is Phase.RUNNING and not self._block_manager.make_room(
-                lambda: 1, window=1, spare_waiting=False
+                lambda: 1, held=1, spare_waiting=False
             ):
                 self._preempt(max((*self.running, *self.resuming), key=_age))
             if sequence.phase is Phase.RUNNING:
@@ -158,9 +156,10 @@ class SequenceScheduler:
 
     def _grow(self, places: list[int]) -> None:
         self.running.grow(places, self._allocator.alloc(len(places)), self._page_size)
-        if self._window is not None:
+        if self._block_manager.held:
             for sequence in (self.running[place] for place in places):
-                self._window.extend(sequence.hold, sequence.pages, sequence.capacity)
+                for hold in sequence.holds:
+                    hold.extend(sequence.capacity)
 
     def admit_waiting(self, builder: StepBuilder, recompute: Callable[[int, StepBuilder, bool], None]) -> None:
         """Allocate pages to waiting sequences while there are enough.
@@ -190,14 +189,13 @@ class SequenceScheduler:
         ended = 0
         for sequence in self.resuming:
             begin, end = sequence.next_position, min(sequence.position + 1, sequence.next_position + builder.budget)
-            if self._window is not None:
-                end = min(end, self._window.room(sequence.hold))
+            end = min([end, *(hold.room() for hold in sequence.holds)])
             if self.spans is not None and end < sequence.prompt_len:
                 end = self.spans.whole(sequence.request, end)
             if end <= begin:
                 break
-            if self._window is not None:
-                self._window.extend(sequence.hold, sequence.pages, end)
+            for hold in sequence.holds:
+                hold.extend(end)
             pages = sequence.pages[: -(-end // self._page_size)]
             flat = builder.chunk(sequence.request, sequence.id, begin, end, pages, store=not sequence.recompute_last)
             sequence.next_position = end
@@ -272,9 +270,9 @@ class SequenceScheduler:
         def need() -> int:
             return spare + self._block_manager.pages_to_branch(node, sequence.prompt_len, sequence.position + 1)
 
-        if self._block_manager.make_room(need, window=spare + 1, spare_waiting=True):
+        if self._block_manager.make_room(need, held=spare + 1, spare_waiting=True):
             return True
-        return nothing_running and self._block_manager.make_room(need, window=1, spare_waiting=False, keep=node)
+        return nothing_running and self._block_manager.make_room(need, held=1, spare_waiting=False, keep=node)
 
     def _allocate(self, sequence: ScheduledSequence, node: Node, builder: StepBuilder) -> None:
         prompt_len, position = sequence.prompt_len, sequence.position
@@ -282,13 +280,13 @@ class SequenceScheduler:
         self._block_manager.add_waiting(node.id, -1)
         sequence.node = node
         sequence.pages = branch.page_table
-        sequence.hold = branch.hold
+        sequence.holds = branch.holds
         sequence.first_own_page = node.full_pages
         sequence.capacity = len(sequence.pages) * self._page_size
         sequence.in_place = branch.in_place
         if branch.begin == prompt_len == position:
-            if self._window is not None:
-                self._window.extend(sequence.hold, sequence.pages, position + 1)
+            for hold in sequence.holds:
+                hold.extend(position + 1)
             self._start_decoding(sequence)
             return
         sequence.phase = Phase.RESUMING
@@ -298,8 +296,8 @@ class SequenceScheduler:
 
     def _start_decoding(self, sequence: ScheduledSequence) -> None:
         sequence.phase = Phase.RUNNING
-        if self._window is not None:
-            self._window.slide(sequence.hold, sequence.pages, sequence.position)
+        for hold in sequence.holds:
+            hold.slide(sequence.position)
         self.running.add(sequence)
         self._kv_positions += sequence.position + 1
         self._on_decode_start(sequence.node)
@@ -330,12 +328,12 @@ class SequenceScheduler:
     def make_progress(self) -> None:
         """Make room for the oldest sequence that is recomputed, if there is none for anyone: preempt the others."""
         oldest, *others = self.resuming
-        while not self._block_manager.make_room(lambda: 0, window=1, spare_waiting=False, keep=oldest.node) and others:
+        while not self._block_manager.make_room(lambda: 0, held=1, spare_waiting=False, keep=oldest.node) and others:
             self._preempt(others.pop())
 
     def _free_pages(self, sequence: ScheduledSequence, node: Node) -> None:
-        if self._window is not None:
-            self._window.release(sequence.hold, sequence.pages)
+        for hold in sequence.holds:
+            hold.release()
         self._allocator.free(sequence.pages[sequence.first_own_page :])
         self._block_manager.detach(node, sequence.in_place)
         sequence.node = None

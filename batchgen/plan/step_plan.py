@@ -7,6 +7,7 @@ page tables are indexed by position // page_size. Page 0 is scratch: nothing rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -42,8 +43,8 @@ class PageCopy:
     source: int
     target: int
     tokens: int
-    window: tuple[int, int] | None = None
-    """Source and target in the window layers; None if the model has none."""
+    pages: Sequence[tuple[int, int]]
+    """Source and target in each cache group"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,9 @@ class StepPlan:
     decodes: DecodeRows = field(default_factory=lambda: _NO_ROWS)
     groups: list[PrefixGroup] = field(default_factory=list)
     samples: SampleRows = field(default_factory=lambda: _NO_SAMPLES)
-    window_pages: Int64 | None = None
-    """Page of the window layers by page of the tables here, for pages whose positions the step stores or sees; valid
-    until the next step is planned. None: the model has no such layers."""
+    group_pages: Sequence[Int64 | None] = (None,)
+    """By cache group: its page by page of the tables here, for pages whose positions the step stores or sees; valid
+    until the next step is planned. None: the same page."""
 
     @property
     def tokens(self) -> int:
@@ -143,14 +144,14 @@ def split_plan(
         decodes=plan.decodes[:decodes],
         groups=_slice_groups(plan.groups, 0, decodes),
         samples=plan.samples[:mine],
-        window_pages=plan.window_pages,
+        group_pages=plan.group_pages,
     )
     second = StepPlan(
         prefills=right,
         decodes=plan.decodes[decodes:],
         groups=_slice_groups(plan.groups, decodes, len(plan.decodes)),
         samples=SampleRows(plan.samples.sequence_ids[mine:], plan.samples.tokens[mine:] - at),
-        window_pages=plan.window_pages,
+        group_pages=plan.group_pages,
     )
     return first, second
 
@@ -179,7 +180,7 @@ def _split_samples(plan: StepPlan) -> tuple[StepPlan, StepPlan] | None:
     again = [replace(plan.prefills[0], store=False)]
     return (
         replace(plan, samples=plan.samples[: count // 2]),
-        StepPlan(prefills=again, samples=plan.samples[count // 2 :], window_pages=plan.window_pages),
+        StepPlan(prefills=again, samples=plan.samples[count // 2 :], group_pages=plan.group_pages),
     )
 
 

@@ -1,51 +1,80 @@
-"""Pages of the window layers: which pages of the full layers have one, and who still needs it.
+"""The kind of cache group that keeps a window: which pages of the page tables have one of its pages, and who needs it.
 
-Page tables name pages of the full layers. A node or a sequence *holds* the window layers' pages of a range of its page
-table: from the first position that a token to come can see (`cache_groups.first_visible`) to the last one that is
-stored. A page whose last holder lets go is free. So a prefix that several rows share keeps pages only while a row is
-within a window of it, or has yet to begin at its end.
+A node or a sequence *holds* the group's pages of a range of its page table: from the first position that a token to
+come can see (`WindowGroup.first_visible`) to the last one that is stored. A page whose last holder lets go is free. So
+a prefix that several rows share keeps pages only while a row is within a window of it, or has yet to begin at its end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.cache_groups import first_visible
+from batchgen.plan.cache_groups import CacheGroup
 from batchgen.plan.page_allocator import PageAllocator
 
-
-@dataclass(slots=True, eq=False)
-class Hold:
-    """Indices [low, high) of a page table whose pages of the window layers are held."""
-
-    low: int = 0
-    high: int = 0
+Position = TypeVar("Position", int, npt.NDArray[np.int64])
 
 
-NOTHING_HELD: Final = Hold()
-"""For models without a window, and for those that hold no pages yet. Never changed."""
+@dataclass(frozen=True, slots=True)
+class WindowGroup(CacheGroup):
+    """Layers that keep only the last positions, in their own pages, which are planned with those of the tables."""
+
+    window: int
+    """Most positions that a token sees, itself included"""
+    num_pages: int = 0
+    """Pages of the pool, the scratch page included; 0: it has no size yet"""
+
+    kind: ClassVar[str] = "window"
+
+    def first_visible(self, position: Position) -> Position:
+        """First position that a token at `position` or later sees; may be negative. Those before it are not needed."""
+        return position - (self.window - 1)
+
+    def most_pages(self, page_size: int) -> int:
+        """Most pages that hold the positions which one token sees."""
+        return (self.window + page_size - 2) // page_size + 1
+
+    def least_pages(self, page_size: int, longest_span: int = 0) -> int:
+        """See `CacheGroup.least_pages`: with so many, every job finishes.
+
+        A prompt's last window and a sequence that begins or continues there, each with the page that it fills.
+        """
+        return 2 * (replace(self, window=self.window + longest_span).most_pages(page_size) + 2) + 2
+
+    def pool_pages(self, pages: int) -> int:
+        """See `CacheGroup.pool_pages`."""
+        return self.num_pages
+
+    def pages(self, page_size: int) -> WindowPages:
+        """The group's pages while a job is planned."""
+        return WindowPages(self, page_size)
+
+
+def held_groups(groups: Sequence[CacheGroup]) -> list[WindowGroup]:
+    """The groups that have their own pages."""
+    return [group for group in groups if isinstance(group, WindowGroup)]
 
 
 class WindowPages:
-    """Pages of the window layers.
+    """Pages of a group.
 
     Args:
-        window: positions that a token sees, itself included.
-        num_pages: pages of the pool, the scratch page included.
+        group: with its number of pages.
         page_size: positions per page, S.
     """
 
-    def __init__(self, window: int, num_pages: int, page_size: int) -> None:
-        self.window = window
-        self.allocator = PageAllocator(num_pages, page_size)
+    def __init__(self, group: WindowGroup, page_size: int) -> None:
+        self.group = group
+        self.allocator = PageAllocator(group.num_pages, page_size)
+        self.page_size = page_size
         self.by_page: npt.NDArray[np.int64] = np.zeros(64, np.int64)
-        """Page of the window layers, by page of the full layers. Out of date where no page is held."""
+        """The group's page, by page of the tables. Out of date where no page is held."""
         self._held: dict[int, int] = {}
-        self._page_size = page_size
 
     @property
     def free_count(self) -> int:
@@ -53,48 +82,19 @@ class WindowPages:
         return self.allocator.free_count
 
     def page(self, page: int) -> int:
-        """The window layers' page of a page for which one is held."""
+        """The group's page of a page for which one is held."""
         return self._held[page]
 
     def first_page(self, position: int) -> int:
         """Index of the first page that a token at `position` or later sees."""
-        return first_visible(position, self.window) // self._page_size
+        return max(0, self.group.first_visible(position)) // self.page_size
 
-    def hold(self, hold: Hold, table: list[int], low: int, end: int) -> None:
-        """Begin to hold pages from index `low` to those of positions before `end`. A page is allocated if need be."""
-        hold.low = hold.high = low
-        self.extend(hold, table, end)
+    def hold(self, table: list[int], low: int = 0, end: int = 0) -> Hold:
+        """Hold the pages of a page table from index `low` to those of positions before `end`."""
+        return Hold(self, table, low, end)
 
-    def room(self, hold: Hold) -> int:
-        """Position up to which `extend` can hold pages now."""
-        return (hold.high + self.free_count) * self._page_size
-
-    def extend(self, hold: Hold, table: list[int], end: int) -> None:
-        """Hold the pages of positions before `end`, too."""
-        high = -(-end // self._page_size)
-        for index in range(hold.high, high):
-            self._take(table[index])
-        hold.high = max(hold.high, high)
-
-    def slide(self, hold: Hold, table: list[int], position: int) -> None:
-        """Let go of the pages that no token at `position` or later sees."""
-        low = min(self.first_page(position), hold.high)
-        for index in range(hold.low, low):
-            self._drop(table[index])
-        hold.low = max(hold.low, low)
-
-    def shrink(self, hold: Hold, table: list[int], high: int) -> None:
-        """Let go of the pages from index `high` on."""
-        high = max(high, hold.low)
-        for index in range(high, hold.high):
-            self._drop(table[index])
-        hold.high = min(hold.high, high)
-
-    def release(self, hold: Hold, table: list[int]) -> None:
-        """Let go of all pages."""
-        self.shrink(hold, table, hold.low)
-
-    def _take(self, page: int) -> None:
+    def take(self, page: int) -> None:
+        """Add a holder of a page, which is allocated if need be."""
         if page in self._held:
             self.allocator.share(self._held[page])
             return
@@ -103,8 +103,48 @@ class WindowPages:
             self.by_page = np.pad(self.by_page, (0, max(len(self.by_page), page + 1 - len(self.by_page))))
         self.by_page[page] = self._held[page]
 
-    def _drop(self, page: int) -> None:
+    def drop(self, page: int) -> None:
+        """Remove a holder of a page."""
         held = self._held[page]
         self.allocator.free([held])
         if not self.allocator.ref_count(held):
             del self._held[page]
+
+
+class Hold:
+    """Indices [low, high) of a page table whose pages of a group are held. See `WindowPages.hold`."""
+
+    __slots__ = ("high", "low", "pages", "table")
+
+    def __init__(self, pages: WindowPages, table: list[int], low: int, end: int) -> None:
+        self.pages, self.table, self.low, self.high = pages, table, low, low
+        self.extend(end)
+
+    def room(self) -> int:
+        """Position up to which `extend` can hold pages now."""
+        return (self.high + self.pages.free_count) * self.pages.page_size
+
+    def extend(self, end: int) -> None:
+        """Hold the pages of positions before `end`, too."""
+        high = -(-end // self.pages.page_size)
+        for index in range(self.high, high):
+            self.pages.take(self.table[index])
+        self.high = max(self.high, high)
+
+    def slide(self, position: int) -> None:
+        """Let go of the pages that no token at `position` or later sees."""
+        low = min(self.pages.first_page(position), self.high)
+        for index in range(self.low, low):
+            self.pages.drop(self.table[index])
+        self.low = max(self.low, low)
+
+    def shrink(self, high: int) -> None:
+        """Let go of the pages from index `high` on."""
+        high = max(high, self.low)
+        for index in range(high, self.high):
+            self.pages.drop(self.table[index])
+        self.high = min(self.high, high)
+
+    def release(self) -> None:
+        """Let go of all pages."""
+        self.shrink(self.low)

@@ -40,6 +40,7 @@ EXAMPLES = {
     "Add a sampling field": "tests/engine/test_strip_text.py",
     "Add a kind of constraint": "tests/text/grammar/test_integer_range.py",
     "Add an attention backend": "tests/kernels/attention/test_sdpa.py",
+    "Add a kind of cache group": "tests/plan/test_chunk_group.py",
     "Add an input format": "tests/data/read/test_ltsv.py",
 }
 """Heading of an example -> its test."""

@@ -39,13 +39,12 @@ def main() -> dict[str, Any]:
         tokens += len(group[0].output_ids or ())
         errors += [str(sample.error) for sample in group if sample.error is not None]
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    pool = sum(cache.numel() * cache.element_size() for cache in (*running.pool.keys, *running.pool.values))
     return {
         "rows": len(set(order)),
         "tokens": tokens,
         "errors": errors[:3],
         "before_the_long": order.index(SHORT),
-        "pool": pool,
+        "pool": running.pool.nbytes,
         "grown": grown * 1024,
         **asdict(running.scheduler.stats),
     }

@@ -46,7 +46,7 @@ def run(model: Path, rows: list[dict[str, Any]]) -> tuple[RunResult, PackedPages
     engine.order = "tree"
     done = RunResult.of(engine, rows)
     assert engine.last_run is not None
-    pool = engine.last_run.pool
+    (pool,) = engine.last_run.pool.parts
     return done, pool.packed if isinstance(pool, PackedPool) else None
 
 

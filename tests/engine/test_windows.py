@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchgen.engine.engine import Engine
+from batchgen.engine.memory.kv_budget import sized_groups
 from batchgen.errors import UsageError
-from batchgen.plan.cache_groups import PageCounts, least_window_pages, window_pages
+from batchgen.plan.cache_groups import CacheGroup
+from batchgen.plan.window_pages import WindowGroup
 from tests.engine.reference import (
     Greedy,
     assert_all_same,
@@ -21,7 +24,7 @@ from tests.models.tiny import VOCAB, WINDOW
 
 NEW = 16
 SIZE = 4
-ROW = window_pages(WINDOW, SIZE)
+ROW = WindowGroup((), 1, WINDOW).most_pages(SIZE)
 
 
 TYPES = [
@@ -101,8 +104,13 @@ def test_what_rows_return_does_not_depend_on_lost_windows(tmp_path: Path, monkey
     engine = engine_of(tmp_path, max_tokens_per_step=24, max_num_seqs=6)
     engine.order, engine.admission = "tree", "free"
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: longest // SIZE + 3)
-    least = least_window_pages(WINDOW, SIZE)
-    monkeypatch.setattr("batchgen.engine.engine.page_counts", lambda *given: PageCounts(given[3], least))
+    least = WindowGroup((), 1, WINDOW).least_pages(SIZE)
+
+    def small(*given: Any) -> list[CacheGroup]:
+        groups = sized_groups(*given)
+        return [replace(group, num_pages=least) if isinstance(group, WindowGroup) else group for group in groups]
+
+    monkeypatch.setattr("batchgen.engine.engine.sized_groups", small)
     assert_all_same(engine.generate(rows, ordered=True), expected)
     run = engine.last_run
     assert run is not None

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from batchgen.plan.cache_groups import window_of, window_pages
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.spans import ItemSpans, PromptSpans, Spans
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.plan.tree import build_tree
+from batchgen.plan.window_pages import held_groups
 
 FIRST_ITEM = 100
 """First id of a feature."""
@@ -55,8 +55,11 @@ class Simulator:
         self.keys = keys or [0] * len(prompts)
         self.size = config.page_size
         self.memory: list[list[int | None]] = [[None] * self.size for _ in range(config.num_pages)]
-        self.window = window_of(config.cache_groups)
-        self.window_memory: list[list[int | None]] = [[None] * self.size for _ in range(config.window_pages)]
+        self.held = held_groups(config.cache_groups)
+        """At most one group, the last of all."""
+        self.window_memory: list[list[int | None]] = [
+            [None] * self.size for group in self.held for _ in range(group.num_pages)
+        ]
         self.interned: dict[tuple[int, object], int] = {}
         self.owners: dict[int, tuple[int, int]] = {}
         """Sequence id -> (request, sample)."""
@@ -102,7 +105,7 @@ class Simulator:
         else:
             raise AssertionError("the job did not finish")
         assert self.scheduler.pages_in_use == 0
-        assert self.scheduler.window_pages_in_use == 0
+        assert not any(self.scheduler.group_pages_in_use)
         assert self.scheduler.unended == 0
         expected = {
             (r, s): n
@@ -147,7 +150,7 @@ class Simulator:
             self.store(stores, row.pages, row.position, self.tokens[row.sequence][row.position])
         for (page, slot), value in stores.items():
             self.memory[page][slot] = value
-        if self.window is not None:
+        if self.held:
             self.store_in_window(plan, stores)
         for chunk in plan.prefills:
             self.attend(chunk.pages, chunk.end, self.ids(chunk))
@@ -157,28 +160,26 @@ class Simulator:
             assert len(row.pages) == row.position // self.size + 1
             self.attend(row.pages, row.position + 1, self.tokens[row.sequence])
             self.attend_in_window(plan, row.pages, row.position, row.position + 1, self.tokens[row.sequence])
-        if self.window is not None and not self.lag:
+        if self.held and not self.lag:
             self.count_window_pages(plan)
         self.check_groups(plan)
         self.check_samples(plan)
 
     def count_window_pages(self, plan: StepPlan) -> None:
         """The window layers hold pages for what the step sees and for what starts later, and for nothing else."""
-        assert plan.window_pages is not None
-        assert self.window is not None
         spans = [(chunk.pages, chunk.start, chunk.end) for chunk in plan.prefills]
         spans += [(row.pages, row.position, row.position + 1) for row in plan.decodes]
         seen = {
-            int(plan.window_pages[page])
+            self.page_in_window(plan, page)
             for pages, start, end in spans
-            for page in pages[max(0, start - self.window + 1) // self.size : -(-end // self.size)]
+            for page in pages[self.first_visible(start) // self.size : -(-end // self.size)]
         }
-        spare = self.scheduler.window_pages_in_use - len(seen)
+        spare = self.scheduler.group_pages_in_use[-1] - len(seen)
         assert spare >= 0
         decoding = {row.sequence for row in plan.decodes}
         alive = set(self.owners) - self.ended
         starting = self.nodes_to_start(alive - decoding)
-        each = window_pages(self.window, self.size) + 1
+        each = self.held[0].most_pages(self.size) + 1
         assert spare <= len(starting) * each, "no sample starts at the other nodes"
         if not starting and not plan.prefills:
             assert spare == 0
@@ -214,12 +215,12 @@ class Simulator:
             assert 0 < copy.tokens < self.size
             assert self.memory[copy.source][: copy.tokens] == source[: copy.tokens]
             self.memory[copy.target] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
-        before = [list(self.window_memory[c.window[0]]) for c in plan.copies if c.window is not None]
-        assert len(before) == (0 if self.window is None else len(plan.copies))
-        for copy, source in zip(plan.copies, before, strict=False):
-            assert copy.window is not None
-            assert 0 not in copy.window
-            self.window_memory[copy.window[1]] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
+        if not self.held:
+            return
+        before = [list(self.window_memory[c.pages[-1][0]]) for c in plan.copies]
+        for copy, source in zip(plan.copies, before, strict=True):
+            assert 0 not in copy.pages[-1]
+            self.window_memory[copy.pages[-1][1]] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
 
     def ids(self, chunk: PrefillChunk) -> list[int]:
         ids = self.prompt_ids[chunk.request]
@@ -242,8 +243,7 @@ class Simulator:
 
     def store_in_window(self, plan: StepPlan, stores: dict[tuple[int, int], int]) -> None:
         """Store into the window layers' pages; no two positions of a step share a slot there either."""
-        assert plan.window_pages is not None
-        slots = [(int(plan.window_pages[page]), slot) for page, slot in stores]
+        slots = [(self.page_in_window(plan, page), slot) for page, slot in stores]
         assert len(set(slots)) == len(slots)
         for (page, slot), value in zip(slots, stores.values(), strict=True):
             assert page != 0
@@ -251,12 +251,20 @@ class Simulator:
 
     def attend_in_window(self, plan: StepPlan, pages: list[int], start: int, end: int, ids: list[int]) -> None:
         """Read what tokens at positions [start, end) see in the window layers."""
-        if self.window is None:
+        if not self.held:
             return
-        assert plan.window_pages is not None
-        for position in range(max(0, start - self.window + 1), end):
-            page = int(plan.window_pages[pages[position // self.size]])
+        for position in range(self.first_visible(start), end):
+            page = self.page_in_window(plan, pages[position // self.size])
             assert self.window_memory[page][position % self.size] == ids[position]
+
+    def first_visible(self, position: int) -> int:
+        return max(0, self.held[0].first_visible(position))
+
+    def page_in_window(self, plan: StepPlan, page: int) -> int:
+        """The window layers' page of a page of the tables."""
+        pages = plan.group_pages[-1]
+        assert pages is not None
+        return int(pages[page])
 
     def check_groups(self, plan: StepPlan) -> None:
         covered = [0] * len(plan.decodes)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.plan.cache_groups import least_window_pages
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.spans import ItemSpans, PromptSpans
 from batchgen.plan.step_plan import StepPlan, split_plan
+from batchgen.plan.window_pages import WindowGroup
 from tests.cases import examples
 from tests.plan.simulator import FIRST_ITEM, Simulator
 from tests.plan.test_scheduler import configs
@@ -96,8 +96,11 @@ def run_job(job: list[tuple[list[int], list[int]]], config: SchedulerConfig, win
         num_pages=max(config.num_pages, needed + 2),
     )
     if window is not None:
-        least = least_window_pages(window + LONGEST, config.page_size)
-        config = replace(windowed(config, window), window_pages=least)
+        config = windowed(config, window)
+        full, held = config.cache_groups
+        assert isinstance(held, WindowGroup)
+        held = replace(held, num_pages=held.least_pages(config.page_size, LONGEST))
+        config = replace(config, cache_groups=(full, held))
     kind = WholeSimulator if window is None else WholeWindowSimulator
     sim = kind(prompts, [row[1] for row in job], limits, config, features=FEATURES)
     sim.random.seed(seed)

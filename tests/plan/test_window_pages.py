@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.plan.cache_groups import CacheGroup, PageCounts, cache_bytes, least_window_pages, window_pages
+from batchgen.plan.cache_groups import CacheGroup, bytes_by_kind
 from batchgen.plan.scheduler import SchedulerConfig
+from batchgen.plan.window_pages import WindowGroup
 from tests.cases import examples
 from tests.plan.counted import counted
 from tests.plan.simulator import Simulator
@@ -19,8 +20,9 @@ from tests.plan.test_scheduler import configs, live_distinct, rows, simulator, t
 
 def windowed(config: SchedulerConfig, window: int, more: int = 1000, page_bytes: int = 1) -> SchedulerConfig:
     """The limits for a model with layers without and with a window, and `more` pages of these than needed."""
-    groups = (CacheGroup("full", (0,), 1), CacheGroup("window", (1,), page_bytes, window))
-    return replace(config, cache_groups=groups, window_pages=least_window_pages(window, config.page_size) + more)
+    group = WindowGroup((1,), page_bytes, window)
+    group = replace(group, num_pages=group.least_pages(config.page_size) + more)
+    return replace(config, cache_groups=(CacheGroup((0,), 1), group))
 
 
 windows = st.sampled_from([1, 2, 3, 4, 7, 12, 40])
@@ -52,7 +54,7 @@ def test_every_request_that_fits_alone_finishes(
     sim.run()
     stats = sim.scheduler.stats
     assert stats.prompt_tokens == live_distinct(sim)
-    assert stats.peak_window_pages <= sim.config.window_pages - 1
+    assert stats.peak_window_pages <= sim.held[0].num_pages - 1
 
 
 @examples(50)
@@ -62,13 +64,15 @@ def test_a_dry_run_uses_the_pages_of_a_run(rows: list[tuple], config: SchedulerC
     sim, dry = (simulator(rows, windowed(config, window), lag) for _ in range(2))
     sim.run()
     stats = sim.scheduler.stats
-    assert dry.scheduler.dry_run(1 << 60, lag) == PageCounts(stats.peak_pages, stats.peak_window_pages)
+    dry.scheduler.dry_run(1 << 60, lag)
+    assert dry.scheduler.group_peaks == [stats.peak_pages, stats.peak_window_pages]
     assert dry.scheduler.unended == 0
 
 
 def test_a_dry_run_of_a_long_job_stops() -> None:
     sim = simulator([([i], [20], 0, 0) for i in range(9)], windowed(SchedulerConfig(100, 4, 3, 16), 8))
-    assert sim.scheduler.dry_run(25).window > 0
+    sim.scheduler.dry_run(25)
+    assert sim.scheduler.group_peaks[-1] > 0
     assert (sim.scheduler.unended, sim.scheduler.stats.sampled_tokens) == (9, 27)
 
 
@@ -94,12 +98,11 @@ def test_long_rows_hold_a_fraction(window: int, share: float) -> None:
     config = windowed(config, window, page_bytes=5)
     run = counted([[i] * 7937 for i in range(8)], np.full(8, 256), config)
     stats = run.stats
-    pages = PageCounts(stats.peak_pages, stats.peak_window_pages)
-    everything = PageCounts(stats.peak_pages, stats.peak_pages)
+    kept = bytes_by_kind(config.cache_groups, [stats.peak_pages, stats.peak_window_pages])
     assert stats.peak_pages > 8 * 500
-    assert cache_bytes(config.cache_groups, pages) <= share * cache_bytes(config.cache_groups, everything)
+    assert sum(kept.values()) <= share * (1 + 5) * stats.peak_pages
     # The windows of seven rows, and the last chunk of the eighth prompt with what it sees.
-    each = window_pages(window, 16)
+    each = WindowGroup((), 1, window).most_pages(16)
     assert stats.peak_window_pages <= 8 * each + 1024 // 16
     assert stats.preemptions == stats.recomputed_tokens == 0
 
@@ -109,7 +112,7 @@ def run_shared(samples: list[int], seqs: int, window: int = 16) -> tuple[Simulat
     config = SchedulerConfig(num_pages=1000, page_size=4, max_num_seqs=seqs, max_tokens_per_step=256)
     sim = simulator([([1] * 200 + [i] * 3, [n], 0, 0) for i, n in enumerate(samples)], windowed(config, window))
     used: list[int] = []
-    sim.run(lambda _: used.append(sim.scheduler.window_pages_in_use))
+    sim.run(lambda _: used.append(sim.scheduler.group_pages_in_use[-1]))
     return sim, used
 
 
@@ -119,14 +122,14 @@ def test_a_prefix_keeps_its_window_while_a_row_has_to_start_from_it() -> None:
     stats = sim.scheduler.stats
     assert stats.prompt_tokens == 200 + 4 * 3
     assert stats.recomputed_tokens == 0
-    row = window_pages(16, 4)
+    row = WindowGroup((), 1, 16).most_pages(4)
     assert 2 * row - 1 <= max(used[60:]) <= 2 * row + 1, "the prefix's window and the row's own"
     assert max(used[-30:-1]) <= row, "the last row has left the prefix"
 
 
 def test_a_prefix_drops_its_window_when_all_rows_have_left_it() -> None:
     _, used = run_shared([60] * 5, seqs=5)
-    row = window_pages(16, 4)
+    row = WindowGroup((), 1, 16).most_pages(4)
     assert used[4] < 5 * row, "the rows share the prefix's last pages"
     assert max(used[30:]) <= 5 * row
 
@@ -134,13 +137,14 @@ def test_a_prefix_drops_its_window_when_all_rows_have_left_it() -> None:
 def test_all_layers_may_have_a_window() -> None:
     """A page then costs nothing outside of the window layers' pool."""
     config = SchedulerConfig(num_pages=10_000, page_size=4, max_num_seqs=4, max_tokens_per_step=64)
-    groups = (CacheGroup("window", (0, 1), 8, 16),)
-    config = replace(config, cache_groups=groups, window_pages=least_window_pages(16, 4) + 4)
+    group = WindowGroup((0, 1), 8, 16)
+    group = replace(group, num_pages=group.least_pages(4) + 4)
+    config = replace(config, cache_groups=(group,))
     sim = simulator([([i] * 300, [50], 0, 0) for i in range(6)], config)
     sim.run()
     stats = sim.scheduler.stats
-    assert cache_bytes(groups, PageCounts(stats.peak_pages, stats.peak_window_pages)) == 8 * stats.peak_window_pages
-    assert stats.peak_window_pages < config.window_pages
+    assert bytes_by_kind([group], sim.scheduler.group_peaks) == {"window": 8 * stats.peak_window_pages}
+    assert stats.peak_window_pages < group.num_pages
 
 
 def test_a_pool_needs_room_for_two_windows() -> None:

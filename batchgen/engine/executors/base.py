@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from batchgen.engine.step_times import StepTimes
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
-from batchgen.kernels.grouped import Pool, attention_of, pools_of
+from batchgen.kernels.grouped import GroupedPool, grouped_attention
 from batchgen.kernels.pooled import AttentionCounts
 from batchgen.kernels.types import AttentionBatch, PagedAttention
 from batchgen.models.base import CaptureSpec, Model
@@ -78,7 +78,7 @@ class ExecutorContext:
     """What the executors of one job share."""
 
     model: Model
-    pool: Pool
+    pool: GroupedPool
     backend: Backend
     device: Device
     outputs: D2HQueue
@@ -102,19 +102,17 @@ class ExecutorContext:
         self.copy_pages(step.copies)
         step.copies.clear()
 
-    def attend(self, batch: AttentionBatch) -> PagedAttention:
-        """The attention of a step."""
-        return attention_of(self.backend.attention, self.pool, batch)
+    def attend(self, batches: Sequence[AttentionBatch]) -> PagedAttention:
+        """The attention of a step, given over the pages of each cache group."""
+        return grouped_attention(self.backend.attention, self.pool, batches)
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
         """Copy pages, in order: the source of one copy may be the target of a later one."""
         if not copies:
             return
-        pools, tables = pools_of(self.pool), [[(c.source, c.target, c.tokens) for c in copies]]
-        if copies[0].window is not None:
-            tables.append([(*c.window, c.tokens) for c in copies if c.window is not None])
         try:
-            for pool, table in zip(pools, tables[-len(pools) :], strict=True):
+            for group, pool in enumerate(self.pool.parts):
+                table = [(*c.pages[group], c.tokens) for c in copies]
                 self.backend.ops.copy_pages(pool, *self.device.upload(np.array(table, np.int64)))
         except RuntimeError as problem:
             if is_out_of_memory(problem):

@@ -27,10 +27,10 @@ from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.sampling.sampler import PlainColumns
 from batchgen.engine.step_batch import StepArrays, select_input_ids
 from batchgen.kernels.device import Device, Graph
-from batchgen.kernels.grouped import planner_of, pools_of
+from batchgen.kernels.grouped import GroupedPlanner, GroupedWork
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
-from batchgen.kernels.types import DecodePlanner, DecodeWork, Graphs
+from batchgen.kernels.types import Graphs
 from batchgen.models.base import CaptureSpec, Model, ModelInput
 
 _PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
@@ -91,11 +91,11 @@ class CudaGraphExecutor(Executor):
 
     def __init__(self, context: ExecutorContext, support: Graphs) -> None:
         super().__init__(context)
-        self._planner = planner_of(support, context.pool, context.device)
+        self._planner = GroupedPlanner(support, context.pool, context.device)
         self._device = context.device
         self._most = support.max_graphs
-        kinds = len(pools_of(context.pool))
-        self._shared = _SharedBuffers(context.model, context.backend.ops, context.device, kinds)
+        groups = len(context.pool.parts)
+        self._shared = _SharedBuffers(context.model, context.backend.ops, context.device, groups)
         self._steps: OrderedDict[_Key, _GraphStep] = OrderedDict()
         self._retired: deque[_GraphStep] = deque(maxlen=_MAX_RETIRED)
         self._counts = GraphCounts()
@@ -223,9 +223,9 @@ class _CannotCapture(RuntimeError):
 class _SharedBuffers:
     """Buffers that all graphs of a job share, because only one graph runs at a time."""
 
-    def __init__(self, model: Model, ops: Ops, device: Device, kinds: int) -> None:
-        """`kinds`: number of slot mappings, one for each kind of layers."""
-        self.kinds = kinds
+    def __init__(self, model: Model, ops: Ops, device: Device, groups: int) -> None:
+        """`groups`: number of slot mappings, one for each cache group."""
+        self.groups = groups
         self.model = model
         self.ops = ops
         self.device = device
@@ -247,8 +247,8 @@ class _GraphStep:
     def __init__(
         self,
         shared: _SharedBuffers,
-        planner: DecodePlanner,
-        work: DecodeWork,
+        planner: GroupedPlanner,
+        work: GroupedWork,
         padded: int,
         samples: bool,
         capture: CaptureSpec | None,
@@ -261,12 +261,11 @@ class _GraphStep:
         self._shared = shared
         self._padded = padded
         # Rows of an even number of int64 start at multiples of 16 bytes, which kernels need for wide loads.
-        columns = 4 + shared.kinds + rope_axes
+        columns = 4 + shared.groups + rope_axes
         self._int_columns = torch.zeros(columns, max(2, padded), dtype=torch.int64, device=device)
         self._ids, self._source, self._positions, self._num_sampled = self._int_columns[:4, :padded]
-        slots = self._int_columns[4 : 4 + shared.kinds, :padded]
-        self._rope = self._int_columns[4 + shared.kinds :, :padded] if rope_axes else None
-        self.attention = planner.attention(slots if shared.kinds > 1 else slots[0], work)
+        self._rope = self._int_columns[4 + shared.groups :, :padded] if rope_axes else None
+        self.attention = planner.attention(self._int_columns[4 : 4 + shared.groups, :padded], work)
         self._columns = _StaticColumns(padded, device) if samples else None
         self._all_rows = torch.arange(padded, device=device) if capture is not None else None
         self._captured = None if capture is None else (capture.layers, capture.experts)
@@ -278,9 +277,7 @@ class _GraphStep:
         rows = len(step.ids)
         int_columns = np.zeros(tuple(self._int_columns.shape), np.int64)
         int_columns[1] = -1
-        columns = [step.ids, step.source, step.positions, step.num_sampled, step.slots]
-        if step.window_slots is not None:
-            columns.append(step.window_slots)
+        columns = [step.ids, step.source, step.positions, step.num_sampled, *step.slots]
         if step.rope_positions is not None:
             columns.extend(step.rope_positions)
         for row, values in zip(int_columns, columns, strict=True):

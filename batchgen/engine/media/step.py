@@ -129,19 +129,18 @@ class StepMedia:
         token = self._items[number].token_id
         return token if token < self._items.vocab_size else 0
 
-    def add_spans(self, chunks: Sequence[PrefillChunk], attention: AttentionBatch) -> None:
-        """Give a step's attention the flat tokens of its chunks that see one another."""
+    def add_spans(self, chunks: Sequence[PrefillChunk], attention: Sequence[AttentionBatch]) -> None:
+        """Give a step's attention in each cache group the flat tokens of its chunks that see one another."""
         if self._spans is None:
             return
-        at = 0
+        at, spans = 0, []
         for chunk in chunks:
             shift = at - chunk.start
             within = self._spans.within(chunk.request, chunk.start, chunk.end)
-            attention.spans += [(start + shift, end + shift) for start, end in within]
+            spans += [(start + shift, end + shift) for start, end in within]
             at += chunk.end - chunk.start
-        attention.spans_exceed_window = self._spans.exceed_window
-        if attention.window is not None:
-            attention.window.spans = attention.spans
+        for batch in attention:
+            batch.spans, batch.spans_exceed_window = spans, self._spans.exceed_window
 
     def rope_positions(self, chunks: Sequence[PrefillChunk], positions: Int64, decoding: Int64) -> Int64 | None:
         """[A, T] rotary positions of a step's tokens; None: they are plain numbers.

@@ -13,10 +13,11 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
+from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
-from batchgen.kernels.grouped import Pool, allocate_pool
+from batchgen.kernels.grouped import GroupedPool
 from batchgen.models.base import ModelSpec
 from batchgen.plan.step_plan import (
     DecodeRow,
@@ -28,6 +29,7 @@ from batchgen.plan.step_plan import (
     SequenceStart,
     StepPlan,
 )
+from batchgen.plan.window_pages import WindowGroup
 from batchgen.request.constraint import CONSTRAINT_KINDS
 from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.params import SamplingParams
@@ -60,7 +62,7 @@ class CudaMeter:
 
 
 def measure_largest_step(
-    run: Callable[[DummyRun, Pool], None],
+    run: Callable[[DummyRun, GroupedPool], None],
     workload: JobWorkload,
     spec: ModelSpec,
     page_size: int,
@@ -99,14 +101,16 @@ def measure_largest_step(
 
 
 def _measure(
-    run: Callable[[DummyRun, Pool], None],
+    run: Callable[[DummyRun, GroupedPool], None],
     job: DummyRun,
     spec: ModelSpec,
     page_size: int,
     meter: Meter,
 ) -> int | None:
     """Bytes of a dummy run; None if memory ran out."""
-    pool = allocate_pool(spec.kv_layers, spec.windows, (PAGES, PAGES), page_size, spec.kv_dtype, spec.device)
+    layers = [group.layers for group in cache_groups(spec, page_size)]
+    pages = [PAGES] * len(layers)
+    pool = GroupedPool.allocate(spec.kv_layers, layers, pages, page_size, spec.kv_dtype, spec.device)
     try:
         return meter.peak(lambda: run(job, pool))
     except (RuntimeError, MemoryError) as problem:
@@ -119,7 +123,7 @@ def _measure(
 PAGES: Final = 2
 """Pages in the pool of a dummy run, including the scratch page."""
 _PAGE_ID: Final = 1
-_WINDOW_PAGES: Final = np.arange(PAGES)
+_HELD_PAGES: Final = np.arange(PAGES)
 _DISTINCT_IDS: Final = 64
 _LOGITS_BYTES: Final = 64 << 20
 """Bytes of prompt logits that are computed at once, in float32."""
@@ -179,17 +183,16 @@ def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int,
         _step_plan([last_chunk], decodes, groups),
         _step_plan(short_chunks, decodes, groups),
     ]
-    if any(spec.windows):
-        steps = [replace(step, window_pages=_WINDOW_PAGES) for step in steps]
+    group_pages = [_HELD_PAGES if isinstance(group, WindowGroup) else None for group in cache_groups(spec, page_size)]
     return DummyRun(
         workload=plan_workload(table, dedup=False, adapters=list(spec.adapters)),
         start=StepPlan(
             starts=[SequenceStart(i, 0, i) for i in range(rows)],
             prefills=[replace(last_chunk, start=longest - 1)],
             samples=SampleRows.of(SampleRow(i, 0) for i in range(rows)),
-            window_pages=_WINDOW_PAGES if any(spec.windows) else None,
+            group_pages=group_pages,
         ),
-        steps=steps,
+        steps=[replace(step, group_pages=group_pages) for step in steps],
         rows=rows,
     )
 

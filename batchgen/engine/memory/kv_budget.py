@@ -7,6 +7,7 @@ programs share the memory (`dummy_run`).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,16 +20,9 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec, windows_within
-from batchgen.plan.cache_groups import (
-    CacheGroup,
-    PageCounts,
-    cache_bytes,
-    least_window_pages,
-    pages_within,
-    window_of,
-    window_pages,
-)
+from batchgen.plan.cache_groups import CacheGroup
 from batchgen.plan.tree import user_counts
+from batchgen.plan.window_pages import WindowGroup, held_groups
 from batchgen.request.printable import format_size
 
 AUTO_SHARE: Final = 0.4
@@ -78,7 +72,7 @@ def pool_pages(
 ) -> int:
     """Pages to allocate, including the scratch page: as many as the job can use within the memory budget.
 
-    Layers with a window have others (`page_counts`). If all have a window, pages cost nothing and are not limited.
+    Layers with a window have others (`sized_groups`). If all have a window, pages cost nothing and are not limited.
 
     Args:
         workload: the job; a small one gets a small pool.
@@ -92,12 +86,11 @@ def pool_pages(
         UsageError: the budget holds less than two pages, or exceeds the free memory.
     """
     allowed, most = allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size)
-    groups, budget = cache_groups(spec, page_size), memory.budget(kv_memory)
-
-    windows = _WindowNeeds(workload, spec, page_size, limits, min(budget, memory.room))
+    budget = memory.budget(kv_memory)
+    needs = _Needs(workload, spec, page_size, limits, min(budget, memory.room))
 
     def bytes_of(pages: int) -> int:
-        return cache_bytes(groups, windows.counts(pages))
+        return sum(group.page_bytes * group.pool_pages(pages) for group in needs.sized(pages))
 
     if not any(spec.windows):
         pages = min(allowed, most)
@@ -129,7 +122,7 @@ def allowed_pages(
     Raises:
         UsageError: the budget holds less than two pages, or exceeds the device's memory.
     """
-    groups = cache_groups(spec, page_size)
+    page = sum(group.page_bytes for group in cache_groups(spec, page_size))
     memory = device_memory(spec.device) if memory is None else memory
     budget = memory.budget(kv_memory)
     if budget > memory.total:
@@ -137,14 +130,13 @@ def allowed_pages(
             f"`--kv-memory`: {format_size(budget)} exceed the device's memory of {format_size(memory.total)}; "
             f"at most {_whole_mib(memory.room)} fit now"
         )
-    allowed = pages_within(groups, budget)
+    allowed = budget // max(1, page)
     if allowed < 2:
         if kv_memory is None:
             raise UsageError(
                 f"`--kv-memory`: the largest step takes {format_size(memory.step)} of {format_size(memory.free)} of "
                 "free memory, which leaves no room for keys and values; lower --max-tokens-per-step or --max-num-seqs"
             )
-        page = cache_bytes(groups, PageCounts(1, 1))
         raise UsageError(f"`--kv-memory`: {budget} bytes hold {allowed} pages of {page} bytes, at least 2 are needed")
     return allowed
 
@@ -155,57 +147,56 @@ def _whole_mib(count: int) -> str:
 
 
 def cache_groups(spec: ModelSpec, page_size: int) -> tuple[CacheGroup, ...]:
-    """The caches that a model's layers keep: a group for each size of keys and values without and with a window.
+    """The caches that a model's layers keep: a group of those without a window, and one of those with a window."""
+    windows = spec.windows or (None,) * len(spec.kv_layers)
+    full = tuple(layer for layer, window in enumerate(windows) if window is None)
+    held = tuple(layer for layer, window in enumerate(windows) if window is not None)
+
+    def page_bytes(layers: Sequence[int]) -> int:
+        return KVPool.page_bytes([spec.kv_layers[layer] for layer in layers], page_size, spec.kv_dtype)
+
+    groups: list[CacheGroup] = []
+    if full:
+        groups.append(CacheGroup(full, page_bytes(full)))
+    if held:
+        groups.append(WindowGroup(held, page_bytes(held), max(filter(None, windows))))
+    return tuple(groups)
+
+
+def with_job_windows(spec: ModelSpec, workload: JobWorkload, page_size: int) -> ModelSpec:
+    """The model without windows that no row of the job is longer than.
 
     Raises:
         UsageError: a page would hold positions of two attention chunks.
     """
-    chunk = spec.attention_chunk
-    if chunk in spec.windows and chunk is not None and chunk % page_size:
-        raise UsageError(f"`--page-size` {page_size} does not divide the model's attention chunks of {chunk} tokens")
-    windows = spec.windows or (None,) * len(spec.kv_layers)
-    kinds = list(zip(spec.kv_layers, windows, strict=True))
-    return tuple(
-        CacheGroup(
-            "full" if window is None else "window",
-            layers=tuple(i for i, kind in enumerate(kinds) if kind == (size, window)),
-            page_bytes=kinds.count((size, window)) * KVPool.page_bytes([size], page_size, spec.kv_dtype),
-            window=window,
-        )
-        for size, window in dict.fromkeys(kinds)
-    )
-
-
-def with_job_windows(spec: ModelSpec, workload: JobWorkload) -> ModelSpec:
-    """The model without windows that no row of the job is longer than."""
     if not spec.windows:
         return spec
     active = workload.samples > 0
     lengths = (np.diff(workload.table.offsets).astype(np.int64) + workload.max_tokens - 1)[active]
-    return replace(spec, windows=windows_within(spec.windows, int(lengths.max(initial=0))))
+    windows, chunk = windows_within(spec.windows, int(lengths.max(initial=0))), spec.attention_chunk
+    if chunk in windows and chunk is not None and chunk % page_size:
+        raise UsageError(f"`--page-size` {page_size} does not divide the model's attention chunks of {chunk} tokens")
+    return replace(spec, windows=windows)
 
 
 def with_windows_in(spec: ModelSpec, workload: JobWorkload, page_size: int, budget: int) -> ModelSpec:
-    """The model without its windows if `budget` bytes do not hold what `least_window_pages` asks for."""
-    groups = cache_groups(spec, page_size)
-    window = window_of(groups)
-    if window is None:
+    """The model without its windows if `budget` bytes do not hold what `WindowGroup.least_pages` asks for."""
+    groups, span, chunk = cache_groups(spec, page_size), workload.longest_span, spec.attention_chunk
+    size = sum(group.page_bytes * group.least_pages(page_size, span) for group in groups)
+    if not held_groups(groups) or size <= budget:
         return spec
-    least = least_window_pages(window + workload.longest_span, page_size)
-    if (size := cache_bytes(groups, PageCounts(2, least))) <= budget:
-        return spec
-    if spec.attention_chunk is not None:
+    if chunk is not None:
         raise UsageError(
             f"`--kv-memory`: {format_size(budget)} do not hold the {format_size(size)} that layers which attend in "
-            f"chunks of {window:,} tokens need; raise it, or lower --max-model-len to {window}"
+            f"chunks of {chunk:,} tokens need; raise it, or lower --max-model-len to {chunk}"
         )
     return replace(spec, windows=())
 
 
-def page_counts(
+def sized_groups(
     workload: JobWorkload, spec: ModelSpec, page_size: int, pages: int, limits: tuple[int, int], budget: int
-) -> PageCounts:
-    """`pages` with the pages of the layers that have a window, including the scratch page.
+) -> tuple[CacheGroup, ...]:
+    """The cache groups, those with a window with their number of pages, including the scratch page.
 
     They get what the budget leaves. With enough memory no sequence ever waits for one of them. With less, they get a
     share: what the job's samples keep of a window, against the whole length of its nodes and outputs.
@@ -218,39 +209,42 @@ def page_counts(
         limits: most sequences at once and most tokens in a step.
         budget: bytes of the pool.
     """
-    return _WindowNeeds(workload, spec, page_size, limits, budget).counts(pages)
+    return _Needs(workload, spec, page_size, limits, budget).sized(pages)
 
 
-class _WindowNeeds:
-    """How many pages of the layers with a window a job uses, given those of the others."""
+class _Needs:
+    """How many pages of the groups with a window a job uses, given those of page tables."""
 
     def __init__(
         self, workload: JobWorkload, spec: ModelSpec, page_size: int, limits: tuple[int, int], budget: int
     ) -> None:
-        """As in `page_counts`."""
-        groups = cache_groups(spec, page_size)
-        self._window = window_of(groups)
-        if self._window is None:
-            return
-        each, (rows, tokens) = window_pages(self._window, page_size) + 1, limits
-        rows = min(rows, int(workload.samples.sum(dtype=np.int64)))
+        """As in `sized_groups`."""
+        self._groups = groups = cache_groups(spec, page_size)
+        rows, tokens = min(limits[0], int(workload.samples.sum(dtype=np.int64))), limits[1]
         self._chunks = -(-tokens // page_size) + rows
-        self._least = least_window_pages(self._window + workload.longest_span, page_size)
-        # The windows of the samples, and of the nodes that they begin at.
-        self._most = 2 * rows * each + self._chunks + self._least
-        self._share = 0.0 if all(spec.windows) else _window_share(workload, page_size, each)
         self._budget = budget
-        self._full_bytes = cache_bytes(groups, PageCounts(1))
-        self._window_bytes = cache_bytes(groups, PageCounts(0, 1))
+        held = held_groups(groups)
+        self._held_bytes = sum(group.page_bytes for group in held)
+        self._table_bytes = sum(group.page_bytes for group in groups) - self._held_bytes
+        self._needs = {group: self._of(group, workload, page_size, rows) for group in held}
 
-    def counts(self, pages: int) -> PageCounts:
-        """`pages` with the pages of the layers that have a window."""
-        if self._window is None:
-            return PageCounts(pages)
-        kept = int(pages * self._share)
-        left = (self._budget - pages * self._full_bytes) // self._window_bytes
+    def _of(self, group: WindowGroup, workload: JobWorkload, page_size: int, rows: int) -> tuple[int, int, float]:
+        """Fewest and most pages of a group, and the share that it keeps of those of page tables."""
+        each, least = group.most_pages(page_size) + 1, group.least_pages(page_size, workload.longest_span)
+        share = _window_share(workload, page_size, each) if self._table_bytes else 0.0
+        # The windows of the samples, and of the nodes that they begin at.
+        return least, 2 * rows * each + self._chunks + least, share
+
+    def sized(self, pages: int) -> tuple[CacheGroup, ...]:
+        """The groups, where page tables have `pages`."""
+        return tuple(self._sized(group, pages) if isinstance(group, WindowGroup) else group for group in self._groups)
+
+    def _sized(self, group: WindowGroup, pages: int) -> WindowGroup:
+        least, most, share = self._needs[group]
+        kept = int(pages * share)
+        left = (self._budget - pages * self._table_bytes) // self._held_bytes
         wanted = max(left, kept + min(self._chunks, kept // 4))
-        return PageCounts(pages, max(self._least, min(self._most, pages, wanted)))
+        return replace(group, num_pages=max(least, min(most, pages, wanted)))
 
 
 def _window_share(workload: JobWorkload, page_size: int, each: int) -> float:

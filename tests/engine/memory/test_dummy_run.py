@@ -21,7 +21,7 @@ from batchgen.engine.memory.dummy_run import (
 )
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
-from batchgen.kernels.types import KVPool
+from batchgen.kernels.grouped import GroupedPool
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from batchgen.request.hidden_states import HiddenStates
@@ -168,8 +168,8 @@ class Narrow:
         self.tokens = tokens
         self.tried: list[int] = []
 
-    def __call__(self, job: DummyRun, pool: KVPool) -> None:
-        assert pool.keys[0].shape[0] == PAGES
+    def __call__(self, job: DummyRun, pool: GroupedPool) -> None:
+        assert pool.num_pages == PAGES
         self.tried.append(sum(c.end for c in mixed(job)[0].prefills))
         if self.tried[-1] > self.tokens:
             raise torch.OutOfMemoryError("CUDA out of memory.")

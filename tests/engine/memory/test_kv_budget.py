@@ -22,8 +22,8 @@ from batchgen.engine.memory.kv_budget import (
     DeviceMemory,
     allowed_pages,
     cache_groups,
-    page_counts,
     pool_pages,
+    sized_groups,
     with_job_windows,
     with_windows_in,
 )
@@ -31,8 +31,9 @@ from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool, LayerKV
 from batchgen.models.base import ModelSpec
-from batchgen.plan.cache_groups import PageCounts, cache_bytes, least_window_pages
+from batchgen.plan.cache_groups import CacheGroup
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.plan.window_pages import WindowGroup
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 from tests.engine.reference import shared_prefix_prompts
@@ -162,28 +163,34 @@ MIXED = replace(SPEC, kv_layers=(LAYER,) * 6, windows=(8, 8, 8, 8, 8, None))
 @pytest.mark.parametrize("share", [1.0, 0.4, 0.15])
 def test_both_kinds_of_layers_share_the_budget(spec: ModelSpec, share: float) -> None:
     """With enough memory no sequence waits for a page of either kind; with less, the job still ends."""
-    job, limits, groups = workload(1), (8, 72), cache_groups(spec, 4)
+    job, limits = workload(1), (8, 72)
 
-    def counts(budget: int) -> PageCounts:
-        return page_counts(job, spec, 4, pool_pages(job, spec, 4, budget, PLENTY, limits), limits, budget)
+    def sized(budget: int) -> tuple[int, tuple[CacheGroup, ...], int]:
+        """Pages of page tables, the groups, and their bytes."""
+        pages = pool_pages(job, spec, 4, budget, PLENTY, limits)
+        groups = sized_groups(job, spec, 4, pages, limits, budget)
+        return pages, groups, sum(group.page_bytes * group.pool_pages(pages) for group in groups)
 
-    needed = cache_bytes(groups, counts(1 << 40))
-    budget = int(needed * share)
-    found = counts(budget)
-    assert cache_bytes(groups, found) <= budget
-    stats = run(job, found.full, 4, 8, cache_groups=groups, window_pages=found.window)
-    assert stats["peak_window_pages"] < found.window
+    budget = int(sized(1 << 40)[2] * share)
+    pages, groups, size = sized(budget)
+    assert size <= budget
+    stats = run(job, pages, 4, 8, cache_groups=groups)
+    held = groups[-1]
+    assert isinstance(held, WindowGroup)
+    assert stats["peak_window_pages"] < held.num_pages
     if share == 1.0:
-        plenty = run(job, 50 * found.full, 4, 8, cache_groups=groups, window_pages=50 * found.window)
-        assert stats == plenty
+        wide = (*groups[:-1], replace(held, num_pages=50 * held.num_pages))
+        assert stats == run(job, 50 * pages, 4, 8, cache_groups=wide)
 
 
 def test_windows_count_only_where_they_save_memory() -> None:
     job = workload(1)
     longest = int(max(np.diff(job.table.offsets) + job.max_tokens)) - 1
-    assert with_job_windows(replace(MIXED, windows=(longest,) * 6), job).windows == ()
-    assert with_job_windows(replace(MIXED, windows=(longest - 1,) * 6), job).windows == (longest - 1,) * 6
-    least = cache_bytes(cache_groups(MIXED, 4), PageCounts(2, least_window_pages(8, 4)))
+    assert with_job_windows(replace(MIXED, windows=(longest,) * 6), job, 4).windows == ()
+    assert with_job_windows(replace(MIXED, windows=(longest - 1,) * 6), job, 4).windows == (longest - 1,) * 6
+    full, held = cache_groups(MIXED, 4)
+    assert isinstance(held, WindowGroup)
+    least = 2 * full.page_bytes + held.page_bytes * held.least_pages(4)
     assert with_windows_in(MIXED, job, 4, least) is MIXED
     assert with_windows_in(MIXED, job, 4, least - 1).windows == ()
 
@@ -220,7 +227,7 @@ def test_the_last_pool_is_freed_before_the_next_is_allocated(monkeypatch: pytest
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", measured)
     for rows in (1, 2, 4):  # no job fits into the last one's pool
         list(engine.generate(["Sort: 3 1"] * rows, SamplingParams(max_new_tokens=2, n=rows)))
-        pools.append(weakref.ref(engine.last_run.pool.keys[0]))
+        pools.append(weakref.ref(engine.last_run.pool.parts[0].keys[0]))
     assert len(calls) == 3
     assert pools[-1]() is not None
 
@@ -228,13 +235,13 @@ def test_the_last_pool_is_freed_before_the_next_is_allocated(monkeypatch: pytest
 def test_a_job_that_fits_reuses_the_last_pool() -> None:
     engine = Engine(_DEMO)
     first = _generated(engine, _ROWS)
-    memory, pages = engine.last_run.pool.keys[0].data_ptr(), engine.last_run.pool.num_pages
+    memory, pages = engine.last_run.pool.parts[0].keys[0].data_ptr(), engine.last_run.pool.num_pages
     one = _generated(engine, _ROWS[:1])
-    assert engine.last_run.pool.keys[0].data_ptr() == memory
+    assert engine.last_run.pool.parts[0].keys[0].data_ptr() == memory
     assert engine.last_run.pool.num_pages == engine.last_run.loop.state.kv_pages + 1 < pages
     assert one == first[:1]
     assert _generated(engine, _ROWS) == first, "the pool did not shrink with the small job"
-    assert engine.last_run.pool.keys[0].data_ptr() == memory
+    assert engine.last_run.pool.parts[0].keys[0].data_ptr() == memory
     assert engine.last_run.pool.num_pages == pages
 
 
@@ -244,11 +251,11 @@ def test_the_pool_of_a_running_job_is_not_reused(closed: bool) -> None:
     whole = _generated(engine, _ROWS)
     running = engine.generate(_ROWS, SamplingParams(max_new_tokens=12), ordered=True)
     started = [next(running).text]
-    memory = engine.last_run.pool.keys[0].data_ptr()
+    memory = engine.last_run.pool.parts[0].keys[0].data_ptr()
     if closed:
         running.close()
     assert _generated(engine, _ROWS) == whole
-    assert (engine.last_run.pool.keys[0].data_ptr() == memory) is closed
+    assert (engine.last_run.pool.parts[0].keys[0].data_ptr() == memory) is closed
     if not closed:
         assert started + [completion.text for completion in running] == whole
 
@@ -257,7 +264,7 @@ def test_the_pool_of_a_running_job_is_not_reused(closed: bool) -> None:
 def test_the_last_job_s_values_in_a_reused_pool_are_not_read(options: dict[str, Any]) -> None:
     engine = Engine(_DEMO, **options)
     first = _generated(engine, _ROWS)
-    for tensor in (*engine.last_run.pool.keys, *engine.last_run.pool.values):
+    for tensor in (*engine.last_run.pool.parts[0].keys, *engine.last_run.pool.parts[0].values):
         tensor.fill_(math.nan)
     assert _generated(engine, _ROWS) == first
 

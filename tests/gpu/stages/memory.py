@@ -48,7 +48,7 @@ def automatic_pool(gpu: Gpu, *, model: str, rows: int, prompt: int, new: int, st
         torch.cuda.reset_peak_memory_stats(gpu.device)
     run_steps(engine, job, {}, steps)
     assert engine.last_run is not None
-    pool = sum(x.numel() * x.element_size() for x in (*engine.last_run.pool.keys, *engine.last_run.pool.values))
+    pool = engine.last_run.pool.nbytes
     failed = _failures() - before
     yield "allocations that failed", Verdict(not failed, float(failed), 0.0, 0.0)
     if not gpu.toy:

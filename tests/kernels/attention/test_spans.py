@@ -9,7 +9,7 @@ import torch
 
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu.attention import CompiledAttention
-from batchgen.kernels.grouped import GroupedPool, attention_of
+from batchgen.kernels.grouped import GroupedPool, attention_of, grouped_attention
 from batchgen.kernels.types import AttentionArgs
 from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, any_step, free_behind
@@ -68,13 +68,12 @@ def test_a_run_has_the_same_bits_next_to_other_tokens() -> None:
     assert torch.equal(whole[18:100], got[18:100])
 
 
-def test_both_kinds_of_layers_see_the_runs() -> None:
+def test_all_groups_of_layers_see_the_runs() -> None:
     one, other = step_of(seed=1), step_of(seed=2)
-    one.batch.window = replace(other.batch, spans=[])
-    pool = GroupedPool(one.pool, other.pool, ((False, 0), (True, 0)))
-    attention = attention_of(TorchAttention, pool, one.batch)
+    pool = GroupedPool([one.pool, other.pool], ((0, 0), (1, 0)))
+    attention = grouped_attention(TorchAttention, pool, [one.batch, other.batch])
     for layer, (step, window) in enumerate(((one, None), (other, 5))):
         args = AttentionArgs(0.3, window)
         got = attention.attend(layer, step.query, step.key, step.value, args)
-        expected = attend_by_token(replace(step.batch, spans=one.batch.spans), step.query, *step.filled(), args)
+        expected = attend_by_token(step.batch, step.query, *step.filled(), args)
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
