@@ -21,7 +21,7 @@ from batchgen.data.write.finish import CommittedRows, write_output
 from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.results_file import open_parquet, read_footer
-from batchgen.data.write.reuse import Moves, Prompts, ReuseFile, copy_rows
+from batchgen.data.write.reuse import Moves, copy_rows, prompts_of
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states import states_part
 from batchgen.data.write.work_folder import OutputPaths, RunIdentity, WorkFolder, belongs_to, output_paths
@@ -106,7 +106,8 @@ def merge_jobs(files: Sequence[Path], footers: Sequence[dict[str, Any]], out: Pa
         starts = np.cumsum([0, *map(len, rows)])
         parts = [work.scratch / "parts" / f"part-{number:06d}.parquet" for number in range(len(files))]
         for file, footer, part, its_rows, start in zip(files, footers, parts, rows, starts, strict=False):
-            _renumbered_copy(ReuseFile(file, _states_of(file, footer)), part, its_rows, int(start))
+            _check_states(file, footer)
+            _renumbered_copy(file, part, its_rows, int(start))
         keys = read_keys(parts)
         states = [path for path in map(states_part, parts) if exists(path)]
         numbered = [np.arange(len(its)) + start for its, start in zip(rows, starts, strict=False)]
@@ -133,16 +134,15 @@ def scratch_work(paths: OutputPaths, identity: RunIdentity) -> Iterator[WorkFold
         work.remove()
 
 
-def _renumbered_copy(file: ReuseFile, part: Path, rows: Rows, start: int) -> None:
+def _renumbered_copy(file: Path, part: Path, rows: Rows, start: int) -> None:
     """Copy a results file, whose input rows are `rows`, to a part whose rows are numbered from `start`."""
-    keys = read_keys([file.path])
+    keys = read_keys([file])
     first = first_of_prompt(keys.row_index, keys.prompt_index)
     row, prompt = keys.row_index[first], keys.prompt_index[first]
-    unused = np.zeros(len(row), np.int64)
-    moved = Prompts(np.searchsorted(rows, row) + start, prompt, unused)
-    schema = _schema(file.path)
+    moved = prompts_of(np.searchsorted(rows, row) + start, prompt)
+    schema = _schema(file)
     fill = partial(_renumber_leaders, rows=rows, start=start)
-    copy_rows(Moves(file, Prompts(row, prompt, unused), moved), part, lambda states: schema, fill)
+    copy_rows(Moves(file, prompts_of(row, prompt), moved), part, lambda states: schema, fill)
 
 
 def _renumber_leaders(table: pa.Table, *, rows: Rows, start: int) -> pa.Table:
@@ -153,19 +153,18 @@ def _renumber_leaders(table: pa.Table, *, rows: Rows, start: int) -> pa.Table:
     return table.set_column(at, table.schema.field(at), pa.array(numbers, pa.int64(), mask=~present))
 
 
-def _states_of(file: Path, footer: Mapping[str, Any]) -> Path | None:
-    """The hidden states of an output; None if it has none.
+def _check_states(file: Path, footer: Mapping[str, Any]) -> None:
+    """Check that the hidden states of an output, if it has any, are its own.
 
     Raises:
         InputError: they are missing, or not those of the output.
     """
     if not footer.get("states"):
-        return None
+        return
     states = output_paths(file).states
     own = read_footer(states, STATES_CONTENTS)
     if own is None or not belongs_to(own, RunIdentity(footer["fingerprint"])) or own["rows"] != footer["states"]:
         raise InputError(f"{states} does not hold the hidden states of {file}. Put the right file there.")
-    return states
 
 
 def _jobs(footers: Sequence[Mapping[str, Any]]) -> list[str]:

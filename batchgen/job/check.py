@@ -24,12 +24,12 @@ from batchgen.data.write.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
+from batchgen.job.clock import set_clock
 from batchgen.job.console import SafeConsole
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.media_figures import media_size
-from batchgen.job.opening import set_clock
 from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.progress import Progress, ProgressState
 from batchgen.job.reasons import Reasons

@@ -17,9 +17,9 @@ from batchgen.data.write.lines import errors_path, has_only_marks, is_lines
 from batchgen.data.write.output_budget import OutputBudget
 from batchgen.data.write.results_file import read_footer
 from batchgen.data.write.work_folder import WorkFolder
+from batchgen.job.clock import clock_record
 from batchgen.job.export import write_files
 from batchgen.job.ingest import Ingested
-from batchgen.job.opening import clock_record
 from batchgen.job.setup import Setup
 from batchgen.text.token_bytes import TokenBytes
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from batchgen.data.write.committed import first_of_prompt
-from batchgen.data.write.reuse import Prompts
+from batchgen.data.write.reuse import Prompts, prompts_of
 from batchgen.data.write.schema import OutputRow
 from batchgen.errors import row_error
 from batchgen.job.fingerprint import RESULT_OPTIONS
@@ -91,7 +91,7 @@ class RequestHashes:
         starts = np.flatnonzero(first_of_prompt(row, prompt))
         ends = np.append(starts[1:], len(row))
         hashes = np.fromiter(map(self._hash, starts.tolist(), ends.tolist()), np.int64, len(starts))
-        return Prompts(row[starts], prompt[starts], hashes)
+        return prompts_of(row[starts], prompt[starts], hashes)
 
     def _hash(self, first: int, end: int) -> int:
         """One hash a prompt: each text that is scored with it is a separate request in the table."""

@@ -17,7 +17,6 @@ from batchgen.data.files import exists
 from batchgen.data.write.committed import Committed, first_of_prompt
 from batchgen.data.write.feature_files import FeatureFiles
 from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.reuse import ReuseFile
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, output_paths
 from batchgen.data.write.work_parts import has_results
@@ -183,7 +182,7 @@ class _Job:
         summary = run_summary(self.result, record, rows, totals, counts, self.seconds)
         return replace(
             summary,
-            rows_resumed=len(np.unique(committed.row_index)) + reuse.rows,
+            rows_resumed=committed.rows + reuse.rows,
             carried_options=carried_notes(rows.carried_options, config.carry),
             commonest_error=self.reasons.commonest(),
             kernels=facts["kernels"],
@@ -202,13 +201,11 @@ class _Job:
         media.keep_in(files)
         writer.after_part = lambda rows: media.committed(row.completion.key[:2] for row in rows)
 
-    def _find_reuse(
-        self, files: Sequence[ReuseFile], rows: Ingested, hashes: RequestHashes, committed: Committed
-    ) -> Reuse:
+    def _find_reuse(self, files: Sequence[Path], rows: Ingested, hashes: RequestHashes, committed: Committed) -> Reuse:
         """The rows that earlier jobs have finished, with a line that says how many they are."""
         reuse = find_reuse(hashes, rows, committed, files)
         if files:
-            left = rows.rows - len(np.unique(committed.row_index)) - reuse.rows
+            left = rows.rows - committed.rows - reuse.rows
             self.progress.note(f"{reuse.rows:,} of {rows.rows:,} rows are reused, {left:,} are new, changed or failed")
         elif self.config.reuse is not None:
             self.progress.note(f"no row is reused: {self.config.reuse} does not hold another job's results")

@@ -69,9 +69,9 @@ def steps_of(page: Path, heading: str) -> list[Step]:
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy the repository's package and tests to `folder`."""
+    """Copy the repository's package and tests to `folder`, with what is compiled of them."""
     for name in ("batchgen", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))  # half-written files
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     for name in ("configs", "sample_data"):

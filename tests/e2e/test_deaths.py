@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from tests.e2e.processors import PAUSED, PAUSING
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import ProcessResult, run, start
 
@@ -175,13 +176,14 @@ def test_killing_a_healthy_job_loses_no_row(model: Path, folder: Path) -> None:
 @pytest.mark.slow
 def test_orderly_ends_suspect_nothing(model: Path, folder: Path) -> None:
     """Signals that the run handles, a second one too, do not count as deaths."""
-    write_lines(folder / "in.jsonl", plain_rows(40, tokens=200))
+    write_lines(folder / "in.jsonl", [*plain_rows(40), {"text": "Wait", **PAUSED}])
+    (folder / "pause").touch()
     for _ in range(3):
-        job = start(command(model), folder)
-        job.wait_for(lambda: (folder / "out.parquet.work" / "in-work").exists())
-        time.sleep(0.3)
+        job = start(command(model, *PAUSING), folder)
+        job.wait_for((folder / "reached").exists)
+        job.signal(signal.SIGINT)
         job.signal(signal.SIGTERM)
-        job.signal(signal.SIGTERM)
-        assert job.wait().code in (0, 143, -signal.SIGTERM)  # the second one may find that the run has ended
+        assert job.wait().code in (130, 143)
+        (folder / "reached").unlink()
     history = folder / "out.parquet.work" / "deaths.json"
     assert not history.exists() or json.loads(history.read_text())["rows"] == {}

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runner import run
-from tests.engine.reference import save_word_tokenizer
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import save_with_words
 
 LAYERS, LATENT, ROPE, PAGE = 3, 16, 8, 4
 
@@ -19,8 +18,7 @@ def test_planned_and_used_bytes_are_those_of_the_latent_and_the_rotated_key(
     dtype: str, width: int, tmp_path: Path
 ) -> None:
     """Rows of 13 prompt tokens and 4 of output: four pages each, as the last token's keys are not needed."""
-    model = save_tiny("deepseek_v3", tmp_path / "model")
-    save_word_tokenizer(model, VOCAB)
+    model = save_with_words("deepseek_v3", tmp_path / "model")
     lines = [{"input_ids": list(range(20 * i, 20 * i + 13)), "ignore_eos": True} for i in range(1, 6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     common = ["rows.jsonl", "--model", str(model), "--device", "cpu", "--dtype", dtype]

@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 
 from tests.e2e.one_pool import LONG, NEW, POOL, SHORT, VOCAB
-from tests.engine.reference import save_word_tokenizer
-from tests.models.tiny import save_tiny
+from tests.engine.reference import save_with_words
 
 SIZES = {"hidden_size": 8, "head_dim": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 16}
 
 
 def test_a_long_prompt_and_many_rows_in_one_pool(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path, vocab_size=VOCAB, max_position_embeddings=1 << 15, num_hidden_layers=1, **SIZES)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("llama", tmp_path, vocab_size=VOCAB, max_position_embeddings=1 << 15, num_hidden_layers=1, **SIZES)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.one_pool", str(tmp_path)], env=env, capture_output=True, text=True

@@ -87,7 +87,7 @@ def engine_with(engine: Engine, model: Model, device: Device = HOST) -> Engine:
 def test_out_of_memory_does_not_change_results(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, kind: str
 ) -> None:
-    rows = mixed_rows(80, seed=5)
+    rows = mixed_rows(50, seed=5)
     options = {"page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 96, "kv_memory": 1 << 20}
     engine = Engine(str(model), dtype="float32", **options, **mixed_options(model, tmp_path))
     random = Random(0)

@@ -186,24 +186,6 @@ def test_resume_anyway_reuses_no_row_of_another_model(base: list[Any], tmp_path:
     assert not list(tmp_path.glob("other*"))
 
 
-def test_overwrite_starts_from_the_beginning(base: list[Any], tmp_path: Path, finished: bytes) -> None:
-    out = tmp_path / "out.parquet"
-    out.write_bytes(b"something else altogether")
-    done = run(base, tmp_path, expect=2)
-    assert "exists and is not this job's output" in done.stderr
-    assert out.read_bytes() == b"something else altogether"
-    interrupted([*base, "--overwrite"], tmp_path)
-    assert out.read_bytes() == b"something else altogether", "untouched until the end"
-    assert run([*base, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] > 0
-    (tmp_path / "expected.parquet").write_bytes(finished)
-    assert_same(read(out), read(tmp_path / "expected.parquet"))
-    before = out.stat().st_ino
-    report = run([*base, "--overwrite", "--report", "-"], tmp_path).report
-    assert (report["rows_resumed"], report["already_done"]) == (0, False)
-    assert out.stat().st_ino != before
-    assert_same(read(out), read(tmp_path / "expected.parquet"))
-
-
 def test_retry_errors_runs_only_failed_rows(model: Path, tmp_path: Path) -> None:
     """Rows that are too long for one run are computed with a higher limit; the other rows are kept."""
     rows = [{"id": str(i), "text": text, **GREEDY} for i, text in enumerate(prompts(40, 6))]
@@ -243,42 +225,3 @@ def test_rows_too_large_for_the_pool_fail_and_are_retried_with_more_memory(tmp_p
     assert [row["completion_tokens"] for row in after if row["id"] in ("long", "twin")] == [6] * 4
     assert [row["dedup_of"] for row in after if row["id"] == "twin"] == [11, 11]
     assert [row for row in after if row["row_index"] not in (11, 12)] == before[:11] + before[13:]
-
-
-def test_overwrite_recomputes_rows_that_a_retry_copied_from_the_output(model: Path, tmp_path: Path) -> None:
-    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **GREEDY} for i, text in MANY)]
-    write_lines(tmp_path / "in.jsonl", rows)
-    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
-    run(base, tmp_path)
-    whole, before = read(tmp_path / "out.parquet"), (tmp_path / "out.parquet").stat().st_ino
-    interrupted([*base, "--retry-errors"], tmp_path, parts=1)
-    report = run([*base, "--overwrite", "--report", "-"], tmp_path).report
-    assert (report["rows_resumed"], report["rows_ok"]) == (0, 99)
-    assert (tmp_path / "out.parquet").stat().st_ino != before
-    assert_same(read(tmp_path / "out.parquet"), whole)
-
-
-def test_a_finished_job_keeps_the_work_folder_of_an_unfinished_overwrite(
-    base: list[Any], tmp_path: Path, finished: bytes
-) -> None:
-    (tmp_path / "out.parquet").write_bytes(finished)
-    kept = interrupted([*base, "--overwrite"], tmp_path)
-    assert run([*base, "--report", "-"], tmp_path).report["already_done"]
-    assert len(parts_of(tmp_path / "out.parquet")) == kept
-    assert run([*base, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] > 0
-    assert not (tmp_path / "out.parquet.work").exists()
-
-
-def test_overwrite_after_resume_anyway_does_not_mix_jobs(model: Path, tmp_path: Path) -> None:
-    """A second job resumes the work of a first one, then overwrites it."""
-    rows = [{"id": str(i), "text": text, "max_new_tokens": 30, "ignore_eos": True} for i, text in MANY]
-    write_lines(tmp_path / "in.jsonl", rows)
-    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
-    second = [*base, "--seed", "1"]
-    run(["run", "in.jsonl", "-o", "whole.parquet", *second[4:]], tmp_path)
-    first = interrupted(base, tmp_path)
-    kept = interrupted([*second, "--resume-anyway"], tmp_path, parts=first + 2)
-    assert "unfinished work of a different job" in run(base, tmp_path, expect=2).stderr
-    assert len(parts_of(tmp_path / "out.parquet")) == kept, "the refused run added nothing"
-    assert run([*second, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] == 0
-    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "whole.parquet"))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import run
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import save_with_words, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, save_tiny
 
 PAGE_BYTES = 4 * 2 * 2 * 16 * 4
@@ -18,8 +18,7 @@ PAGE_BYTES = 4 * 2 * 2 * 16 * 4
 
 @pytest.mark.parametrize(("model_type", "full", "windowed"), [("qwen2", 1, 2), ("mistral", 0, 3), ("llama", 3, 0)])
 def test_the_memory_of_both_kinds_of_layers(model_type: str, full: int, windowed: int, tmp_path: Path) -> None:
-    folder = save_tiny(model_type, tmp_path / "model")
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words(model_type, tmp_path / "model")
     rows = [
         {"input_ids": prompt, "max_new_tokens": 12, "ignore_eos": True}
         for prompt in shared_prefix_prompts(8, VOCAB, seed=1)

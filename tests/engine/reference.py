@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 from batchgen.request.completion import Completion
+from tests.models.tiny import VOCAB, save_tiny
 
 EXACT = ("error", "output_ids", "output_top_ids", "routed_experts", "finish_reason", "stop_kind", "text")
 PLANNED = ("prompt_tokens", "cached_tokens", "seed")
@@ -94,6 +96,13 @@ def save_word_tokenizer(folder: Path, vocab: int) -> None:
     backend = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     backend.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
+
+
+def save_with_words(model_type: str, folder: Path, **overrides: Any) -> Path:
+    """A tiny checkpoint with a tokenizer of one word per id."""
+    save_tiny(model_type, folder, **overrides)
+    save_word_tokenizer(folder, overrides.get("vocab_size", VOCAB))
+    return folder
 
 
 def eager_logprobs(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:

@@ -11,8 +11,8 @@ from batchgen.engine import engine as engine_module
 from batchgen.engine.engine import Engine
 from batchgen.kernels.cpu.library import loaded
 from batchgen.plan.config import GROUP_MIN_SAVING
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
 
 pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 
@@ -31,8 +31,7 @@ def generate(folder: Path, attention: str, **options: Any) -> tuple[list[list[in
 def test_tokens_equal_the_torch_backend(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many prefix groups as possible; `test_parity` has none."""
     monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: 1)
-    save_tiny(model_type, tmp_path)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words(model_type, tmp_path)
     expected, _ = generate(tmp_path, "torch")
     got, engine = generate(tmp_path, "compiled")
     assert got == expected
@@ -46,8 +45,7 @@ def test_bytes_read_equal_the_plan(
 ) -> None:
     """Of keys and values, or of the latent and the rotated key."""
     monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
-    save_tiny(model_type, tmp_path)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words(model_type, tmp_path)
     _, engine = generate(tmp_path, "compiled")
     stats, counts, layers = engine.last_run.scheduler.stats, engine.last_run.loop.counts(), engine.model.spec.kv_layers
     position_bytes = len(layers) * position_size * 4
@@ -58,8 +56,7 @@ def test_bytes_read_equal_the_plan(
 
 
 def test_the_group_threshold_is_measured_or_a_constant(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("llama", tmp_path)
     found = {}
     for name, options in (("compiled", {}), ("torch", {}), ("auto", {"deterministic": True})):
         _, engine = generate(tmp_path, name, **options)

@@ -21,8 +21,8 @@ from batchgen.kernels.types import Graphs
 from batchgen.models.base import Numbers
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
-from tests.engine.reference import assert_all_same, save_word_tokenizer
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import assert_all_same, save_with_words
+from tests.models.tiny import VOCAB
 
 SHARED, STEM = [5, 6, 7, 8], [9, 10, 11, 12]
 """First page of all prompts, and second page of most."""
@@ -53,9 +53,7 @@ def rows(**of_all: Any) -> list[dict[str, Any]]:
 
 def model_folder(tmp_path: Path, model_type: str = "llama", layers: int = 1, **overrides: Any) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    folder = save_tiny(model_type, tmp_path / model_type, num_hidden_layers=layers, **sizes, **overrides)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words(model_type, tmp_path / model_type, num_hidden_layers=layers, **sizes, **overrides)
 
 
 def without_graphs(folder: Path, work: list[dict[str, Any]]) -> list[Completion]:

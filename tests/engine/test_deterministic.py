@@ -11,9 +11,9 @@ import pytest
 from batchgen.engine.engine import Engine
 from batchgen.kernels.cpu.library import loaded
 from batchgen.request.completion import Completion
-from tests.engine.reference import FLOATS, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import FLOATS, save_with_words, shared_prefix_prompts
 from tests.models.adapters import KINDS, save_adapter
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 NEW_TOKENS = 8
 CHUNKED = {"max_tokens_per_step": 24, "max_num_seqs": 9, "page_size": 4}
@@ -114,9 +114,7 @@ def assert_deterministic(
 
 
 def saved(folder: Path, model_type: str, **overrides: Any) -> Path:
-    save_tiny(model_type, folder, **overrides)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words(model_type, folder, **overrides)
 
 
 @pytest.mark.parametrize(

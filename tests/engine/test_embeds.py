@@ -20,9 +20,14 @@ from batchgen.request.raw_row import RawRow
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
-from tests.engine.reference import eager_greedy, eager_model, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import (
+    eager_greedy,
+    eager_model,
+    save_with_words,
+    shared_prefix_prompts,
+)
 from tests.models.adapters import KINDS, merge_adapter, save_adapter
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 NEW_TOKENS = 8
 HIDDEN = 64
@@ -30,9 +35,7 @@ COMMON = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "r
 
 
 def checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
-    save_tiny(model_type, folder, **overrides)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words(model_type, folder, **overrides)
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from batchgen.errors import UsageError
 from batchgen.kernels.types import E4M3, LayerKV
 from batchgen.request.completion import Completion
 from tests.e2e.runner import run
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import save_with_words, shared_prefix_prompts
 from tests.models.loading import inspect_model
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 
 def generate(folder: Path, **options: Any) -> tuple[Engine, list[Completion]]:
@@ -44,8 +44,7 @@ WAYS = [
 @pytest.mark.parametrize(("model_type", "options"), WAYS)
 def test_rows_are_near_those_of_full_keys_and_values(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Natively, batch-invariant, and through transformers with windows and sinks."""
-    folder = save_tiny(model_type, tmp_path)
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words(model_type, tmp_path)
     full, expected = generate(folder, **options)
     engine, got = generate(folder, kv_dtype="fp8", **options)
     assert engine.model.spec.kv_bytes_per_token * 4 == full.model.spec.kv_bytes_per_token

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from batchgen.engine.engine import Engine
 from batchgen.models.base import ModelInput
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import save_with_words, shared_prefix_prompts
 from tests.kernels.cpu.products import with_threads
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,7 @@ def test_only_needed_tokens_pass_the_last_layer(
 
 
 def check(scored: bool, implementation: str, tmp_path: Path) -> None:
-    folder = save_tiny("llama", tmp_path)
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words("llama", tmp_path)
     engine = Engine(str(folder), dtype="float32", model_impl=implementation, max_tokens_per_step=40)
     compute, counts = engine.model.hidden, [0, 0]
 

@@ -13,8 +13,8 @@ import torch
 from batchgen.engine.engine import Engine
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
-from tests.engine.reference import assert_all_same, save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import assert_all_same, save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
 
 torch.set_num_threads(1)
 
@@ -34,9 +34,7 @@ pytestmark = pytest.mark.field("return_hidden_states", "return_routed_experts", 
 @pytest.fixture(scope="module", params=["llama", "mixtral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    save_tiny(request.param, path, num_hidden_layers=LAYERS)
-    save_word_tokenizer(path, VOCAB)
-    return path
+    return save_with_words(request.param, path, num_hidden_layers=LAYERS)
 
 
 def mixed_rows(count: int, seed: int, experts: bool) -> list[dict[str, Any]]:

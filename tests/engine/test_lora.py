@@ -10,9 +10,9 @@ import pytest
 from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.request.completion import Completion
-from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import Greedy, eager_greedy, save_with_words, shared_prefix_prompts
 from tests.models.adapters import KINDS, merge_adapter, save_adapter
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 PROMPTS = 16
 NEW_TOKENS = 8
@@ -23,8 +23,7 @@ NAMES = (None, "two", "all")
 def world(tmp_path_factory: pytest.TempPathFactory):
     """(folder, adapters, prompts, {adapter: greedy tokens of the merged model})."""
     root = tmp_path_factory.mktemp("lora")
-    base = save_tiny("qwen3", root / "base")
-    save_word_tokenizer(base, VOCAB)
+    base = save_with_words("qwen3", root / "base")
     adapters = {
         name: str(save_adapter(base, root / name, seed=i, **KINDS[name])) for i, name in enumerate(("two", "all"))
     }

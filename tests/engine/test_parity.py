@@ -12,8 +12,8 @@ from batchgen.demo.tasks import draw
 from batchgen.engine.engine import Engine
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
-from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import Greedy, eager_greedy, save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
 
 PROMPTS = 24
 NEW_TOKENS = 8
@@ -67,8 +67,7 @@ def every_way(
 def test_a_model_equals_eager(
     model_type: str, implementation: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_tiny(model_type, tmp_path, **overrides)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words(model_type, tmp_path, **overrides)
     prompts = shared_prefix_prompts(PROMPTS, VOCAB, seed=len(model_type))
     every_way(monkeypatch, implementation, tmp_path, prompts, eager_greedy(tmp_path, prompts, NEW_TOKENS))
 

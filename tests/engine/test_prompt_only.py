@@ -9,15 +9,12 @@ import pytest
 from batchgen.engine.engine import Engine
 from batchgen.request.params import SamplingParams
 from tests.engine.jobs import finish
-from tests.engine.reference import save_word_tokenizer
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import save_with_words
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_word_tokenizer(path, VOCAB)
-    return save_tiny("llama", path)
+    return save_with_words("llama", tmp_path_factory.mktemp("llama"))
 
 
 def nothing(**asked: object) -> SamplingParams:

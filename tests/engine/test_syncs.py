@@ -21,10 +21,9 @@ from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from tests.engine.fake_cuda import Sync, fake_cuda
 from tests.engine.fake_device import Counts, Wait
-from tests.engine.reference import assert_all_same, save_word_tokenizer
+from tests.engine.reference import assert_all_same, save_with_words
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
-from tests.models.tiny import save_tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +155,7 @@ BOUND: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    folder = save_tiny("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1, vocab_size=VOCAB, **sizes)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1, vocab_size=VOCAB, **sizes)
 
 
 def rows(kinds: list[dict[str, Any]], prefix: int = 2) -> list[dict[str, Any]]:
@@ -266,8 +263,7 @@ def test_custom_processors_only_wait_for_downloads(model: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 def test_adapters_and_transformers_models_do_not_wait(tmp_path: Path, model_type: str) -> None:
-    folder = save_tiny(model_type, tmp_path / "model", num_hidden_layers=1)
-    save_word_tokenizer(folder, 256)
+    folder = save_with_words(model_type, tmp_path / "model", num_hidden_layers=1)
     native = model_type == "qwen3"
     adapters = {"all": str(save_adapter(folder, tmp_path / "all", seed=1, **KINDS["all"]))} if native else {}
     work = rows([{"temperature": 0}, {"temperature": 0, "lora_path": "all" if native else None}])

@@ -14,10 +14,15 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode, UsageError
 from batchgen.kernels.gpu.launch import recording
 from batchgen.request.completion import Completion
-from tests.engine.reference import assert_all_same, assert_same, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import (
+    assert_all_same,
+    assert_same,
+    save_with_words,
+    shared_prefix_prompts,
+)
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 NEW_TOKENS = 2
 
@@ -56,8 +61,7 @@ def generate(folder: Path, attention: str, work: list[dict[str, Any]], **options
 def test_every_kind_of_row(tmp_path: Path, model_type: str, implementation: str) -> None:
     """The transformers model has experts, sinks, and layers with and without a window."""
     sizes = {"layer_types": ["sliding_attention", "full_attention"]}
-    folder = save_tiny(model_type, tmp_path / "model", num_hidden_layers=2, use_sliding_window=True, **sizes)
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words(model_type, tmp_path / "model", num_hidden_layers=2, use_sliding_window=True, **sizes)
     adapters = {}
     if model_type == "qwen3":
         adapters["all"] = str(save_adapter(folder, tmp_path / "all", seed=1, **KINDS["all"]))
@@ -88,8 +92,7 @@ def test_constrained_rows(tmp_path: Path) -> None:
 
 def test_greedy_rows_launch_only_the_kernels_that_they_need(tmp_path: Path) -> None:
     """Norms, rotary tables, heads, attention and activations, and one kernel that samples and finds NaN logits."""
-    folder = save_tiny("llama", tmp_path / "model")
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words("llama", tmp_path / "model")
     engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
     kernels: Counter[str] = Counter()
 
@@ -111,8 +114,7 @@ def test_only_rows_with_nan_logits_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: dict[str, Any]
 ) -> None:
     """Found by the sampling kernel for plain rows, and before logits processing for other rows."""
-    folder = save_tiny("llama", tmp_path / "model")
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words("llama", tmp_path / "model")
     engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
     logits = engine.model.logits
 
@@ -129,8 +131,7 @@ def test_only_rows_with_nan_logits_fail(
 
 def test_a_deterministic_job_with_gpu_kernels(tmp_path: Path) -> None:
     """Equals the plain job, and every linear layer uses the batch-invariant matmul kernel."""
-    save_tiny("qwen3", tmp_path / "base", num_hidden_layers=1)
-    save_word_tokenizer(tmp_path / "base", VOCAB)
+    save_with_words("qwen3", tmp_path / "base", num_hidden_layers=1)
     work = rows(None)[:6]
     wanted = generate(tmp_path / "base", "torch", work)
     kernels: Counter[str] = Counter()
@@ -145,8 +146,7 @@ def test_a_deterministic_job_with_gpu_kernels(tmp_path: Path) -> None:
 
 
 def test_a_deterministic_job_on_a_gpu_rejects_a_transformers_model(tmp_path: Path) -> None:
-    save_tiny("gemma2", tmp_path)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("gemma2", tmp_path)
     message = "transformers computes a gemma2 model; leave the option out, or compute on a CPU"
     with pytest.raises(UsageError, match=message):
         Engine(str(tmp_path), attention="triton", dtype="float32", deterministic=True)

@@ -13,8 +13,14 @@ from batchgen.engine.memory.kv_budget import sized_groups
 from batchgen.errors import UsageError
 from batchgen.plan.cache_groups import CacheGroup
 from batchgen.plan.window_pages import WindowGroup
-from tests.engine.reference import Greedy, assert_all_same, eager_greedy, save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, WINDOW, save_tiny
+from tests.engine.reference import (
+    Greedy,
+    assert_all_same,
+    eager_greedy,
+    save_with_words,
+    shared_prefix_prompts,
+)
+from tests.models.tiny import VOCAB, WINDOW
 
 NEW = 16
 SIZE = 4
@@ -49,8 +55,7 @@ def check(engine: Engine, prompts: list[list[int]], members: list[int], expected
 @pytest.mark.parametrize("model_type", TYPES)
 def test_windows_equal_eager(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together and alone; shuffled in small chunks; preempted, which computes lost windows again."""
-    folder = save_tiny(model_type, tmp_path)
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words(model_type, tmp_path)
     prompts = shared_prefix_prompts(12, VOCAB, seed=3)
     expected = eager_greedy(folder, prompts, NEW)
     everything = list(range(len(prompts)))
@@ -82,8 +87,7 @@ def test_windows_equal_eager(model_type: str, tmp_path: Path, monkeypatch: pytes
 
 def test_what_rows_return_does_not_depend_on_lost_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompt logprobs, states and samples, in a pool that holds little more than one row, in either kind of layers."""
-    save_tiny("qwen2", tmp_path)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("qwen2", tmp_path)
     prompts = shared_prefix_prompts(12, VOCAB, seed=5)
     rows = [
         {
@@ -117,8 +121,7 @@ def test_what_rows_return_does_not_depend_on_lost_windows(tmp_path: Path, monkey
 
 
 def test_rows_shorter_than_the_window_are_planned_without_it(tmp_path: Path) -> None:
-    save_tiny("gemma2", tmp_path, sliding_window=200)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("gemma2", tmp_path, sliding_window=200)
     engine = engine_of(tmp_path)
     prompts = shared_prefix_prompts(4, VOCAB, seed=3)
     check(engine, prompts, [0, 1, 2, 3], eager_greedy(tmp_path, prompts, NEW))
@@ -133,8 +136,7 @@ def test_rows_shorter_than_the_window_are_planned_without_it(tmp_path: Path) -> 
 )
 def test_attention_in_chunks_equals_eager(attention: str, no_rope: list[int], tmp_path: Path) -> None:
     """Llama 4 over several attention chunks: prompts in one step and in prefill chunks, borders while decoding."""
-    folder = save_tiny("llama4_text", tmp_path, attention_chunk_size=8, no_rope_layers=no_rope)
-    save_word_tokenizer(folder, VOCAB)
+    folder = save_with_words("llama4_text", tmp_path, attention_chunk_size=8, no_rope_layers=no_rope)
     prompts = shared_prefix_prompts(10, VOCAB, seed=3)[: 4 if attention == "triton" else 10]
     assert max(map(len, prompts)) >= 3 * 8
     expected = eager_greedy(folder, prompts, NEW)
@@ -149,15 +151,13 @@ def test_attention_in_chunks_equals_eager(attention: str, no_rope: list[int], tm
 
 def test_a_cache_that_does_not_hold_an_attention_chunk_is_refused(tmp_path: Path) -> None:
     layers = {"num_hidden_layers": 10, "no_rope_layers": [1] * 10, "moe_layers": []}
-    save_tiny("llama4_text", tmp_path, attention_chunk_size=256, **layers)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("llama4_text", tmp_path, attention_chunk_size=256, **layers)
     with pytest.raises(UsageError, match=r"1\.0 MiB do not hold the .* chunks of 256 tokens need; raise it, or lower"):
         list(engine_of(tmp_path, kv_memory="1MiB").generate([{"input_ids": [3] * 300, "max_new_tokens": 2}]))
 
 
 def test_pages_may_not_lie_across_the_border_of_an_attention_chunk(tmp_path: Path) -> None:
-    save_tiny("llama4_text", tmp_path, attention_chunk_size=10)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("llama4_text", tmp_path, attention_chunk_size=10)
     row = {"input_ids": [3] * 20, "max_new_tokens": 2}
     with pytest.raises(UsageError, match="`page_size` 4 does not divide the model's attention chunks of 10 tokens"):
         list(engine_of(tmp_path).generate([row]))

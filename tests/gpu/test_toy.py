@@ -17,8 +17,8 @@ from tests.gpu.registry import cases
 
 ROOT = Path(__file__).parents[2]
 
-# Without `engine` and `determinism`, whose whole jobs take longest: a slow test has them.
-STAGES = ("parity", "flash", "syncs", "memory", "bench", "workloads", "profile", "tune")
+# Without `engine`, `syncs` and `determinism`, whose whole jobs take longest: a slow test has them.
+STAGES = ("parity", "flash", "memory", "bench", "workloads", "profile", "tune")
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -120,7 +120,11 @@ def test_only_selects_cases_and_cases_past_the_time_limit_fail(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "operations"),
-    [("determinism", {"linear", "attention", "jobs"}), ("engine", {"parity", "run modes", "logits"})],
+    [
+        ("determinism", {"linear", "attention", "jobs"}),
+        ("engine", {"parity", "run modes", "logits"}),
+        ("syncs", {"syncs"}),
+    ],
 )
 def test_whole_jobs_at_toy_sizes(stage: str, operations: set[str], tmp_path: Path) -> None:
     done = run("--toy", "--stages", stage, "--time-limit", "3600", "--out", str(tmp_path / "found.json"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +29,7 @@ _Prompts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Distinct keys of output rows [N], in key order; 17 bytes per row and 16 per prompt."""
+    """Distinct keys of output rows [N], in key order; 25 bytes per row."""
 
     row_index: npt.NDArray[np.int64]
     prompt_index: npt.NDArray[np.int32]
@@ -39,10 +37,6 @@ class Committed:
     is_error: npt.NDArray[np.bool_]
     order: npt.NDArray[np.int64]
     """[N] int64: position of each row in the concatenation of the files as read."""
-    _rows: array[int]
-    """Row indexes of the distinct (row_index, prompt_index), sorted."""
-    _prompts: array[int]
-    """Prompt index of each entry of `_rows`."""
 
     def __len__(self) -> int:
         return len(self.row_index)
@@ -50,12 +44,8 @@ class Committed:
     def __contains__(self, key: tuple[int, int]) -> bool:
         """Whether (row_index, prompt_index) is committed, with all its samples. O(log N)."""
         row, prompt = key
-        low = bisect_left(self._rows, row)
-        if low == len(self._rows) or self._rows[low] != row:
-            return False
-        high = bisect_left(self._rows, row + 1, low)
-        place = bisect_left(self._prompts, prompt, low, high)
-        return place < high and self._prompts[place] == prompt
+        first, end = np.searchsorted(self.row_index, (row, row + 1))
+        return bool((self.prompt_index[first:end] == prompt).any())
 
     @classmethod
     def read(cls, work: WorkFolder, retry_errors: bool = False) -> Committed:
@@ -75,10 +65,9 @@ class Committed:
         _clean(work)
         keys = intact_parts(work, whole=True)
         work.forget_aside()  # this run computes their rows
-        if not retry_errors:
-            return cls.of_files(keys.values())
-        _drop_errors(work)
-        return read_keys(work.part_files())
+        if retry_errors:
+            keys = {part: found for part in keys if (found := _drop_errors(part, keys[part])) is not None}
+        return cls.of_files(keys.values())
 
     @classmethod
     def of_files(cls, files: Iterable[_Keys]) -> Committed:
@@ -103,35 +92,21 @@ class Committed:
                 f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is in these files twice. Nothing was "
                 "replaced."
             )
-        rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
-        return cls(row, prompt, sample, is_error, order.astype(np.int64, copy=False), rows, prompts)
+        return cls(row, prompt, sample, is_error, order.astype(np.int64, copy=False))
 
     def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """[N] bool: whether each (rows[i], prompts[i]) is committed."""
-        if not self._rows:
-            return np.zeros(len(rows), np.bool_)
-        done = np.frombuffer(self._rows, np.int64), np.frombuffer(self._prompts, np.int32)
-        return find_prompts(done, (rows, prompts)) >= 0
+        return find_prompts((self.row_index, self.prompt_index), (rows, prompts)) >= 0
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
         """[prompts] position of the first row of each prompt."""
         return np.flatnonzero(first_of_prompt(self.row_index, self.prompt_index))
 
-    def without_failed_prompts(self) -> npt.NDArray[np.bool_]:
-        """[N as read] bool: whether no sample of the row's prompt failed."""
-        starts = self.starts
-        prompt = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(self)))
-        failed = np.zeros(len(starts), np.bool_)
-        failed[prompt[self.is_error]] = True
-        good = np.empty(len(self), np.bool_)
-        good[self.order] = ~failed[prompt]
-        return good
-
     @property
     def rows(self) -> int:
         """Number of distinct input rows."""
-        return len(np.unique(np.frombuffer(self._rows, np.int64))) if self._rows else 0
+        return len(np.unique(self.row_index))
 
     @property
     def errors(self) -> int:
@@ -158,7 +133,7 @@ def first_of_prompt(row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -
 
 
 def find_prompts(known: _Prompts, wanted: _Prompts) -> npt.NDArray[np.int64]:
-    """[len(wanted)] position of each wanted (row_index, prompt_index) in `known`, which is sorted; -1: not there."""
+    """[len(wanted)] first position of each wanted (row_index, prompt_index) in `known`, which is sorted; -1: absent."""
     if not len(known[0]) or not len(wanted[0]):
         return np.full(len(wanted[0]), -1, np.int64)
     stride = 1 + max(int(known[1].max()), int(wanted[1].max()))
@@ -170,10 +145,11 @@ def find_prompts(known: _Prompts, wanted: _Prompts) -> npt.NDArray[np.int64]:
 
 def _file_keys(path: Path) -> _Keys:
     with open_parquet(path) as table:
-        return _keys_of(table)
+        return keys_of(table)
 
 
-def _keys_of(table: StoredTable) -> _Keys:
+def keys_of(table: StoredTable) -> _Keys:
+    """The keys of an open results file."""
     rows = table.read([*KEY_COLUMNS, "status"])
     return (*(rows[name].to_numpy() for name in KEY_COLUMNS), pc.equal(rows["status"], "error").to_numpy())
 
@@ -208,13 +184,14 @@ def checked_keys(part: Path, job: str | None, whole: bool) -> _Keys:
         OutputError: it cannot be read now.
     """
     with open_part(part) as table:
-        if not table.has_checksums or table.about.get(VERSION_KEY) != SCHEMA_VERSION.encode():
-            raise DamagedFile(part, "an earlier version of batchgen wrote it")
-        if job is not None and table.about.get(FINGERPRINT_KEY) != job.encode():
-            raise DamagedFile(part, "it is of another job")
+        if job is not None:
+            if not table.has_checksums or table.about.get(VERSION_KEY) != SCHEMA_VERSION.encode():
+                raise DamagedFile(part, "an earlier version of batchgen wrote it")
+            if table.about.get(FINGERPRINT_KEY) != job.encode():
+                raise DamagedFile(part, "it is of another job")
         if whole:
             table.check()
-        keys = _keys_of(table)
+        keys = keys_of(table)
         states = int(table.about.get(STATES_KEY, 0))
     if states:
         check_states_part(states_part(part), states, whole=whole)
@@ -224,14 +201,11 @@ def checked_keys(part: Path, job: str | None, whole: bool) -> _Keys:
 def doubled_parts(keys: Mapping[Path, _Keys]) -> list[Path]:
     """The parts that hold a prompt that an earlier part holds, as after a part was copied."""
     parts = [*keys]
-    if len(parts) < 2:
-        return []
-    row, prompt = (np.concatenate([keys[part][i] for part in parts]) for i in range(2))
-    file = np.repeat(np.arange(len(parts)), [len(keys[part][0]) for part in parts])
+    row, prompt = (np.concatenate([np.zeros(0, np.int64), *(each[i] for each in keys.values())]) for i in range(2))
+    file = np.repeat(np.arange(len(parts)), [len(each[0]) for each in keys.values()])
     order = np.lexsort((file, prompt, row))
-    row, prompt, file = row[order], prompt[order], file[order]
-    same = ~first_of_prompt(row, prompt)[1:] & (file[1:] != file[:-1])
-    return [parts[number] for number in np.unique(file[1:][same]).tolist()]
+    same = ~first_of_prompt(row[order], prompt[order])
+    return [parts[number] for number in np.unique(file[order][1:][same[1:] & (np.diff(file[order]) > 0)]).tolist()]
 
 
 def _clean(work: WorkFolder) -> None:
@@ -243,28 +217,25 @@ def _clean(work: WorkFolder) -> None:
             remove_file(entry)
 
 
-def _drop_errors(work: WorkFolder) -> None:
-    """Remove prompts with failed samples from the parts.
+def _drop_errors(part: Path, keys: _Keys) -> _Keys | None:
+    """Remove prompts with failed samples from a part, atomically; returns the other keys, None if there are none.
 
-    Each part is replaced atomically: after a crash, some errors are still committed and the same command continues.
+    After a crash some errors are still committed, and the same command continues.
     """
-    for part in work.part_files():
-        keys = read_keys([part])
-        if not keys.errors:
-            continue
-        keep = keys.without_failed_prompts()
-        if keep.any():
-            with open_part(part) as stored:
-                table = stored.read()
-            _rewrite(part, table.filter(pa.array(keep)))
-        else:
-            with output_errors(part):
-                remove_file(part)
+    failed = Committed.of_files([tuple(column[keys[3]] for column in keys)])
+    if not len(failed):
+        return keys
+    kept = ~failed.contains(keys[0], keys[1])
+    if not kept.any():
+        with output_errors(part):
+            remove_file(part)
+        return None
+    with open_part(part) as stored:
+        table = stored.read().filter(pa.array(kept))
 
-
-def _rewrite(part: Path, table: pa.Table) -> None:
     def write(stream: BinaryIO) -> None:
         with parquet_writer(stream, table.schema) as writer:
             writer.write_table(table)
 
     write_durably(part, write)
+    return tuple(column[kept] for column in keys)

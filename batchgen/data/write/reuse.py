@@ -1,4 +1,4 @@
-"""Finished rows of earlier jobs as rows of another one: which prompts match, and copies of them with new indexes.
+"""Finished rows as rows of another job: which prompts match, and copies of them with new indexes.
 
 A prompt of a results file matches a prompt of the new job with the same `request_hash`. Its output rows and hidden
 states are copied to one part of the new job; what depends on the new input is filled in by the caller.
@@ -9,167 +9,118 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from batchgen.data.files import open_own
-from batchgen.data.write.committed import find_prompts, first_of_prompt
+from batchgen.data.files import exists, open_own
+from batchgen.data.write.committed import Committed, find_prompts, keys_of
 from batchgen.data.write.durable_files import write_durably
-from batchgen.data.write.parts import STATES_KEY
-from batchgen.data.write.results_file import open_parquet, open_part, parquet_writer
-from batchgen.data.write.schema import KEY_COLUMNS
-from batchgen.data.write.states import (
-    StateRecord,
-    check_states_part,
-    read_index,
-    read_record,
-    states_part,
-    write_states_part,
-)
+from batchgen.data.write.results_file import open_parquet, parquet_writer, read_footer
+from batchgen.data.write.states import StateRecord, read_index, read_record, states_part, write_states_part
 from batchgen.data.write.states_result import records_of_result
+from batchgen.data.write.work_folder import output_paths
 
 _HASH = "request_hash"
 
 Int64s = npt.NDArray[np.int64]
+PROMPTS: Final = np.dtype([("row_index", "<i8"), ("prompt_index", "<i4"), ("hash", "<i8")])
+Prompts = npt.NDArray[np.void]
+"""[P] of `PROMPTS`: prompts in key order with their request hashes, which are 0 in files without them."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReuseFile:
-    """A results file whose rows may be used again."""
-
-    path: Path
-    states: Path | None = None
-    """Its hidden states: `OUT.hidden.parquet`, or a part of a work folder; None if it has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Prompts by row and prompt index, in that order, [P] each."""
-
-    row_index: Int64s
-    prompt_index: npt.NDArray[np.int32]
-    hashes: Int64s
-    """Request hashes."""
-
-    def __len__(self) -> int:
-        return len(self.hashes)
-
-    def take(self, places: npt.NDArray[np.int64]) -> Prompts:
-        """The prompts at `places`."""
-        return Prompts(self.row_index[places], self.prompt_index[places], self.hashes[places])
+def prompts_of(row: Int64s, prompt: npt.NDArray[np.int32], hashes: Int64s | int = 0) -> Prompts:
+    """Prompts from their columns."""
+    found = np.zeros(len(row), PROMPTS)
+    found["row_index"], found["prompt_index"], found["hash"] = row, prompt, hashes
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Prompts of one file, in its order, and the prompts of the new job that they become, [M] each."""
+    """Prompts of one results file, in its order, and the prompts of the new job that they become, [M] each."""
 
-    file: ReuseFile
+    file: Path
     old: Prompts
     new: Prompts
 
-    def places(self, row: Int64s, prompt: npt.NDArray[np.int32]) -> Int64s:
-        """[N] place of each (row, prompt) of the file among the moved prompts; -1: not moved."""
-        return find_prompts((self.old.row_index, self.old.prompt_index), (row, prompt))
+
+def has_hashes(path: Path) -> bool:
+    """Whether a results file has the column of request hashes."""
+    with open_parquet(path) as file:
+        return _HASH in file.schema.names
 
 
-def part_file(part: Path) -> ReuseFile:
-    """A committed part as a file whose rows may be reused.
+def good_prompts(path: Path) -> Prompts:
+    """The prompts of a results file of which no sample failed.
 
     Raises:
-        DamagedFile: it or its hidden states are damaged.
+        DamagedFile: the file is damaged.
     """
-    with open_part(part) as table:
-        table.check()
-        count = int(table.about.get(STATES_KEY, 0))
-    if not count:
-        return ReuseFile(part)
-    check_states_part(states_part(part), count, whole=True)
-    return ReuseFile(part, states_part(part))
+    with open_parquet(path) as file:
+        keys = Committed.of_files([keys_of(file)])
+        hashes = np.zeros(len(keys), np.int64)
+        if _HASH in file.schema.names:
+            hashes = file.read([_HASH])[_HASH].fill_null(0).to_numpy()
+    starts = keys.starts
+    if len(starts):
+        starts = starts[~np.logical_or.reduceat(keys.is_error, starts)]
+    return prompts_of(keys.row_index[starts], keys.prompt_index[starts], hashes[keys.order[starts]])
 
 
-def find_moves(files: Sequence[ReuseFile], wanted: Prompts) -> list[Moves]:
-    """The prompts of each file that are among the `wanted` ones; each prompt is moved once.
+def find_moves(files: Sequence[Path], wanted: Prompts) -> list[Moves]:
+    """The good prompts of each file that are among the `wanted` ones by their hash; each prompt is moved once.
 
     Raises:
         DamagedFile: a file is damaged.
     """
     found = []
     for file in files:
-        old = _good_prompts(file.path)
-        old_places, new_places = _pairs(old.hashes, wanted.hashes)
+        old = good_prompts(file)
+        old_places, new_places = _pairs(old["hash"], wanted["hash"])
         if len(old_places):
             order = np.argsort(old_places)
-            found.append(Moves(file, old.take(old_places[order]), wanted.take(new_places[order])))
-            wanted = wanted.take(np.setdiff1d(np.arange(len(wanted)), new_places))
+            found.append(Moves(file, old[old_places[order]], wanted[new_places[order]]))
+            wanted = np.delete(wanted, new_places)
     return found
-
-
-def _good_prompts(path: Path) -> Prompts:
-    """The prompts of which no sample failed and that have a hash, in order."""
-    with open_parquet(path) as file:
-        if _HASH not in file.schema.names:
-            return _no_prompts()
-        table = file.read([*KEY_COLUMNS, "status", _HASH])
-    row, prompt, sample = (table[name].to_numpy() for name in KEY_COLUMNS)
-    order = np.lexsort((sample, prompt, row))
-    bad = pc.or_(pc.not_equal(table["status"], "ok"), table[_HASH].is_null()).to_numpy()[order]
-    hashes = table[_HASH].fill_null(0).to_numpy()[order]
-    row, prompt = row[order], prompt[order]
-    starts = np.flatnonzero(first_of_prompt(row, prompt))
-    if not len(starts):
-        return _no_prompts()
-    starts = starts[~np.logical_or.reduceat(bad, starts)]
-    return Prompts(row[starts], prompt[starts], hashes[starts])
-
-
-def _no_prompts() -> Prompts:
-    return Prompts(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64))
 
 
 def _pairs(old: Int64s, new: Int64s) -> tuple[Int64s, Int64s]:
     """Places in `old` and in `new` of equal values, each place once: the k-th of a value goes to the k-th."""
-    codes = np.unique(np.concatenate([old, new]), return_inverse=True)[1].reshape(-1)
-    size = len(codes) + 1
-    keys_old, keys_new = (each * size + _occurrence(each) for each in (codes[: len(old)], codes[len(old) :]))
-    _, old_places, new_places = np.intersect1d(keys_old, keys_new, assume_unique=True, return_indices=True)
-    return old_places.astype(np.int64), new_places.astype(np.int64)
+    by_old, by_new = np.argsort(old, kind="stable"), np.argsort(new, kind="stable")
+    olds, news = np.append(old[by_old], 0), new[by_new]
+    number = np.arange(len(news)) - np.searchsorted(news, news)  # k
+    places = np.minimum(np.searchsorted(olds[:-1], news) + number, len(old))
+    same = (places < len(old)) & (olds[places] == news)
+    return by_old[places[same]], by_new[same]
 
 
-def _occurrence(codes: Int64s) -> Int64s:
-    """[N] number of earlier places with the same value."""
-    order = np.argsort(codes, kind="stable")
-    places = np.arange(len(codes))
-    first = np.ones(len(codes), np.bool_)
-    first[1:] = codes[order][1:] != codes[order][:-1]
-    found = np.empty(len(codes), np.int64)
-    found[order] = places - np.maximum.accumulate(np.where(first, places, 0))
-    return found
-
-
-Fill = Callable[[pa.Table], pa.Table]
-"""Sets the columns of copied rows that depend on the new input; `row_index` and `prompt_index` are the new ones."""
-
-
-def copy_rows(moves: Moves, part: Path, schema: Callable[[int], pa.Schema], fill: Fill) -> None:
+def copy_rows(
+    moves: Moves,
+    part: Path,
+    schema: Callable[[int], pa.Schema],
+    fill: Callable[[pa.Table], pa.Table] = lambda table: table,
+    id_of: Callable[[int], str] | None = None,
+) -> None:
     """Write the output rows of moved prompts, and their hidden states, as one part.
 
     Args:
         moves: the prompts.
         part: path of the part; its states are written to `states_part(part)` first.
         schema: number of hidden-state records -> schema of the part.
-        fill: completes each batch of rows; may drop and change columns but not rows.
+        fill: sets the columns of rows that depend on the new input; `row_index` and `prompt_index` are the new ones.
+        id_of: new row index -> id of the row; None if ids stay.
 
     Raises:
         DamagedFile: the file is damaged.
         OutputError: the part cannot be written.
     """
     count = 0
-    if moves.file.states is not None:
-        count = _copy_states(moves, moves.file.states, part, fill)
+    if (states := _states_of(moves.file)) is not None:
+        write_states_part(states_part(part), _moved_states(moves, states, id_of))
+        count = len(read_index(states_part(part)))
 
     def write(stream: BinaryIO) -> None:
         with parquet_writer(stream, schema(count)) as writer:
@@ -179,63 +130,46 @@ def copy_rows(moves: Moves, part: Path, schema: Callable[[int], pa.Schema], fill
     write_durably(part, write)
 
 
+def _states_of(file: Path) -> Path | None:
+    """The hidden states of a part or of a finished output; None if it has none."""
+    footer = read_footer(file)
+    if footer is None:
+        states = states_part(file)
+        return states if exists(states) else None
+    if not footer.get("states"):
+        return None
+    states = output_paths(file).states
+    folder = output_paths(file.absolute().parent).states / file.name  # of a shard
+    return states if exists(states) or not exists(folder) else folder
+
+
 def _moved_tables(moves: Moves) -> Iterator[pa.Table]:
     """The moved rows of the file with their new indexes, a row group at a time."""
-    with open_parquet(moves.file.path) as file:
+    known = moves.old["row_index"], moves.old["prompt_index"]
+    with open_parquet(moves.file) as file:
         for group in file.groups():
             table = group.replace_schema_metadata(None)
-            places = moves.places(table["row_index"].to_numpy(), table["prompt_index"].to_numpy())
+            places = find_prompts(known, (table["row_index"].to_numpy(), table["prompt_index"].to_numpy()))
             if (places >= 0).any():
-                yield _renumbered(table.filter(pa.array(places >= 0)), moves.new, places[places >= 0])
+                table = table.filter(pa.array(places >= 0))
+                for name in ("row_index", "prompt_index"):
+                    at, values = table.schema.get_field_index(name), moves.new[name][places[places >= 0]]
+                    table = table.set_column(at, table.schema.field(at), pa.array(values))
+                yield table
 
 
-def _renumbered(table: pa.Table, new: Prompts, places: Int64s) -> pa.Table:
-    for name, values in (("row_index", new.row_index), ("prompt_index", new.prompt_index)):
-        at = table.schema.get_field_index(name)
-        table = table.set_column(at, table.schema.field(at), pa.array(values[places]))
-    return table
-
-
-def _copy_states(moves: Moves, states: Path, part: Path, fill: Fill) -> int:
-    """Write the hidden states of moved prompts; returns the number of records."""
-    count = 0
-
-    def records() -> Iterator[StateRecord]:
-        nonlocal count
-        ids = _ids_of(moves, fill)
-        prompts = zip(moves.old.row_index.tolist(), moves.old.prompt_index.tolist(), strict=True)
-        places = {prompt: place for place, prompt in enumerate(prompts)}
-        for record in _records(states):
-            row, prompt, sample = record.key
-            if (place := places.get((row, prompt))) is not None:
-                count += 1
-                key = (int(moves.new.row_index[place]), int(moves.new.prompt_index[place]), sample)
-                yield StateRecord(key, ids[key[0]], record.block)
-
-    write_states_part(states_part(part), records())
-    return count
-
-
-def _ids_of(moves: Moves, fill: Fill) -> dict[int, str]:
-    """New row index -> id of the moved rows. Only for jobs with hidden states, whose rows are few for their bytes."""
-    found: dict[int, str] = {}
-    for table in _moved_tables(moves):
-        filled = fill(table)
-        found |= dict(zip(filled["row_index"].to_pylist(), filled["id"].to_pylist(), strict=True))
-    return found
+def _moved_states(moves: Moves, states: Path, id_of: Callable[[int], str] | None) -> Iterator[StateRecord]:
+    new = dict(zip(*(each[["row_index", "prompt_index"]].tolist() for each in (moves.old, moves.new)), strict=True))
+    for record in _records(states):
+        if (moved := new.get(record.key[:2])) is not None:
+            row_id = record.id if id_of is None else id_of(moved[0])
+            yield StateRecord((*moved, record.key[2]), row_id, record.block)
 
 
 def _records(states: Path) -> Iterator[StateRecord]:
     if states.suffix == ".parquet":
         yield from records_of_result(states)
         return
-    index = read_index(states)
     with open_own(states) as stream:
-        for entry in index:
+        for entry in read_index(states):
             yield read_record(stream, entry)
-
-
-def has_hashes(path: Path) -> bool:
-    """Whether a results file has the column of request hashes."""
-    with open_parquet(path) as file:
-        return _HASH in file.schema.names

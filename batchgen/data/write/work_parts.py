@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 
 from batchgen.data.files import files_in
-from batchgen.data.write.results_file import DamagedFile, open_part
+from batchgen.data.write.results_file import DamagedFile, StoredTable, open_part
 from batchgen.data.write.schema import FINGERPRINT_KEY
 
 
@@ -28,13 +28,16 @@ def has_results(work: Path) -> bool:
     Raises:
         OutputError: a part that may be intact cannot be read.
     """
-    return any(map(_has_result, [*part_files(work), *earlier_parts(work)]))
-
-
-def _has_result(part: Path) -> bool:
-    with suppress(DamagedFile, KeyError), open_part(part) as table:
-        return bool(pc.any(pc.equal(table.read(["status"])["status"], "ok")).as_py())
+    for part in [*part_files(work), *earlier_parts(work)]:
+        with suppress(DamagedFile, KeyError), open_part(part) as table:
+            if has_status(table, "ok"):
+                return True
     return False
+
+
+def has_status(table: StoredTable, status: str) -> bool:
+    """Whether a row of a results file has a status."""
+    return any(pc.any(pc.equal(group["status"], status)).as_py() for group in table.groups(["status"]))
 
 
 def part_owners(work: Path) -> set[str]:

@@ -9,9 +9,8 @@ import pytest
 from batchgen.data.write import merge_sort
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
-from batchgen.data.write.work_folder import RunIdentity, output_paths
-from batchgen.data.write.work_owner import open_for_retry, open_work
-from batchgen.errors import FingerprintError
+from batchgen.data.write.work_folder import output_paths
+from batchgen.data.write.work_owner import open_work
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored
 
 KEYS = [(row, 0, 2) for row in range(9)]
@@ -30,7 +29,7 @@ def test_only_errors_are_computed_again(tmp_path: Path, monkeypatch: pytest.Monk
     finished(out, {0, 4, 8})
     before = out.read_bytes()
     for kill in (True, True, False):
-        work = open_for_retry(output_paths(out), IDENTITY, {})
+        work = open_work(output_paths(out), IDENTITY, {}, retry_errors=True)
         assert work is not None
         with work:
             committed = Committed.read(work, retry_errors=True)
@@ -47,21 +46,10 @@ def test_only_errors_are_computed_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 def start_retry(out: Path) -> None:
     """Start a retry of the errors of a finished output, and stop."""
-    again = open_for_retry(output_paths(out), IDENTITY, {})
+    again = open_work(output_paths(out), IDENTITY, {}, retry_errors=True)
     assert again is not None
     with again:
         assert len(again.part_files()) == 1
-
-
-def test_overwrite_drops_rows_that_a_retry_copied_from_the_output(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    finished(out, {1})
-    start_retry(out)
-    with begin(out, policy="overwrite") as work:
-        assert work.part_files() == []
-        commit(work, [group(0)])
-    with begin(out, policy="overwrite") as work:
-        assert len(work.part_files()) == 1, "rows that it computed itself are kept"
 
 
 def test_overwrite_drops_a_retry_even_if_it_had_emptied_the_folder_before(tmp_path: Path) -> None:
@@ -73,44 +61,14 @@ def test_overwrite_drops_a_retry_even_if_it_had_emptied_the_folder_before(tmp_pa
         assert work.part_files() == []
 
 
-def test_a_retry_does_not_drop_work_of_another_job(tmp_path: Path) -> None:
-    out, other = tmp_path / "r.parquet", RunIdentity("0ther")
-    finished(out, {1})
-    with begin(out, other, "overwrite") as work:
-        commit(work, [group(0)])
-    with pytest.raises(FingerprintError, match="unfinished work of a different job"):
-        open_for_retry(output_paths(out), IDENTITY, {})
-    with begin(out, other, "overwrite") as work:
-        assert len(Committed.read(work)) == 1
-
-
-def test_an_output_without_errors_is_not_touched(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    finished(out, set())
-    before = out.stat().st_mtime_ns
-    assert open_for_retry(output_paths(out), IDENTITY, {}) is None
-    assert out.stat().st_mtime_ns == before
-    assert [*tmp_path.iterdir()] == [out]
-
-
 def test_an_output_of_errors_only(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     finished(out, {row for row, _, _ in KEYS})
-    work = open_for_retry(output_paths(out), IDENTITY, {})
+    work = open_work(output_paths(out), IDENTITY, {}, retry_errors=True)
     assert work is not None
     with work:
         assert len(Committed.read(work, retry_errors=True)) == 0
     assert open_work(output_paths(out), IDENTITY, {}) is None, "without the option the job is done"
-
-
-def test_an_unfinished_job_is_opened_as_by_open_work(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    with begin(out) as work:
-        commit(work, [group(0)])
-    again = open_for_retry(output_paths(out), IDENTITY, {})
-    assert again is not None
-    with again:
-        assert len(again.part_files()) == 1
 
 
 def test_a_damaged_output_is_set_aside_and_computed_again(tmp_path: Path) -> None:
@@ -120,7 +78,7 @@ def test_a_damaged_output_is_set_aside_and_computed_again(tmp_path: Path) -> Non
     data[4:1500] = bytes(1496)
     out.write_bytes(bytes(data))
     notes: list[str] = []
-    work = open_for_retry(output_paths(out), IDENTITY, {}, note=notes.append)
+    work = open_work(output_paths(out), IDENTITY, {}, note=notes.append, retry_errors=True)
     assert work is not None
     with work:
         assert work.part_files() == []

@@ -31,7 +31,7 @@ from batchgen.data.write.schema import STATES_CONTENTS, OutputRow
 from batchgen.data.write.states import StateRecord, read_index, read_record, states_part, write_states_part
 from batchgen.data.write.states_result import STATES_SCHEMA, write_states_result
 from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
-from batchgen.data.write.work_owner import open_for_retry, open_work
+from batchgen.data.write.work_owner import open_work
 from batchgen.errors import FingerprintError, InputError, OutputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import IDENTITY, begin, expect, failed, group, stored_keys
@@ -350,7 +350,7 @@ def test_a_retry_keeps_the_states_of_good_rows(tmp_path: Path, uninterrupted: tu
         writer.flush()
         finish(work, expect(KEYS), run_record())
     before = table(hidden(out))
-    again = open_for_retry(output_paths(out), IDENTITY, {})
+    again = open_work(output_paths(out), IDENTITY, {}, retry_errors=True)
     assert again is not None
     with again as work:
         assert len(Committed.read(work, retry_errors=True)) == len(stored_keys(out)) - 1

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.work_folder import RunIdentity, WorkFolder, is_complete, output_paths
-from batchgen.data.write.work_owner import Policy, open_for_retry, open_work
+from batchgen.data.write.work_owner import Policy, open_work
 from batchgen.errors import FingerprintError, OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group
 
@@ -60,16 +59,6 @@ def test_work_left_by_a_finished_job_is_removed(tmp_path: Path) -> None:
         assert [*tmp_path.iterdir()] == [out]
 
 
-def test_work_of_another_job_is_refused_with_the_differing_options(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    with begin(out, OTHER, model="a", seed=1, dtype="x") as work:
-        commit(work, [group(0)])
-    with pytest.raises(FingerprintError, match=r"different: model, seed\)") as caught:
-        open_work(output_paths(out), IDENTITY, {"model": "b", "seed": 2, "dtype": "x"})
-    assert "--overwrite" in str(caught.value)
-    begin(out, OTHER).close()
-
-
 def test_parts_of_another_job_are_set_aside(tmp_path: Path) -> None:
     """This job may reuse those of their rows whose request is the same."""
     out = tmp_path / "r.parquet"
@@ -86,22 +75,6 @@ def test_parts_of_another_job_are_set_aside(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [out]
 
 
-def test_an_output_of_another_job_is_replaced_at_the_end_with_resume_anyway(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    finished(out, OTHER)
-    with begin(out, IDENTITY, "resume-anyway") as work:
-        commit(work, [group(0)])
-    assert is_complete(output_paths(out), OTHER)
-    with begin(out) as work:
-        assert len(work.part_files()) == 1, "a plain resume continues"
-        finish(work, expect([(0, 0, 1)]), {})
-    assert is_complete(output_paths(out), IDENTITY)
-    out.write_bytes(b"holiday photographs")
-    with pytest.raises(FingerprintError, match="is not this job's output"):
-        open_work(output_paths(out), IDENTITY, {}, "resume-anyway")
-    assert out.read_bytes() == b"holiday photographs"
-
-
 def test_work_without_a_finished_row_is_dropped(tmp_path: Path) -> None:
     """Whatever job left it: nothing was computed."""
     out = tmp_path / "r.parquet"
@@ -114,20 +87,6 @@ def test_work_without_a_finished_row_is_dropped(tmp_path: Path) -> None:
         open_work(output_paths(out), OTHER, {})
 
 
-def test_overwrite_drops_other_work_and_resumes_its_own(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    finished(out, OTHER)
-    with begin(out, policy="overwrite") as work:
-        commit(work, [group(0)])
-    with begin(out, policy="overwrite") as work:
-        assert len(work.part_files()) == 1, "the same command continues"
-    with begin(out) as work:
-        assert len(work.part_files()) == 1, "so does a plain resume, while the old output still exists"
-    with begin(out, OTHER, "overwrite") as work:
-        assert work.part_files() == []
-    assert is_complete(output_paths(out), OTHER), "the old output is kept until the new one is complete"
-
-
 def test_overwrite_drops_work_that_another_job_has_continued(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     finished(out, RunIdentity("first"))
@@ -136,17 +95,6 @@ def test_overwrite_drops_work_that_another_job_has_continued(tmp_path: Path) -> 
     begin(out, IDENTITY, "resume-anyway").close()
     with begin(out, OTHER, "overwrite") as work:
         assert work.part_files() == work.earlier_parts() == []
-
-
-def test_an_output_of_another_job_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    finished(out, OTHER)
-    with pytest.raises(FingerprintError, match="is not this job's output"):
-        open_work(output_paths(out), IDENTITY, {})
-    out.write_bytes(b"holiday photographs")
-    with pytest.raises(FingerprintError, match="is not this job's output"):
-        open_work(output_paths(out), IDENTITY, {})
-    assert out.read_bytes() == b"holiday photographs"
 
 
 def test_a_complete_shard_does_not_complete_other_shards(tmp_path: Path) -> None:
@@ -161,35 +109,22 @@ def test_a_complete_shard_does_not_complete_other_shards(tmp_path: Path) -> None
     assert not is_complete(output_paths(out, (1, 2)), IDENTITY)
 
 
-def test_a_finished_job_keeps_the_work_of_another_job_over_its_output(tmp_path: Path) -> None:
-    out, other = tmp_path / "r.parquet", RunIdentity("0ther")
-    finished(out)
-    before = out.read_bytes()
-    with begin(out, other, "overwrite") as work:
-        commit(work, [group(0), group(1)])
-    assert open_work(output_paths(out), IDENTITY, {}) is None
-    assert open_for_retry(output_paths(out), IDENTITY, {}) is None
-    assert out.read_bytes() == before
-    with begin(out, other, "overwrite") as work:
-        assert len(Committed.read(work)) == 2
-
-
-@pytest.mark.parametrize("open_output", [open_work, open_for_retry])
+@pytest.mark.parametrize("retry", [False, True])
 def test_a_finished_job_keeps_the_work_that_will_replace_its_output(
-    tmp_path: Path, open_output: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, retry: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "r.parquet"
     finished(out)
     with begin(out, policy="overwrite") as work:
         commit(work, [group(0)])
-    assert open_output(output_paths(out), IDENTITY, {}) is None
+    assert open_work(output_paths(out), IDENTITY, {}, retry_errors=retry) is None
     with begin(out, policy="overwrite") as work:
         assert len(Committed.read(work)) == 1
         with monkeypatch.context() as killed:  # just before the folder is removed
             killed.setattr(WorkFolder, "remove", lambda _: None)
             finish(work, expect([(0, 0, 1)]), {})
     assert len(work.part_files()) == 1
-    assert open_output(output_paths(out), IDENTITY, {}) is None
+    assert open_work(output_paths(out), IDENTITY, {}, retry_errors=retry) is None
     assert [*tmp_path.iterdir()] == [out]
 
 
@@ -203,9 +138,9 @@ def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
 def test_an_output_that_is_not_a_regular_file_is_refused_and_kept(tmp_path: Path, policy: Policy, of: str) -> None:
     paths = output_paths(tmp_path / "r.parquet")
     os.mkfifo(getattr(paths, of))  # reading it would block
-    for open_output in (open_work, open_for_retry):
+    for retry in (False, True):
         with pytest.raises(OutputError, match=r"not a regular file.* Name a file with -o\.$"):
-            open_output(paths, IDENTITY, {}, policy)
+            open_work(paths, IDENTITY, {}, policy, retry_errors=retry)
     assert [*tmp_path.iterdir()] == [getattr(paths, of)]
     assert getattr(paths, of).is_fifo()
 

@@ -16,9 +16,9 @@ from batchgen.errors import ErrorCode
 from batchgen.models.base import CaptureSpec
 from batchgen.request.completion import Completion, StateBlock
 from tests.engine.fake_device import LateDevice
-from tests.engine.reference import eager_model, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import eager_model, save_with_words, shared_prefix_prompts
 from tests.engine.sampling.grammar_model import save_grammar_model
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 torch.set_num_threads(1)
 
@@ -101,9 +101,7 @@ def check(result: Completion, reference: Reference, prompt: list[int], requested
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", folder, num_hidden_layers=LAYERS)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", folder, num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -252,8 +250,7 @@ def test_layers_and_experts_that_do_not_exist_are_errors(folder: Path) -> None:
 
 @pytest.mark.field("return_routed_experts")
 def test_experts_of_every_computed_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny("mixtral", tmp_path, num_hidden_layers=LAYERS)
-    save_word_tokenizer(tmp_path, VOCAB)
+    save_with_words("mixtral", tmp_path, num_hidden_layers=LAYERS)
     reference = Reference(tmp_path)
     prompts = shared_prefix_prompts(24, VOCAB, seed=4, longest=30)
     engine = engine_of(tmp_path, "transformers", max_tokens_per_step=16, max_num_seqs=8)

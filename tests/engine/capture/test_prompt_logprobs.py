@@ -16,8 +16,8 @@ from batchgen.errors import ErrorCode
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from tests.engine.jobs import finish
-from tests.engine.reference import eager_logprobs, save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import eager_logprobs, save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
 
 TOLERANCE = 1e-4
 COUNT = 60
@@ -29,8 +29,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """(options of the model, prompts, [P, V] reference logprobs of each)."""
     model_type, implementation = request.param
     folder = tmp_path_factory.mktemp(model_type)
-    save_tiny(model_type, folder)
-    save_word_tokenizer(folder, VOCAB)
+    save_with_words(model_type, folder)
     prompts = shared_prefix_prompts(COUNT, VOCAB, seed=3)
     options = {"model": str(folder), "model_impl": implementation, "dtype": "float32"}
     return options, prompts, eager_logprobs(folder, prompts)
@@ -146,9 +145,7 @@ def test_in_a_pool_for_little_more_than_one_row(checkpoint, monkeypatch: pytest.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_word_tokenizer(path, VOCAB)
-    return save_tiny("llama", path)
+    return save_with_words("llama", tmp_path_factory.mktemp("llama"))
 
 
 @FIELDS

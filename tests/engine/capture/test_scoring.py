@@ -19,8 +19,8 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import Request
-from tests.engine.reference import eager_logprobs, save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import eager_logprobs, save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
 
 pytestmark = pytest.mark.field("completion", "completions")
 TOLERANCE = 1e-4
@@ -29,9 +29,7 @@ Row = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    save_word_tokenizer(path, VOCAB)
-    return save_tiny("qwen3", path)
+    return save_with_words("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
 def scoring_rows(count: int, seed: int) -> list[Row]:

@@ -29,9 +29,8 @@ from batchgen.models.media_processor import PreparedItem
 from batchgen.request.media import MediaItem
 from batchgen.text.fit import Truncate
 from batchgen.text.tokenizer import Tokenizer
-from tests.engine.reference import eager_model, save_word_tokenizer
+from tests.engine.reference import eager_model, save_with_words
 from tests.models.loading import load_model
-from tests.models.tiny import VOCAB, save_tiny
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -168,9 +167,7 @@ def broken(seed: int) -> Pixels:
 
 def save_model(folder: Path) -> Path:
     """A tiny model with one word for each id."""
-    save_tiny("llama", folder)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", folder)
 
 
 def media_engine(folder: Path, fake: FakeMedia, truncate: Truncate = "none", **options: Any) -> Engine:

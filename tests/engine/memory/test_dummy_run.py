@@ -28,8 +28,7 @@ from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 from tests.engine.memory.test_kv_budget import SPEC
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import save_tiny
+from tests.engine.reference import save_with_words, shared_prefix_prompts
 
 VOCAB = 8192
 """Large enough, with the MLP width below, for logits and activations to dominate attention's workspace."""
@@ -63,8 +62,7 @@ class LiveMeter:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("llama")
-    save_tiny("llama", folder, vocab_size=VOCAB, max_position_embeddings=1024, intermediate_size=4096)
-    save_word_tokenizer(folder, VOCAB)
+    save_with_words("llama", folder, vocab_size=VOCAB, max_position_embeddings=1024, intermediate_size=4096)
     # Attention that allocates its memory with PyTorch, as on a GPU.
     return Engine(str(folder), dtype="float32", attention="torch", max_num_seqs=ROWS, max_tokens_per_step=TOKENS)
 

@@ -17,8 +17,8 @@ from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from batchgen.request.processors import ProcessorRow
 from tests.engine.pipeline import Oracle
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
 
 NEW_TOKENS = 6
 GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -27,9 +27,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    save_tiny("llama", folder)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", folder)
 
 
 @pytest.fixture(scope="module")

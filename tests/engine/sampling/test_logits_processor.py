@@ -21,9 +21,15 @@ from batchgen.kernels.noise import row_keys
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from tests.engine.pipeline import Oracle
-from tests.engine.reference import EXACT, assert_same, eager_model, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import (
+    EXACT,
+    assert_same,
+    eager_model,
+    save_with_words,
+    shared_prefix_prompts,
+)
 from tests.kernels.references import sample_reference
-from tests.models.tiny import VOCAB, save_tiny
+from tests.models.tiny import VOCAB
 
 NEW_TOKENS = 12
 TOLERANCE = 1e-4
@@ -35,9 +41,7 @@ PATHS = ["native", "transformers"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    save_tiny("llama", folder, initializer_range=0.12)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", folder, initializer_range=0.12)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ import batchgen
 from batchgen import Engine
 from batchgen.engine.loop import Loop
 from batchgen.kernels.cpu.library import loaded
-from tests.engine.reference import save_word_tokenizer
-from tests.models.tiny import VOCAB, save_tiny
+from tests.engine.reference import save_with_words
 
 ROOT = str(Path(batchgen.__file__).parent) + "/"
 FEW, MANY = 16, 128
@@ -26,9 +25,7 @@ FIRST, LAST = 18, 28
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny("llama", tmp_path_factory.mktemp("plain"), num_hidden_layers=1)
-    save_word_tokenizer(folder, VOCAB)
-    return folder
+    return save_with_words("llama", tmp_path_factory.mktemp("plain"), num_hidden_layers=1)
 
 
 def count_lines(
