@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from batchgen.config.engine_config import EngineConfig
-from batchgen.engine.quantization import refuse_quantization
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import (
@@ -20,12 +19,8 @@ from batchgen.kernels.backend import (
     refuse_deterministic,
 )
 from batchgen.kernels.chips import chip_tuning
-from batchgen.kernels.linear import Products
 from batchgen.kernels.measure import TypicalStep
-from batchgen.models.base import Model, ModelSpec
-from batchgen.models.check import CheckedModel
-from batchgen.models.load import load_checked
-from batchgen.models.own_integers import Stored
+from batchgen.models.base import ModelSpec
 from batchgen.plan.config import GROUP_MIN_SAVING
 
 
@@ -37,7 +32,6 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
     """
     if config.flash_library is not None and not Path(config.flash_library).exists():
         raise UsageError(f"`--flash-library {config.flash_library}`: there is no such file or folder")
-    refuse_quantization(config, spec)
     refuse_kv_dtype(config, spec)
     needs = _needs(config, spec)
     if config.attention == "auto" and needs.capability is not None and not config.deterministic:
@@ -48,30 +42,6 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
         return None if measured else named
     except BackendUnavailable as problem:
         raise _refusal(config, problem) from None
-
-
-def products_of(config: EngineConfig) -> Products:
-    """Which matmul kernels a CPU may use: only PyTorch's, a fixed choice, or the fastest measured ones."""
-    if config.attention == "torch":
-        return "torch"
-    # Full weights that will be quantised are multiplied only a few times, so measuring does not pay.
-    return "fixed" if config.deterministic or config.quantization == "int8" else "measured"
-
-
-def load_configured(config: EngineConfig, checked: CheckedModel, stored: Stored | None) -> Model:
-    """Load a checked model as the options say, with these products of stored numbers.
-
-    Raises:
-        ModelError: it cannot be loaded.
-    """
-    return load_checked(
-        checked,
-        dtype=config.dtype,
-        device=config.device,
-        products=products_of(config),
-        stored=stored,
-        kv_dtype=config.kv_dtype,
-    )
 
 
 def refuse_kv_dtype(config: EngineConfig, spec: ModelSpec) -> None:

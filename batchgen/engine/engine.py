@@ -14,13 +14,13 @@ import numpy.typing as npt
 from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
 from batchgen.config.python_words import in_python, in_python_info, python_errors, refuse_unknown, with_python_errors
 from batchgen.engine.advice import input_advice, log_advice, output_advice
-from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for, load_configured, products_of
+from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for
 from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
-from batchgen.engine.media.job import JobMedia, device_feature_bytes, open_media
+from batchgen.engine.media.job import device_feature_bytes, open_media
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -38,7 +38,7 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
-from batchgen.engine.quantization import computed_weights, describe_weights, quantize, stored_products
+from batchgen.engine.quantization import choose_numbers, describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.running import Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
@@ -54,7 +54,7 @@ from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import checked_spec
+from batchgen.models.load import checked_spec, load_checked
 from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
@@ -73,11 +73,13 @@ from batchgen.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """What the KV pool of a job holds."""
+    """What the KV pool of a job holds, and the steps that fit next to it."""
 
     groups: tuple[CacheGroup, ...]
     pages: int
     """Pages of page tables, the scratch page included"""
+    limits: tuple[int, int]
+    """Most rows and most tokens of a step"""
 
 
 class Engine:
@@ -107,12 +109,13 @@ class Engine:
             overrides=Overrides(config.hf_overrides, config.rope_scaling),
             pickles=config.allow_pickle_weights,
         )
-        spec = checked_spec(checked, dtype=config.dtype, device=config.device)
-        loaded = load_configured(config, checked, stored_products(computed_weights(config, checked, spec), spec))
+        spec = checked_spec(checked, dtype=config.dtype, device=config.device, kv_dtype=config.kv_dtype)
+        spec = replace(spec, numbers=choose_numbers(config, checked, spec))
+        loaded = load_checked(checked, spec)
         folder = checked.folder.path
         named = resolve_model(config.tokenizer, files=TOKENIZER_FILES) if config.tokenizer is not None else folder
         tokenizer = Tokenizer.load(named, model=folder, config=checked.folder.config)
-        front_end = FrontEnd.build(config, loaded.spec, tokenizer, processors)
+        front_end = FrontEnd.build(config, spec, tokenizer, processors)
         self._init(loaded, front_end.with_media_of(checked.folder))
 
     @classmethod
@@ -121,7 +124,7 @@ class Engine:
     ) -> Engine:
         """An engine with a loaded model and tokenizer, and optionally grammars compiled for them.
 
-        With `quantization`, the model is quantised in place.
+        A model whose numbers are int8 is quantised in place.
         """
         processors = load_processors(config.logit_processor)
         return cls.from_front_end(model, FrontEnd.build(config, model.spec, tokenizer, processors, grammars=grammars))
@@ -142,7 +145,7 @@ class Engine:
         self.model: Model = model
         self.quantization: QuantizationLoss | None = None
         """Measured quantisation loss; None without quantisation."""
-        if config.quantization == "int8":
+        if model.spec.numbers.form == "int8":
             self.quantization = quantize(model, config, front_end.tokenizer)
         if config.deterministic:
             assert self.backend is not None, "a measured backend is not deterministic"
@@ -170,7 +173,7 @@ class Engine:
         spec, found = self.model.spec, self.config.attention if self.backend is None else self.backend.description
         products = [describe_weights(self.model, self.quantization)]
         if self.quantization is None:
-            products.append(describe_products(spec.dtype, spec.device, products_of(self.config)))
+            products.append(describe_products(spec.dtype, spec.device, spec.numbers.products))
         named = [each for each in products if each is not None]
         return f"{found}; products: {', others '.join(named)}" if named else found
 
@@ -286,41 +289,69 @@ class Engine:
             scaled: of a model with an `unscaled_context`, whether rows get the frequencies past it; None: if one of the
                 table is longer.
         """
-        config, spec = self.config, self.model.spec
-        if spec.unscaled_context is not None:
-            self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
-            self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
-        # Compile grammars now, so that no step waits for one.
-        self.grammars.prepare(table.constraints(done))
-        adapters = list(spec.adapters)
-        workload = plan_workload(table, done, dedup=config.dedup, adapters=adapters, bidirectional=spec.bidirectional)
-        trim_heap()
-        if table.embeds_id is not None and not self.model.accepts_embeds():
-            workload.refuse_embeds(spec.name)
-        seqs, tokens = step_limits(config, spec.device)
-        if self.backend is None:  # before the pool is allocated, because measuring needs memory
-            self.backend = kernels_for(config, spec, workload, seqs, tokens)
-        if table.media is not None:
-            self._front_end.media.encoder(self.model)  # before the pool is sized, because towers take memory
-        pool, cache, tokens = self._pool_for(workload, seqs, max(tokens, workload.longest_span))
-        tokens = max(tokens, workload.longest_span)
-        workload.skip_too_large(cache.pages - 1, config.page_size)
-        if record is not None:
-            workload.set_aside(record.set_aside)
-            workload.hold(record.alone)
-        scheduler = self._scheduler(workload, cache, seqs, tokens)
-        workload = workload.reordered(scheduler.tree)  # so that there is one tree
-        trim_heap()
+        self._fit_positions(table, scaled)
+        workload, limits = self._plan(table, done), step_limits(self.config, self.model.spec.device)
+        resources = self.resources(workload, limits)
+        pool, cache = self._pool_for(workload, resources, limits)
+        workload, scheduler = self._schedule(workload, cache, resources.backend, record)
         media = None
-        if table.media is not None:
-            support, together = self._front_end.media, not config.deterministic
-            media = open_media(workload, support, self.model, self.device, together=together)
-        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit, record=record, media=media)
+        if resources.towers is not None:
+            support, together = self._front_end.media, not self.config.deterministic
+            media = open_media(workload, support, resources.towers, self.model.spec, self.device, together=together)
+        resources = replace(resources, media=media)
+        loop = self._loop(workload, scheduler, pool, resources, prompt_ids=prompt_ids, emit=emit, record=record)
         self.last_run = Running(workload, scheduler, loop, pool, media)
         return self.last_run
 
-    def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[GroupedPool, CachePlan, int]:
-        """The KV pool of a job, what it holds, and the most tokens in a step.
+    def _fit_positions(self, table: RequestTable, scaled: bool | None) -> None:
+        spec = self.model.spec
+        if spec.unscaled_context is not None:
+            self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
+            self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
+
+    def _plan(self, table: RequestTable, done: npt.NDArray[np.bool_] | None) -> JobWorkload:
+        """The workload of a job, with its grammars compiled, so that no step waits for one."""
+        spec, dedup = self.model.spec, self.config.dedup
+        self.grammars.prepare(table.constraints(done))
+        found = plan_workload(table, done, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
+        trim_heap()
+        if table.embeds_id is not None and not self.model.accepts_embeds():
+            found.refuse_embeds(spec.name)
+        return found
+
+    def resources(self, workload: JobWorkload, limits: tuple[int, int]) -> EngineResources:
+        """What computes a job: all that is on the device but the pool, which takes the memory that is left."""
+        front_end = self._front_end
+        if self.backend is None:
+            self.backend = kernels_for(self.config, self.model.spec, workload, *limits)
+        return EngineResources(
+            self.model,
+            self.backend,
+            self.device,
+            self.tokenizer,
+            self.grammars,
+            front_end.processors,
+            front_end.encoder.reasoning,
+            None if workload.table.media is None else front_end.media.encoder(self.model),
+        )
+
+    def _schedule(
+        self, workload: JobWorkload, cache: CachePlan, backend: Backend, record: WorkRecord | None
+    ) -> tuple[JobWorkload, Scheduler]:
+        """The scheduler of the rows that fit the cache and run together, and their workload in its order."""
+        workload.skip_too_large(cache.pages - 1, self.config.page_size)
+        if record is not None:
+            workload.set_aside(record.set_aside)
+            workload.hold(record.alone)
+        scheduler = self._scheduler(workload, cache, backend)
+        workload = workload.reordered(scheduler.tree)  # so that there is one tree
+        trim_heap()
+        return workload, scheduler
+
+    def _pool_for(
+        self, workload: JobWorkload, resources: EngineResources, limits: tuple[int, int]
+    ) -> tuple[GroupedPool, CachePlan]:
+        """The KV pool of a job and what it holds.
 
         On a CPU, a job reuses the last job's pool if it fits, because the system zeroes new memory page by page. A GPU
         pool uses all free memory and is cheap to allocate again.
@@ -331,10 +362,10 @@ class Engine:
         if last is None or not last.loop.over or (kept and kept.num_pages < most_pages(workload, config.page_size)):
             kept = None
         del last  # frees the last pool before this one is sized
-        memory, tokens = self._memory(workload, seqs, tokens)
+        memory, limits = self._memory(workload, resources, (limits[0], max(limits[1], workload.longest_span)))
         reserved = device_feature_bytes(workload.table, spec, self.device)
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
-        limits, budget = (seqs, tokens), memory.budget(config.kv_budget)
+        budget = memory.budget(config.kv_budget)
         planned = with_job_windows(spec, workload, config.page_size)
         planned = with_windows_in(planned, workload, config.page_size, budget)
         pages = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
@@ -343,53 +374,51 @@ class Engine:
         pool = None if kept is None else kept.first(layers, counts)
         if pool is None:
             kept = None  # frees its memory
-            size, dtype = config.page_size, spec.kv_dtype
+            size, dtype, backend = config.page_size, spec.kv_dtype, resources.backend
             kept = GroupedPool.allocate(spec.kv_layers, layers, counts, size, dtype, spec.device)
-            pool = kept = self._extended(kept, budget - kept.nbytes)
+            shares = [(part, (budget - kept.nbytes) * part.nbytes // max(1, kept.nbytes)) for part in kept.parts]
+            pool = kept = replace(kept, parts=[backend.extend_pool(part, share) for part, share in shares])
         if spec.device.type == "cpu":
             self._pool = kept
-        return pool, CachePlan(groups, pages), tokens
+        return pool, CachePlan(groups, pages, limits)
 
-    def _extended(self, pool: GroupedPool, room: int) -> GroupedPool:
-        """The pool with what the backend keeps next to it, in as many bytes."""
-        if self.backend is None:
-            return pool
-        shares = [(part, room * part.nbytes // max(1, pool.nbytes)) for part in pool.parts]
-        return replace(pool, parts=[self.backend.extend_pool(part, share) for part, share in shares])
-
-    def _memory(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
-        """The device's memory, with the bytes of the job's largest step, and the most tokens in a step."""
-        spec, size = self.model.spec, self.config.page_size
+    def _memory(
+        self, workload: JobWorkload, resources: EngineResources, limits: tuple[int, int]
+    ) -> tuple[DeviceMemory, tuple[int, int]]:
+        """The device's memory, with the bytes of the job's largest step, and the limits of a step, lowered to it."""
+        spec, size, (seqs, tokens) = self.model.spec, self.config.page_size, limits
         if not workload.samples.any():
-            return device_memory(spec.device), tokens
+            return device_memory(spec.device), limits
         if spec.device.type == "cpu":
             step_bytes = estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
-            return device_memory(spec.device, step_bytes), tokens
-        run = self.dummy_runner(seqs, tokens)
-        step_bytes, tokens = measure_largest_step(run, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
+            return device_memory(spec.device, step_bytes), limits
+        run = self.dummy_runner(resources, limits)
+        step_bytes, tokens = measure_largest_step(run, workload, spec, size, limits, CudaMeter(spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
-        return device_memory(spec.device, step_bytes), tokens
+        return device_memory(spec.device, step_bytes), (seqs, max(tokens, workload.longest_span))
 
-    def dummy_runner(self, seqs: int, tokens: int) -> Callable[[DummyRun, GroupedPool], None]:
-        """Runs dummy runs whose steps have at most `seqs` rows and `tokens` tokens."""
+    def dummy_runner(
+        self, resources: EngineResources, limits: tuple[int, int]
+    ) -> Callable[[DummyRun, GroupedPool], None]:
+        """Runs dummy runs whose steps have at most as many rows and tokens as `limits`."""
 
         def run(job: DummyRun, pool: GroupedPool) -> None:
-            scheduler = self._scheduler(job.workload, CachePlan(ONE_BYTE_PAGES, PAGES), seqs, tokens)
-            self._loop(job.workload, scheduler, pool).run_dummy(job)
+            cache = CachePlan(ONE_BYTE_PAGES, PAGES, limits)
+            scheduler = self._scheduler(job.workload, cache, resources.backend)
+            self._loop(job.workload, scheduler, pool, resources).run_dummy(job)
 
         return run
 
-    def _scheduler(self, workload: JobWorkload, cache: CachePlan, seqs: int, tokens: int) -> Scheduler:
-        saving = None if self.backend is None else self.backend.group_saving
+    def _scheduler(self, workload: JobWorkload, cache: CachePlan, backend: Backend) -> Scheduler:
         config = SchedulerConfig(
             num_pages=cache.pages,
             page_size=self.config.page_size,
-            max_num_seqs=seqs,
-            max_tokens_per_step=tokens,
-            group_min_saving=group_min_saving(self.model.spec.device, self.backend),
-            group_rows=None if saving is None else saving.rows,
+            max_num_seqs=cache.limits[0],
+            max_tokens_per_step=cache.limits[1],
+            group_min_saving=group_min_saving(self.model.spec.device, backend),
+            group_rows=None if backend.group_saving is None else backend.group_saving.rows,
             order=self.order,
             admission=self.admission,
             cache_groups=cache.groups,
@@ -402,24 +431,13 @@ class Engine:
         workload: JobWorkload,
         scheduler: Scheduler,
         pool: GroupedPool,
+        resources: EngineResources,
         *,
         prompt_ids: bool = True,
         emit: Emit | None = None,
         record: WorkRecord | None = None,
-        media: JobMedia | None = None,
     ) -> Loop:
         config = self.config
-        assert self.backend is not None
-        resources = EngineResources(
-            self.model,
-            self.backend,
-            self.device,
-            self.tokenizer,
-            self.grammars,
-            self._front_end.processors,
-            self._front_end.encoder.reasoning,
-            media,
-        )
         settings = LoopSettings(
             prompt_ids=prompt_ids,
             repeat_span=config.stop_on_repeat,

@@ -1,4 +1,4 @@
-"""`--quantization`: quantises a model and checks that it does not change too much."""
+"""The numbers of a job's linear layers, and `--quantization int8`, whose loss is checked."""
 
 from __future__ import annotations
 
@@ -14,17 +14,10 @@ from batchgen.errors import UsageError
 from batchgen.kernels.layouts import int8_is_faster, int8_refusal
 from batchgen.kernels.measure import ProductStep, WeightSize, device_timer, grouped_weights_pay
 from batchgen.kernels.quantization import FP8, INT4, INT8
-from batchgen.models.base import Model, ModelSpec
+from batchgen.models.base import Form, Model, ModelSpec, Numbers
 from batchgen.models.check import CheckedModel
 from batchgen.models.native import NativeModel
-from batchgen.models.own_integers import (
-    Stored,
-    WeightForm,
-    Weights,
-    count_stored,
-    has_integer_inputs,
-    weight_forms,
-)
+from batchgen.models.own_integers import WeightForm, stored_sizes, weight_forms
 from batchgen.models.quantize import QuantizationLoss, quantise
 from batchgen.text.tokenizer import Tokenizer
 
@@ -46,34 +39,49 @@ _FITS: Final = 0.9
 """Share of a GPU's free memory that weights may take."""
 
 
-def computed_weights(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) -> Weights:
-    """How the weights of a checked model are computed, before they are read.
+def choose_numbers(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) -> Numbers:
+    """The numbers of a checked model's linear layers, chosen before its weights are read.
 
     `auto` keeps the numbers that a checkpoint stores where products of them are measured to be at least as fast as
     others: on a CPU those of a checkpoint that is made for products of integers, on a GPU those of few bits. On a GPU
     it keeps them, too, if dequantised weights do not fit. For `--deterministic`, whose bits no timing may change,
     nothing is measured; on a GPU weights are dequantised then.
+
+    Raises:
+        UsageError: the quantisation is not supported here.
     """
-    if config.quantization != "auto":
-        return config.quantization
+    if config.quantization == "int8":
+        _refuse_int8(config, spec)
+        return Numbers("int8", "fixed")  # full weights are multiplied only a few times, so measuring does not pay
+    form = "full" if config.quantization == "none" else _kept_form(config, checked, spec)
+    return Numbers(form, "torch" if config.attention == "torch" else "fixed" if config.deterministic else "measured")
+
+
+def _kept_form(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) -> Form:
     if checked.native is None or config.attention == "torch":
-        return "none"
+        return "full"
     layout, folder = checked.native[1], checked.folder
     if spec.device.type == "cuda":
         sizes = _weight_sizes(weight_forms(layout, folder))
-        return "stored" if sizes and not config.deterministic and _pays(sizes, config, spec) else "none"
-    if not has_integer_inputs(folder) or int8_refusal(spec.dtype, spec.device) is not None:
-        return "none"
-    if not count_stored(layout, folder, "integers"):
-        return "none"
-    return "stored" if config.deterministic or int8_is_faster(spec.dtype) else "none"
+        return "weight-only" if sizes and not config.deterministic and _pays(sizes, config, spec) else "full"
+    # A checkpoint made for products of integers has a description that rounds the inputs of its layers, too.
+    if folder.quantisation is None or not folder.quantisation.integer_inputs:
+        return "full"
+    if int8_refusal(spec.dtype, spec.device) is not None or not stored_sizes(layout, folder, "integers"):
+        return "full"
+    return "integers" if config.deterministic or int8_is_faster(spec.dtype) else "full"
 
 
-def stored_products(weights: Weights, spec: ModelSpec) -> Stored | None:
-    """The products of stored numbers, with weights that `computed_weights` chose; None without such."""
-    if weights != "stored":
-        return None
-    return "weights" if spec.device.type == "cuda" else "integers"
+def _refuse_int8(config: EngineConfig, spec: ModelSpec) -> None:
+    reason = None
+    if spec.implementation != "native":
+        reason = f"it needs the native decoder, but a {spec.name} model runs with the transformers library"
+    elif config.attention == "torch":
+        reason = "it needs compiled kernels, but `--attention torch` only uses PyTorch"
+    else:
+        reason = int8_refusal(spec.dtype, spec.device)
+    if reason is not None:
+        raise UsageError(f"`--quantization {config.quantization}` is not supported: {reason}; leave the option out")
 
 
 def _weight_sizes(forms: Sequence[WeightForm]) -> Mapping[WeightSize, int]:
@@ -105,32 +113,12 @@ def describe_weights(model: Model, loss: QuantizationLoss | None) -> str | None:
     return f"compiled int8 of {stored} layers in the checkpoint's own integers"
 
 
-def refuse_quantization(config: EngineConfig, spec: ModelSpec) -> None:
-    """Reject a quantisation that is not supported here, before the weights are read.
-
-    Raises:
-        UsageError: with the reason.
-    """
-    if config.quantization != "int8":
-        return
-    reason = None
-    if spec.implementation != "native":
-        reason = f"it needs the native decoder, but a {spec.name} model runs with the transformers library"
-    elif config.attention == "torch":
-        reason = "it needs compiled kernels, but `--attention torch` only uses PyTorch"
-    else:
-        reason = int8_refusal(spec.dtype, spec.device)
-    if reason is not None:
-        raise UsageError(f"`--quantization {config.quantization}` is not supported: {reason}; leave the option out")
-
-
 def quantize(model: Model, config: EngineConfig, tokenizer: Tokenizer) -> QuantizationLoss:
     """Quantise the model in place; returns the measured loss.
 
     Raises:
-        UsageError: the loss is too large, or the quantisation is not supported here.
+        UsageError: the loss is too large.
     """
-    refuse_quantization(config, model.spec)
     assert isinstance(model, NativeModel)
     loss = quantise(model, tokenizer.encode(_TEXTS))
     if not loss.divergence <= config.quantization_bound:

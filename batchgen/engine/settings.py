@@ -14,6 +14,7 @@ from batchgen.errors import ErrorInfo
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.models.base import Model
+from batchgen.models.media_encoder import MediaEncoder
 from batchgen.request.processors import LoadedProcessor
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.reasoning import ReasoningParser
@@ -47,6 +48,8 @@ class EngineResources:
     """Custom logit processors by name"""
     reasoning: ReasoningParser | None = None
     """The model's format of thoughts; None if it has none that is known"""
+    towers: MediaEncoder | None = None
+    """What reads the job's images and sounds; None: no row has any"""
     media: JobMedia | None = None
     """The job's images and sounds; None: no row has any"""
 

@@ -252,7 +252,7 @@ def _model(setup: Setup) -> dict[str, Any]:
         "parameters": setup.spec.parameters,
         "context_length": setup.spec.context_length,
         "checkpoint_format": setup.checkpoint_format,
-        "quantization": setup.weights,
+        "quantization": setup.spec.numbers.quantization,
         "weight_bytes": setup.weight_bytes,
         "kv_bytes_per_token": setup.spec.kv_bytes_per_token,
     }

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import psutil
 
 from batchgen.config.run_config import RunConfig
-from batchgen.engine.backend_choice import products_of
 from batchgen.engine.machine import step_limits
 from batchgen.engine.media.job import most_media_bytes
 from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
@@ -105,7 +104,7 @@ def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int, tower_by
     spec, engine = setup.spec, setup.config.engine
     if spec.device.type != "cpu":
         return None
-    products = products_of(engine)
+    products = spec.numbers.products
     head = spec.vocab_size * spec.embeds_size * spec.dtype.itemsize
     weights, loading = setup.weight_bytes, head if repacks(spec.dtype, spec.device, products) else 0
     if spec.tied and not shares_rows(spec.dtype, spec.device, products):

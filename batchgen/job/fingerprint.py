@@ -65,11 +65,11 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         UsageError: a name given by `--carry` cannot be a column of the output.
         ModelError: a file of weights cannot be hashed.
     """
-    config, model, sampling = setup.config, setup.identity, setup.sampling
+    config, model, sampling, numbers = setup.config, setup.identity, setup.sampling, setup.spec.numbers
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
-    if setup.rounding != "none":  # "none" is left out, for equal fingerprints with older versions
-        options["quantization"] = setup.rounding
+    if numbers.rounding != "none":  # "none" is left out, for equal fingerprints with older versions
+        options["quantization"] = numbers.rounding
     if config.engine.kv_dtype != "auto":
         options["kv_dtype"] = config.engine.kv_dtype
     if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
@@ -102,7 +102,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "version": __version__,
         **model,
         "deterministic": config.engine.deterministic,
-        "quantization": setup.weights,
+        "quantization": numbers.quantization,
         **({"checkpoint_format": form} if (form := setup.checkpoint_format) is not None else {}),
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,

@@ -51,7 +51,7 @@ def environment(setup: Setup) -> dict[str, Any]:
     found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in RESULT_OPTIONS}
     # Left out otherwise, for equal hashes with older versions.
     found |= {f"model {name}": facts[name] for name in ("reasoning", "processor_digest") if name in facts}
-    found["--quantization"] = setup.rounding  # "auto" is one of the other ways to compute
+    found["--quantization"] = setup.spec.numbers.rounding  # "auto" is one of the other ways to compute
     if config.engine.kv_dtype != "auto":
         found["--kv-dtype"] = config.engine.kv_dtype
     found["--include-prompt-ids"] = config.include_prompt_ids

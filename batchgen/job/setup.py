@@ -18,13 +18,13 @@ from batchgen.config.engine_config import EngineConfig
 from batchgen.config.run_config import BY_NAME, RunConfig
 from batchgen.data.files import files_in, followed
 from batchgen.demo import model_path
-from batchgen.engine.backend_choice import fixed_kernels, load_configured, refuse_anywhere, refuse_kv_dtype
+from batchgen.engine.backend_choice import fixed_kernels, refuse_anywhere, refuse_kv_dtype
 from batchgen.engine.engine import Engine
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
-from batchgen.engine.quantization import computed_weights, stored_products
+from batchgen.engine.quantization import choose_numbers
 from batchgen.job.finished import library_version
 from batchgen.job.preflight import CheckedJob
 from batchgen.kernels.backend import GPU_BACKENDS
@@ -33,10 +33,10 @@ from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.file_hashes import FileHashes
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.load import DeviceName, checked_spec
+from batchgen.models.load import DeviceName, checked_spec, load_checked
 from batchgen.models.media_encoder import tower_bytes
 from batchgen.models.media_processor import processor_digest
-from batchgen.models.own_integers import Stored, Weights, count_stored, stored_bytes
+from batchgen.models.own_integers import stored_sizes
 from batchgen.models.quantized.formats import PlainTensors
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
@@ -60,8 +60,6 @@ class Setup:
     front_end: FrontEnd
     defaults: RowDefaults
     hashes: FileHashes
-    weights: Weights = "none"
-    """How the weights of linear layers are computed."""
 
     def load_model(self) -> Model:
         """Load the weights.
@@ -69,28 +67,16 @@ class Setup:
         Raises:
             ModelError: they cannot be loaded, or a file changed meanwhile, so that its digest is of other weights.
         """
-        loaded = load_configured(self.config.engine, self.model, self.stored)
+        loaded = load_checked(self.model, self.spec)
         self.hashes.check_unchanged()
         return loaded
 
     def engine(self, model: Model) -> Engine:
         """The engine of the job, with its loaded model."""
         made = Engine.from_front_end(model, self.front_end)
-        if self.weights == "int8":  # which reads integers of the checkpoint
+        if self.spec.numbers.form == "int8":  # which reads integers of the checkpoint
             self.hashes.check_unchanged()
         return made
-
-    @property
-    def stored(self) -> Stored | None:
-        """Products of the numbers that a quantised checkpoint stores; None where these are not computed in."""
-        return stored_products(self.weights, self.spec)
-
-    @property
-    def rounding(self) -> Weights:
-        """The weights of linear layers as far as results depend on them: products of stored numbers with full inputs
-        are those of dequantised weights.
-        """
-        return "none" if self.stored == "weights" else self.weights
 
     @property
     def sampling(self) -> Mapping[str, Any]:
@@ -135,9 +121,15 @@ class Setup:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory, while they are read."""
-        if self.stored is not None and self.model.native is not None:
-            return stored_bytes(self.model.native[1], self.model.folder, self.stored, self.spec.dtype.itemsize)
-        return self.spec.parameters * self.spec.dtype.itemsize
+        size, is_stored = self.spec.dtype.itemsize, self.spec.numbers.quantization == "stored"
+        changes = [nbytes - count * size for count, nbytes in self.stored_sizes] if is_stored else ()
+        return self.spec.parameters * size + sum(changes)
+
+    @property
+    def stored_sizes(self) -> Sequence[tuple[int, int]]:
+        """(numbers, bytes) of each linear layer that keeps the numbers of the checkpoint."""
+        native = self.model.native
+        return () if native is None else stored_sizes(native[1], self.model.folder, self.spec.numbers.form)
 
     def tower_bytes(self, table: RequestTable) -> int:
         """Bytes of the weights that a job with these rows loads for images and sounds.
@@ -225,6 +217,7 @@ def prepare(
         fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_budget is not None:
             allowed_pages(spec, engine.page_size, engine.kv_budget)  # raises now rather than after all rows are read
+        spec = replace(spec, numbers=choose_numbers(engine, job.model, spec))
     found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
     tokenizer = Tokenizer.load(found, model=folder, config=job.model.folder.config)
     front_end = FrontEnd.build(
@@ -244,8 +237,7 @@ def prepare(
     carried = () if isinstance(config.carry, str) else config.carry
     options = CarriedOptions(carried, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
-    weights: Weights = "none" if absent else computed_weights(engine, job.model, spec)
-    setup = Setup(config, job.model, spec, front_end, defaults, job.hashes, weights)
+    setup = Setup(config, job.model, spec, front_end, defaults, job.hashes)
     if job.model.folder.note is not None:
         note(job.model.folder.note)
     if job.model.folder.plain is not None:
@@ -266,15 +258,14 @@ def _note_other_counts(out: Path, count: int, note: Callable[[str], None]) -> No
 
 def _quantised_note(plain: PlainTensors, setup: Setup) -> str:
     """How the weights of a quantised checkpoint are computed, and what memory they take."""
-    native, dtype = setup.model.native, str(setup.spec.dtype).removeprefix("torch.")
-    count = 0 if native is None else count_stored(native[1], setup.model.folder, setup.stored or "integers")
-    own = f"{count} of its linear layers"
+    form, dtype = setup.spec.numbers.form, str(setup.spec.dtype).removeprefix("torch.")
+    own = f"{len(setup.stored_sizes)} of its linear layers"
     what, more = f"its weights are dequantized to {dtype} as they are read", ""
-    if setup.stored == "weights":
+    if form == "weight-only":
         what = f"{own} are computed from its own numbers, and others in {dtype}"
-    elif setup.stored == "integers":
+    elif form == "integers":
         what = f"{own} are computed in its own integers, with inputs rounded to int8, and others in {dtype}"
-    elif setup.weights == "int8":
+    elif form == "int8":
         more = f"; then weights are quantized to int8, {own} to the checkpoint's own integers"
     sizes = f"{format_size(plain.nbytes)} stored, {format_size(setup.weight_bytes)} in memory"
     return f"the checkpoint is quantized ({plain}): {what}, {sizes}{more}"

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from batchgen.kernels.layouts import Products
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
@@ -16,6 +17,30 @@ from batchgen.models.lora_config import Adapter
 from batchgen.request.hidden_states import CaptureSupport
 
 Bidirectional = Literal["image", "prompt"]
+
+Form = Literal["full", "int8", "integers", "weight-only"]
+"""Weights of linear layers in memory. `full`: in the run's dtype. `int8`: rounded to int8 after they are read. The
+others keep the numbers of the checkpoint where these fit the products, and are `full` elsewhere. `integers`: multiplied
+by inputs rounded to integers, on a CPU. `weight-only`: multiplied by full inputs, by Triton."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers in which linear layers are stored, multiplied and rounded; a job's are chosen by `choose_numbers`."""
+
+    form: Form = "full"
+    products: Products = "measured"
+    """Products of full weights on a CPU."""
+
+    @property
+    def quantization(self) -> str:
+        """`none`, `int8` or `stored`, for reports."""
+        return {"full": "none", "int8": "int8"}.get(self.form, "stored")
+
+    @property
+    def rounding(self) -> str:
+        """`quantization` as far as results depend on it: weight-only products are those of dequantised weights."""
+        return "none" if self.form == "weight-only" else self.quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +96,7 @@ class ModelSpec:
     bidirectional: Bidirectional | None = None
     """What sees one another: the features of each image, or all tokens of a prompt with images; features of audio never
     do. None: every token sees those before it alone."""
+    numbers: Numbers = Numbers()
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from batchgen.errors import ModelError, first_line, library_errors
 from batchgen.kernels.device import device_for
-from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.architectures import check_layer_types
@@ -68,21 +67,17 @@ def transformers_spec(
     device: torch.device,
     context: int,
     adapters: Sequence[Adapter] = (),
-    cls: Any = None,
 ) -> ModelSpec:
     """Determine the spec of a model by a forward on the meta device, without reading weights.
-
-    `cls` is its class, which `text_class` found.
 
     Raises:
         ModelError: the architecture cannot run with batchgen's attention, the folder holds weights that the model does
             not read, or an adapter does not fit the model.
     """
-    register_attention()
     text = decoder_config(config)
     check_layer_types(str(text.model_type), getattr(text, "layer_types", None))
     with silence_library():
-        whole = meta_model(config, cls or text_class(config))
+        whole = meta_model(config, text_class(config))
         renamed = renamed_keys(whole, folder) if text_runs_alone(folder) else None
         check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
         model = causal_part(whole)
@@ -132,7 +127,6 @@ def text_class(config: Any) -> Any:
     cls = library_class(config)
     if not config.sub_configs:
         return cls
-    register_attention()
     with silence_library():
         model = meta_model(config, cls)
         part = causal_part(model)
@@ -166,6 +160,7 @@ def _drop_padding(model: Any) -> None:
 
 def _use_our_attention(model: Any) -> None:
     """Let the text decoder of a causal part attend through batchgen's attention."""
+    register_attention()
     decoder = text_decoder(model)
     if decoder is None:
         raise _unsupported(model.config, "it has no separate decoder")
@@ -257,12 +252,7 @@ def _check_windows(config: Any, context: int, passed: list[int | None]) -> None:
 
 
 def load_transformers(
-    config: Any,
-    spec: ModelSpec,
-    folder: ModelFolder,
-    adapters: Sequence[Adapter] = (),
-    products: Products = "measured",
-    cls: Any = None,
+    config: Any, spec: ModelSpec, folder: ModelFolder, adapters: Sequence[Adapter] = ()
 ) -> TransformersModel:
     """Read the weights, install batchgen's attention, fuse projections, and compare logits with the library's.
 
@@ -270,13 +260,13 @@ def load_transformers(
         ModelError: weights are missing, or the logits differ from the library's.
     """
     with silence_library(), torch.no_grad():
-        model = causal_part(_read_weights(config, spec, folder, cls or text_class(config)))
+        model = causal_part(_read_weights(config, spec, folder, text_class(config)))
         rope, sites = LibraryRope(model, spec.context_length), library_sites(model)
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
         _use_our_attention(model)
         store_latents(model)
-        stack_projections(model, products)
+        stack_projections(model, spec.numbers.products)
         experts = install_experts(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
         hooks = _find_hooks(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))

@@ -13,15 +13,11 @@ from typing import Final, Literal
 import torch
 
 from batchgen.errors import ModelError, library_errors
-from batchgen.kernels.linear import Products
 from batchgen.kernels.types import E4M3
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.folder import ModelFolder
 from batchgen.models.native import load_native, native_spec
-from batchgen.models.native_config import NativeConfig
-from batchgen.models.native_weights import NativeLayout
-from batchgen.models.own_integers import Stored
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -37,46 +33,21 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
 }
 
 
-def load_checked(
-    checked: CheckedModel,
-    *,
-    dtype: DtypeName = "auto",
-    device: DeviceName = "auto",
-    products: Products = "measured",
-    stored: Stored | None = None,
-    kv_dtype: KVDtypeName = "auto",
-) -> Model:
-    """Load a checkpoint in Hugging Face format whose folder has been checked.
-
-    Args:
-        checked: the model folder, its implementation, context length and adapters.
-        dtype: `auto` is the checkpoint's dtype on a GPU. On a CPU it is bfloat16 if the checkpoint is bfloat16 or
-            float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
-        device: `auto` is the GPU if there is one.
-        products: matrix multiplications allowed on a CPU.
-        stored: products of linear layers in the numbers that the checkpoint stores, where it does; see `load_native`.
-        kv_dtype: of keys and values.
+def load_checked(checked: CheckedModel, spec: ModelSpec) -> Model:
+    """Load a checkpoint in Hugging Face format whose folder has been checked, as `spec`, by `checked_spec`, says.
 
     Raises:
         ModelError: the message names the reason and the remedy; raised before weights are read where possible.
     """
-    where = _device(device)
-    kind = _dtype(checked, dtype, where)
     if checked.native is not None:
-        config, layout = checked.native
-        spec = _native_spec(checked, config, layout, kind, where)
-        spec = replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
-        return load_native(spec, config, layout, checked.folder, checked.adapters, products, stored)
+        return load_native(spec, *checked.native, checked.folder, checked.adapters)
     with _named_failures(checked.folder, "load"):
         # Imported here because the library is slow to import and native models do not need it.
-        from batchgen.models.hf_load import load_transformers, text_class, transformers_spec
+        from batchgen.models.hf_load import load_transformers
         from batchgen.models.hf_text import read_transformers_config
 
-        library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
-        cls = text_class(library_config)
-        spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters, cls)
-        spec = replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
-        return load_transformers(library_config, spec, checked.folder, checked.adapters, products, cls)
+        library_config, _ = read_transformers_config(checked.folder, checked.max_model_len)
+        return load_transformers(library_config, spec, checked.folder, checked.adapters)
 
 
 def checked_spec(
@@ -87,14 +58,26 @@ def checked_spec(
     elsewhere: bool = False,
     kv_dtype: KVDtypeName = "auto",
 ) -> ModelSpec:
-    """Spec of the model that `load_checked` would load, without reading weights.
+    """Spec of a model whose folder has been checked, without reading weights.
 
-    The arguments and errors are those of `load_checked`; with `elsewhere` the device need not exist on this machine.
+    Args:
+        checked: the model folder, its implementation, context length and adapters.
+        dtype: `auto` is the checkpoint's dtype on a GPU. On a CPU it is bfloat16 if the checkpoint is bfloat16 or
+            float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
+        device: `auto` is the GPU if there is one.
+        elsewhere: whether the device need not exist on this machine.
+        kv_dtype: of keys and values.
+
+    Raises:
+        ModelError: the message names the reason and the remedy.
     """
     where = torch.device(device) if elsewhere and device != "auto" else _device(device)
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
-        return replace(_native_spec(checked, *checked.native, kind, where), cache_dtype=_CACHE_DTYPES[kv_dtype])
+        config, layout = checked.native
+        context = config.contexts.chosen(checked.max_model_len)
+        spec = native_spec(config, layout, kind, where, context, checked.adapters)
+        return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
     with _named_failures(checked.folder, "build"):
         from batchgen.models.hf_load import transformers_spec  # as in load_checked
         from batchgen.models.hf_text import read_transformers_config
@@ -111,12 +94,6 @@ def _named_failures(folder: ModelFolder, action: str) -> Iterator[None]:
     remedy = f"Check {folder.path / 'config.json'} against the weights, or use another model."
     with library_errors(what, remedy), folder.overrides.explain_errors():
         yield
-
-
-def _native_spec(
-    checked: CheckedModel, config: NativeConfig, layout: NativeLayout, dtype: torch.dtype, device: torch.device
-) -> ModelSpec:
-    return native_spec(config, layout, dtype, device, config.contexts.chosen(checked.max_model_len), checked.adapters)
 
 
 def _device(name: DeviceName) -> torch.device:

@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.kernels.backend import fused_decoder
 from batchgen.kernels.decoder import DecoderLayer, DecoderWeights, FusedDecoder
 from batchgen.kernels.heads import HeadNorms
-from batchgen.kernels.linear import Embedding, Linear, Product, Products, repacks
+from batchgen.kernels.linear import Embedding, Linear, Product, repacks
 from batchgen.kernels.lora import LoraPairs, scale_products
 from batchgen.kernels.rope import inverse_frequencies
 from batchgen.kernels.rope_config import RopeConfig
@@ -28,7 +28,7 @@ from batchgen.models.lora import AdaptedEnds, adapted_ends, adapter_reader, fuse
 from batchgen.models.lora_config import Adapter
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import EMBEDDING, HEAD, FusedTensor, NativeLayout, adapted_parts, native_sites
-from batchgen.models.own_integers import OwnIntegers, Stored
+from batchgen.models.own_integers import OwnIntegers
 from batchgen.models.weights import WeightReader
 
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
@@ -258,20 +258,15 @@ def load_native(
     layout: NativeLayout,
     folder: ModelFolder,
     adapters: Sequence[Adapter] = (),
-    products: Products = "measured",
-    stored: Stored | None = None,
 ) -> NativeModel:
     """Read the weights directly into the fused tensors on the device.
-
-    With `stored`, linear layers whose numbers the checkpoint stores are computed in these; for integers, `int8_refusal`
-    must be None.
 
     The layout must have been checked against the folder (`check_native_tensors`), and adapters against the layout. Peak
     memory is the weights, plus one matrix if they are repacked for the CPU.
     """
     with WeightReader(folder.tensors) as reader:
         integers = OwnIntegers(folder, layout)
-        loader = _Loader(reader, spec, layout, products, None if stored is None else (integers, stored))
+        loader = _Loader(reader, spec, layout, integers)
         embedding = loader.tensor(layout.embedding)
         changes = _load_adapters(loader, layout, adapters)
         layers = [
@@ -281,7 +276,7 @@ def load_native(
         norm = loader.tensor(layout.norm)
         tied = layout.head is None
         head_weight = embedding if layout.head is None else loader.tensor(layout.head) if spec.adapts_head else None
-        head = Linear(embedding, products=products) if layout.head is None else loader.linear(layout.head)
+        head = Linear(embedding, products=spec.numbers.products) if layout.head is None else loader.linear(layout.head)
         ends = None
         if any(not adapter.modules.isdisjoint((EMBEDDING, HEAD)) for adapter in adapters):
             both = (EMBEDDING, embedding), (HEAD, embedding if head_weight is None else head_weight, None)
@@ -311,21 +306,14 @@ class _Loader:
     the remaining weights after they are freed, which the process keeps.
     """
 
-    def __init__(
-        self,
-        reader: WeightReader,
-        spec: ModelSpec,
-        layout: NativeLayout,
-        products: Products,
-        own: tuple[OwnIntegers, Stored] | None,
-    ) -> None:
+    def __init__(self, reader: WeightReader, spec: ModelSpec, layout: NativeLayout, own: OwnIntegers) -> None:
         self.stored_products = 0
         self._reader = reader
         self._own = own
         self._spec = spec
-        self._products = products
+        self._numbers = spec.numbers
         self._staging: Tensor | None = None
-        if repacks(spec.dtype, spec.device, products):
+        if repacks(spec.dtype, spec.device, spec.numbers.products):
             matrices = [fused for layer in layout.layers for fused in layer.values()]
             matrices += [] if layout.head is None else [layout.head]
             self._staging = torch.empty(max(map(_numel, matrices), default=0), dtype=spec.dtype)
@@ -347,19 +335,16 @@ class _Loader:
             self.stored_products += 1
             return found
         if self._staging is None:
-            return Linear(self.tensor(weight), own_bias, products=self._products)
+            return Linear(self.tensor(weight), own_bias, products=self._numbers.products)
         staged = self._read(weight, self._staging[: _numel(weight)].view(weight.shape))
-        return Linear(staged, own_bias, products=self._products)
+        return Linear(staged, own_bias, products=self._numbers.products)
 
     def _stored(self, fused: FusedTensor, bias: Tensor | None) -> Linear | None:
         """The linear layer in its stored numbers; None if it is not computed in such."""
-        if self._own is None:
-            return None
-        own, stored = self._own
-        if stored == "integers":
-            found = own.read(fused, self._reader, self._staging)
+        if self._numbers.form == "integers":
+            found = self._own.read(fused, self._reader, self._staging)
             return None if found is None else Linear.from_groups(found, bias, self._spec.dtype)
-        found = own.read_weight(fused, self._reader)
+        found = self._own.read_weight(fused, self._reader) if self._numbers.form == "weight-only" else None
         return None if found is None else Linear.weight_only(found.to(self._spec.device), bias, self._spec.dtype)
 
     def _read(self, fused: FusedTensor, target: Tensor) -> Tensor:

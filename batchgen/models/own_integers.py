@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +12,12 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.matmul import int8_bytes
 from batchgen.kernels.quantization import FP8, INT4, INT8, GroupedWeight, groups_of, in_four_bits
+from batchgen.models.base import Form
 from batchgen.models.folder import ModelFolder
 from batchgen.models.native_weights import FusedTensor, NativeLayout
 from batchgen.models.quantized.dequantise import StoredNumbers
 from batchgen.models.quantized.tensors import PackedTensor, StoredTensor, float_group, integer_group
 from batchgen.models.weights import WeightReader
-
-Weights = Literal["none", "int8", "stored"]
-"""How the weights of linear layers are computed. `none`: as numbers of the run's dtype. `int8`: all in int8. `stored`:
-in the numbers of the checkpoint where it has such, else as `none`."""
-
-Stored = Literal["integers", "weights"]
-"""Products of stored numbers. `integers`: with inputs rounded to integers, on a CPU. `weights`: with full inputs, by
-Triton."""
 
 
 def kernel_group(tensors: Sequence[StoredTensor]) -> int | None:
@@ -176,50 +168,22 @@ def weight_form(tensors: Sequence[StoredTensor]) -> WeightForm | None:
 
 def weight_forms(layout: NativeLayout, folder: ModelFolder) -> list[WeightForm]:
     """The forms of a decoder's linear layers that have one."""
-    found = [weight_form([folder.tensors[name] for name, _ in fused.parts]) for fused in _matrices(layout)]
+    found = [weight_form(tensors) for _, tensors in _matrices(layout, folder)]
     return [form for form in found if form is not None]
 
 
-def has_integer_inputs(folder: ModelFolder) -> bool:
-    """Whether a checkpoint is made for products of integers: its description rounds the inputs of its layers, too."""
-    return folder.quantisation is not None and folder.quantisation.integer_inputs
+def stored_sizes(layout: NativeLayout, folder: ModelFolder, form: Form) -> list[tuple[int, int]]:
+    """(numbers, bytes) of each linear layer of a decoder that keeps the numbers of the checkpoint, by their shapes."""
+    if form == "full":
+        return []
+    if form == "weight-only":
+        return [(each.outer * each.inner, each.nbytes) for each in weight_forms(layout, folder)]
+    found = [(shape, kernel_group(tensors)) for shape, tensors in _matrices(layout, folder)]
+    return [(outer * inner, int8_bytes(outer, inner, group)) for (outer, inner), group in found if group is not None]
 
 
-def count_stored(layout: NativeLayout, folder: ModelFolder, stored: Stored) -> int:
-    """Number of linear layers whose stored numbers fit the products, by their shapes."""
-    if stored == "weights":
-        return len(weight_forms(layout, folder))
-    return sum(_group(fused, folder) is not None for fused in _matrices(layout))
-
-
-def stored_bytes(layout: NativeLayout, folder: ModelFolder, stored: Stored, itemsize: int) -> int:
-    """Bytes of a decoder whose linear layers are in their stored numbers where they have such.
-
-    Args:
-        layout: the decoder.
-        folder: its checkpoint.
-        stored: the products.
-        itemsize: bytes of a number of the other tensors.
-    """
-    size = 0
-    for fused in layout:
-        outer, inner = (*fused.shape, 1)[:2]
-        size += outer * inner * itemsize
-    for fused in _matrices(layout):
-        outer, inner = fused.shape
-        form, group = weight_form([folder.tensors[name] for name, _ in fused.parts]), _group(fused, folder)
-        if stored == "weights" and form is not None:
-            size += form.nbytes - outer * inner * itemsize
-        if stored == "integers" and group is not None:
-            size += int8_bytes(outer, inner, group) - outer * inner * itemsize
-    return size
-
-
-def _matrices(layout: NativeLayout) -> list[FusedTensor]:
-    """The matrices of linear layers."""
+def _matrices(layout: NativeLayout, folder: ModelFolder) -> list[tuple[tuple[int, ...], list[StoredTensor]]]:
+    """Shapes and stored tensors of the matrices of linear layers."""
     found = [fused for layer in layout.layers for fused in layer.values() if fused.columns]
-    return found if layout.head is None else [*found, layout.head]
-
-
-def _group(fused: FusedTensor, folder: ModelFolder) -> int | None:
-    return kernel_group([folder.tensors[name] for name, _ in fused.parts])
+    matrices = found if layout.head is None else [*found, layout.head]
+    return [(fused.shape, [folder.tensors[name] for name, _ in fused.parts]) for fused in matrices]

@@ -18,12 +18,10 @@ from torch import Tensor
 
 import batchgen.job.setup as setup
 from batchgen.cli.app import run_command
-from batchgen.config.engine_config import EngineConfig
 from batchgen.kernels.types import LayerKV
 from batchgen.models.base import Model, ModelInput, ModelSpec
 from batchgen.models.check import CheckedModel
 from batchgen.models.load import checked_spec
-from batchgen.models.own_integers import Stored
 
 LIKELIEST = 7
 """Token id that a greedy row generates."""
@@ -61,17 +59,13 @@ def inspect(checked: CheckedModel, **options: Any) -> ModelSpec:
     return replace(spec, hidden_size=4, num_layers=1, kv_layers=(LayerKV(1, 1, 1),))
 
 
-def load(config: EngineConfig, checked: CheckedModel, stored: Stored | None) -> Model:
-    return InstantModel(inspect_configured(config, checked))
-
-
-def inspect_configured(config: EngineConfig, checked: CheckedModel) -> ModelSpec:
-    return inspect(checked, dtype=config.dtype, device=config.device, kv_dtype=config.kv_dtype)
+def load(checked: CheckedModel, spec: ModelSpec) -> Model:
+    return InstantModel(spec)
 
 
 def install() -> None:
     """Let jobs of this process run the instant model."""
-    setup.checked_spec, setup.load_configured = inspect, load
+    setup.checked_spec, setup.load_checked = inspect, load
 
 
 def peak_bytes() -> int:

@@ -204,7 +204,7 @@ def test_a_device_without_memory_ends_the_run(
     dead = LowMemoryModel(engine.model, forward=lambda inputs: True)
     with pytest.raises(DeviceError, match="ran out of memory for 19 rows"):
         completions(engine_with(engine, dead))
-    monkeypatch.setattr("batchgen.job.setup.load_configured", lambda *_: dead)
+    monkeypatch.setattr("batchgen.job.setup.load_checked", lambda *_: dead)
     # Distinct ids, so that no prefix is shared: the rows fail one after the other.
     source = write_lines(tmp_path / "in.jsonl", [{"input_ids": [i, 7]} for i in range(5, 9)])
     done = run(["run", source, "--model", model, "--dtype", "float32", "--max-num-seqs", "1"], tmp_path, expect=7)

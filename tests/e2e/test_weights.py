@@ -177,14 +177,14 @@ def test_every_file_that_results_depend_on_counts(own: Path, model: Path, tmp_pa
 
 
 def test_weights_that_change_while_they_are_loaded(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = setup.load_configured
+    load = setup.load_checked
 
     def load_and_change(*given: Any) -> Any:
         loaded = load(*given)
         zero(own)
         return loaded
 
-    monkeypatch.setattr("batchgen.job.setup.load_configured", load_and_change)
+    monkeypatch.setattr("batchgen.job.setup.load_checked", load_and_change)
     stopped = run(COMMAND, tmp_path, expect=6).stderr
     assert "model.safetensors changed while the model was read" in stopped
     assert not list(tmp_path.glob("out*"))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine import backend_choice
 from batchgen.engine import engine as engine_module
 from batchgen.engine.engine import Engine
 from batchgen.engine.executors import cuda_graph
@@ -19,6 +18,7 @@ from batchgen.engine.executors.cuda_graph import padded_rows
 from batchgen.engine.running import Running
 from batchgen.kernels.device import Graph
 from batchgen.kernels.types import Graphs
+from batchgen.models.base import Numbers
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
 from tests.engine.reference import assert_all_same, save_with_words
@@ -82,7 +82,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated graphs record PyTorch operations; compiled CPU kernels cannot be recorded."""
-    monkeypatch.setattr(backend_choice, "products_of", lambda config: "torch")
+    monkeypatch.setattr(engine_module, "choose_numbers", lambda *given: Numbers(products="torch"))
 
 
 def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, dict[str, int]]:

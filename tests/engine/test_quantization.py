@@ -16,17 +16,19 @@ from batchgen import Engine
 from batchgen.config.engine_config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine import quantization as module
-from batchgen.engine.backend_choice import products_of
-from batchgen.engine.quantization import refuse_quantization
+from batchgen.engine.quantization import choose_numbers
 from batchgen.errors import UsageError
 from batchgen.kernels import layouts
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.kernels.linear import Linear
+from batchgen.models.base import Numbers
+from batchgen.models.check import check_model
+from batchgen.models.load import checked_spec
 from batchgen.models.native import NativeModel
 from batchgen.models.quantize import QuantizationLoss, quantise
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import run
-from tests.models.loading import inspect_model, load_model
+from tests.models.loading import load_model
 from tests.models.tiny import save_tiny
 
 INT8 = EngineConfig(quantization="int8")
@@ -114,12 +116,12 @@ def test_a_loss_above_the_bound_is_an_error(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_unsupported_cases_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = inspect_model(model_path(), dtype="float32", device="cpu")
-    refuse_quantization(EngineConfig(), replace(spec, device=torch.device("cuda")))
+    checked = check_model(model_path())
+    spec = checked_spec(checked, dtype="float32", device="cpu")
 
     def reason(config: EngineConfig = INT8, **changes: object) -> str:
         with pytest.raises(UsageError) as caught:
-            refuse_quantization(config, replace(spec, **changes))  # type: ignore[arg-type]
+            choose_numbers(config, checked, replace(spec, **changes))  # type: ignore[arg-type]
         return str(caught.value)
 
     assert reason(device=torch.device("cuda")) == (
@@ -131,10 +133,11 @@ def test_unsupported_cases_are_errors(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(layouts, "methods", lambda dtype: ("widened",))
     monkeypatch.setattr(layouts, "loaded", lambda: True)
     assert "no dot instruction for int8" in reason()
+    monkeypatch.setattr(layouts, "methods", lambda dtype: ("int8",))
+    assert choose_numbers(INT8, checked, spec) == Numbers("int8", "fixed")
     monkeypatch.setattr(layouts, "loaded", lambda: False)
     monkeypatch.setattr(layouts, "missing", lambda: "no compiler")
     assert "which are not available: no compiler" in reason()
-    assert products_of(INT8) == "fixed"
 
 
 def test_check_rejects_it_before_reading_rows(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ JOBS = [
 @contextmanager
 def instant_model() -> Iterator[None]:
     """Let jobs run with the model that computes nothing."""
-    with patch.multiple(setup, checked_spec=instant.inspect, load_configured=instant.load):
+    with patch.multiple(setup, checked_spec=instant.inspect, load_checked=instant.load):
         yield
 
 

@@ -60,7 +60,7 @@ def model_folder() -> Path:
 @contextmanager
 def instant_model(load: Callable[..., Any] = instant.load) -> Iterator[None]:
     """Commands run the model that computes nothing, or one that `load` gives."""
-    with patch("batchgen.job.setup.checked_spec", instant.inspect), patch("batchgen.job.setup.load_configured", load):
+    with patch("batchgen.job.setup.checked_spec", instant.inspect), patch("batchgen.job.setup.load_checked", load):
         yield
 
 
@@ -76,10 +76,7 @@ def interrupted(words: Sequence[object], folder: Path, steps: int) -> None:
                 os.kill(os.getpid(), signal.SIGUSR1)
             return super().hidden(inputs)
 
-    def load(config: Any, checked: Any, stored: Any) -> Any:
-        return Stopping(instant.inspect_configured(config, checked))
-
-    with instant_model(load):
+    with instant_model(lambda checked, spec: Stopping(spec)):
         run(words, folder, 75)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from batchgen.kernels.linear import Products
 from batchgen.models.architectures import Requested
-from batchgen.models.base import Model, ModelSpec
+from batchgen.models.base import Form, Model, ModelSpec, Numbers
 from batchgen.models.check import check_model
 from batchgen.models.load import DeviceName, DtypeName, checked_spec, load_checked
 from batchgen.models.lora_config import NamePath
@@ -22,14 +23,25 @@ def load_model(
     device: DeviceName = "auto",
     max_model_len: int | None = None,
     lora: Sequence[NamePath] = (),
+    overrides: Overrides = NO_OVERRIDES,
+    pickles: bool = False,
+    form: Form = "full",
     products: Products = "measured",
 ) -> Model:
     """Check a model folder (or hub id) and load it.
 
-    The arguments and errors are those of `check_model` and `load_checked`.
+    The arguments and errors are those of `check_model` and `checked_spec`.
     """
-    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, lora=lora)
-    return load_checked(checked, dtype=dtype, device=device, products=products)
+    checked = check_model(
+        path,
+        implementation=implementation,
+        max_model_len=max_model_len,
+        lora=lora,
+        overrides=overrides,
+        pickles=pickles,
+    )
+    spec = checked_spec(checked, dtype=dtype, device=device)
+    return load_checked(checked, replace(spec, numbers=Numbers(form, products)))
 
 
 def inspect_model(

@@ -12,7 +12,6 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.models.load import load_checked
 from batchgen.models.overrides import Overrides
 from tests.models.dense_attention import DenseCache
 from tests.models.loading import inspect_model, load_model
@@ -113,8 +112,7 @@ def test_logits_equal_the_library_with_the_same_configuration(
 ) -> None:
     save_tiny("llama", tmp_path / "own")
     given = _overrides(hf_overrides, rope_scaling)
-    checked = check_model(tmp_path / "own", implementation=implementation, overrides=given)
-    model = load_checked(checked, dtype="float32", device="cpu")
+    model = load_model(tmp_path / "own", implementation=implementation, dtype="float32", device="cpu", overrides=given)
     shutil.copytree(tmp_path / "own", tmp_path / "changed")
     config = json.loads((tmp_path / "own" / "config.json").read_text())
     changes = {**(hf_overrides or {}), "rope_parameters": {**config["rope_parameters"], **(rope_scaling or {})}}
@@ -182,6 +180,4 @@ def test_errors_say_that_the_configuration_is_changed(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     for implementation in ("native", "transformers"):
         with pytest.raises(ModelError, match=r"changed by --hf-overrides\."):
-            load_checked(
-                check_model(tmp_path, implementation=implementation, overrides=_overrides({"num_hidden_layers": 9}))
-            )
+            load_model(tmp_path, implementation=implementation, overrides=_overrides({"num_hidden_layers": 9}))

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine import quantization
-from batchgen.engine.quantization import computed_weights
+from batchgen.engine.quantization import choose_numbers
 from batchgen.kernels.layouts import int8_refusal
-from batchgen.models.base import ModelInput
+from batchgen.models.base import Form, ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.load import checked_spec, load_checked
+from batchgen.models.load import DtypeName, checked_spec
 from batchgen.models.native import NativeModel
-from batchgen.models.own_integers import OwnIntegers, Stored
+from batchgen.models.own_integers import OwnIntegers
 from batchgen.models.probe import ProbeAttention
 from batchgen.models.quantize import quantise
 from batchgen.models.weights import WeightReader
@@ -38,8 +38,8 @@ def hidden(model: NativeModel) -> Tensor:
     return model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention())).float()
 
 
-def loaded(folder: Path, dtype: str = "float32", *, stored: Stored | None = None) -> NativeModel:
-    model = load_checked(check_model(folder), dtype=dtype, device="cpu", products="fixed", stored=stored)  # type: ignore[arg-type]
+def loaded(folder: Path, dtype: DtypeName = "float32", form: Form = "full") -> NativeModel:
+    model = load_model(folder, dtype=dtype, device="cpu", form=form, products="fixed")
     assert isinstance(model, NativeModel)
     return model
 
@@ -56,7 +56,7 @@ def test_integers_are_computed_as_the_format_says(name: str, tmp_path: Path) -> 
     """The error against the dequantised checkpoint is at most that of rounding inputs as the format does."""
     quantised, plain = save_quantised(W8A8[name], "llama", tmp_path, **SIZES)
     model, exact = (
-        loaded(quantised, stored="integers"),
+        loaded(quantised, form="integers"),
         load_model(plain, dtype="float32", device="cpu", products="torch"),
     )
     assert isinstance(exact, NativeModel)
@@ -64,7 +64,7 @@ def test_integers_are_computed_as_the_format_says(name: str, tmp_path: Path) -> 
     expected = hidden(exact)
     bound = (hidden(exact.with_product(by_token)) - expected).norm()
     assert 0 < (hidden(model) - expected).norm() <= bound
-    in_half = hidden(loaded(quantised, "bfloat16", stored="integers"))
+    in_half = hidden(loaded(quantised, "bfloat16", "integers"))
     rounding = (hidden(loaded(plain, "bfloat16")) - expected).norm()
     assert (in_half - expected).norm() <= bound + 2 * rounding
 
@@ -132,10 +132,10 @@ def test_stored_weights_mean_the_dequantised_ones(name: str, tmp_path: Path) -> 
 def test_products_of_stored_weights_are_those_of_dequantised_ones(name: str, tmp_path: Path) -> None:
     """In Triton's interpreter."""
     quantised, plain = save_quantised(CASES[name], "llama", tmp_path, num_hidden_layers=1)
-    model, exact = loaded(quantised, stored="weights"), hidden(loaded(plain))
+    model, exact = loaded(quantised, form="weight-only"), hidden(loaded(plain))
     assert model.stored_products == 4
     torch.testing.assert_close(hidden(model), exact, rtol=0, atol=1e-4)
-    in_half = hidden(loaded(quantised, "bfloat16", stored="weights"))
+    in_half = hidden(loaded(quantised, "bfloat16", "weight-only"))
     assert (in_half - exact).norm() <= 1.5 * (hidden(loaded(plain, "bfloat16")) - exact).norm()
 
 
@@ -147,44 +147,44 @@ MISLABELLED = Case(CASES["fp8 channel"].pack, W8A8["per token"].config, "FP8 per
 
 @here
 @pytest.mark.parametrize(
-    ("case", "options", "weights"),
+    ("case", "options", "form"),
     [
-        (W8A8["per token"], {}, "stored"),
-        (W8A8["torchao"], {}, "stored"),
-        (W8A8["per token"], {"quantization": "none"}, "none"),
+        (W8A8["per token"], {}, "integers"),
+        (W8A8["torchao"], {}, "integers"),
+        (W8A8["per token"], {"quantization": "none"}, "full"),
         (W8A8["per token"], {"quantization": "int8"}, "int8"),
-        (W8A8["per token"], {"attention": "torch"}, "none"),
-        (W8A8["per token"], {"model_impl": "transformers"}, "none"),
-        (WEIGHT_ONLY, {}, "none"),
-        (MISLABELLED, {}, "none"),
-        (CASES["gptq 8 bits"], {}, "none"),
+        (W8A8["per token"], {"attention": "torch"}, "full"),
+        (W8A8["per token"], {"model_impl": "transformers"}, "full"),
+        (WEIGHT_ONLY, {}, "full"),
+        (MISLABELLED, {}, "full"),
+        (CASES["gptq 8 bits"], {}, "full"),
     ],
 )
 def test_auto_keeps_integers_that_are_made_for_integer_inputs(
-    case: Case, options: dict[str, str], weights: str, tmp_path: Path
+    case: Case, options: dict[str, str], form: Form, tmp_path: Path
 ) -> None:
     quantised, _ = save_quantised(case, "llama", tmp_path, **SIZES)
     config = EngineConfig(model=str(quantised), deterministic=True, **options)  # type: ignore[arg-type]
     checked = check_model(quantised, implementation=config.model_impl)
-    assert computed_weights(config, checked, checked_spec(checked, dtype="float32", device="cpu")) == weights
+    assert choose_numbers(config, checked, checked_spec(checked, dtype="float32", device="cpu")).form == form
 
 
 @pytest.mark.parametrize(
-    ("options", "free", "pays", "weights"),
+    ("options", "free", "pays", "form"),
     [
-        ({}, 1 << 40, True, "stored"),
-        ({}, 1 << 40, False, "none"),
-        ({}, 1 << 16, False, "stored"),  # dequantised weights would not fit
-        ({"deterministic": True}, 1 << 16, True, "none"),
-        ({"quantization": "none"}, 1 << 16, True, "none"),
+        ({}, 1 << 40, True, "weight-only"),
+        ({}, 1 << 40, False, "full"),
+        ({}, 1 << 16, False, "weight-only"),  # dequantised weights would not fit
+        ({"deterministic": True}, 1 << 16, True, "full"),
+        ({"quantization": "none"}, 1 << 16, True, "full"),
     ],
 )
 def test_auto_on_a_gpu(
-    options: dict[str, Any], free: int, pays: bool, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], free: int, pays: bool, form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised, _ = save_quantised(CASES["gptq"], "llama", tmp_path, **SIZES)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr(quantization, "grouped_weights_pay", lambda sizes, steps, step: pays)
     checked = check_model(quantised)
     spec = checked_spec(checked, dtype="bfloat16", device="cuda", elsewhere=True)
-    assert computed_weights(EngineConfig(model=str(quantised), **options), checked, spec) == weights
+    assert choose_numbers(EngineConfig(model=str(quantised), **options), checked, spec).form == form

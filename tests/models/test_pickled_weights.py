@@ -17,8 +17,8 @@ from batchgen.cli.app import run_command
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.load import load_checked
 from batchgen.models.probe import ProbeAttention
+from tests.models.loading import load_model
 from tests.models.quantised import CASES, save_quantised
 from tests.models.tiny import save_tiny
 
@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 
 def logits(folder: Path, *, pickles: bool = False) -> torch.Tensor:
-    model = load_checked(check_model(folder, pickles=pickles), dtype="float32", device="cpu")
+    model = load_model(folder, dtype="float32", device="cpu", pickles=pickles)
     ids = torch.arange(3, 20)
     return model.logits(model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention())))
 

@@ -23,7 +23,8 @@ from batchgen.engine.observer import StepObserver
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo
 from batchgen.kernels.device import Device, cpu_quota
-from batchgen.models.base import Model, ModelSpec
+from batchgen.models.base import ModelSpec
+from batchgen.models.media_encoder import MediaEncoder
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import blocks
 from batchgen.request.media_items import MediaItems, MediaPlan
@@ -226,27 +227,30 @@ def device_feature_bytes(table: RequestTable, spec: ModelSpec, device: Device) -
 
 
 def open_media(
-    workload: JobWorkload, support: MediaSupport, model: Model, device: Device, *, together: bool
+    workload: JobWorkload,
+    support: MediaSupport,
+    encoder: MediaEncoder,
+    spec: ModelSpec,
+    device: Device,
+    *,
+    together: bool,
 ) -> JobMedia:
     """The images and sounds of a job that is about to run.
 
     Args:
         workload: the job, whose tree has its requests in the order in which they begin.
         support: what the model offers, and the items.
-        model: the loaded model.
+        encoder: the model's towers.
+        spec: the model's spec.
         device: the device that it is on.
         together: whether items are encoded in batches, which may change their last bits.
-
-    Raises:
-        ModelError: the towers cannot be loaded.
     """
-    table, spec = workload.table, model.spec
+    table = workload.table
     assert table.media is not None
     samples = workload.samples.copy()
     for requests, count in workload.held.values():
         samples[requests] = count
     uses = ItemUses.of(table, samples > 0)
-    encoder = support.encoder(model)
     feed = MediaFeed(
         table.media,
         uses.in_order(workload.tree.order),

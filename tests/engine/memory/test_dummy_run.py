@@ -84,9 +84,9 @@ def test_no_step_takes_more_than_the_largest(engine: Engine, kind: str) -> None:
     spec, rows = engine.model.spec, table(kind)
     workload = plan_workload(rows)
     engine.grammars.prepare(p.constraint for p in KINDS[kind] if p.constraint is not None)
-    measured, tokens = measure_largest_step(
-        engine.dummy_runner(ROWS, TOKENS), workload, spec, PAGE, (ROWS, TOKENS), LiveMeter()
-    )
+    limits = ROWS, TOKENS
+    run = engine.dummy_runner(engine.resources(workload, limits), limits)
+    measured, tokens = measure_largest_step(run, workload, spec, PAGE, limits, LiveMeter())
     assert tokens == TOKENS
     running = engine.start(rows)
     done: list[list[Completion]] = []
