@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -28,7 +27,7 @@ from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary, finished_summary
 from batchgen.models.file_hashes import file_digests
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.user_cache import keep_value, kept_value, machine_words
+from batchgen.models.user_cache import keep_value, kept_value, library_version, machine_words
 
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2")
 """Libraries that read a model's configuration, tokenizer and chat template."""
@@ -111,11 +110,3 @@ def _companions(job: CheckedJob) -> tuple[tuple[str, str], ...]:
     if (tokenizer := job.config.engine.tokenizer) is not None:
         folders.append(resolve_model(tokenizer, files=TOKENIZER_FILES))
     return tuple(digest for folder in folders for digest in file_digests(folder, _COMPANIONS))
-
-
-def library_version(library: str) -> str | None:
-    """The version of an installed library; None if it is not installed."""
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None

@@ -25,7 +25,6 @@ from batchgen.engine.machine import prepare_device
 from batchgen.engine.media.job import plan_media
 from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.engine.quantization import choose_numbers
-from batchgen.job.finished import library_version
 from batchgen.job.preflight import CheckedJob
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
@@ -38,6 +37,7 @@ from batchgen.models.media_encoder import tower_bytes
 from batchgen.models.media_processor import processor_digest
 from batchgen.models.own_integers import stored_sizes
 from batchgen.models.quantized.formats import PlainTensors
+from batchgen.models.user_cache import library_version
 from batchgen.request.printable import format_size
 from batchgen.request.row_values import RowDefaults
 from batchgen.request.table import RequestTable

@@ -20,6 +20,7 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.models.file_hashes import FileStamp
 from batchgen.models.safetensors_header import TensorInfo, read_header
+from batchgen.models.text_part import unscoped
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_json, typed
 
 NamePath = tuple[str, str]
@@ -42,8 +43,6 @@ _PARTS: Final = {
 """Ending of a tensor's name -> what it is of its module."""
 _EXPERT: Final = re.compile(r"^(?P<owner>.*\.experts)(?:(?:\.base_layer)*$|\.(?P<expert>\d+)\.(?P<projection>\w+)$)")
 """Module of the changes of a layer's experts, or of one of them."""
-_SCOPES: Final = ("model", "language_model", "text_model", "llm", "thinker")
-"""Names in front of those of the text decoder's modules, which differ between a checkpoint and its text part."""
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")
 _KNOWN_KEYS: Final = frozenset((
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
@@ -407,9 +406,3 @@ def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) ->
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
-
-
-def unscoped(module: str) -> str:
-    """A module's name without the scopes of the text decoder."""
-    first, _, rest = module.partition(".")
-    return unscoped(rest) if first in _SCOPES and rest else module

@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
-from batchgen.models.lora_config import unscoped
 from batchgen.models.quant_format import FULL_DTYPES
-from batchgen.models.text_part import find_text_tensors, is_packed
+from batchgen.models.text_part import find_text_tensors, is_packed, unscoped
 
 _TOWERS: Final = "towers of images, video and sound, and what joins them to the text"
 UNREAD: Final[dict[str, str]] = {

@@ -19,6 +19,14 @@ _TOWERS: Final = (
     "vision_config", "audio_config", "vision_encoder_config", "encoder_config", "protein_encoder_config", "vq_config",
 )  # fmt: skip
 _TIED: Final = "tie_word_embeddings"
+_SCOPES: Final = ("model", "language_model", "text_model", "llm", "thinker")
+"""Names in front of those of the text decoder's modules, which differ between a checkpoint and its text part."""
+
+
+def unscoped(module: str) -> str:
+    """A module's name without the scopes of the text decoder."""
+    first, _, rest = module.partition(".")
+    return unscoped(rest) if first in _SCOPES and rest else module
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

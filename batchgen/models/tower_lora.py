@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from batchgen.models.lora import adapter_reader, read_tensor
-from batchgen.models.lora_config import Adapter, unscoped
+from batchgen.models.lora_config import Adapter
 from batchgen.models.stored_tensors import library_names
+from batchgen.models.text_part import unscoped
 from batchgen.models.weights import WeightReader
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -11,6 +11,7 @@ import platform
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
 from typing import Final
@@ -82,3 +83,11 @@ def _line(about: Sequence[object], value: str) -> bytes:
 
 def _open_entry(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe under the name is not waited for
+
+
+def library_version(library: str) -> str | None:
+    """The version of an installed library; None if it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import Integer, boolean, invalid, one_of, plain, show
-
-if TYPE_CHECKING:
-    from batchgen.request.params import SamplingParams
 
 _LAYER = Integer(-1, 1 << 20)
 _MAX_NUMBERS = 2**31 - 1
@@ -73,21 +70,21 @@ class CaptureSupport:
     experts: bool = False
     """Whether the model is a mixture of experts whose routing can be read."""
 
-    def check(self, params: SamplingParams, prompt: int, output: int) -> None:
+    def check(self, states: HiddenStates | None, experts: bool, prompt: int, output: int) -> None:
         """Check that the model can return what a row requests.
 
         Args:
-            params: the row's parameters.
+            states: the states that the row requests.
+            experts: whether it requests its routed experts.
             prompt: number of prompt tokens.
             output: most tokens of a completion.
 
         Raises:
             RowError: `unsupported_field` or `invalid_field`.
         """
-        states = params.return_hidden_states
         if states is not None:
             self._check_states(states, states.max_rows(prompt, output))
-        if params.return_routed_experts and not self.experts:
+        if experts and not self.experts:
             problem = "needs a mixture of experts whose routing can be read, which this model is not; remove it"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`return_routed_experts` {problem}", "return_routed_experts")
 

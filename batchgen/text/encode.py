@@ -295,7 +295,7 @@ class Encoder:
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
             if params.returns_prompt_values:
-                self._limits.check(params, len(fitted), limit)
+                self._limits.check(params.return_hidden_states, params.return_routed_experts, len(fitted), limit)
             embeds, stored = self._embeds(prompt, len(fitted)), self._stored(prompt, fitted, len(fitted))
             encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, embeds, stored=stored))
         return encoded

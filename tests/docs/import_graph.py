@@ -1,13 +1,15 @@
-"""The package's import graph: `python -m tests.docs.import_graph` prints its layers and the modules with one importer.
+"""The package's import graph: `python -m tests.docs.import_graph` prints its layers, its rooms and single importers.
 
 A node is a folder directly below the package, or a module of the package's root. An edge goes from a node to each node
-that it imports, imports inside functions included. The layer of a node is the length of the longest way down from it.
+that it imports, imports inside functions included. The layer of a node is the length of the longest way down from it. A
+room is a folder inside a node, or a module that lies loose in it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -55,19 +57,43 @@ def node_of(module: str) -> str:
 
 def nodes() -> dict[str, set[str]]:
     """Node -> the nodes that it imports."""
-    found: dict[str, set[str]] = {node_of(module): set() for module in module_files()}
-    for module, imported in _imports().items():
-        found[node_of(module)] |= {node_of(name) for name in imported} - {node_of(module)}
+    return _graph(_imports(), node_of)
+
+
+def _graph(imports: Mapping[str, Iterable[str]], place: Callable[[str], str]) -> dict[str, set[str]]:
+    """Place -> the other places that its modules import."""
+    found: dict[str, set[str]] = {place(module): set() for module in imports}
+    for module, imported in imports.items():
+        found[place(module)] |= {place(name) for name in imported} - {place(module)}
     return found
 
 
-def layers() -> list[list[str]]:
+def rooms(node: str) -> dict[str, set[str]]:
+    """Room of a node -> the rooms of the same node that it imports."""
+    folders = {name for name, path in module_files().items() if path.stem == "__init__"}
+    inside = {
+        module: [name for name in imported if node_of(name) == node and name not in folders]
+        for module, imported in _imports().items()
+        if node_of(module) == node and module not in folders
+    }
+    return _graph(inside, lambda module: module if module.count(".") == 2 else module.rpartition(".")[0])
+
+
+def loose_files() -> dict[str, int]:
+    """Folder of the package -> its modules."""
+    return Counter(path.parent.relative_to(PACKAGE).as_posix() for path in module_files().values())
+
+
+def layers(graph: Mapping[str, set[str]] | None = None) -> list[list[str]]:
     """Nodes by layer, the lowest first.
+
+    Args:
+        graph: node -> the nodes that it imports; by default that of the package.
 
     Raises:
         ValueError: nodes import each other in a cycle.
     """
-    remaining, found = nodes(), []
+    remaining, found = dict(nodes() if graph is None else graph), []
     placed: set[str] = set()
     while remaining:
         layer = sorted(node for node, imported in remaining.items() if imported <= placed)
@@ -103,8 +129,13 @@ def main() -> None:
     for number, layer in reversed(list(enumerate(layers(), 1))):
         for node in layer:
             print(f"{number:>2}  {node:<18} {' '.join(sorted(imported[node]))}")
+    for node in sorted(imported):
+        inside = rooms(node)
+        if folders := [room for room in inside if module_files()[room].stem == "__init__"]:
+            arrows = sum(map(len, inside.values()))
+            print(f"{node}: {len(inside)} rooms, of which {len(folders)} folders, {arrows} arrows")
     single = single_importers()
-    print(f"{len(imported)} nodes in {len(layers())} layers; {len(single)} modules with one importer:")
+    print(f"{len(module_files())} files, {len(imported)} nodes in {len(layers())} layers; {len(single)} modules with one importer:")
     for module, importer in single.items():
         lines = len(module_files()[module].read_text(encoding="utf-8").splitlines())
         print(f"    {module} ({lines} lines), by {importer}")

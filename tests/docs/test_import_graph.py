@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cases import each
-from tests.docs.import_graph import PACKAGE, imported_names, layers, module_files, node_of, nodes, single_importers
+from tests.docs.import_graph import (
+    PACKAGE,
+    imported_names,
+    layers,
+    loose_files,
+    module_files,
+    node_of,
+    nodes,
+    rooms,
+    single_importers,
+)
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -70,6 +80,16 @@ def test_imports_go_down(module: str, path: Path) -> None:
 def test_the_graph_is_small() -> None:
     assert len(nodes()) <= 24
     assert len(layers()) <= 10
+
+
+@each("node", sorted(nodes().keys() - {"kernels"}))
+def test_rooms_of_a_node_import_no_circle(node: str) -> None:
+    layers(rooms(node))
+
+
+def test_folders_have_few_loose_files() -> None:
+    """In `kernels` and `plan` a file is an operation or an idea."""
+    assert {name for name, count in loose_files().items() if count > 15} <= {"kernels", "kernels/gpu", "plan"}
 
 
 def test_few_modules_have_one_importer() -> None:

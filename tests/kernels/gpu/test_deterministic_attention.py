@@ -69,7 +69,7 @@ def alone(step: Step, token: int) -> Step:
 @pytest.mark.parametrize(
     ("fill", "page_size", "options"),
     [*((mixed, 16, options) for options in OPTIONS), (mixed, 5, OPTIONS[-1]), (tree, 16, OPTIONS[0])],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_token_is_the_same_alone(
     fill: Callable[[StepBuilder], None], page_size: int, options: dict[str, Any]
