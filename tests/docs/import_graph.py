@@ -76,7 +76,7 @@ def rooms(node: str) -> dict[str, set[str]]:
         for module, imported in _imports().items()
         if node_of(module) == node and module not in folders
     }
-    return _graph(inside, lambda module: module if module.count(".") == 2 else module.rpartition(".")[0])
+    return _graph(inside, lambda module: module if module.count(".") <= 2 else module.rpartition(".")[0])
 
 
 def loose_files() -> dict[str, int]:
