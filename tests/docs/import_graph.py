@@ -135,7 +135,8 @@ def main() -> None:
             arrows = sum(map(len, inside.values()))
             print(f"{node}: {len(inside)} rooms, of which {len(folders)} folders, {arrows} arrows")
     single = single_importers()
-    print(f"{len(module_files())} files, {len(imported)} nodes in {len(layers())} layers; {len(single)} modules with one importer:")
+    print(f"{len(module_files())} files, {len(imported)} nodes in {len(layers())} layers")
+    print(f"{len(single)} modules with one importer:")
     for module, importer in single.items():
         lines = len(module_files()[module].read_text(encoding="utf-8").splitlines())
         print(f"    {module} ({lines} lines), by {importer}")
