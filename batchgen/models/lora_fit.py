@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from batchgen.models.lora_config import Adapter, ExpertPart, unscoped
+from batchgen.models.lora_config import Adapter, ExpertPart
+from batchgen.models.text_part import unscoped
 
 LinearSize = tuple[int, int]
 """(inputs, outputs) of a linear layer."""
