@@ -1,7 +1,7 @@
 """Compiled decoder of the Llama family: all layers of a step in one call of `src/decoder.cpp`.
 
-The reference is the same operations called one by one (`models.native`): they are the same compiled functions, or round
-at the same points.
+The reference is the same operations called one by one by the native decoder: they are the same compiled functions, or
+round at the same points.
 """
 
 from __future__ import annotations
