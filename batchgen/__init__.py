@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
     from batchgen.request.completion import Completion
-    from batchgen.request.params import SamplingParams
+    from batchgen.request.fields.params import SamplingParams
 
 __all__ = ["Completion", "Engine", "SamplingParams", "__version__"]
 
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Completion": "batchgen.request.completion",
     "Engine": "batchgen.engine.engine",
-    "SamplingParams": "batchgen.request.params",
+    "SamplingParams": "batchgen.request.fields.params",
 }
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchgen.request.model_names import ModelNames
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import ParsedRow
+from batchgen.request.rows.model_names import ModelNames
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.request_table import ParsedRow
 
 PLAIN = RowDefaults(names=ModelNames(frozenset({"llama", "models/llama"})))
 HELLO = [{"role": "user", "content": "Hello"}]

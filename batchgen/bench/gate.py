@@ -16,7 +16,7 @@ from batchgen.bench.process import OWN_ENGINES, BenchEngine
 from batchgen.bench.workload_defs import BenchWorkload
 from batchgen.bench.workloads import BenchRow, plain
 from batchgen.errors import BatchgenError
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 Ids = Sequence[Sequence[int]]
 

@@ -48,7 +48,7 @@ from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelSpec
 from batchgen.models.check import check_model
-from batchgen.models.folder import check_model_folder
+from batchgen.models.checkpoint.folder import check_model_folder
 from batchgen.models.load import checked_spec
 
 _INITIAL_MATMUL_RUNS: Final = 3

@@ -21,11 +21,11 @@ from batchgen.demo import model_path
 from batchgen.demo.tasks import TASKS, draw
 from batchgen.errors import RowError, UsageError
 from batchgen.media.images import image_of
+from batchgen.request.fields.prompts import ChatPrompt
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
-from batchgen.request.parser import parse_row
-from batchgen.request.prompts import ChatPrompt
-from batchgen.request.row_values import RowDefaults
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _PICTURE: Final = "<|image|>"
 _PICTURE_TOKENS: Final = 16

@@ -34,7 +34,7 @@ def bench(given: dict[str, Any]) -> None:
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
     from batchgen.bench.command import run_given  # not needed by --help
-    from batchgen.job.console import SafeConsole
+    from batchgen.job.display.console import SafeConsole
 
     figures, config = given.pop("figures"), given.pop("config")
     run_given(given, figures, config, typer.echo, SafeConsole(stderr=True))

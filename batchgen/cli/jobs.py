@@ -59,7 +59,7 @@ def _preflight(config: RunConfig) -> CheckedJob:
 
 
 def _check(job: CheckedJob, as_json: bool) -> int:
-    from batchgen.job.progress import ProgressState, make_progress
+    from batchgen.job.display.progress import ProgressState, make_progress
 
     with make_progress(job.config.progress) as progress:
         progress.update(ProgressState("starting"))
@@ -70,8 +70,8 @@ def _check(job: CheckedJob, as_json: bool) -> int:
 
 def _run(job: CheckedJob) -> None:
     from batchgen.engine.gc_control import DeferredGC
+    from batchgen.job.display.progress import ProgressState, make_progress
     from batchgen.job.finished import OpenedCommand
-    from batchgen.job.progress import ProgressState, make_progress
     from batchgen.job.signals import StopRequest, handle_signals
     from batchgen.library_settings import short_openmp_spins
 

@@ -154,7 +154,7 @@ def show(
 
     Example: batchgen show results.parquet --errors
     """
-    from batchgen.job.show import show_results, show_row  # imports pyarrow, which is slow
+    from batchgen.job.results.show import show_results, show_row  # imports pyarrow, which is slow
 
     if row is not None:
         show_row(out, row, finished=finished)
@@ -171,7 +171,7 @@ def merge(
 
     Example: batchgen merge results.parquet/ -o all.parquet
     """
-    from batchgen.data.merge import merge as merge_shards  # imports pyarrow, which is slow
+    from batchgen.data.out.merge import merge as merge_shards  # imports pyarrow, which is slow
 
     rows = merge_shards(parts, output, overwrite, allow_duplicate_ids=allow_duplicate_ids)
     print(printable(f"{output}: {rows:,} rows"), file=sys.stderr)
@@ -188,7 +188,7 @@ def export(
 
     Example: batchgen export results.parquet --format openai-batch
     """
-    from batchgen.job.export import export_results  # imports pyarrow, which is slow
+    from batchgen.job.results.export import export_results  # imports pyarrow, which is slow
 
     export_results(out, shape, output, overwrite=overwrite, tokenizer=tokenizer)
 
@@ -211,12 +211,12 @@ def verify(
     Example: batchgen verify results.parquet --rows 20
     """
     if file:
-        from batchgen.data.file_check import verify_files  # imports pyarrow, which is slow
+        from batchgen.data.out.file_check import verify_files  # imports pyarrow, which is slow
 
         if not verify_files(out):
             raise typer.Exit(EXIT_DIFFERENT)
         return
-    from batchgen.job.verify import verify_job  # imports torch, which is slow
+    from batchgen.job.results.verify import verify_job  # imports torch, which is slow
 
     if not verify_job(out, rows, seed, {"inputs": inputs, **{k: None if v == [] else v for k, v in changes.items()}}):
         raise typer.Exit(EXIT_DIFFERENT)

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from batchgen.config.engine_config import ENGINE_OPTIONS, FLAGS_OF_OTHERS
 from batchgen.errors import BatchgenError, ErrorInfo, RowError, UnknownArgument
-from batchgen.request.params import PARAMETERS, SAMPLING_FIELDS
+from batchgen.request.fields.params import PARAMETERS, SAMPLING_FIELDS
 
 _T = TypeVar("_T")
 

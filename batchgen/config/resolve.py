@@ -19,9 +19,9 @@ from batchgen.config.run_config import BY_NAME, OPTIONS, RunConfig, resolve_shar
 from batchgen.config.units import STDIN, check_file_to_write, check_local
 from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
-from batchgen.request.constraint import CONSTRAINT_KINDS
+from batchgen.request.fields.constraint import CONSTRAINT_KINDS
+from batchgen.request.fields.params import SamplingParams
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_json, read_toml
-from batchgen.request.params import SamplingParams
 
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"})

@@ -30,7 +30,7 @@ from batchgen.config.option_types import (
 from batchgen.config.sampling_options import SAMPLING, SAMPLING_OPTIONS
 from batchgen.config.units import Shard, Threshold, parse_shard
 from batchgen.errors import UsageError
-from batchgen.request.named_columns import NamedColumns
+from batchgen.request.fields.named_columns import NamedColumns
 
 
 @dataclass(frozen=True, slots=True)

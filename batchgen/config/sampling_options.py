@@ -20,11 +20,12 @@ from batchgen.config.option_types import (
 )
 from batchgen.config.units import parse_bool, parse_logit_bias
 from batchgen.errors import RowError
-from batchgen.request import checks, field_checks
-from batchgen.request.field import Field
+from batchgen.request import checks
+from batchgen.request.fields import field_checks
+from batchgen.request.fields.field import Field
+from batchgen.request.fields.hidden_states import hidden_states
+from batchgen.request.fields.params import SAMPLING_FIELDS
 from batchgen.request.foreign_text import ForeignTextError, read_json
-from batchgen.request.hidden_states import hidden_states
-from batchgen.request.params import SAMPLING_FIELDS
 
 SAMPLING = Group("Sampling defaults")
 

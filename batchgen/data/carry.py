@@ -17,11 +17,11 @@ import pyarrow.types as pat
 from batchgen.data.read.input_files import InputFile
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import SOURCE_COLUMNS
-from batchgen.data.write.schema import SCHEMA
+from batchgen.data.schema import SCHEMA
 from batchgen.errors import UsageError
-from batchgen.request.fields import LOOKUP
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.fields.named_columns import PROMPT_FIELDS, UNNAMED, NamedColumns
 from batchgen.request.foreign_text import read_json
-from batchgen.request.named_columns import PROMPT_FIELDS, UNNAMED, NamedColumns
 
 _SOURCE_TYPES = dict(zip(SOURCE_COLUMNS, (pa.string(), pa.int64()), strict=True))
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import InputError
-from batchgen.request.columns import Column, Columns
+from batchgen.request.table.columns import Column, Columns
 
 
 class RowShape(NamedTuple):

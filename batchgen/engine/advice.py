@@ -9,9 +9,9 @@ import numpy as np
 
 from batchgen.config.python_words import in_python
 from batchgen.request.completion import AnswerCounts
-from batchgen.request.table import RequestTable
+from batchgen.request.table.request_table import RequestTable
 from batchgen.text.families import MARKERS
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger("batchgen")
 _LOOKED_AT = 10_000

@@ -15,12 +15,12 @@ from batchgen.config.engine_config import ENGINE_OPTIONS, EngineConfig
 from batchgen.config.python_words import in_python, in_python_info, python_errors, refuse_unknown, with_python_errors
 from batchgen.engine.advice import input_advice, log_advice, output_advice
 from batchgen.engine.backend_choice import fixed_kernels, group_min_saving, kernels_for
-from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd, default_fields
 from batchgen.engine.gc_control import trim_heap
 from batchgen.engine.loop import Loop, completion_keys, in_order
 from batchgen.engine.machine import prepare_device, step_limits
 from batchgen.engine.media.job import device_feature_bytes, open_media
+from batchgen.engine.memory.d2h_queue import QUEUE_BYTES
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -38,12 +38,12 @@ from batchgen.engine.memory.kv_budget import (
     with_job_windows,
     with_windows_in,
 )
+from batchgen.engine.outputs.streaming import Emit
 from batchgen.engine.quantization import choose_numbers, describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.running import Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings, WorkRecord
-from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
@@ -52,23 +52,23 @@ from batchgen.kernels.grouped import GroupedPool
 from batchgen.kernels.linear import describe_products
 from batchgen.models.base import Model
 from batchgen.models.check import check_model
+from batchgen.models.checkpoint.overrides import Overrides
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
-from batchgen.models.overrides import Overrides
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import AnswerCounts, Completion, StreamEvent
-from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from batchgen.request.processors import load_processors
-from batchgen.request.raw_row import RawRow
-from batchgen.request.table import RequestTable
-from batchgen.request.unknown_keys import carried_notes, note_line
+from batchgen.request.rows.raw_row import RawRow
+from batchgen.request.rows.unknown_keys import carried_notes, note_line
+from batchgen.request.table.embeds_store import EmbedsStore
+from batchgen.request.table.request_table import RequestTable
 from batchgen.text.grammar.grammars import Grammars
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,22 +16,22 @@ from batchgen.media.root import MediaRoot
 from batchgen.media.store import MediaLimits, MediaStore
 from batchgen.media.urls import MediaUrls
 from batchgen.models.base import Model, ModelSpec
-from batchgen.models.folder import ModelFolder
-from batchgen.models.media_encoder import MediaEncoder, load_media_encoder
-from batchgen.models.media_processor import find_media_processor
-from batchgen.request.model_names import ModelNames
-from batchgen.request.params import PARAMETERS, SamplingParams
+from batchgen.models.checkpoint.folder import ModelFolder
+from batchgen.models.media.encoder import MediaEncoder, load_media_encoder
+from batchgen.models.media.processor import find_media_processor
+from batchgen.request.fields.params import PARAMETERS, SamplingParams
 from batchgen.request.processors import LoadedProcessor
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import RequestTable
-from batchgen.text import template_process
+from batchgen.request.rows.model_names import ModelNames
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.request_table import RequestTable
+from batchgen.text.chat import template_process
 from batchgen.text.encode import Encoder
 from batchgen.text.families import AUTO
 from batchgen.text.fit import Truncate
 from batchgen.text.grammar import compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.reasoning import reasoning_of
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.rows import tool_parser_of
 
 

@@ -8,28 +8,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from batchgen.engine.d2h_queue import D2HQueue
-from batchgen.engine.executors.base import ExecutorContext
 from batchgen.engine.gc_control import DeferredGC
-from batchgen.engine.input_batch import InputBatch
+from batchgen.engine.memory.d2h_queue import D2HQueue
 from batchgen.engine.memory.dummy_run import DummyRun
 from batchgen.engine.memory.oom import blocked_requests, out_of_memory
-from batchgen.engine.model_runner import InFlightStep, ModelRunner
 from batchgen.engine.observer import StepObserver
-from batchgen.engine.outputs import OpenPrompts
-from batchgen.engine.sampling.logprobs import LogprobColumns
-from batchgen.engine.sampling.sampler import Sampler
+from batchgen.engine.outputs.processor import OpenPrompts
+from batchgen.engine.outputs.streaming import Emit, Streams
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
-from batchgen.engine.step_times import StepTimes
-from batchgen.engine.streaming import Emit, Streams
+from batchgen.engine.step.executor import ExecutorContext
+from batchgen.engine.step.input_batch import InputBatch
+from batchgen.engine.step.logprobs import LogprobColumns
+from batchgen.engine.step.model_runner import InFlightStep, ModelRunner
+from batchgen.engine.step.sampler import Sampler
+from batchgen.engine.step.step_times import StepTimes
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError, ErrorInfo, row_error
 from batchgen.kernels.grouped import GroupedPool
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
-from batchgen.request.table import RequestTable
+from batchgen.request.table.request_table import RequestTable
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ from batchgen.kernels.measure import ProductStep, WeightSize, device_timer, grou
 from batchgen.kernels.quantization import FP8, INT4, INT8
 from batchgen.models.base import Form, Model, ModelSpec, Numbers
 from batchgen.models.check import CheckedModel
-from batchgen.models.native import NativeModel
-from batchgen.models.own_integers import WeightForm, stored_sizes, weight_forms
+from batchgen.models.native.decoder import NativeModel
+from batchgen.models.native.own_integers import WeightForm, stored_sizes, weight_forms
 from batchgen.models.quantize import QuantizationLoss, quantise
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _TEXTS: Final = (
     "The old lighthouse stood at the end of the pier. Every evening the keeper climbed its ninety steps, lit the lamp, "

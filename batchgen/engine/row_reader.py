@@ -14,16 +14,16 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from batchgen.engine.embeds_reader import EmbedsReader, TensorFiles
+from batchgen.engine.media.embeds_reader import EmbedsReader, TensorFiles
 from batchgen.engine.media.reader import MediaReader, MediaSupport, has_media, no_media
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, UsageError, row_error
 from batchgen.media.root import MediaRoot
-from batchgen.request.parser import is_openai_line, parse_row, row_extra
-from batchgen.request.prompts import EmbedsPrompt
-from batchgen.request.raw_row import RawRow, UnreadableRow
-from batchgen.request.row_ids import row_id
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import ParsedRow, RequestTable
+from batchgen.request.fields.prompts import EmbedsPrompt
+from batchgen.request.rows.parser import is_openai_line, parse_row, row_extra
+from batchgen.request.rows.raw_row import RawRow, UnreadableRow
+from batchgen.request.rows.row_ids import row_id
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.request_table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.prompt_texts import characters_of
 

@@ -9,8 +9,8 @@ from batchgen.engine.sampling.logits_processor import RowLogitsState
 from batchgen.engine.sampling.thinking import ThinkingMask
 from batchgen.errors import ErrorInfo, row_error
 from batchgen.request.completion import Completion, FinishReason
-from batchgen.request.table import Request
-from batchgen.text.stops import FinishedText, StopState
+from batchgen.request.table.request_table import Request
+from batchgen.text.stops.conditions import FinishedText, StopState
 from batchgen.text.tools.parser import CallParser, calls_json
 
 

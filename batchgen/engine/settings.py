@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.media.job import JobMedia
+from batchgen.engine.memory.d2h_queue import QUEUE_BYTES
 from batchgen.engine.observer import StepObserver
 from batchgen.engine.sampling.logits_processor import RepetitionScope
-from batchgen.engine.sampling.logprobs import LogprobsMode
+from batchgen.engine.step.logprobs import LogprobsMode
 from batchgen.errors import ErrorInfo
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.models.base import Model
-from batchgen.models.media_encoder import MediaEncoder
+from batchgen.models.media.encoder import MediaEncoder
 from batchgen.request.processors import LoadedProcessor
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.reasoning import ReasoningParser
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 
 class WorkRecord(StepObserver):

@@ -16,7 +16,7 @@ from batchgen.plan.estimate import find_dedup
 from batchgen.plan.length_predictor import EXACT
 from batchgen.plan.spans import ItemSpans, PromptSpans, Spans
 from batchgen.plan.tree import PrefixTree, blocks, build_tree
-from batchgen.request.table import RequestTable
+from batchgen.request.table.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,19 +20,19 @@ from rich.text import Text
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import open_inputs
-from batchgen.data.write.work_folder import output_paths
+from batchgen.data.store.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.clock import set_clock
-from batchgen.job.console import SafeConsole
+from batchgen.job.display.console import SafeConsole
+from batchgen.job.display.media_figures import media_size
+from batchgen.job.display.progress import Progress, ProgressState
+from batchgen.job.display.reasons import Reasons
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
-from batchgen.job.fingerprint import identify_job
-from batchgen.job.ingest import ingest
-from batchgen.job.media_figures import media_size
 from batchgen.job.preflight import CheckedJob, wait_for_hashes
-from batchgen.job.progress import Progress, ProgressState
-from batchgen.job.reasons import Reasons
+from batchgen.job.rows.fingerprint import identify_job
+from batchgen.job.rows.ingest import ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import bytes_by_kind
@@ -45,7 +45,7 @@ from batchgen.plan.simulate import simulate
 from batchgen.plan.window_pages import WindowGroup, held_groups
 from batchgen.request.completion import Completion
 from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
-from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
+from batchgen.request.rows.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 _SHOWN_ERRORS = 20
 _ROWS_PER_UPDATE = 256

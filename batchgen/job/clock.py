@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.data.files import files_in, is_folder
-from batchgen.data.write.results_file import intact_footer
-from batchgen.data.write.work_folder import OutputPaths, RunIdentity, output_paths
-from batchgen.data.write.work_owner import Policy
-from batchgen.data.write.work_state import read_state
-from batchgen.job.fingerprint import JobIdentity
+from batchgen.data.results_file import intact_footer
+from batchgen.data.store.work_folder import OutputPaths, RunIdentity, output_paths
+from batchgen.data.store.work_owner import Policy
+from batchgen.data.store.work_state import read_state
+from batchgen.job.rows.fingerprint import JobIdentity
 from batchgen.job.setup import Setup
 
 

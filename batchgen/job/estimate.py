@@ -15,14 +15,14 @@ from batchgen.engine.media.job import most_media_bytes
 from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
-from batchgen.job.ingest import Ingested
+from batchgen.job.rows.ingest import Ingested
 from batchgen.job.setup import Setup
 from batchgen.kernels.linear import repacks, shares_rows
 from batchgen.models.base import ModelSpec
 from batchgen.plan.tree import blocks
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from batchgen.request.printable import format_size
-from batchgen.request.table import RequestTable
+from batchgen.request.table.request_table import RequestTable
 
 Int64s = npt.NDArray[np.int64]
 

@@ -18,10 +18,10 @@ from batchgen import __version__
 from batchgen.data.files import exists
 from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.input_set import InputSet, open_inputs
-from batchgen.data.write.results_file import intact_footer
-from batchgen.data.write.schema import SCHEMA_VERSION
-from batchgen.data.write.work_folder import RunIdentity, output_paths
-from batchgen.data.write.work_owner import is_done
+from batchgen.data.results_file import intact_footer
+from batchgen.data.schema import SCHEMA_VERSION
+from batchgen.data.store.work_folder import RunIdentity, output_paths
+from batchgen.data.store.work_owner import is_done
 from batchgen.job.preflight import CheckedJob, selection_of, wait_for_hashes
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary, finished_summary

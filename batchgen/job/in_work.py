@@ -24,9 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Self
 
+from batchgen.data.durable_files import output_errors, write_durably
 from batchgen.data.files import open_new, open_own, system
-from batchgen.data.write.durable_files import output_errors, write_durably
-from batchgen.data.write.work_folder import WorkFolder
+from batchgen.data.store.work_folder import WorkFolder
 from batchgen.engine.settings import WorkRecord
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.plan.step_plan import StepPlan

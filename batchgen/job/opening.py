@@ -10,24 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.export import read_line_totals
 from batchgen.data.files import exists, resolved
+from batchgen.data.lines import is_lines
+from batchgen.data.out.export import read_line_totals
 from batchgen.data.read.input_set import InputSet
-from batchgen.data.write.damage import Note, ignore, output_damage
-from batchgen.data.write.job_changes import INPUT_FILES, changes, describe_changes
-from batchgen.data.write.lines import is_lines
-from batchgen.data.write.results_file import intact_footer
-from batchgen.data.write.reuse import find_moves
-from batchgen.data.write.work_folder import OutputPaths, WorkFolder, is_complete
-from batchgen.data.write.work_owner import OtherJobError, Policy, open_work
-from batchgen.data.write.work_parts import earlier_parts, has_results, part_files
-from batchgen.data.write.work_state import read_state
+from batchgen.data.results_file import intact_footer
+from batchgen.data.store.damage import Note, ignore, output_damage
+from batchgen.data.store.job_changes import INPUT_FILES, changes, describe_changes
+from batchgen.data.store.reuse import find_moves
+from batchgen.data.store.work_folder import OutputPaths, WorkFolder, is_complete
+from batchgen.data.store.work_owner import OtherJobError, Policy, open_work
+from batchgen.data.store.work_parts import earlier_parts, has_results, part_files
+from batchgen.data.store.work_state import read_state
 from batchgen.errors import BatchgenError, FingerprintError, UsageError
 from batchgen.job.clock import set_clock
-from batchgen.job.fingerprint import JobIdentity
-from batchgen.job.ingest import ingest
-from batchgen.job.request_hashes import RequestHashes, environment
-from batchgen.job.reuse import files_of, intact_files, rows_of
+from batchgen.job.rows.fingerprint import JobIdentity
+from batchgen.job.rows.ingest import ingest
+from batchgen.job.rows.request_hashes import RequestHashes, environment
+from batchgen.job.rows.reuse import files_of, intact_files, rows_of
 from batchgen.job.setup import Setup
 
 

@@ -8,20 +8,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.export import ExportCounts, row_shapes, write_as_given
 from batchgen.data.files import is_file, remove_file, sync_folder
-from batchgen.data.openai_bodies import TokenPiece
-from batchgen.data.view import Results, Totals, read_totals
-from batchgen.data.write.finish import finish
-from batchgen.data.write.lines import errors_path, has_only_marks, is_lines
-from batchgen.data.write.output_budget import OutputBudget
-from batchgen.data.write.results_file import read_footer
-from batchgen.data.write.work_folder import WorkFolder
+from batchgen.data.lines import errors_path, has_only_marks, is_lines
+from batchgen.data.out.export import ExportCounts, row_shapes, write_as_given
+from batchgen.data.out.finish import finish
+from batchgen.data.out.openai_bodies import TokenPiece
+from batchgen.data.out.view import Results, Totals, read_totals
+from batchgen.data.results_file import read_footer
+from batchgen.data.store.output_budget import OutputBudget
+from batchgen.data.store.work_folder import WorkFolder
 from batchgen.job.clock import clock_record
-from batchgen.job.export import write_files
-from batchgen.job.ingest import Ingested
+from batchgen.job.results.export import write_files
+from batchgen.job.rows.ingest import Ingested
 from batchgen.job.setup import Setup
-from batchgen.text.token_bytes import TokenBytes
+from batchgen.text.tokens.token_bytes import TokenBytes
 
 
 def write_output(work: WorkFolder, rows: Ingested, record: Mapping[str, Any], setup: Setup) -> Totals:

@@ -20,14 +20,14 @@ from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
 from batchgen.data.files import followed, resolved, status_of, system
 from batchgen.data.read.input_files import FoundInput, find_inputs
-from batchgen.data.read.reserved_paths import ReservedPaths, refuse_other_file
 from batchgen.data.read.selection import Selection
+from batchgen.data.reserved_paths import ReservedPaths, refuse_other_file
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.job.signals import StopRequest
 from batchgen.models.check import CheckedModel, check_model
+from batchgen.models.checkpoint.overrides import Overrides
 from batchgen.models.file_hashes import FileHashes
-from batchgen.models.overrides import Overrides
 from batchgen.request.printable import format_size
 from batchgen.request.processors import LoadedProcessor, load_processors
 

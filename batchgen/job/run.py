@@ -13,40 +13,46 @@ from shlex import quote
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.data.feature_files import FeatureFiles
 from batchgen.data.files import exists
-from batchgen.data.write.committed import Committed, first_of_prompt
-from batchgen.data.write.feature_files import FeatureFiles
-from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import WorkFolder, output_paths
-from batchgen.data.write.work_parts import has_results
+from batchgen.data.schema import OutputRow
+from batchgen.data.store.committed import Committed, first_of_prompt
+from batchgen.data.store.parts import PartWriter
+from batchgen.data.store.work_folder import WorkFolder, output_paths
+from batchgen.data.store.work_parts import has_results
 from batchgen.engine.advice import output_advice
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.running import Running
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
+from batchgen.job.display.eta import EtaTracker
+from batchgen.job.display.media_figures import media_facts, media_figures
+from batchgen.job.display.progress import DONE, Phase, Progress, ProgressState, TimeLeft
+from batchgen.job.display.reasons import Reasons
 from batchgen.job.estimate import estimate_output
-from batchgen.job.eta import EtaTracker
 from batchgen.job.events import open_events
-from batchgen.job.fingerprint import identify_job
 from batchgen.job.finished import OpenedCommand
 from batchgen.job.in_work import InWork
-from batchgen.job.ingest import Ingested, ingest
-from batchgen.job.media_figures import media_facts, media_figures
 from batchgen.job.opening import OpenedJob
 from batchgen.job.output import write_output
 from batchgen.job.preflight import wait_for_hashes
-from batchgen.job.progress import DONE, Phase, Progress, ProgressState, TimeLeft
-from batchgen.job.reasons import Reasons
-from batchgen.job.request_hashes import RequestHashes, output_rows
-from batchgen.job.reuse import Reuse, find_reuse, reusable_files
+from batchgen.job.rows.fingerprint import identify_job
+from batchgen.job.rows.ingest import Ingested, ingest
+from batchgen.job.rows.request_hashes import RequestHashes, output_rows
+from batchgen.job.rows.reuse import Reuse, find_reuse, reusable_files
+from batchgen.job.rows.tokenized_cache import (
+    discard_tokenized,
+    load_rows,
+    report_bad_rows,
+    save_tokenized,
+    tokenized_key,
+)
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunCounts, RunSummary, run_summary
-from batchgen.job.tokenized_cache import discard_tokenized, load_rows, report_bad_rows, save_tokenized, tokenized_key
 from batchgen.kernels.cpu.library import COMPILING
 from batchgen.models.base import Model
 from batchgen.request.completion import Completion
-from batchgen.request.unknown_keys import MAX_NOTES, carried_notes, note_line
+from batchgen.request.rows.unknown_keys import MAX_NOTES, carried_notes, note_line
 
 
 def run_job(command: OpenedCommand, stop: StopRequest, progress: Progress, began: float) -> RunSummary:

@@ -15,22 +15,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.data.export import read_line_totals
+from batchgen.data.durable_files import replace_durably
 from batchgen.data.files import exists, followed, is_file, open_to_replace, temporary_near
-from batchgen.data.read.reserved_paths import refuse_other_file
-from batchgen.data.view import Totals, first_answer, read_totals
-from batchgen.data.write.durable_files import replace_durably
-from batchgen.data.write.lines import errors_path, is_lines, lines_of_job
-from batchgen.data.write.results_file import read_footer
+from batchgen.data.lines import errors_path, is_lines, lines_of_job
+from batchgen.data.out.export import read_line_totals
+from batchgen.data.out.view import Totals, first_answer, read_totals
+from batchgen.data.reserved_paths import refuse_other_file
+from batchgen.data.results_file import read_footer
 from batchgen.errors import BatchgenError, OutputError
-from batchgen.job.console import SafeConsole
-from batchgen.job.media_figures import MEDIA_COUNTS, media_line
+from batchgen.job.display.console import SafeConsole
+from batchgen.job.display.media_figures import MEDIA_COUNTS, media_line
 from batchgen.request.printable import format_kv_peak, json_printable, printable
-from batchgen.request.unknown_keys import carried_summary
+from batchgen.request.rows.unknown_keys import carried_summary
 
 if TYPE_CHECKING:
     from batchgen.engine.running import Running
-    from batchgen.job.ingest import Ingested
+    from batchgen.job.rows.ingest import Ingested
 
 
 @dataclass(frozen=True, slots=True)

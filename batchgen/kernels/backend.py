@@ -108,7 +108,7 @@ class AttentionNeeds:
     cache_dtype: torch.dtype | None = None
     """Dtype of keys and values; None: `dtype`."""
     native: bool = False
-    """Whether the model is one of `models.native`, whose layers the compiled kernels can run as a whole."""
+    """Whether the model is one of `models.native.decoder`, whose layers the compiled kernels can run as a whole."""
 
 
 TORCH = Backend("torch", "torch", TorchAttention, TORCH_OPS)

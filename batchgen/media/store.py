@@ -22,8 +22,8 @@ from batchgen.media.sounds import SoundHeader, array_sound, check_sound, decode_
 from batchgen.media.sources import check_bytes, data_url_bytes, inline_bytes, is_url, scheme_of
 from batchgen.media.urls import FetchedUrls, MediaUrls
 from batchgen.request.checks import show
-from batchgen.request.media import MediaItem, MediaKind
-from batchgen.request.unnamed_file import UnnamedFile
+from batchgen.request.fields.media import MediaItem, MediaKind
+from batchgen.request.table.unnamed_file import UnnamedFile
 
 if TYPE_CHECKING:
     from PIL.Image import Image

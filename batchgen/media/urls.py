@@ -16,7 +16,7 @@ from batchgen.errors import UsageError
 from batchgen.media.faults import MediaFault, describe
 from batchgen.media.sources import check_bytes
 from batchgen.request.checks import show
-from batchgen.request.unnamed_file import UnnamedFile
+from batchgen.request.table.unnamed_file import UnnamedFile
 
 if TYPE_CHECKING:
     import http.client

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from batchgen.errors import ModelError
-from batchgen.models.native_config import NATIVE_TYPES, NativeUnsupported, parse_native_config
-from batchgen.models.text_part import find_text_tensors, is_nested, text_config
+from batchgen.models.checkpoint.text_part import find_text_tensors, is_nested, text_config
+from batchgen.models.native.config import NATIVE_TYPES, NativeUnsupported, parse_native_config
 
 Implementation = Literal["native", "transformers"]
 Requested = Literal["auto", "native", "transformers"]

@@ -13,8 +13,8 @@ from batchgen.kernels.layouts import Products
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
-from batchgen.models.lora_config import Adapter
-from batchgen.request.hidden_states import CaptureSupport
+from batchgen.models.lora.config import Adapter
+from batchgen.request.fields.hidden_states import CaptureSupport
 
 Bidirectional = Literal["image", "prompt"]
 

@@ -10,16 +10,16 @@ from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Implementation, Requested, choose_implementation
+from batchgen.models.checkpoint.folder import ModelFolder, check_model_folder
+from batchgen.models.checkpoint.overrides import NO_OVERRIDES, Overrides
+from batchgen.models.checkpoint.safetensors_header import TensorInfo
+from batchgen.models.checkpoint.stored_tensors import tower_test
+from batchgen.models.checkpoint.text_part import text_config
 from batchgen.models.file_hashes import FileHashes
-from batchgen.models.folder import ModelFolder, check_model_folder
-from batchgen.models.lora_config import Adapter, NamePath, read_adapters
-from batchgen.models.lora_fit import fit_adapters
-from batchgen.models.native_config import NativeConfig, parse_native_config
-from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_sites
-from batchgen.models.overrides import NO_OVERRIDES, Overrides
-from batchgen.models.safetensors_header import TensorInfo
-from batchgen.models.stored_tensors import tower_test
-from batchgen.models.text_part import text_config
+from batchgen.models.lora.config import Adapter, NamePath, read_adapters
+from batchgen.models.lora.fit import fit_adapters
+from batchgen.models.native.config import NativeConfig, parse_native_config
+from batchgen.models.native.weights import NativeLayout, check_native_tensors, native_layout, native_sites
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _STORED_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16"}

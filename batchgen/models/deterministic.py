@@ -25,8 +25,8 @@ from batchgen.kernels.grouped import GroupedAttention
 from batchgen.kernels.lora import LoraSegment, LoraStep
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import CaptureSpec, Model, ModelInput, ModelSpec, TokenEmbeds
-from batchgen.models.hf import TransformersModel
-from batchgen.models.native import NativeModel
+from batchgen.models.library.model import TransformersModel
+from batchgen.models.native.decoder import NativeModel
 
 _TILE_SIZES = (16, 64)
 """Number of tokens of a small and of a large tile; multiples of 16, so that rows align with vectors."""

@@ -16,8 +16,8 @@ from batchgen.errors import ModelError, library_errors
 from batchgen.kernels.types import E4M3
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
-from batchgen.models.folder import ModelFolder
-from batchgen.models.native import load_native, native_spec
+from batchgen.models.checkpoint.folder import ModelFolder
+from batchgen.models.native.decoder import load_native, native_spec
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -43,8 +43,8 @@ def load_checked(checked: CheckedModel, spec: ModelSpec) -> Model:
         return load_native(spec, *checked.native, checked.folder, checked.adapters)
     with _named_failures(checked.folder, "load"):
         # Imported here because the library is slow to import and native models do not need it.
-        from batchgen.models.hf_load import load_transformers
-        from batchgen.models.hf_text import read_transformers_config
+        from batchgen.models.library.load import load_transformers
+        from batchgen.models.library.text import read_transformers_config
 
         library_config, _ = read_transformers_config(checked.folder, checked.max_model_len)
         return load_transformers(library_config, spec, checked.folder, checked.adapters)
@@ -79,8 +79,8 @@ def checked_spec(
         spec = native_spec(config, layout, kind, where, context, checked.adapters)
         return replace(spec, cache_dtype=_CACHE_DTYPES[kv_dtype])
     with _named_failures(checked.folder, "build"):
-        from batchgen.models.hf_load import transformers_spec  # as in load_checked
-        from batchgen.models.hf_text import read_transformers_config
+        from batchgen.models.library.load import transformers_spec  # as in load_checked
+        from batchgen.models.library.text import read_transformers_config
 
         library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
         spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)

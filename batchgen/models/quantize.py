@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from batchgen.models.base import ModelInput
-from batchgen.models.native import NativeModel
-from batchgen.models.probe import ProbeAttention
+from batchgen.models.library.probe import ProbeAttention
+from batchgen.models.native.decoder import NativeModel
 
 _RANDOM_SHAPE: Final = (4, 48)
 """(sequences, tokens each) of random ids for the comparison."""

@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.types as pat
 
 from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
-from batchgen.request.fields import ID_NAMES, LOOKUP
+from batchgen.request.fields.declared import ID_NAMES, LOOKUP
+from batchgen.request.fields.media import MEDIA_FIELDS
+from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
 from batchgen.request.json_text import parse_json
-from batchgen.request.media import MEDIA_FIELDS
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.raw_row import UnreadableRow
+from batchgen.request.rows.raw_row import UnreadableRow
 from batchgen.tables.temporal import temporal_to_text
 from batchgen.tables.text_fields import TextFields
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from batchgen.errors import RowError
 from batchgen.request.checks import Integer, invalid
-from batchgen.request.field import Field
-from batchgen.request.fields import LOOKUP, SOURCES, Place
-from batchgen.request.row_memory import parse_cell
+from batchgen.request.fields.declared import LOOKUP, SOURCES, Place
+from batchgen.request.fields.field import Field
+from batchgen.request.rows.row_memory import parse_cell
 
 _BLANK = " \t\r\n"
 _STARTS = frozenset(f'[{{"{_BLANK}')

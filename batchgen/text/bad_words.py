@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.prompt_texts import calls
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _LINE_BREAK = "\n"
 

@@ -14,11 +14,10 @@ import numpy as np
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, row_error
 from batchgen.request.checks import invalid, out_of_range
-from batchgen.request.constraint import Constraint
-from batchgen.request.hidden_states import CaptureSupport
-from batchgen.request.params import SamplingParams
-from batchgen.request.parser import derive_seed
-from batchgen.request.prompts import (
+from batchgen.request.fields.constraint import Constraint
+from batchgen.request.fields.hidden_states import CaptureSupport
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import (
     ChatPrompt,
     Prompt,
     StoredPrompt,
@@ -27,7 +26,8 @@ from batchgen.request.prompts import (
     placed_items,
     refuse_with_embeds,
 )
-from batchgen.request.table import ParsedRow
+from batchgen.request.rows.parser import derive_seed
+from batchgen.request.table.request_table import ParsedRow
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.fit import PromptFitter, Truncate
 from batchgen.text.grammar.grammars import Grammars
@@ -43,7 +43,7 @@ from batchgen.text.prompt_texts import (
 )
 from batchgen.text.reasoning import ReasoningParser
 from batchgen.text.scoring import PromptWithText, join_texts, scored_field
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.rows import ToolParser, params_with_tools
 
 SCORED_TOKENS = 1 << 24

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from batchgen.request.params import SamplingParams
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.params import SamplingParams
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _PREFIX, _SUFFIX = "prefix", "suffix"
 

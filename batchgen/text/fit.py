@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.prompts import Prompt, StoredPrompt, TokenPrompt
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import Prompt, StoredPrompt, TokenPrompt
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 Truncate = Literal["none", "left", "right"]
 

@@ -8,12 +8,12 @@ from typing import Final
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request import checks
 from batchgen.request.checks import invalid, out_of_range
-from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
+from batchgen.request.fields.params import SAMPLING_FIELDS, SamplingParams
 from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.grammar.grammars import Grammars
-from batchgen.text.hidden_stops import check_stops
 from batchgen.text.reasoning import ReasoningParser
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.stops.hidden_stops import check_stops
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _ID_FIELDS: Final = tuple(f.name for f in SAMPLING_FIELDS if f.check in (checks.ids, checks.nonempty_ids))
 _MAX_CHECKED: Final = 256

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import out_of_range
-from batchgen.request.media_items import PlacedItem
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.media_items import PlacedItem
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int32]
 

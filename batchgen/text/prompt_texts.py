@@ -18,12 +18,12 @@ from threading import Event
 from typing import Final, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, apart, row_error
-from batchgen.request.media_items import PlacedItem
-from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt, placed_items
-from batchgen.request.table import ParsedRow
+from batchgen.request.fields.media_items import PlacedItem
+from batchgen.request.fields.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt, placed_items
+from batchgen.request.table.request_table import ParsedRow
 from batchgen.text.fit import Truncate
 from batchgen.text.placing import expanded_ids, expanded_text, feature_count
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _BATCH_ROWS: Final = 256
 _BATCH_CHARACTERS: Final = 1 << 21  # a batch of long texts ends early, so that the encodings of two batches stay small

@@ -23,9 +23,9 @@ from typing import Final, Literal
 
 import regex
 
-from batchgen.text.detokenize import Detokenizer
 from batchgen.text.families import AUTO, OFF, ReasoningFormat, find_format, named_format, response_format
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.detokenize import Detokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 Part = Literal["answer", "thoughts", "header"]
 """What a token belongs to; `header`: what is between two parts of a format of channels."""

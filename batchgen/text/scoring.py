@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.prompt_texts import calls
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from batchgen.bench.workloads import BenchRow
 from batchgen.cli.app import run_command
 from batchgen.demo import model_path
 from batchgen.errors import UsageError
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.bench.fakes import TEXT, TOY, InProcess, Stub, console_text, silent_console, starting
 from tests.models.loading import inspect_model
 

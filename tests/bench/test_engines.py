@@ -15,7 +15,7 @@ from batchgen.bench.shapes import adapter_folders, merge_adapter
 from batchgen.bench.workload_defs import MORE_WORKLOADS, DemoWorkload
 from batchgen.bench.workloads import AdapterSet, BenchRow
 from batchgen.demo import model_path
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.bench.fakes import InProcess, in_process
 
 ROWS = [BenchRow([7, 11, 300 + i], 12) for i in range(4)]

@@ -11,7 +11,7 @@ import pytest
 from batchgen.bench.jobs import eta
 from batchgen.bench.jobs.commands import CommandFailed, CommandTimes
 from batchgen.bench.jobs.eta import ETA_JOBS, EtaJob, eta_lines, read_lines
-from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.request.rows.parser import RowDefaults, parse_row
 from tests.e2e.runner import run
 
 

@@ -24,7 +24,7 @@ from batchgen.bench.workload_defs import (
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, Workload, plain
 from batchgen.demo import model_path
 from batchgen.errors import UsageError
-from batchgen.models.lora_config import read_adapters
+from batchgen.models.lora.config import read_adapters
 from tests.bench.fakes import TOY
 from tests.models.loading import inspect_model
 

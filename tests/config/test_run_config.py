@@ -13,7 +13,7 @@ from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import BY_NAME, GROUPS, OPTIONS, RunConfig
 from batchgen.config.units import Shard, Threshold
 from batchgen.errors import UsageError
-from batchgen.request.params import PARAMETERS
+from batchgen.request.fields.params import PARAMETERS
 
 
 def resolve(cwd: Path, flags: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> RunConfig:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from batchgen.data.write.damage import Note, ignore
-from batchgen.data.write.expected import ExpectedKeys
-from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
-from batchgen.data.write.work_owner import Policy, open_work
+from batchgen.data.schema import OutputRow
+from batchgen.data.store.damage import Note, ignore
+from batchgen.data.store.expected import ExpectedKeys
+from batchgen.data.store.parts import PartWriter
+from batchgen.data.store.work_folder import RunIdentity, WorkFolder, output_paths
+from batchgen.data.store.work_owner import Policy, open_work
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
 

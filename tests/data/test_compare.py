@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from batchgen.data.compare import Difference, choose_rows, compare
-from batchgen.data.write.finish import finish
-from batchgen.data.write.schema import SCHEMA
+from batchgen.data.out.compare import Difference, choose_rows, compare
+from batchgen.data.out.finish import finish
+from batchgen.data.schema import SCHEMA
 from tests.data.helpers import begin, commit, expect, failed, group
 
 

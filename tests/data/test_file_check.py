@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.file_check import check_files, verify_files
+from batchgen.data.out.file_check import check_files, verify_files
+from batchgen.data.out.finish import finish
+from batchgen.data.results_file import open_parquet, parquet_writer
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.write.finish import finish
-from batchgen.data.write.results_file import open_parquet, parquet_writer
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder
+from batchgen.data.store.work_folder import RunIdentity, WorkFolder
 from batchgen.errors import InputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import begin, commit, expect, failed, group

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data import merge as merge_module
-from batchgen.data.merge import merge
+from batchgen.data.out import merge as merge_module
+from batchgen.data.out.finish import finish
+from batchgen.data.out.merge import merge
+from batchgen.data.results_file import read_footer
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.write.finish import finish
-from batchgen.data.write.results_file import read_footer
-from batchgen.data.write.work_folder import RunIdentity, is_complete, output_paths
+from batchgen.data.store.work_folder import RunIdentity, is_complete, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import begin, commit, expect, failed, group, stored, stored_keys

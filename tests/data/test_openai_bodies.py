@@ -11,9 +11,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 
-from batchgen.data.openai_bodies import TokenPiece, batch_line, finish_reason
+from batchgen.data.out.openai_bodies import TokenPiece, batch_line, finish_reason
 from batchgen.data.row_shapes import RowShape
-from batchgen.data.write.schema import SCHEMA
+from batchgen.data.schema import SCHEMA
 from batchgen.errors import ErrorCode
 
 RUN = {"fingerprint": "ab" * 32, "model": "/models/llama", "created": 1_700_000_000}

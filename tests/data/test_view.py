@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.export import write_jsonl
+from batchgen.data.out import merge_sort
+from batchgen.data.out.export import write_jsonl
+from batchgen.data.out.finish import finish
+from batchgen.data.out.view import open_results
 from batchgen.data.read.parquet import parquet_rows
-from batchgen.data.view import open_results
-from batchgen.data.write import merge_sort
-from batchgen.data.write.finish import finish
-from batchgen.data.write.schema import OutputRow, completions_to_table, with_footer
-from batchgen.data.write.work_folder import RunIdentity, output_paths
+from batchgen.data.schema import OutputRow, completions_to_table, with_footer
+from batchgen.data.store.work_folder import RunIdentity, output_paths
 from batchgen.errors import InputError, UsageError
-from batchgen.job.show import show_row
+from batchgen.job.results.show import show_row
 from tests.data.helpers import begin, commit, expect, failed, group
 
 

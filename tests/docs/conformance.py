@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from batchgen.request.fields import FIELDS
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.declared import FIELDS
+from batchgen.request.fields.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"

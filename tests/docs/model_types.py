@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import HYBRIDS, causal_lm_types, choose_implementation, packed_types
-from batchgen.models.media_config import UNSUPPORTED
-from batchgen.models.text_part import is_packed, text_config
+from batchgen.models.checkpoint.text_part import is_packed, text_config
+from batchgen.models.library.media_config import UNSUPPORTED
 from tests.models.test_media_towers import CASES
 from tests.models.tiny_media import FAMILIES
 from tests.models.tiny_media_more import MORE, REFUSED

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from batchgen.config.engine_config import FLAGS_OF_OTHERS
-from batchgen.request.fields import LOOKUP
-from batchgen.request.other_systems import ANSWERS, NAMES, snake_case
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.fields.other_systems import ANSWERS, NAMES, snake_case
 
 
 def tables() -> str:

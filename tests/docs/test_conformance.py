@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from batchgen.request.fields import FIELDS, HANDLING, LOOKUP
+from batchgen.request.fields.declared import FIELDS, HANDLING, LOOKUP
 from tests.docs import conformance
 
 

@@ -32,8 +32,8 @@ REQUIRED = {
 """Calls that must give an argument, by the end of the function's name."""
 ALLOWED = {
     # What the command names with --logit-processor; modules of the library next to that of one of its processors.
-    "importlib.import_module": {"request/processors.py", "models/media_config.py"},
-    "import_module": {"__init__.py", "text/grammar/worker.py", "text/template_process.py"},  # constant names
+    "importlib.import_module": {"request/processors.py", "models/library/media_config.py"},
+    "import_module": {"__init__.py", "text/grammar/worker.py", "text/chat/template_process.py"},  # constant names
     "runpy.run_path": {"bench/engines/peer_tools.py"},  # files of the package
     "runpy.run_module": set(),
     "ctypes.CDLL": {
@@ -41,7 +41,7 @@ ALLOWED = {
         "engine/gc_control.py",
         "media/sounds.py",
     },  # compiled here; the process itself
-    "torch.load": {"models/pickled_weights.py"},  # with --allow-pickle-weights, by the restricted reader
+    "torch.load": {"models/checkpoint/pickled_weights.py"},  # with --allow-pickle-weights, by the restricted reader
     "torch.ops.load_library": {"kernels/flash/library.py"},  # what the command names with --flash-library
     "subprocess.Popen": {
         *("kernels/cpu/build.py", "text/helper_process.py", "bench/process.py", "bench/jobs/commands.py")
@@ -51,7 +51,7 @@ ALLOWED = {
     "Pipe": set(),
 }
 """Calls that run code or programs: the files that may make them, below batchgen/, and why."""
-PEERS = {"bench/engines/engine_openvino.py", "bench/engines/engine_transformers.py", "text/tokenizer.py"}
+PEERS = {"bench/engines/engine_openvino.py", "bench/engines/engine_transformers.py", "text/tokens/tokenizer.py"}
 """Files whose `from_pretrained` gives the argument otherwise, or loads in a process of a benchmark only."""
 
 

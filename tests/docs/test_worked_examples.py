@@ -13,8 +13,8 @@ from batchgen.cli.app import run_command
 from batchgen.cli.reference import reference
 from batchgen.config.resolve import resolve_config
 from batchgen.errors import RowError
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from tests.docs import test_conformance
 from tests.docs.conformance import page
 from tests.request import test_every_field

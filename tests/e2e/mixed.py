@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from batchgen.request.fields import FIELDS
+from batchgen.request.fields.declared import FIELDS
 from tests.models.adapters import KINDS, save_adapter
 
 VOCAB = 360

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from batchgen import Engine
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 
 LONG, SHORT, NEW = 32_000, 2_500, 3
 POOL = 9 << 18

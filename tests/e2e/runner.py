@@ -170,7 +170,7 @@ def interrupt(arguments: Sequence[object], folder: Path, out: str = "out.parquet
     """
     options = ["--commit-every", _Stopped.ROWS, "--max-num-seqs", "4", "--progress", "json"]
     with (
-        patch("batchgen.job.progress.JSON_SECONDS", 0.0),  # a line at each step
+        patch("batchgen.job.display.progress.JSON_SECONDS", 0.0),  # a line at each step
         _as_process(folder, b"", None, partial(_Stopped, folder / out, parts)) as (_, stderr),
     ):
         code = run_command([*map(str, arguments), *map(str, options)])

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.write.schema import SCHEMA
+from batchgen.data.schema import SCHEMA
 from tests.e2e.rows import prompts, read, write_lines
 from tests.e2e.runner import interrupt, parts_of, run
 

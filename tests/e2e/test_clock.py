@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import batchgen
-from batchgen.data.write.results_file import read_footer
+from batchgen.data.results_file import read_footer
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run
 
@@ -32,7 +32,7 @@ class Passing(datetime):
 
 @pytest.fixture(autouse=True)
 def _passing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.text.tokenizer.datetime", Passing)
+    monkeypatch.setattr("batchgen.text.tokens.tokenizer.datetime", Passing)
 
 
 def save(model: Path, folder: Path, form: str) -> Path:

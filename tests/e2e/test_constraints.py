@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from batchgen.data.write.results_file import read_footer
+from batchgen.data.results_file import read_footer
 from tests.e2e.rows import by_id, rows_of, write_lines
 from tests.e2e.runner import run
 

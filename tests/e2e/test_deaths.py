@@ -28,7 +28,7 @@ def deadly(logits, rows):
 """
 TOKENIZER = """
 import os
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 encode = Tokenizer.encode_plain
 

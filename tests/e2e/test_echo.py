@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from batchgen import Engine
-from batchgen.text.echo_suffix import echo_text
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.echo_suffix import echo_text
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.e2e.engines import generate
 from tests.e2e.rows import prompts, rows_of, write_lines
 from tests.e2e.runner import run

@@ -84,8 +84,8 @@ def test_events_agree_with_the_results(engine: Engine) -> None:
 
 @pytest.mark.field("stream")
 def test_a_failed_sample_has_an_event_with_its_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.01)
-    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS_PER_TOKEN", 0.0)
+    monkeypatch.setattr("batchgen.text.stops.search.SEARCH_SECONDS", 0.01)
+    monkeypatch.setattr("batchgen.text.stops.search.SEARCH_SECONDS_PER_TOKEN", 0.0)
     pattern = "(?=.)" + "[^\ue000]+" * 4 + "[\ue000\ue001]"  # never matches; a search takes some milliseconds
     slow = {"stop_regex": pattern, "ignore_eos": True, "max_new_tokens": 60, "stream": True, "text": "x"}
     events, completions = listen(engine, [slow, {"text": "x", "stream": True, "max_new_tokens": 0}, {"stream": True}])

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.write.states import states_part
+from batchgen.data.states import states_part
 from tests.e2e.mixed import ADAPTERS, PROCESSOR, mixed_rows
 from tests.e2e.rows import read, write_lines
 from tests.e2e.runner import parts_of, run, start

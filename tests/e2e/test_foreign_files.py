@@ -16,14 +16,14 @@ import pytest
 
 import batchgen
 from batchgen.config.resolve import resolve_config
-from batchgen.data.write.work_state import read_state
+from batchgen.data.store.work_state import read_state
 from batchgen.errors import BatchgenError, ModelError, UsageError
 from batchgen.models.check import check_model
-from batchgen.models.safetensors_header import read_header
+from batchgen.models.checkpoint.safetensors_header import read_header
 from batchgen.request import foreign_text
 from batchgen.request.foreign_text import MAX_DEPTH, MAX_DIGITS, ForeignTextError, read_json, read_toml, typed
-from batchgen.text.generation_config import load_generation_config
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.generation_config import load_generation_config
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import interrupt, run
 
@@ -114,17 +114,17 @@ def test_the_view_names_the_key_and_both_types() -> None:
 
 
 OWN_TEXT = {
-    "job/fingerprint.py": "normalises what it has just written",
-    "job/ingest.py": "reads the spool of this job",
-    "job/tokenized_cache.py": "reads the spool of this job, whose checksum was compared",
-    "data/write/sealed_json.py": "compares a checksum next",
-    "data/write/states.py": "reads a record whose checksum was compared",
+    "job/rows/fingerprint.py": "normalises what it has just written",
+    "job/rows/ingest.py": "reads the spool of this job",
+    "job/rows/tokenized_cache.py": "reads the spool of this job, whose checksum was compared",
+    "data/store/sealed_json.py": "compares a checksum next",
+    "data/states.py": "reads a record whose checksum was compared",
     "kernels/layouts.py": "a cache; imports nothing of ours",
     "kernels/chips.py": "a file of the package; imports nothing of ours",
     "request/foreign_text.py": "the reader",
     "request/json_text.py": "the reader of rows",
-    "text/tools/calls.py": "reads a value that begins inside an output, and catches what that raises",
-    "request/row_ids.py": "looks for the id of a row that json_text has refused",
+    "text/calls.py": "reads a value that begins inside an output, and catches what that raises",
+    "request/rows/row_ids.py": "looks for the id of a row that json_text has refused",
 }
 """Modules that call a decoder themselves, and why they may. Benchmarks read their own figures."""
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.engine.executors.cuda_graph import GraphCounts
-from batchgen.engine.executors.eager import EagerExecutor
+from batchgen.engine.step.cuda_graph import GraphCounts
+from batchgen.engine.step.eager import EagerExecutor
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import run
 

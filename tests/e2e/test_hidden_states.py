@@ -11,8 +11,8 @@ from random import Random
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.write.results_file import read_footer
-from batchgen.data.write.states import states_part
+from batchgen.data.results_file import read_footer
+from batchgen.data.states import states_part
 from tests.e2e.rows import read, write_lines
 from tests.e2e.runner import run
 from tests.models.tiny import save_tiny

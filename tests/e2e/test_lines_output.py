@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.data.write.results_file import read_footer
+from batchgen.data.results_file import read_footer
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import interrupt, run
 

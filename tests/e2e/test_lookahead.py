@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from batchgen import Completion, Engine, SamplingParams
-from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.sampling.sampler import SampledTokens, StepSamples
+from batchgen.engine.step.model_runner import ModelRunner
+from batchgen.engine.step.sampler import SampledTokens, StepSamples
 from batchgen.errors import DeviceError
-from batchgen.request.table import RequestTable
+from batchgen.request.table.request_table import RequestTable
 from tests.e2e.mixed import mixed_options, mixed_rows
 from tests.e2e.same import RunResult, assert_equal
 from tests.engine.fake_device import LateDevice

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchgen.data.write.results_file import read_footer
+from batchgen.data.results_file import read_footer
 from tests.e2e.rows import read, rows_of, write_lines
 from tests.e2e.runner import run
 from tests.models.adapters import KINDS, adapted_logits, edit_config, save_adapter

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from batchgen.data.write import feature_files
+from batchgen.data import feature_files
 from tests.e2e.model import save_model
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import ProcessResult, parts_of, run, start
@@ -27,8 +27,8 @@ from tests.models.tiny_media import save_media
 LLAVA = "<image>"
 DEADLY = """
 import os, signal
-from batchgen.data.write import feature_files
-from batchgen.models.media_encoder import MediaEncoder
+from batchgen.data import feature_files
+from batchgen.models.media.encoder import MediaEncoder
 
 encode = MediaEncoder.encode
 

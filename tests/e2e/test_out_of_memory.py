@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen import Completion, Engine
-from batchgen.engine.sampling.sampler import SampledTokens, SamplingMetadata
+from batchgen.engine.step.sampler import SampledTokens, SamplingMetadata
 from batchgen.errors import DeviceError
 from batchgen.kernels.device import HOST, Device
 from batchgen.models.base import Model, ModelInput

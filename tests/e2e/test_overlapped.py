@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from batchgen import Completion, Engine
-from batchgen.engine import step_times
-from batchgen.engine.model_runner import InFlightStep, ModelRunner
+from batchgen.engine.step import step_times
+from batchgen.engine.step.model_runner import InFlightStep, ModelRunner
 from batchgen.errors import OutputError
 from batchgen.kernels.cpu.command_buffer import background_thread
 from batchgen.kernels.cpu.library import loaded
@@ -190,7 +190,7 @@ def test_a_job_that_ends_early_leaves_no_step_running(model: Path, monkeypatch: 
         def full(*_: object) -> None:
             raise OutputError("the disk is full")
 
-        monkeypatch.setattr("batchgen.engine.outputs.OutputProcessor.finish_sample", full)
+        monkeypatch.setattr("batchgen.engine.outputs.processor.OutputProcessor.finish_sample", full)
         with pytest.raises(OutputError):
             list(job)
     assert background_thread().done(LATEST)

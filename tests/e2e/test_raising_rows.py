@@ -15,7 +15,7 @@ import torch
 
 from batchgen.errors import DeviceError, ErrorCode, OutputError, RowError, row_error
 from batchgen.tables.text_fields import TextFields
-from batchgen.text.stops import StopState
+from batchgen.text.stops.conditions import StopState
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run
 
@@ -34,43 +34,43 @@ class Step(NamedTuple):
 
 
 STEPS = [
-    Step("request.row_memory:parse_json_object"),
+    Step("request.rows.row_memory:parse_json_object"),
     Step("engine.row_reader:parse_row"),
     Step("engine.row_reader:EmbedsReader.store", {"input_embeds": [[0.5] * 64], "text": None}, lambda *_: True),
     Step("text.param_checks:check_stops"),
-    Step("text.tokenizer:Tokenizer.render_chats", {"messages": CHAT, "text": None}),
-    Step("text.tokenizer:Tokenizer.encode_plain"),
+    Step("text.tokens.tokenizer:Tokenizer.render_chats", {"messages": CHAT, "text": None}),
+    Step("text.tokens.tokenizer:Tokenizer.encode_plain"),
     Step("text.grammar.compiler:GrammarCompiler.compile", {"regex": "poison 6"}),
-    Step("job.ingest:extra_json", {"note": "poison 7"}),
-    Step("job.ingest:_prompt_ids", {"input_ids": [99, 9], "text": None}, lambda prompt: prompt.ids == [99, 9]),
+    Step("job.rows.ingest:extra_json", {"note": "poison 7"}),
+    Step("job.rows.ingest:_prompt_ids", {"input_ids": [99, 9], "text": None}, lambda prompt: prompt.ids == [99, 9]),
     Step("engine.sampling.logits_processor:RulesCache.start"),
-    Step("text.stops:StopState.__init__"),
+    Step("text.stops.conditions:StopState.__init__"),
     Step("text.grammar.grammars:Grammars.matcher", {"regex": "poison 11"}),
     Step(
         "engine.sampling.constraints:GrammarState.accept",
         {"choice": ["a", "b"]},
         lambda state, token: '"a"' in state.constraint.text,
     ),
-    Step("text.stops:StopState.append"),
-    Step("text.stops:StopState.finish"),
-    Step("engine.sampling.logprobs:LogprobColumns.finish", {"return_logprob": True}),
+    Step("text.stops.conditions:StopState.append"),
+    Step("text.stops.conditions:StopState.finish"),
+    Step("engine.step.logprobs:LogprobColumns.finish", {"return_logprob": True}),
     Step(
         "engine.capture.hidden_states:HiddenStateCollector.finish",
         {"return_hidden_states": True, "max_new_tokens": 3, "stop": None},
         lambda collector, number, num_tokens: num_tokens == 3,
     ),
     Step("text.grammar.grammars:Grammars.satisfied", {"ebnf": 'root ::= "c" | "d"', "max_new_tokens": 9}),
-    Step("engine.outputs:add_echo_and_suffix", {"echo": True}),
-    Step("text.stops:StopState.next_output_text", {"stream": True}),
-    Step("engine.outputs:OutputProcessor.finish_prompt", {"n": 2, "temperature": 1}),
+    Step("engine.outputs.processor:add_echo_and_suffix", {"echo": True}),
+    Step("text.stops.conditions:StopState.next_output_text", {"stream": True}),
+    Step("engine.outputs.processor:OutputProcessor.finish_prompt", {"n": 2, "temperature": 1}),
     Step(
         "engine.capture.prompt_logprobs:PromptLogprobs.add_to_completions",
         {"return_logprob": True, "logprob_start_len": 0},
     ),
     Step("engine.capture.prompt_logprobs:PromptLogprobs.target_logprobs", SCORED, lambda *_: True),
-    Step("job.request_hashes:RequestHashes.of", {}, lambda hashes, row, prompt: row == 47),
+    Step("job.rows.request_hashes:RequestHashes.of", {}, lambda hashes, row, prompt: row == 47),
     Step(
-        "data.write.parts:completions_to_table", {}, lambda rows: any(row.id == "bad 24" for row in rows if good(row))
+        "data.store.parts:completions_to_table", {}, lambda rows: any(row.id == "bad 24" for row in rows if good(row))
     ),
 ]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen import Completion, Engine
 from batchgen.request.completion import StreamEvent
-from batchgen.request.prompts import ChatPrompt
+from batchgen.request.fields.prompts import ChatPrompt
 from tests.e2e.engines import outcomes
 from tests.e2e.model import TEMPLATE, save_model
 from tests.e2e.rows import rows_of, write_lines

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.e2e.rows import prompts, rows_of, write_lines
 from tests.e2e.runner import run
 

@@ -82,8 +82,8 @@ def test_stops_equal_a_brute_force_search_of_the_full_output(engine: Engine) -> 
 
 @pytest.mark.field("stop_regex")
 def test_a_pattern_that_times_out_fails_only_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.05)
-    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS_PER_TOKEN", 0.0)
+    monkeypatch.setattr("batchgen.text.stops.search.SEARCH_SECONDS", 0.05)
+    monkeypatch.setattr("batchgen.text.stops.search.SEARCH_SECONDS_PER_TOKEN", 0.0)
     rows = stopping_rows(12)
     expected = generate(engine, rows)
     rows[5] |= {"stop": [], "stop_token_ids": [], "min_new_tokens": 0, "max_new_tokens": 200, "n": 2, **SLOW}

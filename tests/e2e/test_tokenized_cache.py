@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import batchgen.job.run as job
-from batchgen.data.write.sealed_json import unsealed
+from batchgen.data.store.sealed_json import unsealed
 from batchgen.errors import OutputError
-from batchgen.job import output, tokenized_cache
-from batchgen.job.tokenized_cache import load_tokenized
+from batchgen.job import output
+from batchgen.job.rows import tokenized_cache
+from batchgen.job.rows.tokenized_cache import load_tokenized
 from batchgen.text.encode import Encoder
 from batchgen.text.grammar.compiler import GrammarCompiler
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines

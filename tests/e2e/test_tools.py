@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 from batchgen import Completion, Engine
 from batchgen.demo import model_path
 from batchgen.request.completion import StreamEvent
-from batchgen.text.grammar.validation import Schema
+from batchgen.text.grammar.schemas.validation import Schema
 from tests.e2e.engines import outcomes
 from tests.e2e.model import save_model
 from tests.e2e.rows import rows_of, write_lines

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen.job.setup as setup
-from batchgen.data.write.results_file import read_footer
+from batchgen.data.results_file import read_footer
 from batchgen.models.check import check_model
 from tests.e2e.rows import assert_same, mixed_lines, read, write_lines
 from tests.e2e.runner import interrupt, parts_of, run

@@ -7,15 +7,15 @@ from importlib import import_module
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast  # noqa: F401
 
 import batchgen.cli.app
-import batchgen.data.compare
-import batchgen.data.merge
+import batchgen.data.out.compare
+import batchgen.data.out.merge
 import batchgen.job.check
-import batchgen.job.export
 import batchgen.job.preflight
+import batchgen.job.results.export
+import batchgen.job.results.show
+import batchgen.job.results.verify
 import batchgen.job.run
-import batchgen.job.show
-import batchgen.job.verify
-import batchgen.text.grammar.validation  # noqa: F401
+import batchgen.text.grammar.schemas.validation  # noqa: F401
 
 # Imported lazily by libraries (pandas by pyarrow), and by each child that imports the tests' main module (pytest).
 # Names may be missing in other versions of the libraries.

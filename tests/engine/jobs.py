@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from batchgen.engine.engine import Engine
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 
 
 def finish(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:

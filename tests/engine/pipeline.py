@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from tests.engine.reference import eager_model
 from tests.kernels.references import filtered_distribution
 

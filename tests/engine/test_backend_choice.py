@@ -20,8 +20,8 @@ from batchgen.engine.backend_choice import fixed_kernels, kernels_for, typical_s
 from batchgen.engine.engine import Engine
 from batchgen.engine.workload import plan_workload
 from batchgen.errors import UsageError
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 from tests.e2e.runner import run
 from tests.kernels.flash.fake_flash import Fakes, fakes
 from tests.models.loading import inspect_model

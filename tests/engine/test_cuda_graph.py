@@ -13,9 +13,9 @@ from torch import Tensor
 
 from batchgen.engine import engine as engine_module
 from batchgen.engine.engine import Engine
-from batchgen.engine.executors import cuda_graph
-from batchgen.engine.executors.cuda_graph import padded_rows
 from batchgen.engine.running import Running
+from batchgen.engine.step import cuda_graph
+from batchgen.engine.step.cuda_graph import padded_rows
 from batchgen.kernels.device import Graph
 from batchgen.kernels.types import Graphs
 from batchgen.models.base import Numbers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.engine.d2h_queue import D2HQueue
+from batchgen.engine.memory.d2h_queue import D2HQueue
 from batchgen.kernels.device import HOST, Array, Device
 from tests.engine.fake_device import LateDevice
 

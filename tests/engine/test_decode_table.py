@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.engine.decode_table import DecodeTable
+from batchgen.engine.step.decode_table import DecodeTable
 from batchgen.kernels.types import AttentionBatch
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.step_plan import DecodeRow, DecodeRows, StepPlan

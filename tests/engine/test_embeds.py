@@ -15,10 +15,10 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.row_reader import RowReader
 from batchgen.errors import UsageError
 from batchgen.request.completion import Completion
-from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.raw_row import RawRow
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import RequestTable
+from batchgen.request.rows.raw_row import RawRow
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.embeds_store import EmbedsStore
+from batchgen.request.table.request_table import RequestTable
 from batchgen.text.encode import Encoder
 from tests.engine.reference import (
     eager_greedy,

@@ -9,12 +9,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from batchgen.engine.input_batch import BatchView, InputBatch
 from batchgen.engine.sequence import Sequence
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import Request
-from batchgen.text.stops import StopState
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.engine.step.input_batch import BatchView, InputBatch
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import Request
+from batchgen.text.stops.conditions import StopState
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.engine.reference import save_word_tokenizer
 
 VOCAB = 40

@@ -10,8 +10,8 @@ import pytest
 from batchgen.demo import model_path
 from batchgen.demo.tasks import draw
 from batchgen.engine.engine import Engine
-from batchgen.request.prompts import ChatPrompt
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.engine.reference import Greedy, eager_greedy, save_with_words, shared_prefix_prompts
 from tests.models.tiny import VOCAB
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.engine.engine import Engine
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from tests.engine.jobs import finish
 from tests.engine.reference import save_with_words
 

@@ -24,7 +24,7 @@ from batchgen.kernels.linear import Linear
 from batchgen.models.base import Numbers
 from batchgen.models.check import check_model
 from batchgen.models.load import checked_spec
-from batchgen.models.native import NativeModel
+from batchgen.models.native.decoder import NativeModel
 from batchgen.models.quantize import QuantizationLoss, quantise
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import run

@@ -10,13 +10,13 @@ from typing import Any
 import orjson
 
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.write.expected import ExpectedKeys
-from batchgen.data.write.spool import BlobSpool, TokenSpool
+from batchgen.data.spool import BlobSpool, TokenSpool
+from batchgen.data.store.expected import ExpectedKeys
 from batchgen.engine.workload import plan_workload
-from batchgen.job.ingest import RowTexts
+from batchgen.job.rows.ingest import RowTexts
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 
 ROWS = 100_000
 

@@ -15,12 +15,12 @@ import pytest
 from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import open_inputs
 from batchgen.engine.row_reader import ProcessedRow, RowReader, python_rows
-from batchgen.request.named_columns import NamedColumns
-from batchgen.request.raw_row import RawRow
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.named_columns import NamedColumns
+from batchgen.request.rows.raw_row import RawRow
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.request_table import RequestTable
 from batchgen.text.encode import Encoder
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.engine.reference import save_word_tokenizer
 from tests.models.tiny import VOCAB
 

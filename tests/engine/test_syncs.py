@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.sampling.sampler import SampledTokens, SamplingMetadata
+from batchgen.engine.step.sampler import SampledTokens, SamplingMetadata
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion

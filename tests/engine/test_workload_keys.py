@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.engine.workload import plan_workload
-from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import StoredPrompt
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import StoredPrompt
+from batchgen.request.table.embeds_store import EmbedsStore
+from batchgen.request.table.request_table import RequestTable
 
 ADAPTERS = ["one", "two"]
 ROWS = st.tuples(

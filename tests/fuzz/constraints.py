@@ -11,8 +11,8 @@ from random import Random
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer
 from tests.fuzz.jobs import engine
 from tests.fuzz.mutations import TEXTS, any_value, dump, load, mutate_bytes, mutate_value

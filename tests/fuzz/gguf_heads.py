@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.jobs import scratch
 from tests.fuzz.mutations import mutate_bytes

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from batchgen import Engine
 from batchgen.data.read.formats import BY_KEY
 from batchgen.errors import InputError
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from tests.e2e import instant
 from tests.e2e.model import save_model
 from tests.e2e.runner import ProcessResult, run
@@ -95,7 +95,7 @@ def engine() -> Engine:
     """An engine of the model that computes nothing."""
     from batchgen.config.engine_config import EngineConfig
     from batchgen.models.check import check_model
-    from batchgen.text.tokenizer import Tokenizer
+    from batchgen.text.tokens.tokenizer import Tokenizer
 
     model = instant.InstantModel(instant.inspect(check_model(model_folder())))
     return Engine.from_parts(EngineConfig(model=str(model_folder())), model, Tokenizer.load(model_folder()))

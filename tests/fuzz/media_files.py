@@ -18,7 +18,7 @@ from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import ErrorCode, RowError
 from batchgen.media.root import MediaRoot
 from batchgen.media.store import MediaLimits, MediaStore
-from batchgen.request.media import MediaItem, MediaKind
+from batchgen.request.fields.media import MediaItem, MediaKind
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.mutations import mutate_bytes
 from tests.fuzz.parsing import check_error, require

@@ -16,7 +16,7 @@ from typing import Any
 
 from batchgen.errors import ModelError, UsageError
 from batchgen.models.check import check_model
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.jobs import model_folder, scratch
 from tests.fuzz.mutations import dump, mutate_bytes, mutate_value

@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.fields import FIELDS, LOOKUP
-from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
+from batchgen.request.fields.declared import FIELDS, LOOKUP
+from batchgen.request.fields.params import SAMPLING_FIELDS, SamplingParams
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.mutations import any_value, dump, load, value_mutator
 from tests.fuzz.parsing import check_cached, check_error, check_row, outcome_of, require
@@ -136,7 +136,7 @@ def _check_cached(data: bytes) -> Hashable:
 
 
 def _rows(stream: Any, source: str) -> Any:
-    from batchgen.request.raw_row import RawRow
+    from batchgen.request.rows.raw_row import RawRow
 
     found = _row(stream.read())
     return [] if found is None else [RawRow(0, value=found[0])]

@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.errors import ErrorCode, InputError
-from batchgen.request.fields import LOOKUP
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.raw_row import RawRow
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
+from batchgen.request.rows.raw_row import RawRow
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer
 from tests.fuzz.mutations import dump, load, mutate_bytes, value_mutator
 from tests.fuzz.parsing import check_error, check_row, require

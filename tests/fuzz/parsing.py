@@ -6,14 +6,14 @@ import json
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from batchgen.data.write.schema import extra_json
+from batchgen.data.schema import extra_json
 from batchgen.errors import ErrorInfo, RowError
-from batchgen.request.fields import LOOKUP
-from batchgen.request.model_names import ModelNames
-from batchgen.request.parser import is_openai_line, parse_row, row_extra
-from batchgen.request.row_ids import row_id
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import ParsedRow
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.rows.model_names import ModelNames
+from batchgen.request.rows.parser import is_openai_line, parse_row, row_extra
+from batchgen.request.rows.row_ids import row_id
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.request_table import ParsedRow
 from tests.fuzz.fuzzer import BrokenPromise
 
 INDEX = 7

@@ -16,9 +16,9 @@ from typing import Any
 from batchgen.data.read.delimited import delimited_rows
 from batchgen.data.read.jsonl import json_line_rows, json_rows
 from batchgen.errors import ErrorCode, InputError
-from batchgen.request.fields import LOOKUP
+from batchgen.request.fields.declared import LOOKUP
 from batchgen.request.json_text import MAX_DEPTH
-from batchgen.request.raw_row import RawRow
+from batchgen.request.rows.raw_row import RawRow
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer
 from tests.fuzz.mutations import any_value, dump, load, mutate_bytes, mutate_value
 from tests.fuzz.parsing import check_cached, check_error, check_row, require

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.errors import ErrorInfo, RowError
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from batchgen.text.encode import Encoder
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.fuzz.fuzzer import MAX_BYTES, Fuzzer
 from tests.fuzz.jobs import CONTEXT, model_folder
 from tests.fuzz.mutations import any_value, dump, load, mutate_bytes, mutate_value

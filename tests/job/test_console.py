@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.job.console import LastingStream, SafeConsole
+from batchgen.job.display.console import LastingStream, SafeConsole
 
 HOSTILE = "a\x1b]0;t\x07\x9b2J\u202e\u200b"
 SHOWN = "a\\x1b]0;t\\x07\\x9b2J\\u202e\\u200b"

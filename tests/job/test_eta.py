@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from batchgen.job.eta import EtaTracker
-from batchgen.job.progress import TimeLeft
+from batchgen.job.display.eta import EtaTracker
+from batchgen.job.display.progress import TimeLeft
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import EXACT
 from batchgen.plan.scheduler import Scheduler

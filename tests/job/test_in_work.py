@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
-from batchgen.data.write.work_owner import open_work
+from batchgen.data.store.work_folder import RunIdentity, WorkFolder, output_paths
+from batchgen.data.store.work_owner import open_work
 from batchgen.job.in_work import InWork
 from batchgen.plan.step_plan import StepPlan
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from batchgen.job.progress import (
+from batchgen.job.display.progress import (
     DONE,
     BarProgress,
     PlainProgress,

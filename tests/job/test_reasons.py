@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.job.reasons import Reasons
+from batchgen.job.display.reasons import Reasons
 from batchgen.request.completion import Completion
 
 

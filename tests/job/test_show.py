@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from batchgen.data.write.schema import OutputRow, completions_to_table, with_footer
+from batchgen.data.schema import OutputRow, completions_to_table, with_footer
 from batchgen.errors import ErrorCode, ErrorInfo, InputError
-from batchgen.job.show import show_results, show_row
+from batchgen.job.results.show import show_results, show_row
 from batchgen.request.completion import Completion, Score
 
 

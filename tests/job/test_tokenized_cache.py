@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.data.write.spool import BlobSpool
-from batchgen.job.tokenized_cache import _non_default_params
-from batchgen.request.columns import Column, Columns
-from batchgen.request.params import SamplingParams
+from batchgen.data.spool import BlobSpool
+from batchgen.job.rows.tokenized_cache import _non_default_params
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.columns import Column, Columns
 
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "max_new_tokens": st.none() | st.integers(10, 2**31),

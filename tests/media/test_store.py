@@ -16,7 +16,7 @@ import pytest
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.media.root import MediaRoot
 from batchgen.media.store import MediaLimits, MediaStore
-from batchgen.request.media import MediaField, MediaItem, MediaKind
+from batchgen.request.fields.media import MediaField, MediaItem, MediaKind
 from tests.media.samples import SIZE, pixels, recorded, saved, wave
 
 PNG = saved(pixels(), "PNG")

@@ -15,11 +15,11 @@ from PIL import Image
 from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import open_inputs
 from batchgen.errors import RowError
-from batchgen.request.media import MediaItem
-from batchgen.request.named_columns import NamedColumns
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.unknown_keys import CarriedOptions, carried_notes
+from batchgen.request.fields.media import MediaItem
+from batchgen.request.fields.named_columns import NamedColumns
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.unknown_keys import CarriedOptions, carried_notes
+from batchgen.request.rows.values import RowDefaults
 from batchgen.tables.arrow_values import table_items
 from tests.cases import each
 from tests.media.samples import pixels, recorded, saved

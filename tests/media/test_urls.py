@@ -19,8 +19,8 @@ from batchgen.media.faults import MediaFault
 from batchgen.media.root import MediaRoot
 from batchgen.media.store import MediaLimits, MediaStore
 from batchgen.media.urls import FetchedUrls, MediaUrls
-from batchgen.request.media import MediaItem
-from batchgen.request.unnamed_file import UnnamedFile
+from batchgen.request.fields.media import MediaItem
+from batchgen.request.table.unnamed_file import UnnamedFile
 from tests.cases import each
 from tests.media.samples import pixels, saved
 

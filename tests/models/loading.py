@@ -10,9 +10,9 @@ from batchgen.kernels.linear import Products
 from batchgen.models.architectures import Requested
 from batchgen.models.base import Form, Model, ModelSpec, Numbers
 from batchgen.models.check import check_model
+from batchgen.models.checkpoint.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.load import DeviceName, DtypeName, checked_spec, load_checked
-from batchgen.models.lora_config import NamePath
-from batchgen.models.overrides import NO_OVERRIDES, Overrides
+from batchgen.models.lora.config import NamePath
 
 
 def load_model(

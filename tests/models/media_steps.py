@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from batchgen.models.base import Model, ModelInput, TokenEmbeds
-from batchgen.models.folder import check_model_folder
-from batchgen.models.media_config import PREFIXED
-from batchgen.models.media_encoder import MediaEncoder, load_media_encoder
-from batchgen.models.media_processor import MediaProcessor, find_media_processor
+from batchgen.models.checkpoint.folder import check_model_folder
+from batchgen.models.library.media_config import PREFIXED
+from batchgen.models.media.encoder import MediaEncoder, load_media_encoder
+from batchgen.models.media.processor import MediaProcessor, find_media_processor
 from tests.models.loading import load_model
 from tests.models.packed import PagedCache
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.deterministic import DeterministicModel
-from batchgen.models.hf import TransformersModel
+from batchgen.models.library.model import TransformersModel
 from tests.models.loading import load_model
 from tests.models.tiny import save_tiny
 

@@ -15,11 +15,11 @@ from batchgen.kernels.gpu import ops as gpu_ops
 from batchgen.kernels.gpu.ops import TRITON_OPS
 from batchgen.kernels.moe import Gating
 from batchgen.kernels.ops import TORCH_OPS, Ops
-from batchgen.models import hf_load
 from batchgen.models.base import CaptureSpec, ModelInput
-from batchgen.models.experts import ExpertsSlot, install_experts
-from batchgen.models.load_test import Expected
-from batchgen.models.probe import ProbeAttention
+from batchgen.models.library import load as hf_load
+from batchgen.models.library.experts import ExpertsSlot, install_experts
+from batchgen.models.library.load_test import Expected
+from batchgen.models.library.probe import ProbeAttention
 from tests.models.loading import load_model
 from tests.models.tiny import save_tiny, tiny_model
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.models.safetensors_header import read_header
+from batchgen.models.checkpoint.safetensors_header import read_header
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import save_tiny

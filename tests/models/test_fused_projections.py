@@ -12,7 +12,7 @@ from torch import nn
 
 from batchgen.kernels.layouts import choose_layout
 from batchgen.kernels.linear import Linear
-from batchgen.models.fused_projections import stack_projections
+from batchgen.models.library.fused_projections import stack_projections
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import save_tiny
 
@@ -122,8 +122,8 @@ def test_other_modules_are_not_replaced() -> None:
 def test_stacking_in_library_models_changes_no_logit(
     name: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchgen.models import hf_load
-    from batchgen.models.probe import ProbeAttention
+    from batchgen.models.library import load as hf_load
+    from batchgen.models.library.probe import ProbeAttention
 
     save_tiny(name, tmp_path)
     counts: list[int] = []
@@ -156,7 +156,7 @@ def test_a_layer_is_freed_before_the_next_one_is_stacked(monkeypatch: pytest.Mon
         alive.append(first() is not None)
         return Linear(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("batchgen.models.fused_projections.Linear", seen)
+    monkeypatch.setattr("batchgen.models.library.fused_projections.Linear", seen)
     stack_projections(model)
     assert alive[0]
     assert not alive[-1]

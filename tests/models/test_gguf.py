@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from batchgen.errors import ModelError
 from batchgen.gguf.header import read_gguf
 from batchgen.models.check import check_model
-from batchgen.models.folder import check_model_folder
-from batchgen.models.weights import WeightReader
+from batchgen.models.checkpoint.folder import check_model_folder
+from batchgen.models.checkpoint.weights import WeightReader
 from tests.models.gguf_files import as_kind, check_file, write_gguf, write_tiny
 from tests.models.gguf_layout import ARCHITECTURES
 from tests.models.loading import inspect_model
@@ -83,7 +83,7 @@ def test_values_of_every_format_are_those_of_the_package(kind: Kind, tmp_path: P
 
 def test_weights_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of one head, of a size that divides no tensor, give the same model."""
-    monkeypatch.setattr("batchgen.models.weights._BUFFER_BYTES", 4 * 64 * 17)
+    monkeypatch.setattr("batchgen.models.checkpoint.weights._BUFFER_BYTES", 4 * 64 * 17)
     reference = tiny_model("llama")
     check_file(write_gguf(tmp_path / "model.gguf", reference), reference)
 

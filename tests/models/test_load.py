@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.base import Model, ModelInput
-from batchgen.models.probe import ProbeAttention
-from batchgen.models.safetensors_header import read_header
-from batchgen.models.weights import WeightReader
+from batchgen.models.checkpoint.safetensors_header import read_header
+from batchgen.models.checkpoint.weights import WeightReader
+from batchgen.models.library.probe import ProbeAttention
 from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import NATIVE_TYPES, save_tiny
 
@@ -151,7 +151,7 @@ def test_missing_cuda_device_is_rejected(tmp_path: Path) -> None:
 def test_reader_converts_like_torch(
     stored: torch.dtype, target: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchgen.models.weights._BUFFER_BYTES", 64)  # many pieces
+    monkeypatch.setattr("batchgen.models.checkpoint.weights._BUFFER_BYTES", 64)  # many pieces
     tensor = torch.randn(13, 7).to(stored)
     save_file({"a": torch.ones(3), "b": tensor}, tmp_path / "x.safetensors")
     tensors, _ = read_header(tmp_path / "x.safetensors")

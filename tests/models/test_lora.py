@@ -25,7 +25,7 @@ from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
 from batchgen.models.file_hashes import FileStamp
-from batchgen.models.lora_config import Adapter, by_pattern
+from batchgen.models.lora.config import Adapter, by_pattern
 from tests.models.adapters import KINDS, adapted_logits, edit_config, edit_weights, save_adapter
 from tests.models.loading import inspect_model, load_model
 from tests.models.packed import PagedCache, packed_logits, random_sequences

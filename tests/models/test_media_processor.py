@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.models.folder import check_model_folder
-from batchgen.models.media_config import with_sounds
-from batchgen.models.media_encoder import load_media_encoder, tower_bytes
-from batchgen.models.media_processor import ItemRefused, MediaProcessor, find_media_processor
+from batchgen.models.checkpoint.folder import check_model_folder
+from batchgen.models.library.media_config import with_sounds
+from batchgen.models.media.encoder import load_media_encoder, tower_bytes
+from batchgen.models.media.processor import ItemRefused, MediaProcessor, find_media_processor
 from tests.models.media_steps import Item, Loaded, library_inputs, load
 from tests.models.quantised import CASES, quantise_folder
 from tests.models.tiny import save_tiny

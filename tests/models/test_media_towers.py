@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils import logging
 
-from batchgen.models.folder import check_model_folder
-from batchgen.models.media_encoder import load_media_encoder
-from batchgen.models.media_processor import MediaKind, PreparedItem
+from batchgen.models.checkpoint.folder import check_model_folder
+from batchgen.models.media.encoder import load_media_encoder
+from batchgen.models.media.processor import MediaKind, PreparedItem
 from tests.models.loading import load_model
 from tests.models.media_steps import Prompt, logits_of, runs
 from tests.models.test_packed_types import SCALED

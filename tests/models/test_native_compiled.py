@@ -144,7 +144,7 @@ def test_steps_equal_separate_operations(
     runs: list[dict[int, Tensor]] = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr("batchgen.models.native.fused_decoder", lambda weights: None)
+            monkeypatch.setattr("batchgen.models.native.decoder.fused_decoder", lambda weights: None)
         model = load_model(base, dtype=dtype, device="cpu", products=products, lora=lora)
         capture = CaptureSpec(torch.tensor([18, 2, 11, 0]), 19, layers)
         attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])

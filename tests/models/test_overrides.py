@@ -12,7 +12,7 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.models.overrides import Overrides
+from batchgen.models.checkpoint.overrides import Overrides
 from tests.models.dense_attention import DenseCache
 from tests.models.loading import inspect_model, load_model
 from tests.models.packed import packed_logits, random_sequences

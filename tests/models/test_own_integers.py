@@ -17,12 +17,12 @@ from batchgen.engine.quantization import choose_numbers
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.models.base import Form, ModelInput
 from batchgen.models.check import check_model
+from batchgen.models.checkpoint.weights import WeightReader
+from batchgen.models.library.probe import ProbeAttention
 from batchgen.models.load import DtypeName, checked_spec
-from batchgen.models.native import NativeModel
-from batchgen.models.own_integers import OwnIntegers
-from batchgen.models.probe import ProbeAttention
+from batchgen.models.native.decoder import NativeModel
+from batchgen.models.native.own_integers import OwnIntegers
 from batchgen.models.quantize import quantise
-from batchgen.models.weights import WeightReader
 from tests.models.loading import load_model
 from tests.models.quantised import CASES, W8A8, Case, by_groups, save_quantised
 

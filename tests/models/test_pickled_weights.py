@@ -17,7 +17,7 @@ from batchgen.cli.app import run_command
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.probe import ProbeAttention
+from batchgen.models.library.probe import ProbeAttention
 from tests.models.loading import load_model
 from tests.models.quantised import CASES, save_quantised
 from tests.models.tiny import save_tiny

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ModelError
-from batchgen.models.quant_format import find_quant_format
-from batchgen.models.safetensors_header import TensorInfo
+from batchgen.models.checkpoint.quant_format import find_quant_format
+from batchgen.models.checkpoint.safetensors_header import TensorInfo
 
 GROUPS = {"group_0": {"weights": {"num_bits": 8}}}
 

@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.probe import ProbeAttention
+from batchgen.models.library.probe import ProbeAttention
 from tests.models.loading import load_model
 from tests.models.quantised import CASES, Case, by_groups, described, gptq, mxfp4, save_quantised, write_stored
 from tests.models.test_load import write_large

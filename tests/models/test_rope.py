@@ -18,9 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from batchgen.errors import ModelError
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
 from batchgen.models.architectures import choose_implementation
-from batchgen.models.folder import ModelFolder
-from batchgen.models.hf_text import read_transformers_config
-from batchgen.models.native_config import NativeUnsupported, parse_native_config
+from batchgen.models.checkpoint.folder import ModelFolder
+from batchgen.models.library.text import read_transformers_config
+from batchgen.models.native.config import NativeUnsupported, parse_native_config
 from tests.cases import examples
 
 BASE: dict[str, Any] = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Requested
 from batchgen.models.check import check_model
-from batchgen.models.stored_tensors import UNREAD
+from batchgen.models.checkpoint.stored_tensors import UNREAD
 from tests.models.loading import inspect_model, load_model
 from tests.models.tiny import save_tiny
 

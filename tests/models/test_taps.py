@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.models.base import CaptureSpec, Model, ModelInput
-from batchgen.models.hf import decoder_name
-from batchgen.models.module_discovery import find_hooks
+from batchgen.models.library.model import decoder_name
+from batchgen.models.library.module_discovery import find_hooks
 from tests.models.dense_attention import DenseCache
 from tests.models.loading import load_model
 from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny, tiny_model

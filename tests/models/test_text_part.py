@@ -14,11 +14,11 @@ from transformers import CONFIG_MAPPING
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.models.folder import check_model_folder
-from batchgen.models.hf_load import text_class
-from batchgen.models.hf_text import is_unread, read_transformers_config
-from batchgen.models.native_config import NATIVE_TYPES, parse_native_config
-from batchgen.models.text_part import find_text_tensors
+from batchgen.models.checkpoint.folder import check_model_folder
+from batchgen.models.checkpoint.text_part import find_text_tensors
+from batchgen.models.library.load import text_class
+from batchgen.models.library.text import is_unread, read_transformers_config
+from batchgen.models.native.config import NATIVE_TYPES, parse_native_config
 from tests.models.dense_attention import DenseCache
 from tests.models.loading import inspect_model, load_model
 from tests.models.packed import packed_logits, random_sequences

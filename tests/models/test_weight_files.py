@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.probe import ProbeAttention
+from batchgen.models.library.probe import ProbeAttention
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.loading import load_model
 from tests.models.tiny import save_tiny

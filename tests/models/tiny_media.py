@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from batchgen.models.media_config import processor_class
+from batchgen.models.library.media_config import processor_class
 from tests.models.tiny_packed import packed_config
 
 SIZE = 320

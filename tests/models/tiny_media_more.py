@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.smolvlm import processing_smolvlm
 
-from batchgen.models.media_config import with_sounds
+from batchgen.models.library.media_config import with_sounds
 from tests.models.tiny_media import (
     GRID,
     IMAGE,

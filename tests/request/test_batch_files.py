@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.model_names import ModelNames
-from batchgen.request.parser import row_extra
-from batchgen.request.prompts import ChatPrompt, TextPrompt
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.fields.prompts import ChatPrompt, TextPrompt
+from batchgen.request.rows.model_names import ModelNames
+from batchgen.request.rows.parser import row_extra
+from batchgen.request.rows.values import RowDefaults
 from tests.cases import each
 from tests.rows import CHAT, COMPLETIONS, HELLO, line, parse
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.request.columns import Column
+from batchgen.request.table.columns import Column
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 NUMBERS = st.integers(-(2**40), 2**40)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import OutputError
-from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.table.embeds_store import EmbedsStore
 from tests.cases import examples
 
 

@@ -18,8 +18,8 @@ from batchgen.config.run_config import BY_NAME
 from batchgen.data.read.jsonl import json_line_rows
 from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import ErrorCode, RowError, UsageError
-from batchgen.request.fields import FIELDS, Field
-from batchgen.request.params import SAMPLING_FIELDS, SamplingParams
+from batchgen.request.fields.declared import FIELDS, Field
+from batchgen.request.fields.params import SAMPLING_FIELDS, SamplingParams
 from tests.cases import each
 from tests.request.wrong_values import wrong_texts, wrong_values
 from tests.rows import CHAT, COMPLETIONS, line, parse, text

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
-from batchgen.request.fields import LOOKUP
-from batchgen.request.table import ParsedRow
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.table.request_table import ParsedRow
 from tests.cases import each, examples
 from tests.rows import CHAT, COMPLETIONS, HELLO, line, parse, text
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorInfo, RowError
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 
 CHAT = [{"role": "user", "content": "Hi"}]
 VALUES: dict[str, Any] = {

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.media import MediaItem
-from batchgen.request.model_names import ModelNames
-from batchgen.request.parser import parse_row
-from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.fields.media import MediaItem
+from batchgen.request.fields.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from batchgen.request.rows.model_names import ModelNames
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from tests.cases import each
 
 PNG = "data:image/png;base64,iVBORw0KGgo="

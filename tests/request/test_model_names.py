@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.model_names import ModelNames
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.model_names import ModelNames
+from batchgen.request.rows.values import RowDefaults
 from tests.rows import CHAT, line, parse, text
 
 SNAPSHOT = "/home/me/.cache/huggingface/hub/models--acme--Tiny-Instruct/snapshots/0123abc"

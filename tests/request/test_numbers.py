@@ -14,8 +14,8 @@ import pytest
 from batchgen.data.read.jsonl import json_line_rows
 from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import RowError
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import ParsedRow
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import ParsedRow
 from tests.rows import CHAT, COMPLETIONS, line, parse, text
 
 Layout = Callable[[dict[str, Any]], dict[str, Any]]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from tests.cases import each
 from tests.rows import HELLO, parse
 

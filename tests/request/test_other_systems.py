@@ -11,11 +11,11 @@ import pytest
 
 from batchgen.config.run_config import OPTIONS
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.field import Place
-from batchgen.request.fields import LOOKUP
-from batchgen.request.other_systems import _IDLE, _REFUSE, _USE, ANSWERS, NAMES, ORDINARY, snake_case
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.unknown_keys import carried_hint
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.fields.field import Place
+from batchgen.request.fields.other_systems import _IDLE, _REFUSE, _USE, ANSWERS, NAMES, ORDINARY, snake_case
+from batchgen.request.rows.unknown_keys import carried_hint
+from batchgen.request.rows.values import RowDefaults
 from tests.cases import each
 from tests.rows import CHAT, COMPLETIONS, line, parse, text
 

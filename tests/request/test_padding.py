@@ -13,8 +13,8 @@ import pytest
 
 from batchgen.data.read.parquet import parquet_rows
 from batchgen.errors import RowError
-from batchgen.request.prompts import ChatPrompt
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.request.rows.values import RowDefaults
 from tests.rows import CHAT, HELLO, line, parse, text
 
 USER = {"role": "user", "content": "Hi"}

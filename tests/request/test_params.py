@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.request.hidden_states import HiddenStates
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.hidden_states import HiddenStates
+from batchgen.request.fields.params import SamplingParams
 from tests.cases import each
 
 OPTIONAL = [item.name for item in fields(SamplingParams) if "None" in str(item.type)]

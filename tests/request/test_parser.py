@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, RowError, UsageError
-from batchgen.request.fields import FIELDS, LOOKUP, Field
-from batchgen.request.model_names import ModelNames
-from batchgen.request.params import SamplingParams
-from batchgen.request.parser import derive_seed, row_extra
-from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from batchgen.request.row_ids import row_id
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import ParsedRow
-from batchgen.request.tool_choice import ToolChoice
+from batchgen.request.fields.declared import FIELDS, LOOKUP, Field
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from batchgen.request.fields.tool_choice import ToolChoice
+from batchgen.request.rows.model_names import ModelNames
+from batchgen.request.rows.parser import derive_seed, row_extra
+from batchgen.request.rows.row_ids import row_id
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.request_table import ParsedRow
 from tests.cases import each
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from tests.rows import CHAT, HELLO, line, text
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 
 TABLES: dict[str, list[tuple[int, int]]] = {
     "one prompt in every row": [(row, 0) for row in range(5)],

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request import row_memory
-from batchgen.request.row_memory import ROW_MEMORY, estimated_memory, line_is_cut, parse_cell, parse_line
+from batchgen.request.rows import row_memory
+from batchgen.request.rows.row_memory import ROW_MEMORY, estimated_memory, line_is_cut, parse_cell, parse_line
 
 LINES: dict[str, str] = {
     "empty lists": '{"x": [' + ",".join(["[]"] * 5000) + "]}",

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import TextPrompt, TokenPrompt
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import TextPrompt, TokenPrompt
+from batchgen.request.rows.values import RowDefaults
 from tests.rows import HELLO, parse, text
 
 pytestmark = pytest.mark.field("completion", "completions")

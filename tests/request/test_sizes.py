@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.request import checks, parser
+from batchgen.request import checks
 from batchgen.request.checks import MAX_OPTION_SIZE, MAX_STOP_CHARACTERS
-from batchgen.request.field_checks import MAX_ID_CHARACTERS
+from batchgen.request.fields.field_checks import MAX_ID_CHARACTERS
+from batchgen.request.rows import parser
 from tests.rows import parse, text
 
 

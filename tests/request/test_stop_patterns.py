@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
-from batchgen.request.params import SamplingParams
-from batchgen.request.stop_patterns import compile_pattern, is_plain
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.stop_patterns import compile_pattern, is_plain
 from tests.cases import each, examples
 
 REFUSED = [

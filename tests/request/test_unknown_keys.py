@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from batchgen.data.write.schema import SCHEMA
+from batchgen.data.schema import SCHEMA
 from batchgen.errors import RowError
-from batchgen.request.fields import LOOKUP
-from batchgen.request.other_systems import words
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.unknown_keys import (
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.fields.other_systems import words
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.unknown_keys import (
     MAX_CARRIED_OPTIONS,
     CarriedOptions,
     carried_hint,
     carried_notes,
     note_line,
 )
+from batchgen.request.rows.values import RowDefaults
 from tests.cases import each
 from tests.rows import CHAT, line, parse, text
 

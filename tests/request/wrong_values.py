@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from batchgen.request import field_checks
 from batchgen.request.checks import (
     Check,
     Integer,
@@ -19,8 +18,9 @@ from batchgen.request.checks import (
     string_or_mapping,
     strings,
 )
-from batchgen.request.field import Field
-from batchgen.request.hidden_states import hidden_states
+from batchgen.request.fields import field_checks
+from batchgen.request.fields.field import Field
+from batchgen.request.fields.hidden_states import hidden_states
 
 _NO_STRINGS: list[Any] = [5, True, {"a": 1}, "", ["a", ""], ["a", 5], ["a", None], [["a"]]]
 _NO_IDS: list[Any] = [5, "1", {"1": 1}, [True], [1.5], ["1"], [None], [[1]], [-1], [2**31]]

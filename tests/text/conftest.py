@@ -13,10 +13,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from batchgen.errors import ErrorInfo
-from batchgen.request.parser import parse_row
-from batchgen.request.row_values import RowDefaults
+from batchgen.request.rows.parser import parse_row
+from batchgen.request.rows.values import RowDefaults
 from batchgen.text.encode import EncodedPrompt, Encoder
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",

@@ -6,7 +6,7 @@ import pytest
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.bad_words import bad_word_sequences
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import KINDS
 
 

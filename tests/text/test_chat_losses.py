@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorInfo
-from batchgen.request.prompts import ChatPrompt
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import each
 from tests.text.chat_families import FAMILIES
 from tests.text.conftest import save_tokenizer

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchgen.errors import ErrorInfo, UsageError
-from batchgen.request.prompts import ChatPrompt
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import CHAT_TEMPLATE, SENTENCES, save_tokenizer
 
 TEMPLATES = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchgen.text.detokenize import Detokenizer
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.detokenize import Detokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import examples
 from tests.text.conftest import KINDS, SENTENCES
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.request.hidden_states import CaptureSupport
-from batchgen.request.parser import derive_seed, parse_row
-from batchgen.request.prompts import TextPrompt, TokenPrompt
-from batchgen.request.row_values import RowDefaults
-from batchgen.request.table import ParsedRow
+from batchgen.request.fields.hidden_states import CaptureSupport
+from batchgen.request.fields.prompts import TextPrompt, TokenPrompt
+from batchgen.request.rows.parser import derive_seed, parse_row
+from batchgen.request.rows.values import RowDefaults
+from batchgen.request.table.request_table import ParsedRow
 from batchgen.text.encode import EncodedPrompt, Encoder
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import examples
 from tests.text.conftest import SENTENCES, encode, encode_error, encode_result
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 
 from batchgen.errors import ModelError
 from batchgen.gguf.vocabulary import SPLITS
-from batchgen.request.prompts import ChatPrompt
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.models.gguf_files import tokenizer_metadata, write_tiny
 from tests.text.conftest import SENTENCES
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorInfo
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from batchgen.text.encode import Encoder
-from batchgen.text.stops import FinishedText, StopState
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.stops.conditions import FinishedText, StopState
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import each
 from tests.text.conftest import KINDS, encode_result
 

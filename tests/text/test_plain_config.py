@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from batchgen.text.model_files import plain_config
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.model_files import plain_config
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 CLASSES = [
     "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2TokenizerFast",

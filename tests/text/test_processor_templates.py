@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from batchgen.demo import model_path
-from batchgen.request.prompts import ChatPrompt
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% for c in m.content | selectattr('type', 'equalto', 'text') %}"

@@ -16,7 +16,7 @@ from batchgen.text import encode as encoding
 from batchgen.text import prompt_texts
 from batchgen.text.encode import Encoder
 from batchgen.text.prompt_texts import ROW_TEXT_BYTES, UNCUT_CHARACTERS, LongTexts
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES, encode, encode_error
 
 CONTEXT = 64

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import ChatPrompt
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import ChatPrompt
 from batchgen.text.families import NAMES, find_format, named_format, response_format
 from batchgen.text.reasoning import ReasoningParser, reasoning_of
-from batchgen.text.stops import FinishedText, StopState
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.stops.conditions import FinishedText, StopState
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import each
 from tests.text.conftest import CHAT_TEMPLATE, save_tokenizer
 from tests.text.reasoning_families import ANSWER, FAMILIES, RESPONSE_TEMPLATES, THOUGHTS, Case

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import RowError
-from batchgen.request.params import SamplingParams
-from batchgen.text.stops import FinishedText, StopEvent, StopState, all_stop_token_ids
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.params import SamplingParams
+from batchgen.text.stops.conditions import FinishedText, StopEvent, StopState, all_stop_token_ids
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import examples
 from tests.text.conftest import KINDS, SENTENCES
 from tests.text.test_detokenize import id_lists
@@ -230,7 +230,7 @@ def test_patterns_over_the_time_limit_fail_their_row(
     """A search of some milliseconds, under a lower limit."""
     options: dict[str, Any] = {"stop_regex": [pattern], "min_new_tokens": 300, "max_new_tokens": None}
     assert run_characters(tokenizer, "a" * 300, **options)[0] == 300
-    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 1e-4)
+    monkeypatch.setattr("batchgen.text.stops.search.SEARCH_SECONDS", 1e-4)
     with pytest.raises(RowError, match=r"`stop_regex` .* takes too long") as caught:
         run_characters(tokenizer, "a" * 300, **options)
     assert (caught.value.info.code, caught.value.info.param) == ("invalid_field", "stop_regex")

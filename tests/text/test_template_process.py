@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.request.prompts import ChatPrompt
-from batchgen.text.template_process import PROCESS, RenderLimits
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.text.chat.template_process import PROCESS, RenderLimits
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import save_tokenizer
 
 pytestmark = pytest.mark.field("messages")

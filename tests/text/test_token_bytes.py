@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchgen.text.token_bytes import TokenBytes
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES
 
 

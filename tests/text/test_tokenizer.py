@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
-from batchgen.request.prompts import ChatPrompt
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES, save_tokenizer
 
 

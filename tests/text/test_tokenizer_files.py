@@ -16,9 +16,9 @@ from tokenizers import models
 
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, RowError
-from batchgen.text import tokenizer as tokenizer_module
 from batchgen.text.bad_words import bad_word_sequences
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens import tokenizer as tokenizer_module
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import SENTENCES
 
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}

@@ -14,8 +14,8 @@ from typing import Any
 
 import batchgen
 from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting
-from batchgen.data.write.states import StateRecord, write_states_part
-from batchgen.data.write.states_result import write_states_result
+from batchgen.data.states import StateRecord, write_states_part
+from batchgen.data.states_result import write_states_result
 
 _UNREACHABLE_SAVING = 1 << 40
 """Threshold of saved KV reads that no prefix group reaches."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import psutil
 
 from batchgen.bench.machine import machine
-from batchgen.data.write.spool import TokenSpool
+from batchgen.data.spool import TokenSpool
 from batchgen.errors import UsageError
 from batchgen.plan.estimate import find_dedup, plan_counts
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig

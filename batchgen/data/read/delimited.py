@@ -19,8 +19,8 @@ from batchgen.data.read.parquet import named_twice
 from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, InputError, RowError, row_error
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.raw_row import RawRow, UnreadableRow
+from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
+from batchgen.request.rows.raw_row import RawRow, UnreadableRow
 from batchgen.tables.text_fields import TextFields
 
 TAB = "\t"

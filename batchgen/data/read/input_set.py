@@ -11,12 +11,12 @@ from batchgen.data.read.input_paths import partitions_of
 from batchgen.data.read.pieces import RowFilter
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
-from batchgen.request.fields import LOOKUP
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.other_rows import fields_there
+from batchgen.request.fields.declared import LOOKUP
+from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
 from batchgen.request.printable import encodable, printable
-from batchgen.request.raw_row import RawRow
-from batchgen.request.row_ids import given_id
+from batchgen.request.rows.other_rows import fields_there
+from batchgen.request.rows.raw_row import RawRow
+from batchgen.request.rows.row_ids import given_id
 from batchgen.tables.text_fields import conversation
 
 SOURCE_COLUMNS = ("source_file", "source_line")

@@ -16,8 +16,8 @@ from batchgen.data.read.json_elements import ElementScanner
 from batchgen.data.read.pieces import BLANK, MAX_LINE_BYTES, Peeked, Piece, PieceReader, lines_of, raw_lines
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.json_text import decode_utf8
-from batchgen.request.row_ids import readable_id
-from batchgen.request.row_memory import line_is_cut, parse_line
+from batchgen.request.rows.row_ids import readable_id
+from batchgen.request.rows.row_memory import line_is_cut, parse_line
 
 _ARRAY_OF_OBJECTS = re.compile(rb"\[[ \t\r\n]*[{\]]")
 _BEFORE_VALUES = (b"[", b"{", b",", b":")

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 
 from batchgen.data.read.pieces import RowFilter
 from batchgen.errors import ErrorCode, InputError, RowError
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.raw_row import RawRow, UnreadableRow
-from batchgen.request.row_memory import ROW_MEMORY
+from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
+from batchgen.request.rows.raw_row import RawRow, UnreadableRow
+from batchgen.request.rows.row_memory import ROW_MEMORY
 from batchgen.tables.arrow_values import JSON_EXTENSION, Value, columns_of_text, read_rows
 from batchgen.tables.text_fields import TextFields
 

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, row_error
-from batchgen.request.named_columns import UNNAMED, NamedColumns
-from batchgen.request.raw_row import RawRow
+from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
+from batchgen.request.rows.raw_row import RawRow
 
 MAX_LINE_BYTES = 1 << 28
 """Longest line in bytes; a longer one is an error row, so that a file without line ends does not fill the memory."""

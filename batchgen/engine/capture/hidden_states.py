@@ -19,14 +19,14 @@ from torch import Tensor
 
 from batchgen.engine.capture.node_buffers import NodeBuffers, Span
 from batchgen.engine.capture.sample_states import Floats, SampleStates, StateArray, StateNeeds, Sums
-from batchgen.engine.d2h_queue import D2HQueue
+from batchgen.engine.memory.d2h_queue import D2HQueue
 from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import Device, to_float32
 from batchgen.models.base import CaptureSpec, ModelSpec
 from batchgen.plan.step_plan import SampleRow, SampleRows, StepPlan
 from batchgen.request.completion import StateBlock
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import Request
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import Request
 
 _EXPERTS: Final = "experts"
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.capture.node_buffers import NodeBuffers, NodeRows, Span, split_spans
-from batchgen.engine.d2h_queue import D2HQueue
+from batchgen.engine.memory.d2h_queue import D2HQueue
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorCode, RowError
 from batchgen.kernels.device import Array
 from batchgen.kernels.ops import Ops
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
-from batchgen.request.table import Request
+from batchgen.request.table.request_table import Request
 
 LOGITS_BYTES = 64 << 20
 """Bytes of prompt logits that are computed at once, as float32."""

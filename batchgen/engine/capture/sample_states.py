@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.kernels.device import to_float32
-from batchgen.request.hidden_states import HiddenStates
-from batchgen.request.table import Request
+from batchgen.request.fields.hidden_states import HiddenStates
+from batchgen.request.table.request_table import Request
 
 Floats = npt.NDArray[np.float32]
 Sums = npt.NDArray[np.float64]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.errors import OutputError
 from batchgen.kernels.device import HOST, Device, Download, to_float32
-from batchgen.request.unnamed_file import UnnamedFile
+from batchgen.request.table.unnamed_file import UnnamedFile
 
 Floats = npt.NDArray[np.float32]
 

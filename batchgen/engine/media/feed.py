@@ -25,9 +25,9 @@ from batchgen.engine.media.sources import Source
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.errors import ErrorInfo, ModelError, row_error
 from batchgen.kernels.device import Device
-from batchgen.models.media_encoder import MediaEncoder
-from batchgen.models.media_processor import PreparedItem
-from batchgen.request.media_items import DistinctItem, MediaItems
+from batchgen.models.media.encoder import MediaEncoder
+from batchgen.models.media.processor import PreparedItem
+from batchgen.request.fields.media_items import DistinctItem, MediaItems
 
 PREPARED_BYTES: Final = 256 << 20
 """Most bytes of items that are prepared and not encoded, and of those that threads decode at once, as far as their

@@ -24,11 +24,11 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo
 from batchgen.kernels.device import Device, cpu_quota
 from batchgen.models.base import ModelSpec
-from batchgen.models.media_encoder import MediaEncoder
+from batchgen.models.media.encoder import MediaEncoder
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import blocks
-from batchgen.request.media_items import MediaItems, MediaPlan
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.media_items import MediaItems, MediaPlan
+from batchgen.request.table.request_table import RequestTable
 
 Ints = npt.NDArray[np.int64]
 

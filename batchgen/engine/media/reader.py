@@ -11,18 +11,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from batchgen.engine.embeds_reader import TensorFiles
+from batchgen.engine.media.embeds_reader import TensorFiles
 from batchgen.engine.media.sources import Floats, GivenFeatures, GivenItems, Source, StoredItem
 from batchgen.errors import ErrorCode, RowError
 from batchgen.media.sources import is_url
 from batchgen.media.store import MediaStore
 from batchgen.models.base import Model, ModelSpec
-from batchgen.models.media_encoder import MediaEncoder
-from batchgen.models.media_processor import ItemRefused, MediaProcessor, PreparedItem
-from batchgen.request.media import MediaItem
-from batchgen.request.media_items import DistinctItem, MediaItems, PlacedItem
-from batchgen.request.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from batchgen.request.table import ParsedRow, RequestTable
+from batchgen.models.media.encoder import MediaEncoder
+from batchgen.models.media.processor import ItemRefused, MediaProcessor, PreparedItem
+from batchgen.request.fields.media import MediaItem
+from batchgen.request.fields.media_items import DistinctItem, MediaItems, PlacedItem
+from batchgen.request.fields.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from batchgen.request.table.request_table import ParsedRow, RequestTable
 
 
 class MediaSupport:

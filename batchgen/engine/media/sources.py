@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.engine.embeds_reader import TensorFiles, matrix_of
+from batchgen.engine.media.embeds_reader import TensorFiles, matrix_of
 from batchgen.errors import ErrorCode
 from batchgen.media.store import ItemHeader, MediaStore
 from batchgen.models.base import ModelSpec
-from batchgen.models.media_processor import (
+from batchgen.models.media.processor import (
     MOST_OF_LAYOUT,
     OF_TEXT,
     Expansion,
@@ -29,11 +29,11 @@ from batchgen.models.media_processor import (
     PreparedItem,
 )
 from batchgen.request.checks import error_at, invalid
-from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.media import MediaItem, MediaKind
-from batchgen.request.media_items import DistinctItem
-from batchgen.request.prompts import Prompt, TokenPrompt, embeddings
-from batchgen.request.unnamed_file import UnnamedFile
+from batchgen.request.fields.media import MediaItem, MediaKind
+from batchgen.request.fields.media_items import DistinctItem
+from batchgen.request.fields.prompts import Prompt, TokenPrompt, embeddings
+from batchgen.request.table.embeds_store import EmbedsStore
+from batchgen.request.table.unnamed_file import UnnamedFile
 
 Floats = npt.NDArray[np.float32]
 

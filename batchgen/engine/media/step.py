@@ -18,8 +18,8 @@ from batchgen.kernels.types import AttentionBatch
 from batchgen.models.base import TokenEmbeds
 from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import PrefillChunk
-from batchgen.request.media_items import MediaItems
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.media_items import MediaItems
+from batchgen.request.table.request_table import RequestTable
 
 Int64 = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

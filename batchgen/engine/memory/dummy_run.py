@@ -30,10 +30,10 @@ from batchgen.plan.step_plan import (
     StepPlan,
 )
 from batchgen.plan.window_pages import WindowGroup
-from batchgen.request.constraint import CONSTRAINT_KINDS
-from batchgen.request.hidden_states import HiddenStates
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.constraint import CONSTRAINT_KINDS
+from batchgen.request.fields.hidden_states import HiddenStates
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 
 
 class Meter(Protocol):

@@ -21,11 +21,11 @@ from batchgen.errors import ErrorCode, ErrorInfo, row_error
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.shaping import bitmask_width
-from batchgen.request.constraint import Constraint
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.constraint import Constraint
+from batchgen.request.fields.params import SamplingParams
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.grammar.kinds import KINDS
-from batchgen.text.stops import all_stop_token_ids
+from batchgen.text.stops.conditions import all_stop_token_ids
 
 MAX_SECONDS = 30.0
 """Most time for the grammar of one sample; a normal grammar takes less than a millisecond per token."""

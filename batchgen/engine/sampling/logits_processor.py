@@ -25,12 +25,12 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.counts import Penalties
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
+from batchgen.request.fields.params import SamplingParams
 from batchgen.request.foreign_text import read_json
-from batchgen.request.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor, LogitProcessor, ProcessorRow
-from batchgen.request.table import Request
+from batchgen.request.table.request_table import Request
 from batchgen.text.bad_words import bad_word_sequences
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 
 class ProcessorView(ProcessorRow):

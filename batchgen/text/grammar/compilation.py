@@ -16,11 +16,11 @@ import numpy as np
 
 from batchgen.errors import ErrorInfo, RowError
 from batchgen.request.checks import invalid_grammar
-from batchgen.request.constraint import Constraint
+from batchgen.request.fields.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.guidance import GuidanceMatcher, byte_vocabulary, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, ONE_LINE, Source
-from batchgen.text.grammar.rules import can_end, left_recursive_rule, with_bounded_digits, with_prefix
+from batchgen.text.grammar.schemas.rules import can_end, left_recursive_rule, with_bounded_digits, with_prefix
 
 XGRAMMAR, LLGUIDANCE = b"x", b"l"
 """First byte of a compiled constraint: which compiler it is for."""

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Final
 
 from batchgen.errors import BatchgenError, ErrorInfo
-from batchgen.request.constraint import Constraint
+from batchgen.request.fields.constraint import Constraint
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
 from batchgen.errors import ErrorInfo, OutputError, RowError, apart
-from batchgen.request.constraint import Constraint
+from batchgen.request.fields.constraint import Constraint
 from batchgen.text.grammar.compilation import LLGUIDANCE
 from batchgen.text.grammar.compiler import GrammarCompiler
 from batchgen.text.grammar.guidance import GuidanceMatcher, GuidanceVocabulary, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Check
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileLimits
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 _MAX_CHECKS = 1024
 """Number of checks kept in memory."""

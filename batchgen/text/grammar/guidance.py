@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.request.foreign_text import read_json
-from batchgen.text.grammar.rules import MAX_DIGITS
+from batchgen.text.grammar.schemas.rules import MAX_DIGITS
 
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON in one line, spaced as xgrammar does."""

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import invalid_grammar
-from batchgen.request.constraint import ConstraintKind
+from batchgen.request.fields.constraint import ConstraintKind
 from batchgen.request.foreign_text import ForeignTextError, read_json
-from batchgen.text.grammar.patterns import PatternError, explicit_pattern
-from batchgen.text.tools.calls import Function
+from batchgen.text.calls import Function
+from batchgen.text.grammar.schemas.patterns import PatternError, explicit_pattern
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.keyed_calls import RAW_STRING, raw_string_format
 
@@ -62,7 +62,7 @@ def _choice(text: str, lenient: bool) -> Iterator[Source]:
 
 def _schemas(field: str, text: str, lenient: bool) -> Iterator[Source]:
     # Imported here: only rows with a schema need jsonschema.
-    from batchgen.text.grammar.schemas import enforceable_schemas
+    from batchgen.text.grammar.schemas.translations import enforceable_schemas
 
     for backend, schema in enforceable_schemas(text, field, lenient=lenient):
         yield Source("json_schema" if backend == "xgrammar" else "guidance_schema", json.dumps(schema))
@@ -92,7 +92,7 @@ def _structural_tag(text: str, lenient: bool) -> Iterator[Source]:
 
 def _required_calls(text: str, lenient: bool) -> Iterator[Source]:
     """Grammar of an answer that calls functions; the text is written by `text/tools/rows.py`."""
-    from batchgen.text.grammar.validation import Schema
+    from batchgen.text.grammar.schemas.validation import Schema
 
     value = read_json(text)
     functions = [
@@ -162,20 +162,20 @@ def _regex(text: str, lenient: bool) -> Iterator[Source]:
 
 # Imported in the checks: only finished rows with a schema or pattern need jsonschema.
 def _schema_check(text: str) -> Check:
-    from batchgen.text.grammar.validation import Schema
+    from batchgen.text.grammar.schemas.validation import Schema
 
     return Schema(read_json(text)).satisfied_by  # the compiler has checked it
 
 
 def _pattern_check(text: str) -> Check:
-    from batchgen.text.grammar.validation import matches_whole
+    from batchgen.text.grammar.schemas.validation import matches_whole
 
     return partial(matches_whole, text)
 
 
 def _calls_check(text: str) -> Check:
     """Check of the JSON text of an answer's calls."""
-    from batchgen.text.grammar.validation import Schema
+    from batchgen.text.grammar.schemas.validation import Schema
 
     value = read_json(text)
     schemas = {each["name"]: Schema(each["parameters"]) for each in value["functions"]}

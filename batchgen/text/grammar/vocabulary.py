@@ -6,8 +6,8 @@ import re
 from random import Random
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.text.token_bytes import TokenBytes
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.tokenizer import Tokenizer
 
 VOCABULARIES = ("text", "json", "tag")
 """Kinds of vocabulary: plain text, JSON on one line, and structural tags, in which special tokens have text."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.checks import invalid_grammar
-from batchgen.request.constraint import Constraint
+from batchgen.request.fields.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.compilation import compile_constraint
 from batchgen.text.helper_process import begin, limit_memory, limit_seconds
@@ -179,7 +179,7 @@ def serve(source: int, sink: int, workers: int) -> None:
             continue
         if isinstance(message, CompileJob):
             if message.vocabulary[1] != "text":
-                import_module("batchgen.text.grammar.schemas")  # before forking, so that forks share it
+                import_module("batchgen.text.grammar.schemas.translations")  # before forking, so that forks share it
             queue.append(message)
         elif isinstance(message, DropVocabulary):
             tokenizers.pop(message.key, None)

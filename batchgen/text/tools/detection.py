@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from batchgen.text.template_probe import CALL, Written
-from batchgen.text.tools.calls import ToolCall, ToolFormat
+from batchgen.text.calls import ToolCall, ToolFormat
+from batchgen.text.chat.template_probe import CALL, Written
 from batchgen.text.tools.formats import FORMATS
 
 _DESCRIBED: Final = (

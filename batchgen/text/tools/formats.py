@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from batchgen.text.tools.calls import ToolFormat
+from batchgen.text.calls import ToolFormat
 from batchgen.text.tools.json_calls import JsonCalls, NamedCalls
 from batchgen.text.tools.keyed_calls import GemmaCalls, PythonCalls, TagCalls
 

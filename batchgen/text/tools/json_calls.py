@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from batchgen.request.foreign_text import read_json
-from batchgen.text.tools.calls import (
+from batchgen.text.calls import (
     CallError,
     Format,
     Function,

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from typing import Any, Final, Literal
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.text.tools.calls import (
+from batchgen.text.calls import (
     CallError,
     Format,
     Function,

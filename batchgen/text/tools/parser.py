@@ -18,12 +18,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from batchgen.request.fields.params import SamplingParams
 from batchgen.request.foreign_text import read_json
-from batchgen.request.params import SamplingParams
 from batchgen.request.printable import encodable
-from batchgen.text.detokenize import Detokenizer
-from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.tools.calls import Schemas, Span, ToolCall, ToolFormat
+from batchgen.text.calls import Schemas, Span, ToolCall, ToolFormat
+from batchgen.text.tokens.detokenize import Detokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.response_template import TemplateCalls
 

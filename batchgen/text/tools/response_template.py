@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from batchgen.request.foreign_text import read_json
-from batchgen.text.tools.calls import CallError, Format, Function, Schemas, Span, ToolCall, ToolFormat
+from batchgen.text.calls import CallError, Format, Function, Schemas, Span, ToolCall, ToolFormat
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.json_calls import call_of
 

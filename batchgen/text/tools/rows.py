@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import invalid, show
-from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import ChatPrompt
-from batchgen.request.tool_choice import ToolChoice
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.request.fields.tool_choice import ToolChoice
+from batchgen.text.calls import Function, Schemas, functions_of
 from batchgen.text.families import AUTO, FROM_TEMPLATE, OFF
-from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.tools.calls import Function, Schemas, functions_of
+from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.detection import format_of
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.response_template import TemplateCalls, has_calls, known_format

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from batchgen.text.tools.calls import (
+from batchgen.text.calls import (
     CallError,
     Format,
     constant,

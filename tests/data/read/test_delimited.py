@@ -21,8 +21,8 @@ from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import open_inputs
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError
-from batchgen.request.named_columns import NamedColumns
-from batchgen.request.raw_row import RawRow
+from batchgen.request.fields.named_columns import NamedColumns
+from batchgen.request.rows.raw_row import RawRow
 
 
 def read(data: str | bytes, **options: Any) -> list[RawRow]:

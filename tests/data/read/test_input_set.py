@@ -27,10 +27,10 @@ from batchgen.data.read.formats import BY_KEY
 from batchgen.data.read.input_files import find_inputs
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.read.input_set import open_inputs as open_found
-from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.read.selection import Selection
+from batchgen.data.reserved_paths import ReservedPaths
 from batchgen.errors import ErrorCode, ErrorInfo, InputError, UsageError
-from batchgen.request.named_columns import NamedColumns
+from batchgen.request.fields.named_columns import NamedColumns
 from tests.cases import each
 
 

@@ -21,7 +21,7 @@ from batchgen.data.read.streams import decompressed
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request import json_text
 from batchgen.request.json_text import MAX_DEPTH, parse_json, parse_json_object
-from batchgen.request.raw_row import RawRow
+from batchgen.request.rows.raw_row import RawRow
 from tests.cases import each
 
 BAD_JSON = ErrorCode.INVALID_JSON

@@ -21,8 +21,8 @@ from batchgen.data.read import parquet
 from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError
-from batchgen.request.named_columns import NamedColumns
-from batchgen.request.raw_row import RawRow
+from batchgen.request.fields.named_columns import NamedColumns
+from batchgen.request.rows.raw_row import RawRow
 from tests.cases import each
 from tests.tables.arrow_types import CASES, column
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen.data.write import feature_files
-from batchgen.data.write.feature_files import FeatureFiles
+from batchgen.data import feature_files
+from batchgen.data.feature_files import FeatureFiles
 from tests.faults.layer import Fail, Layer, ShortWrite, in_place
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]

@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.data.files import FileSystem
-from batchgen.data.write import merge_sort as merge_sort_module
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.finish import finish
-from batchgen.data.write.results_file import parquet_writer, read_footer
-from batchgen.data.write.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY
-from batchgen.data.write.work_folder import WorkFolder, is_complete, output_paths
-from batchgen.data.write.work_owner import open_work
+from batchgen.data.out import merge_sort as merge_sort_module
+from batchgen.data.out.finish import finish
+from batchgen.data.results_file import parquet_writer, read_footer
+from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY
+from batchgen.data.store.committed import Committed
+from batchgen.data.store.work_folder import WorkFolder, is_complete, output_paths
+from batchgen.data.store.work_owner import open_work
 from batchgen.errors import BatchgenError, OutputError, UsageError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored, stored_keys
 

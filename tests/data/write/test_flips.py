@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchgen.data.file_check import check_files
 from batchgen.data.files import FileSystem
+from batchgen.data.out.file_check import check_files
+from batchgen.data.out.finish import finish
+from batchgen.data.out.view import open_results
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.view import open_results
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.finish import finish
-from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.schema import OutputRow
-from batchgen.data.write.work_folder import WorkFolder, output_paths
-from batchgen.data.write.work_owner import open_work
+from batchgen.data.schema import OutputRow
+from batchgen.data.store.committed import Committed
+from batchgen.data.store.parts import PartWriter
+from batchgen.data.store.work_folder import WorkFolder, output_paths
+from batchgen.data.store.work_owner import open_work
 from batchgen.errors import InputError, OutputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import IDENTITY, begin, expect, failed, group

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from batchgen.data.files import FileSystem
-from batchgen.data.write.finish import finish
-from batchgen.data.write.lock import RunLock
-from batchgen.data.write.work_folder import RunIdentity, output_paths
-from batchgen.data.write.work_owner import open_work
-from batchgen.data.write.work_state import read_state
+from batchgen.data.out.finish import finish
+from batchgen.data.store.lock import RunLock
+from batchgen.data.store.work_folder import RunIdentity, output_paths
+from batchgen.data.store.work_owner import open_work
+from batchgen.data.store.work_state import read_state
 from batchgen.errors import OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, group, stored_keys
 

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.data.files import FileSystem
-from batchgen.data.write import parts
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.schema import FINGERPRINT_KEY, SCHEMA, OutputRow
-from batchgen.data.write.work_folder import RunIdentity
+from batchgen.data.schema import FINGERPRINT_KEY, SCHEMA, OutputRow
+from batchgen.data.store import parts
+from batchgen.data.store.committed import Committed
+from batchgen.data.store.parts import PartWriter
+from batchgen.data.store.work_folder import RunIdentity
 from batchgen.errors import OutputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import begin, commit, failed, group, sample

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.finish import finish
-from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.work_folder import WorkFolder
+from batchgen.data.out.finish import finish
+from batchgen.data.store.committed import Committed
+from batchgen.data.store.parts import PartWriter
+from batchgen.data.store.work_folder import WorkFolder
 from tests.data.helpers import begin, expect, group
 
 KEYS = [(row, prompt, 1 + (row * 3 + prompt) % 3) for row in range(12) for prompt in range(1 + row % 3)]

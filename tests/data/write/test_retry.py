@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.data.write import merge_sort
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.finish import finish
-from batchgen.data.write.work_folder import output_paths
-from batchgen.data.write.work_owner import open_work
+from batchgen.data.out import merge_sort
+from batchgen.data.out.finish import finish
+from batchgen.data.store.committed import Committed
+from batchgen.data.store.work_folder import output_paths
+from batchgen.data.store.work_owner import open_work
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored
 
 KEYS = [(row, 0, 2) for row in range(9)]

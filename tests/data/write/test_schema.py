@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.data.write.schema import (
+from batchgen.data.schema import (
     RUN_KEY,
     SCHEMA,
     VERSION_KEY,

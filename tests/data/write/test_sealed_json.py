@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.data.write.sealed_json import sealed, unsealed
+from batchgen.data.store.sealed_json import sealed, unsealed
 
 VALUES: dict[str, Any] = {
     "job": "f00d",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.data.files import FileSystem
-from batchgen.data.write.spool import BlobSpool, TokenSpool
+from batchgen.data.spool import BlobSpool, TokenSpool
 from batchgen.errors import OutputError
 
 

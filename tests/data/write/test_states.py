@@ -19,19 +19,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.data.merge import merge
+from batchgen.data import states_result as result_module
+from batchgen.data.out.finish import finish
+from batchgen.data.out.merge import merge
+from batchgen.data.out.view import open_results
+from batchgen.data.results_file import DamagedFile, read_footer
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.view import open_results
-from batchgen.data.write import states_result as result_module
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.finish import finish
-from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.results_file import DamagedFile, read_footer
-from batchgen.data.write.schema import STATES_CONTENTS, OutputRow
-from batchgen.data.write.states import StateRecord, read_index, read_record, states_part, write_states_part
-from batchgen.data.write.states_result import STATES_SCHEMA, write_states_result
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, output_paths
-from batchgen.data.write.work_owner import open_work
+from batchgen.data.schema import STATES_CONTENTS, OutputRow
+from batchgen.data.states import StateRecord, read_index, read_record, states_part, write_states_part
+from batchgen.data.states_result import STATES_SCHEMA, write_states_result
+from batchgen.data.store.committed import Committed
+from batchgen.data.store.parts import PartWriter
+from batchgen.data.store.work_folder import RunIdentity, WorkFolder, output_paths
+from batchgen.data.store.work_owner import open_work
 from batchgen.errors import FingerprintError, InputError, OutputError
 from batchgen.request.completion import StateBlock
 from tests.data.helpers import IDENTITY, begin, expect, failed, group, stored_keys
@@ -269,7 +269,7 @@ def test_a_run_resumes_after_a_crash_between_the_two_files(
     with begin(out) as work:
         compute(work, KEYS)
         with monkeypatch.context() as patch:
-            patch.setattr("batchgen.data.write.finish.merge_sort", lambda *_: 1 / 0)
+            patch.setattr("batchgen.data.out.finish.merge_sort", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 finish(work, expect(KEYS), run_record())
         assert [*tmp_path.iterdir()] == [output_paths(out).work], "neither is replaced unless both are complete"
@@ -408,9 +408,9 @@ MEMORY = """
 import sys
 from pathlib import Path
 import numpy as np
-from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.finish import finish
-from batchgen.data.write.schema import OutputRow
+from batchgen.data.store.parts import PartWriter
+from batchgen.data.out.finish import finish
+from batchgen.data.schema import OutputRow
 from batchgen.request.completion import Completion, StateBlock
 from tests.data.helpers import begin, expect
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from batchgen.data.files import FileSystem
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.finish import finish
-from batchgen.data.write.lock import RunLock
-from batchgen.data.write.work_folder import RunIdentity, WorkFolder, is_complete, output_paths
-from batchgen.data.write.work_owner import Policy, open_work
+from batchgen.data.out.finish import finish
+from batchgen.data.store.committed import Committed
+from batchgen.data.store.lock import RunLock
+from batchgen.data.store.work_folder import RunIdentity, WorkFolder, is_complete, output_paths
+from batchgen.data.store.work_owner import Policy, open_work
 from batchgen.errors import FingerprintError, OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group
 
@@ -178,7 +178,7 @@ def test_an_interrupted_start_can_be_repeated(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from batchgen.data.write.lock import RunLock
+from batchgen.data.store.lock import RunLock
 lock = RunLock(Path(sys.argv[1]), Path(sys.argv[1]).with_name("out"))
 print("held", flush=True)
 time.sleep(60)

@@ -14,7 +14,7 @@ import torch
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from tests.engine.jobs import finish
 from tests.engine.reference import eager_logprobs, save_with_words, shared_prefix_prompts
 from tests.models.tiny import VOCAB

@@ -11,7 +11,7 @@ import torch
 
 from batchgen.engine.capture.prompt_logprobs import LOGITS_BYTES, PendingPromptLogprobs, PromptLogprobs
 from batchgen.engine.engine import Engine
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from tests.engine.jobs import finish
 from tests.engine.reference import save_word_tokenizer
 from tests.models.tiny import VOCAB, save_tiny

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.engine.capture.prompt_logprobs import PromptLogprobs
-from batchgen.engine.d2h_queue import D2HQueue
+from batchgen.engine.memory.d2h_queue import D2HQueue
 from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import HOST
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 from tests.engine.capture.test_prompt_logprobs import listed
 from tests.plan.simulator import Simulator
 from tests.plan.test_scheduler import configs, rows, tight_jobs

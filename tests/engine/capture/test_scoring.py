@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.outputs import Scores
+from batchgen.engine.outputs.processor import Scores
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import Request
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import Request
 from tests.engine.reference import eager_logprobs, save_with_words, shared_prefix_prompts
 from tests.models.tiny import VOCAB
 

@@ -25,10 +25,10 @@ from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.media.reader import MediaSupport
 from batchgen.errors import ErrorCode, ModelError, RowError
 from batchgen.models.base import ModelSpec
-from batchgen.models.media_processor import PreparedItem
-from batchgen.request.media import MediaItem
+from batchgen.models.media.processor import PreparedItem
+from batchgen.request.fields.media import MediaItem
 from batchgen.text.fit import Truncate
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.engine.reference import eager_model, save_with_words
 from tests.models.loading import load_model
 

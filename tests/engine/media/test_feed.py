@@ -19,9 +19,9 @@ from batchgen.engine.media.features import FeatureStore
 from batchgen.engine.media.job import ItemUses, most_media_bytes, plan_media
 from batchgen.engine.memory.kv_budget import DeviceMemory
 from batchgen.kernels.device import HOST
-from batchgen.request.media_items import DistinctItem, MediaItems, MediaPlan
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.media_items import DistinctItem, MediaItems, MediaPlan
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 from tests.engine.fake_device import LateDevice
 from tests.engine.media.fake_media import HIDDEN, FakeMedia, media_engine, picture, row, save_model
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from batchgen.engine.embeds_reader import TensorFiles
+from batchgen.engine.media.embeds_reader import TensorFiles
 from batchgen.engine.media.sources import GivenItems
 from batchgen.errors import RowError
 from batchgen.media.root import MediaRoot
 from batchgen.request.completion import Completion
-from batchgen.request.media import MediaItem
-from batchgen.request.prompts import TokenPrompt
+from batchgen.request.fields.media import MediaItem
+from batchgen.request.fields.prompts import TokenPrompt
 from tests.engine.media.fake_media import (
     BEGIN,
     END,

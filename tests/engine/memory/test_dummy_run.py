@@ -24,9 +24,9 @@ from batchgen.errors import UsageError
 from batchgen.kernels.grouped import GroupedPool
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
-from batchgen.request.hidden_states import HiddenStates
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.hidden_states import HiddenStates
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 from tests.engine.memory.test_kv_budget import SPEC
 from tests.engine.reference import save_with_words, shared_prefix_prompts
 

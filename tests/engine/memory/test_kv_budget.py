@@ -34,8 +34,8 @@ from batchgen.models.base import ModelSpec
 from batchgen.plan.cache_groups import CacheGroup
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.window_pages import WindowGroup
-from batchgen.request.params import SamplingParams
-from batchgen.request.table import RequestTable
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.table.request_table import RequestTable
 from tests.engine.reference import shared_prefix_prompts
 
 _DEMO = str(Path(batchgen.__file__).parent / "demo" / "model")

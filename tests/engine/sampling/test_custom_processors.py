@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from batchgen.request.processors import ProcessorRow
 from tests.engine.pipeline import Oracle
 from tests.engine.reference import save_with_words, shared_prefix_prompts

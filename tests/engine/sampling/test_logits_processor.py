@@ -19,7 +19,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.kernels.noise import row_keys
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
+from batchgen.request.fields.params import SamplingParams
 from tests.engine.pipeline import Oracle
 from tests.engine.reference import (
     EXACT,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.sampler import EarlyMask
+from batchgen.engine.step.sampler import EarlyMask
 from batchgen.kernels.device import HOST
 from tests.engine.fake_device import LateDevice
 

@@ -17,7 +17,7 @@ from batchgen.engine.workload import plan_workload
 from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.device import HOST
 from batchgen.kernels.ops import TORCH_OPS
-from batchgen.request.table import RequestTable
+from batchgen.request.table.request_table import RequestTable
 from tests.engine.fake_device import LateDevice
 from tests.kernels.penalised import expected_penalties, listed
 

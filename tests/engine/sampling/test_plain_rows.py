@@ -102,7 +102,7 @@ def test_a_steady_step_runs_no_line_per_row(
 
 OTHER_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 1}, "engine/sampling/penalty_counts.py"),
-    ({"return_logprob": True}, "engine/sampling/logprobs.py"),
+    ({"return_logprob": True}, "engine/step/logprobs.py"),
     ({"logit_bias": {"5": 1}}, "engine/sampling/logits_processor.py"),
     ({"return_hidden_states": {"tokens": "all"}}, "engine/capture/hidden_states.py"),
 ]

@@ -14,13 +14,13 @@ from batchgen.engine.sampling.thinking import ThinkingMask
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import ChatPrompt
-from batchgen.request.table import Request
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.request.table.request_table import Request
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.reasoning import ReasoningParser, reasoning_of
-from batchgen.text.stops import StopState
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.stops.conditions import StopState
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import save_tokenizer
 from tests.text.reasoning_families import FAMILIES
 

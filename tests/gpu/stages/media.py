@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.engine.engine import Engine
-from batchgen.models.folder import check_model_folder
-from batchgen.models.media_processor import MediaProcessor, find_media_processor
+from batchgen.models.checkpoint.folder import check_model_folder
+from batchgen.models.media.processor import MediaProcessor, find_media_processor
 from tests.engine.reference import save_word_tokenizer
 from tests.gpu.compare import Verdict
 from tests.gpu.device import Gpu

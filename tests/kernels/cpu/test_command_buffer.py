@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.step_batch import select_input_ids
+from batchgen.engine.step.step_batch import select_input_ids
 from batchgen.kernels import pooled as plain_copies
 from batchgen.kernels.cpu.command_buffer import (
     BackgroundThread,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from batchgen.text.grammar import validation
 from batchgen.text.grammar.kinds import KINDS
-from batchgen.text.grammar.validation import CHECK_SECONDS, Schema
+from batchgen.text.grammar.schemas import validation
+from batchgen.text.grammar.schemas.validation import CHECK_SECONDS, Schema
 
 pytestmark = pytest.mark.field("json_schema", "regex")
 

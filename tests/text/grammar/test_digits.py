@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.text.grammar.validation import Schema
+from batchgen.text.grammar.schemas.validation import Schema
 from tests.cases import each
 from tests.text.grammar.walk import Walk, compile_constraint_of, compile_schema
 

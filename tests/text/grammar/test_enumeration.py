@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.text.grammar.validation import Schema
+from batchgen.text.grammar.schemas.validation import Schema
 from tests.text.grammar.walk import compile_pattern, compile_schema
 
 REPEATS = ("", "*", "+", "?", "{2}", "{1,2}", "{,1}", "{2,}")

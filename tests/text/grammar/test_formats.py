@@ -8,8 +8,8 @@ import re
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.text.grammar.formats import FORMATS, IMPLIED_PATTERNS
-from batchgen.text.grammar.validation import Schema
+from batchgen.text.grammar.schemas.formats import FORMATS, IMPLIED_PATTERNS
+from batchgen.text.grammar.schemas.validation import Schema
 from tests.cases import each
 from tests.text.grammar.walk import compile_constraint_of, compile_schema
 

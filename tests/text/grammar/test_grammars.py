@@ -20,11 +20,11 @@ import torch
 
 from batchgen.errors import BatchgenError, ErrorInfo, OutputError
 from batchgen.kernels.shaping import bitmask_width
-from batchgen.request.constraint import Constraint, ConstraintKind
+from batchgen.request.fields.constraint import Constraint, ConstraintKind
 from batchgen.text.grammar import compiler as grammar_compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.grammar.worker import CompileLimits, import_compiler
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import each
 
 HOSTILE: list[tuple[str, Constraint, CompileLimits]] = [
@@ -238,7 +238,7 @@ def test_the_process_ends_with_the_one_that_started_it() -> None:
     program = (
         "import os, sys\n"
         "from batchgen.text.grammar import compiler as grammar_compiler\n"
-        "from batchgen.request.constraint import Constraint\n"
+        "from batchgen.request.fields.constraint import Constraint\n"
         "compiler = grammar_compiler.GrammarCompiler({'text': [bytes([i]) for i in range(256)]})\n"
         "list(compiler.compile([Constraint('regex', 'a')]))\n"
         "print(grammar_compiler.PROCESS.running().pid, flush=True); os.kill(os.getpid(), 9)"
@@ -260,7 +260,7 @@ LIBRARY = """
 import sys
 from batchgen.text.grammar import worker as library
 from batchgen.text.grammar.compilation import compile_constraint
-from batchgen.request.constraint import Constraint
+from batchgen.request.fields.constraint import Constraint
 if sys.argv[1]:
     library._StubModule.__getattr__ = None
 xgrammar = library.import_compiler()

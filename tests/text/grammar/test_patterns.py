@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from batchgen.text.grammar.patterns import PatternError, explicit_pattern
-from batchgen.text.grammar.validation import matches_whole
+from batchgen.text.grammar.schemas.patterns import PatternError, explicit_pattern
+from batchgen.text.grammar.schemas.validation import matches_whole
 from tests.cases import each, examples
 from tests.text.grammar.walk import Walk, compile_pattern, compile_schema
 

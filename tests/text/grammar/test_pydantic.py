@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 from batchgen.errors import RowError
-from batchgen.text.grammar.validation import Schema
+from batchgen.text.grammar.schemas.validation import Schema
 from tests.cases import each
 from tests.text.grammar.walk import compile_schema
 

@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 
 from batchgen.errors import RowError
-from batchgen.text.grammar.schemas import enforceable_schemas
-from batchgen.text.grammar.validation import Schema
+from batchgen.text.grammar.schemas.translations import enforceable_schemas
+from batchgen.text.grammar.schemas.validation import Schema
 from tests.text.grammar.walk import compile_constraint_of, compile_schema
 
 DEFS = {

@@ -14,7 +14,7 @@ import numpy as np
 import xgrammar
 
 from batchgen.errors import ErrorInfo, RowError
-from batchgen.request.constraint import Constraint, ConstraintKind
+from batchgen.request.fields.constraint import Constraint, ConstraintKind
 from batchgen.text.grammar.compilation import LLGUIDANCE, compile_constraint
 from batchgen.text.grammar.guidance import GuidanceMatcher, GuidanceVocabulary, guidance_matcher
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.text.reasoning import reasoning_of
-from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.rows import tool_parser_of
 from tests.text.conftest import save_tokenizer
 from tests.text.tools.families import json_calls, template_of

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from batchgen.errors import RowError, UsageError
-from batchgen.request.params import SamplingParams
-from batchgen.request.prompts import ChatPrompt
-from batchgen.request.tool_choice import ToolChoice
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.fields.prompts import ChatPrompt
+from batchgen.request.fields.tool_choice import ToolChoice
+from batchgen.text.calls import ToolCall
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.reasoning import ReasoningParser, reasoning_of
-from batchgen.text.stops import FinishedText, StopState
-from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.tools.calls import ToolCall
+from batchgen.text.stops.conditions import FinishedText, StopState
+from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.formats import FORMATS
 from batchgen.text.tools.parser import calls_json
 from batchgen.text.tools.rows import ToolParser, params_with_tools, tool_parser_of

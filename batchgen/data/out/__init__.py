@@ -1,0 +1,1 @@
+"""Results: finished, joined, exported, compared."""

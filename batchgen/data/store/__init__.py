@@ -1,0 +1,1 @@
+"""The work folder of a job: committed rows, and who may write."""

@@ -1,1 +1,0 @@
-"""Executors: the ways to run a step on a device."""

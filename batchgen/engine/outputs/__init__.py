@@ -1,0 +1,1 @@
+"""What steps give to completions."""

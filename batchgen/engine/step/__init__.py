@@ -1,0 +1,1 @@
+"""One step: its tensors, its executors, sampling."""

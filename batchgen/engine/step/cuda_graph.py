@@ -1,0 +1,365 @@
+"""CUDA graphs of decode-only steps: model, head and plain sampling, captured once per padded batch size.
+
+A graph replays its launches on fixed addresses. So each graph has static inputs, padded to one of a few sizes, which
+every step overwrites in two or three transfers. A padding token attends to token 0 only and is stored in the scratch
+page; its result is ignored.
+
+A new graph costs as much time as several steps, and the batch of a job that ends shrinks through all sizes. So a step
+is padded to a larger size that has a graph, until that has wasted about the time of a new one.
+
+The first step of a kind runs eagerly, which compiles kernels; the second one is captured. After a failed capture (the
+model waits for the host, or memory runs out) all steps run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.memory.oom import is_out_of_memory
+from batchgen.engine.step.executor import Executor, ExecutorContext, InFlight, Step
+from batchgen.engine.step.sampler import PlainColumns
+from batchgen.engine.step.step_batch import StepArrays, select_input_ids
+from batchgen.kernels.device import Device, Graph
+from batchgen.kernels.grouped import GroupedPlanner, GroupedWork
+from batchgen.kernels.ops import Ops
+from batchgen.kernels.sampling import SampleResult, SamplingColumns
+from batchgen.kernels.types import Graphs
+from batchgen.models.base import CaptureSpec, Model, ModelInput
+
+_PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
+"""(up to, step): padded batch sizes above 8."""
+_LARGE_STEP: Final = 64
+WASTED_STEPS: Final = 8.0
+"""Time of a new graph, in steps: a size gets one once its rows have caused that much padding in a larger one."""
+_MAX_RETIRED: Final = 4
+"""Retired graphs that are kept because the device may still run them: two per step, at most two steps in flight."""
+_MAX_FED_TOKENS: Final = 8192
+"""Most sampled tokens of one step that the next step can use as input."""
+
+
+def padded_rows(rows: int) -> int:
+    """The smallest batch size of a graph with `rows` decode rows."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = next((step for max_graphs, step in _PADDED_SIZES if rows <= max_graphs), _LARGE_STEP)
+    return -(-rows // step) * step
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """Counters of graph steps."""
+
+    captures: int = 0
+    replays: int = 0
+    padded: int = 0
+    """Number of padding rows, over all steps."""
+    first: int = 0
+    """Number of steps that ran eagerly because they were the first of their kind."""
+
+    def by_key(self) -> dict[str, int]:
+        """The counters by report key."""
+        return {f"graph_{name}": count for name, count in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Results of a step of R rows. All but `sampled` are overwritten by the next step."""
+
+    num_sampled: Tensor
+    """[R] int64 tokens sampled so far for each row"""
+    logits: Tensor | None
+    """[R, V], which the caller may change; None: the graph has sampled tokens"""
+    sampled: SampleResult | None
+    """None: the caller samples from `logits`"""
+
+
+_Kind = tuple[int, Hashable]
+"""Padded batch size, and the results that are computed."""
+_Key = tuple[_Kind, Hashable]
+"""Kind, and the attention's launches."""
+
+
+class CudaGraphExecutor(Executor):
+    """Runs decode-only steps."""
+
+    def __init__(self, context: ExecutorContext, support: Graphs) -> None:
+        super().__init__(context)
+        self._planner = GroupedPlanner(support, context.pool, context.device)
+        self._device = context.device
+        self._most = support.max_graphs
+        groups = len(context.pool.parts)
+        self._shared = _SharedBuffers(context.model, context.backend.ops, context.device, groups)
+        self._steps: OrderedDict[_Key, _GraphStep] = OrderedDict()
+        self._retired: deque[_GraphStep] = deque(maxlen=_MAX_RETIRED)
+        self._counts = GraphCounts()
+        self._wasted: defaultdict[_Kind, float] = defaultdict(float)
+        """Size and kind without a graph -> steps' worth of padding in larger graphs."""
+        self._disabled_reason: str | None = None
+        """Why graphs are off for the rest of the job; None: they are on."""
+
+    def counts(self) -> dict[str, int]:
+        """See `Executor.counts`."""
+        return self._counts.by_key()
+
+    def note(self) -> str | None:
+        """See `Executor.note`."""
+        return None if self._disabled_reason is None else f"no CUDA graphs: {self._disabled_reason}"
+
+    def issue(self, step: Step) -> InFlight | None:
+        """See `Executor.issue`."""
+        context, sampling = self.context, step.sampling
+        if self._disabled_reason is not None or sampling is None or not step.arrays.decode_only:
+            return None
+        if step.last is not None and len(step.last) > _MAX_FED_TOKENS:
+            return None
+        capture = context.capture_states(step)
+        context.begin(step)
+        found = self._run_or_disable(step.arrays, step.last, sampling.plain, capture)
+        if found is None:
+            context.cancel(step.captured)
+            return None
+        context.send_states(step)
+        if sampling.needs_host:
+            step.read_last()
+        if found.sampled is not None:
+            samples = sampling.collect(found.sampled)
+        else:
+            assert found.logits is not None
+            samples = sampling.sample(found.logits, found.num_sampled)
+        return InFlight(samples, step.captured, pending=True)
+
+    def _run_or_disable(
+        self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
+    ) -> _Result | None:
+        """Run a decode-only step; None if it must run eagerly.
+
+        `plain`: sampling parameters; None: the result has logits. `capture` is filled.
+        """
+        try:
+            return self._run(step, last, plain, capture)
+        except RuntimeError as problem:
+            if not isinstance(problem, _CannotCapture) and not is_out_of_memory(problem):
+                raise
+            self._disabled_reason = str(problem)
+        self._device.download(self._shared.last[:1]).wait()  # waits until no graph runs
+        self._steps.clear()
+        self._retired.clear()
+        self._shared.logits = None
+        self._device.release_cache()
+        return None
+
+    def _run(
+        self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
+    ) -> _Result:
+        rows = len(step.ids)
+        results = (plain is not None, () if capture is None else (capture.layers, capture.experts))
+        padded = self._batch_size(rows, results)
+        work = self._planner.plan(step.attention, padded)
+        kind = (padded, results)
+        static = self._steps.get((kind, work.launches))
+        if static is None or not static.attention.refill(work):
+            axes = 0 if step.rope_positions is None else len(step.rope_positions)
+            static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture, axes)
+        static.load(step, last, plain)
+        if not static.warmed_up:
+            static.body()
+            static.warmed_up = True
+            self._counts.first += 1
+        else:
+            if static.graph is None:
+                static.graph = self._capture(static)
+            static.graph.replay()
+            self._counts.replays += 1
+        # The launches are known only after the layers have run once.
+        self._store((kind, static.attention.launches), static)
+        self._counts.padded += padded - rows
+        return static.result(rows, capture)
+
+    def _batch_size(self, rows: int, results: Hashable) -> int:
+        """The batch size of a step of `rows` rows: the smallest one, or a larger one that has a graph already."""
+        smallest = padded_rows(rows)
+        made = {size for (size, made_for), _ in self._steps if made_for == results and size >= smallest}
+        if smallest in made or not made:
+            return smallest
+        size = min(made)
+        self._wasted[smallest, results] += 1 - smallest / size
+        return size if self._wasted[smallest, results] <= WASTED_STEPS else smallest
+
+    def _store(self, key: _Key, static: _GraphStep) -> None:
+        before = self._steps.get(key)
+        if before is not None and before is not static:
+            self._retired.append(before)
+        self._steps[key] = static
+        self._steps.move_to_end(key)
+        while len(self._steps) > self._most:
+            self._retired.append(self._steps.popitem(last=False)[1])
+
+    def _capture(self, static: _GraphStep) -> Graph:
+        try:
+            graph = self._device.capture(static.body)
+        except RuntimeError as problem:
+            if is_out_of_memory(problem):
+                raise
+            first: BaseException = problem
+            while isinstance(first.__context__, RuntimeError):  # ending a failed capture raises another error
+                first = first.__context__
+            why = str(first).strip().split("\n")[0]
+            raise _CannotCapture(f"the model's decode steps cannot be captured: {why}") from problem
+        self._counts.captures += 1
+        return graph
+
+
+class _CannotCapture(RuntimeError):
+    """The model does something that a CUDA graph cannot capture."""
+
+
+class _SharedBuffers:
+    """Buffers that all graphs of a job share, because only one graph runs at a time."""
+
+    def __init__(self, model: Model, ops: Ops, device: Device, groups: int) -> None:
+        """`groups`: number of slot mappings, one for each cache group."""
+        self.groups = groups
+        self.model = model
+        self.ops = ops
+        self.device = device
+        with torch.inference_mode():
+            self.last = torch.zeros(_MAX_FED_TOKENS, dtype=torch.int64, device=device.torch_device)
+        self.logits: Tensor | None = None
+        """[largest padded batch size so far, V]"""
+
+    def logits_buffer(self, logits: Tensor) -> Tensor:
+        """A buffer for logits [R, V] that are sampled from outside of a graph; shared, because logits are large."""
+        if self.logits is None or len(self.logits) < len(logits):
+            self.logits = torch.empty_like(logits)
+        return self.logits[: len(logits)]
+
+
+class _GraphStep:
+    """One kind of step: its static inputs and outputs, and the graph that computes the outputs."""
+
+    def __init__(
+        self,
+        shared: _SharedBuffers,
+        planner: GroupedPlanner,
+        work: GroupedWork,
+        padded: int,
+        samples: bool,
+        capture: CaptureSpec | None,
+        rope_axes: int,
+    ) -> None:
+        device = shared.device.torch_device
+        self.warmed_up = False
+        """Whether the body has run eagerly."""
+        self.graph: Graph | None = None
+        self._shared = shared
+        self._padded = padded
+        # Rows of an even number of int64 start at multiples of 16 bytes, which kernels need for wide loads.
+        columns = 4 + shared.groups + rope_axes
+        self._int_columns = torch.zeros(columns, max(2, padded), dtype=torch.int64, device=device)
+        self._ids, self._source, self._positions, self._num_sampled = self._int_columns[:4, :padded]
+        self._rope = self._int_columns[4 + shared.groups :, :padded] if rope_axes else None
+        self.attention = planner.attention(self._int_columns[4 : 4 + shared.groups, :padded], work)
+        self._columns = _StaticColumns(padded, device) if samples else None
+        self._all_rows = torch.arange(padded, device=device) if capture is not None else None
+        self._captured = None if capture is None else (capture.layers, capture.experts)
+        self._logits: Tensor | None = None
+        self._out: dict[str, Tensor] = {}
+
+    def load(self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None) -> None:
+        """Overwrite the static inputs, except the attention lists."""
+        rows = len(step.ids)
+        int_columns = np.zeros(tuple(self._int_columns.shape), np.int64)
+        int_columns[1] = -1
+        columns = [step.ids, step.source, step.positions, step.num_sampled, *step.slots]
+        if step.rope_positions is not None:
+            columns.extend(step.rope_positions)
+        for row, values in zip(int_columns, columns, strict=True):
+            if values is not None:
+                row[:rows] = values
+        self._shared.device.upload_into(int_columns.reshape(-1), self._int_columns.view(-1))
+        if last is not None and step.source is not None:
+            self._shared.last[: len(last)].copy_(last)
+        if self._columns is not None and plain is not None:
+            self._columns.load(plain)
+
+    def body(self) -> None:
+        """Compute the step, on the device only."""
+        shared, capture = self._shared, None
+        if self._captured is not None and self._all_rows is not None:
+            capture = CaptureSpec(self._all_rows, self._padded, *self._captured)
+        ids = select_input_ids(self._ids, self._source, shared.last)
+        inputs = ModelInput(ids, self._positions, self.attention, capture, ops=shared.ops, rope_positions=self._rope)
+        hidden = shared.model.hidden(inputs)
+        logits = shared.model.logits(hidden)  # [padded, V]
+        if self._columns is not None:
+            sampled = shared.ops.sample(logits, self._columns.at(self._num_sampled, shared.ops))
+            self._set_output("tokens", sampled.tokens)
+            self._set_output("bad", shared.ops.nan_rows(logits) if sampled.bad is None else sampled.bad)
+        else:
+            if self._logits is None:
+                self._logits = shared.logits_buffer(logits)
+            self._logits.copy_(logits)
+        if capture is not None:
+            for layer, states in capture.states.items():
+                self._set_output(f"states {layer}", states)
+            if capture.routed is not None:
+                self._set_output("routed", capture.routed)
+
+    def _set_output(self, name: str, value: Tensor) -> None:
+        if name in self._out:
+            self._out[name].copy_(value)
+        else:
+            self._out[name] = value
+
+    def result(self, rows: int, capture: CaptureSpec | None) -> _Result:
+        """The step's results, for its first `rows` rows."""
+        if capture is not None:
+            capture.states = {layer: self._out[f"states {layer}"][capture.rows] for layer in capture.layers}
+            capture.routed = self._out["routed"][capture.rows] if "routed" in self._out else None
+        sampled = None
+        if "tokens" in self._out:
+            sampled = SampleResult(self._out["tokens"][:rows].clone(), self._out["bad"][:rows].clone())
+        return _Result(self._num_sampled[:rows], None if self._logits is None else self._logits[:rows], sampled)
+
+
+class _StaticColumns:
+    """Sampling parameters at fixed addresses. Padding rows are greedy."""
+
+    def __init__(self, padded: int, device: torch.device) -> None:
+        self._loaded: PlainColumns | None = None
+        floats = torch.zeros(3, max(4, padded), dtype=torch.float32, device=device)
+        ints = torch.zeros(3, max(2, padded), dtype=torch.int64, device=device)
+        self._temperature, self._top_p, self._min_p = floats[:, :padded]
+        self._top_k, self._seeds, self._samples = ints[:, :padded]
+
+    def load(self, plain: PlainColumns) -> None:
+        """Copy the rows' parameters, which are on the device already, unless they are the same as before."""
+        if plain is self._loaded:
+            return
+        self._loaded = plain
+        columns = plain.sampling
+        rows = len(plain.seeds)
+        for target, source in (
+            (self._temperature, columns.temperature),
+            (self._top_p, columns.top_p),
+            (self._min_p, columns.min_p),
+            (self._top_k, columns.top_k),
+            (self._seeds, plain.seeds),
+            (self._samples, plain.samples),
+        ):
+            target[:rows].copy_(source)
+        self._temperature[rows:].zero_()
+
+    def at(self, num_sampled: Tensor, ops: Ops) -> SamplingColumns:
+        """The columns with noise keys; `num_sampled`: [padded] tokens sampled so far for each row."""
+        keys = ops.row_keys(self._seeds, self._samples, num_sampled)
+        return SamplingColumns(
+            self._temperature, self._top_k, self._top_p, self._min_p, keys, greedy_rows=None, draws=()
+        )

@@ -1,0 +1,182 @@
+"""`Executor`: runs steps on a device; the base of all executors, with the values that they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from batchgen.engine.capture.hidden_states import HiddenStateCollector, PendingStates
+from batchgen.engine.capture.prompt_logprobs import PendingPromptLogprobs, PromptLogprobs
+from batchgen.engine.memory.d2h_queue import D2HQueue
+from batchgen.engine.memory.oom import is_out_of_memory
+from batchgen.engine.step.sampler import SampledTokens, SamplingMetadata, StepSamples
+from batchgen.engine.step.step_batch import StepArrays
+from batchgen.engine.step.step_times import StepTimes
+from batchgen.errors import DeviceError
+from batchgen.kernels.backend import Backend
+from batchgen.kernels.device import Device
+from batchgen.kernels.grouped import GroupedPool, grouped_attention
+from batchgen.kernels.pooled import AttentionCounts
+from batchgen.kernels.types import AttentionBatch, PagedAttention
+from batchgen.models.base import CaptureSpec, Model
+from batchgen.plan.step_plan import PageCopy, StepPlan
+
+
+@dataclass(slots=True)
+class Captured:
+    """A step's results other than tokens, on their way to the host."""
+
+    states: PendingStates | None = None
+    """Hidden states and routed experts"""
+    prompts: PendingPromptLogprobs | None = None
+
+    @property
+    def spec(self) -> CaptureSpec | None:
+        """What the model captures; None: nothing."""
+        return None if self.states is None else self.states.capture
+
+
+@dataclass(slots=True)
+class Step:
+    """A step, or a part of one, to issue."""
+
+    plan: StepPlan
+    arrays: StepArrays
+    sampling: SamplingMetadata | None
+    """Sampling of the plan's [R] sampled rows; None: there are none"""
+    last: Tensor | None
+    """[R'] int64 on the device: tokens of the last step, which `arrays.source` refers to; None: they are on the host"""
+    read_last: Callable[[], None]
+    """Reads the last step; called before rows are sampled whose `sampling.needs_host` is set"""
+    copies: list[PageCopy]
+    """Page copies to make before anything else, in order; emptied by the executor that makes them"""
+    wait: Callable[[], None]
+    """Waits for earlier steps that executors compute in the host's memory"""
+    captured: Captured = field(default_factory=Captured)
+    """Filled by the executor; cancelled if the step fails"""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that an executor has issued."""
+
+    samples: SampledTokens | None
+    """Tokens sampled for the step's rows; None: it samples none"""
+    captured: Captured
+    pending: bool
+    """Whether it may still be computed, so that planning the next step before reading this one pays"""
+    host_share: float = 0.0
+    """Share of the host's threads that go on computing it"""
+
+
+@dataclass(slots=True)
+class ExecutorContext:
+    """What the executors of one job share."""
+
+    model: Model
+    pool: GroupedPool
+    backend: Backend
+    device: Device
+    outputs: D2HQueue
+    """Hidden states and prompt logprobs that are copied to the host"""
+    prompts: PromptLogprobs
+    states: HiddenStateCollector | None
+    """None: no row returns hidden states or routed experts"""
+    attention: AttentionCounts = field(default_factory=AttentionCounts)
+    """Attention work, summed over all steps"""
+    times: StepTimes = field(default_factory=StepTimes)
+
+    @property
+    def captures(self) -> bool:
+        """Whether any row of the job returns more than its tokens' values."""
+        return self.states is not None or bool(self.prompts)
+
+    def begin(self, step: Step) -> None:
+        """Start computing a step at once: its kernels may write to the pool after this call."""
+        self.times.begin_compute()
+        step.wait()
+        self.copy_pages(step.copies)
+        step.copies.clear()
+
+    def attend(self, batches: Sequence[AttentionBatch]) -> PagedAttention:
+        """The attention of a step, given over the pages of each cache group."""
+        return grouped_attention(self.backend.attention, self.pool, batches)
+
+    def copy_pages(self, copies: list[PageCopy]) -> None:
+        """Copy pages, in order: the source of one copy may be the target of a later one."""
+        if not copies:
+            return
+        try:
+            for group, pool in enumerate(self.pool.parts):
+                table = [(*c.pages[group], c.tokens) for c in copies]
+                self.backend.ops.copy_pages(pool, *self.device.upload(np.array(table, np.int64)))
+        except RuntimeError as problem:
+            if is_out_of_memory(problem):
+                raise DeviceError(f"out of memory while copying {len(copies)} KV pages; lower --kv-memory") from None
+            raise
+
+    def capture_states(self, step: Step) -> CaptureSpec | None:
+        """Select the hidden states and experts that the model captures in a step; None: none."""
+        if self.states is not None:
+            step.captured.states = self.states.capture(step.plan, self.device)
+        return step.captured.spec
+
+    def send_states(self, step: Step) -> None:
+        """Start copying the captured states and experts to the host."""
+        if self.states is not None and step.captured.states is not None:
+            self.states.send(step.captured.states, self.outputs)
+
+    def collect(self, captured: Captured) -> None:
+        """Store what a step has captured; steps must be collected in order."""
+        if self.states is not None and captured.states is not None:
+            self.states.collect(captured.states)
+        if captured.prompts is not None:
+            self.prompts.collect(captured.prompts)
+
+    def cancel(self, captured: Captured) -> None:
+        """Cancel the captures of a failed or declined step, so that the next try captures again."""
+        if captured.prompts is not None:
+            self.prompts.cancel(captured.prompts)
+        if self.states is not None and captured.states is not None:
+            self.states.cancel(captured.states)
+        captured.states = captured.prompts = None
+
+
+class Executor(ABC):
+    """Runs the steps of one job."""
+
+    def __init__(self, context: ExecutorContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def issue(self, step: Step) -> InFlight | None:
+        """Queue a step without waiting for it. After an error it may be called again with parts of the step.
+
+        Returns:
+            None if this executor cannot run the step; nothing has happened then that another one would not overwrite.
+        """
+
+    def read(self, in_flight: InFlight) -> StepSamples:
+        """Sampled tokens of a step, once they are on the host. Steps must be read in order.
+
+        What the step has captured goes to its collectors.
+        """
+        sampled = StepSamples.join([]) if in_flight.samples is None else in_flight.samples.read()
+        self.context.collect(in_flight.captured)
+        return sampled
+
+    def close(self) -> None:
+        """Wait for issued steps that use the host's memory, which others may use or free then; `issue` may follow."""
+        return
+
+    def counts(self) -> dict[str, int]:
+        """Counters for the report, by key."""
+        return {}
+
+    def note(self) -> str | None:
+        """Why it does not run steps that it should; None: it does."""
+        return None

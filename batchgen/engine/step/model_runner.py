@@ -1,0 +1,220 @@
+"""`ModelRunner`: issues step plans to the device without waiting, and reads their sampled tokens one step later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.media.job import JobMedia
+from batchgen.engine.memory.oom import OOMSplitter, Part, out_of_memory
+from batchgen.engine.step.cuda_graph import CudaGraphExecutor, GraphCounts
+from batchgen.engine.step.decode_table import DecodeTable
+from batchgen.engine.step.eager import EagerExecutor
+from batchgen.engine.step.executor import Executor, ExecutorContext, InFlight, Step
+from batchgen.engine.step.input_batch import BatchView, InputBatch
+from batchgen.engine.step.overlapped_cpu import OverlappedCpuExecutor
+from batchgen.engine.step.sampler import Sampler, StepSamples
+from batchgen.engine.step.step_batch import lay_out_step
+from batchgen.engine.workload import JobWorkload
+from batchgen.kernels.cpu.command_buffer import CommandBuffers
+from batchgen.kernels.types import Graphs
+from batchgen.plan.step_plan import PageCopy, StepPlan
+
+Issued = tuple[Executor, InFlight]
+"""What an executor has issued, and the executor, which reads it."""
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that has been issued and not read yet."""
+
+    plan: StepPlan
+    rows: BatchView | None = None
+    """[R] sequences that the step samples for; None: none"""
+    tokens: Tensor | None = None
+    """[R] int64 sampled tokens on the device, possibly not computed yet; None: none"""
+    pending: bool = False
+    """Whether the device may still compute it, so that planning the next step before reading this one pays"""
+    consumed: bool = False
+    """Whether its sequences have received their tokens"""
+    parts: list[Part[Issued]] = field(default_factory=list)
+    """The step, or the parts that were run in its place because it did not fit into memory"""
+
+    @property
+    def failed(self) -> list[Part[Issued]]:
+        """Parts that did not fit into memory even alone, and the parts that depend on them."""
+        return [part for part in self.parts if part.result is None]
+
+
+class ModelRunner:
+    """Runs the steps of one job: each by the first of its executors that can."""
+
+    def __init__(
+        self,
+        workload: JobWorkload,
+        context: ExecutorContext,
+        sampler: Sampler,
+        max_tokens: int,
+        media: JobMedia | None = None,
+    ) -> None:
+        """`max_tokens`: most tokens in a step; `media`: the job's images and sounds."""
+        self._media = None if media is None else media.step
+        self._workload = workload
+        self._context = context
+        self._sampler = sampler
+        self._executors = executors_for(context)
+        page_size = context.pool.page_size
+        self._decode_tables = [DecodeTable(page_size) for _ in context.pool.parts]
+        self.oom_splitter = OOMSplitter(page_size, max_tokens, context.device.release_cache, workload.spans)
+        """Runs a step in parts when it does not fit into memory"""
+
+    @torch.inference_mode()
+    def issue(
+        self,
+        plan: StepPlan,
+        running: InputBatch,
+        last: InFlightStep | None,
+        read_last: Callable[[], None] = lambda: None,
+        *,
+        split: bool = True,
+    ) -> InFlightStep:
+        """Queue a step.
+
+        Args:
+            plan: the step; its sequences are in `running`.
+            running: the running batch.
+            last: the previous step.
+            read_last: reads the previous step; called while the device computes, and only if a row's sampling depends
+                on its earlier tokens.
+            split: whether a step that does not fit into memory is run in parts; if not, the error is raised.
+        """
+        copies = list(plan.copies)
+        if not plan.tokens:
+            if copies:
+                self.close()
+                self._context.copy_pages(copies)
+            return InFlightStep(plan)
+        unread = None if last is None or last.consumed or last.tokens is None else last
+
+        def run(part: StepPlan) -> Issued:
+            return self._issue(part, running, unread, read_last, copies)
+
+        parts = self.oom_splitter.run(plan, run) if split else [Part(plan, run(plan))]
+        return self._in_flight(plan, parts, running)
+
+    def _issue(
+        self,
+        plan: StepPlan,
+        running: InputBatch,
+        unread: InFlightStep | None,
+        read_last: Callable[[], None],
+        copies: list[PageCopy],
+    ) -> Issued:
+        """Queue a step or a part of one, after the step `unread`. After a failure it can be called again."""
+        workload, rows = self._workload, running.rows(plan.samples.sequence_ids)
+        step = Step(
+            plan,
+            lay_out_step(
+                plan,
+                workload.table,
+                running,
+                self._decode_tables,
+                workload.adapter,
+                None if unread is None else unread.rows,
+                self._media,
+                self._context.model.spec.attention_chunk,
+            ),
+            sampling=self._sampler.metadata(rows) if len(rows) else None,
+            last=None if unread is None else unread.tokens,
+            read_last=read_last,
+            copies=copies,
+            wait=self.close,
+        )
+        try:
+            executor, issued = next(
+                (executor, issued) for executor in self._executors if (issued := executor.issue(step)) is not None
+            )
+        except BaseException:
+            self._context.cancel(step.captured)
+            raise
+        self._context.times.end_compute(issued.host_share)
+        if issued.samples is not None:
+            rows.count_sampled()
+        return executor, issued
+
+    def _in_flight(self, plan: StepPlan, parts: list[Part[Issued]], running: InputBatch) -> InFlightStep:
+        """The step that consists of `parts`, in order."""
+        rows = running.rows(plan.samples.sequence_ids) if plan.samples else None
+        if len(parts) == 1 and parts[0].result is not None:
+            _, issued = parts[0].result
+            tokens = None if issued.samples is None else issued.samples.tokens
+            return InFlightStep(plan, rows, tokens, issued.pending, parts=parts)
+        self.close()  # concatenation reads the parts' tokens
+        device = self._context.device
+        tokens = None if rows is None else torch.cat([_part_tokens(part, device.torch_device) for part in parts])
+        return InFlightStep(plan, rows, tokens, device.asynchronous, parts=parts)
+
+    def read(self, in_flight: InFlightStep) -> StepSamples:
+        """Sampled tokens of a step, once they are on the host. Steps must be read in order.
+
+        The step's hidden states and prompt logprobs go to their collectors.
+        """
+        found = [_read_part(part) for part in in_flight.parts]
+        return found[0] if len(found) == 1 else StepSamples.join(found)
+
+    def close(self) -> None:
+        """Wait for steps that use the host's memory; after that, it may be freed."""
+        for executor in self._executors:
+            executor.close()
+
+    def counts(self) -> dict[str, int]:
+        """Counters of all steps, by report key."""
+        context = self._context
+        found = {
+            "in_flight_peak_bytes": context.outputs.peak_bytes,
+            "forced_syncs": context.outputs.forced_syncs,
+            **context.times.milliseconds(),
+            **{f"attention_{name}": count for name, count in asdict(context.attention).items()},
+            **GraphCounts().by_key(),
+        }
+        for executor in self._executors:
+            found |= executor.counts()
+        return found
+
+    def notes(self) -> list[str]:
+        """Remarks for the user on executors that do not run what they should."""
+        return [note for executor in self._executors if (note := executor.note()) is not None]
+
+
+def executors_for(context: ExecutorContext) -> list[Executor]:
+    """The executors that the backend offers for the context's device, in order of preference."""
+    found: list[Executor] = []
+    for support in context.backend.executors:
+        match support:
+            case Graphs():
+                if context.device.captures:
+                    found.append(CudaGraphExecutor(context, support))
+            case CommandBuffers():
+                if not context.device.asynchronous:  # an asynchronous device needs no thread
+                    found.append(OverlappedCpuExecutor(context, support))
+    return [*found, EagerExecutor(context)]
+
+
+def _read_part(part: Part[Issued]) -> StepSamples:
+    """Sampled tokens of a part; an error for each row if it does not fit into memory."""
+    if part.result is not None:
+        executor, in_flight = part.result
+        return executor.read(in_flight)
+    rows = len(part.plan.samples)
+    return StepSamples(np.zeros(rows, np.int64), dict.fromkeys(range(rows), out_of_memory(part.problem)))
+
+
+def _part_tokens(part: Part[Issued], device: torch.device) -> Tensor:
+    """[r] int64 tokens of a part on the device; zeros if it does not fit into memory."""
+    if part.result is None or part.result[1].samples is None:
+        return torch.zeros(len(part.plan.samples), dtype=torch.int64, device=device)
+    return part.result[1].samples.tokens

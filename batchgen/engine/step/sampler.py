@@ -1,0 +1,342 @@
+"""Sampler: turns a step's logits into tokens and logprobs, with logits processing and masks.
+
+`SamplingMetadata.sample` queues work on the device without waiting. `SampledTokens.read` returns the results one step
+later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.engine.sampling.constraints import GrammarMasks
+from batchgen.engine.sampling.logits_processor import LogitsProcessor
+from batchgen.engine.sequence import Sequence
+from batchgen.engine.step.input_batch import BatchView
+from batchgen.engine.step.logprobs import LogprobsGatherer, LogprobsMode, StepLogprobs
+from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.device import Device, Download
+from batchgen.kernels.ops import Ops
+from batchgen.kernels.sampling import SampleResult, SamplingColumns
+from batchgen.request.fields.params import SamplingParams
+from batchgen.request.processors import LoadedProcessor
+
+_NAN = ErrorInfo(
+    ErrorCode.NAN_LOGITS,
+    "the model's logits contain NaN for this row; try --dtype float32 or check the weights",
+)
+_MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """One step's sampled tokens on the host. Rows are in the order in which they were passed to the sampler."""
+
+    tokens: npt.NDArray[np.int64]
+    """[R] sampled token of each row"""
+    errors: dict[int, ErrorInfo] = field(default_factory=dict)
+    """Row -> error that ends it; the row's token is meaningless"""
+    logprobs: tuple[StepLogprobs, ...] = ()
+    """Logprobs of the rows that return them"""
+    exhausted: frozenset[int] = frozenset()
+    """Constrained rows with no token left to sample; their tokens are meaningless"""
+
+    @staticmethod
+    def join(parts: Iterable[StepSamples]) -> StepSamples:
+        """The tokens of all parts of a step, with rows numbered in order."""
+        joined = StepSamples(np.zeros(0, np.int64))
+        for part in parts:
+            at = len(joined.tokens)
+            joined = StepSamples(
+                np.concatenate([joined.tokens, part.tokens]),
+                joined.errors | {at + row: error for row, error in part.errors.items()},
+                (*joined.logprobs, *(found.shifted(at) for found in part.logprobs)),
+                joined.exhausted.union(at + row for row in part.exhausted),
+            )
+        return joined
+
+
+@dataclass(frozen=True, slots=True)
+class PlainColumns:
+    """Sampling parameters of plain rows: rows without logits processing and logprobs."""
+
+    sampling: SamplingColumns
+    seeds: Tensor
+    """[R] int64 seed of each row"""
+    samples: Tensor
+    """[R] int64 sample index of each row"""
+
+    def at(self, num_sampled: Tensor, ops: Ops) -> SamplingColumns:
+        """The columns with a step's noise keys; `num_sampled`: [R] int64 tokens sampled for each row so far."""
+        if self.sampling.all_greedy:
+            return self.sampling
+        return self.sampling.with_keys(ops.row_keys(self.seeds, self.samples, num_sampled))
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One step's sampled tokens on the device, with their copy to the host."""
+
+    tokens: Tensor
+    """[R] int64 on the device: input ids of the next step"""
+    _columns: SamplingMetadata
+    _errors: dict[int, ErrorInfo]
+    _download: Download
+
+    def read(self) -> StepSamples:
+        """Wait for the copy to the host, which is complete one step later."""
+        arrays = iter(self._download.wait())
+        tokens = next(arrays)
+        bad = next(arrays)
+        errors = self._errors
+        if bad.any():
+            errors = dict.fromkeys(np.flatnonzero(bad).tolist(), _NAN) | errors
+        exhausted: frozenset[int] = frozenset()
+        if self._columns.masked is not None:
+            rows = self._columns.masked_rows
+            empty = {row: rows[row] for row, is_empty in zip(rows, next(arrays), strict=True) if is_empty}
+            exhausted = frozenset(row for row, sequence in empty.items() if sequence.grammar is not None)
+            empty_errors = {row: _no_token_left(empty[row].request.params) for row in empty if row not in exhausted}
+            errors = empty_errors | errors
+        logprobs_gatherer = self._columns.logprobs_gatherer
+        return StepSamples(
+            tokens, errors, () if logprobs_gatherer is None else (logprobs_gatherer.to_host(list(arrays)),), exhausted
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLogits:
+    """The logits that a mask has overwritten, so that it can be undone."""
+
+    rows: Tensor
+    """[m] int64 masked rows"""
+    ids: Tensor
+    """[m] int64 masked ids"""
+    logits: Tensor
+    """[m] original logits"""
+
+    def undo(self, logits: Tensor, empty: Tensor) -> None:
+        """Restore the original logits in the rows of `logits` [R, V] where `empty` [R] is true, in place."""
+        masked = logits[self.rows, self.ids]
+        logits.index_put_((self.rows, self.ids), torch.where(empty[self.rows], self.logits, masked))
+
+
+class EarlyMask:
+    """The masks of first tokens of a fixed set of rows, by `min_new_tokens` and `begin_suppress_tokens`.
+
+    The device compares lengths with the number of tokens for which an id is masked.
+    """
+
+    def __init__(self, masked: list[Sequence], rows: Tensor, ids: Tensor, until: Tensor) -> None:
+        self._masked = masked
+        self._rows = rows
+        self._ids = ids
+        self._until = until
+
+    @staticmethod
+    def of(rows: list[tuple[int, Sequence]], device: Device) -> EarlyMask | None:
+        """The mask of the rows whose next token has one; None if there are none.
+
+        Args:
+            rows: row numbers and sequences with masked ids.
+            device: receives the (row, id) pairs in one transfer.
+        """
+        masked = [(place, row) for place, row in rows if row.masks_early]
+        if not masked:
+            return None
+        pairs = [(place, token, until) for place, row in masked for token, until in row.masked_ids.items()]
+        return EarlyMask([row for _, row in masked], *device.upload(*np.array(pairs, np.int64).T.copy()))
+
+    def apply(self, logits: Tensor, positions: Tensor) -> MaskedLogits | None:
+        """Mask the ids of rows whose next token has a mask, in place; returns None once there are none.
+
+        Args:
+            logits: [R, V].
+            positions: [R] int64 tokens sampled for each row, including those that are not on the host yet.
+        """
+        if self._masked and not self._masked[-1].masks_early:
+            self._masked = [row for row in self._masked if row.masks_early]
+        if not self._masked:
+            return None
+        found = MaskedLogits(self._rows, self._ids, logits[self._rows, self._ids])
+        masked = found.logits.masked_fill(positions[self._rows] < self._until, -torch.inf)
+        logits.index_put_((self._rows, self._ids), masked)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """Sampling of R rows, which stays the same from step to step while the rows do."""
+
+    _rows: BatchView
+    _device: Device
+    _ops: Ops
+    columns: PlainColumns
+    logprobs_gatherer: LogprobsGatherer | None
+    """None: no row returns logprobs"""
+    logits_processor: LogitsProcessor | None
+    """None: no row has logits rules"""
+    early: EarlyMask | None
+    """None: no row's next token has such a mask"""
+    grammars: GrammarMasks | None
+    """None: no row is constrained"""
+    masked: Tensor | None
+    """[w] int64 rows whose masks may leave no token; None: no such row"""
+    masked_rows: dict[int, Sequence]
+    """Row -> sequence of these [w] rows"""
+    edits_logits: bool
+    """Whether logits may be changed, which needs them in float32"""
+    needs_host: bool
+    """Whether sampling needs all earlier tokens of a row on the host"""
+
+    @staticmethod
+    def of(
+        rows: BatchView,
+        processors: Mapping[str, LoadedProcessor],
+        mode: LogprobsMode,
+        device: Device,
+        ops: Ops,
+    ) -> SamplingMetadata:
+        """The sampling of `rows`; `processors`: custom logit processors by name."""
+        table, slots = rows.batch, rows.slots
+        sampling = SamplingColumns.of(
+            table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], device
+        )
+        edited = [(i, rows[i]) for i in np.flatnonzero(table.edits_logits[slots]).tolist()]
+        ruled = [(i, row.logits_state) for i, row in edited if row.logits_state is not None]
+        grammars = [(i, row) for i, row in edited if row.grammar is not None]
+        masks = {i for i, logits_state in ruled if logits_state.rules.masks}.union(i for i, _ in grammars)
+        masked = {i: row for i, row in edited if i in masks}
+        changed = frozenset(i for i, logits_state in ruled if logits_state.rules.changes_logits)
+        logprob_rows = table.wants_logprobs[slots].nonzero()[0]
+        early = [(i, row) for i, row in edited if row.masked_ids]
+        logits_processor = LogitsProcessor(ruled, processors, device, ops) if ruled else None
+        seeds, samples, places = device.upload(
+            table.seed[slots], table.sample[slots], np.fromiter(masked, np.int64, len(masked))
+        )
+        edits_logits = bool(ruled or grammars or early)
+        return SamplingMetadata(
+            rows,
+            device,
+            ops,
+            columns=PlainColumns(sampling, seeds, samples),
+            logprobs_gatherer=LogprobsGatherer(rows, logprob_rows, changed, sampling, mode, device, ops)
+            if len(logprob_rows)
+            else None,
+            logits_processor=logits_processor,
+            early=EarlyMask.of(early, device) if early else None,
+            grammars=GrammarMasks(grammars, device, ops) if grammars else None,
+            masked=places if masked else None,
+            masked_rows=masked,
+            edits_logits=edits_logits,
+            needs_host=bool(grammars) or (logits_processor is not None and logits_processor.needs_host),
+        )
+
+    @property
+    def plain(self) -> PlainColumns | None:
+        """Parameters that `Ops.sample` needs to sample all rows; None if a row has logits rules or returns logprobs."""
+        return None if self.edits_logits or self.logprobs_gatherer is not None else self.columns
+
+    def collect(self, sampled: SampleResult, download: Download | None = None) -> SampledTokens:
+        """Tokens that were sampled with the parameters of `plain`.
+
+        Args:
+            sampled: [R] tokens and rows with NaN logits; must not be written to any more.
+            download: copies both to the host; None: start a copy.
+        """
+        assert sampled.bad is not None
+        download = download or self._device.download(sampled.tokens, sampled.bad)
+        return SampledTokens(sampled.tokens, self, {}, download)
+
+    def sample(self, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
+        """Sample one token per row.
+
+        Args:
+            logits: [R, V] of the model; changed in place.
+            num_sampled: [R] int64 on the device, tokens sampled for each row so far.
+        """
+        ops = self._ops
+        # First, because the host fills masks while the device computes the logits.
+        masks = self.grammars.fill(logits.shape[1]) if self.grammars is not None else None
+        bad = ops.nan_rows(logits) if self.edits_logits else None
+        raw = self.logprobs_gatherer.gather_raw(logits) if self.logprobs_gatherer is not None else None
+        if self.edits_logits:
+            logits = logits.float()
+        errors = (
+            {}
+            if self.logits_processor is None
+            else self.logits_processor(logits, self._hidden_from_processors(self.logits_processor, bad))
+        )
+        # Masks commute; that of first tokens is last, because it is undone for rows that have no token left.
+        if self.grammars is not None and masks is not None:
+            self.grammars.apply(logits, masks)
+        masked_logits = self.early.apply(logits, num_sampled) if self.early is not None else None
+        sampling = self.columns.at(num_sampled, ops)
+        result = ops.sample(logits, sampling)
+        tokens = result.tokens  # [R]
+        if bad is None:  # a fused sampling kernel reports NaN rows without another pass over the logits
+            bad = ops.nan_rows(logits) if result.bad is None else result.bad
+        sent = [tokens, bad]
+        if self.masked is not None:
+            empty = ops.drew_masked(logits, self.masked, tokens)
+            # On an asynchronous device, sampling again is cheaper than waiting to learn whether a row is empty.
+            if masked_logits is not None and (self._device.asynchronous or bool(empty.any())):
+                masked_logits.undo(logits, bad.new_zeros(bad.shape).index_copy_(0, self.masked, empty))
+                sent[0] = tokens = ops.sample(logits, sampling).tokens
+                empty = ops.drew_masked(logits, self.masked, tokens)
+            sent.append(empty)
+        if self.logprobs_gatherer is not None:
+            sent += self.logprobs_gatherer.gather(logits, tokens, raw)
+        download = self._device.download(*sent)
+        if self.logits_processor is not None:  # last, because a failure before this point samples again
+            self.logits_processor.count(tokens)
+        return SampledTokens(tokens, self, errors, download)
+
+    def _hidden_from_processors(self, logits_processor: LogitsProcessor, bad: Tensor | None) -> frozenset[int]:
+        """Rows that are not passed to custom processors: rows with NaN logits (this waits) and ended rows."""
+        if not logits_processor.has_processors or bad is None:
+            return frozenset()
+        nan_rows = np.flatnonzero(self._device.download(bad).wait()[0]).tolist()
+        return frozenset(nan_rows).union(i for i in logits_processor.places if self._rows[i].ended)
+
+
+class Sampler:
+    """Sampling of the steps of one job."""
+
+    def __init__(
+        self,
+        device: Device,
+        ops: Ops,
+        processors: Mapping[str, LoadedProcessor] | None = None,
+        logprobs_mode: LogprobsMode = "raw",
+    ) -> None:
+        """`processors`: custom logit processors by name."""
+        self._device = device
+        self._ops = ops
+        self._processors = processors or {}
+        self._mode: LogprobsMode = logprobs_mode
+        self._sequence_ids: npt.NDArray[np.int64] | None = None
+        self._metadata: SamplingMetadata | None = None
+
+    def metadata(self, rows: BatchView) -> SamplingMetadata:
+        """Sampling of a step's rows; the same object while the rows stay the same."""
+        metadata = self._metadata
+        if metadata is None or self._sequence_ids is None or not _same_rows(rows.sequence_ids, self._sequence_ids):
+            metadata = SamplingMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
+            self._metadata, self._sequence_ids = metadata, rows.sequence_ids
+        return metadata
+
+
+def _same_rows(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
+    return one is other or np.array_equal(one, other)
+
+
+def _no_token_left(params: SamplingParams) -> ErrorInfo:
+    names = [name for name in _MASKING_FIELDS if getattr(params, name)]
+    message = f"{' and '.join(f'`{name}`' for name in names)} left no token to sample; allow more tokens in this row"
+    return ErrorInfo(ErrorCode.INVALID_FIELD, message, names[0])

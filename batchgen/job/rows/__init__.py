@@ -1,0 +1,1 @@
+"""The rows of a job: read, named by hashes, found again."""

@@ -1,0 +1,121 @@
+"""Job fingerprint: a hash of everything that the results depend on, and the record in the output's footer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen import __version__
+from batchgen.data.carry import carried_fields, effective_carry
+from batchgen.data.lines import JOB_KEY, is_lines
+from batchgen.data.read.input_files import AUTO_FORMAT
+from batchgen.data.read.input_paths import partitions_of
+from batchgen.data.read.input_set import InputSet
+from batchgen.data.schema import SCHEMA_VERSION
+from batchgen.data.store.job_changes import INPUT_FILES
+from batchgen.data.store.work_folder import RunIdentity
+from batchgen.errors import UsageError
+from batchgen.job.setup import Setup
+
+RESULT_OPTIONS = (
+    "deterministic",
+    "hidden_states_dtype",
+    "stop_on_repeat",
+    "repetition_penalty_scope",
+    "logprobs_mode",
+    "lenient_schemas",
+)
+"""Options of the engine that change the results of every row."""
+_ENGINE_FIELDS = ("max_model_len", "seed", "dedup", *RESULT_OPTIONS)
+_RUN_FIELDS = (
+    "sampling_defaults",
+    "prompt_column",
+    "id_column",
+    "chat",
+    "system",
+    "truncate",
+    "carry",
+    "include_prompt",
+    "include_prompt_ids",
+    "limit",
+    "offset",
+    "sample",
+    "on_bad_row",
+    "on_duplicate_id",
+)
+"""Options that results or the output's columns depend on; not batch sizes, memory or threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """Fingerprint of a job, the values it was computed from, and the record for the footer key `batchgen.run`."""
+
+    run: RunIdentity
+    info: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+
+def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
+    """Compute the fingerprint of a job from its options, its model and its opened input files; loads no weights.
+
+    Raises:
+        UsageError: a name given by `--carry` cannot be a column of the output.
+        ModelError: a file of weights cannot be hashed.
+    """
+    config, model, sampling, numbers = setup.config, setup.identity, setup.sampling, setup.spec.numbers
+    options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
+    options |= {name: getattr(config, name) for name in _RUN_FIELDS}
+    if numbers.rounding != "none":  # "none" is left out, for equal fingerprints with older versions
+        options["quantization"] = numbers.rounding
+    if config.engine.kv_dtype != "auto":
+        options["kv_dtype"] = config.engine.kv_dtype
+    if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
+        options["clock"] = config.engine.clock
+    # Options that are new are left out at their defaults, too.
+    options |= {"input_format": config.input_format} if config.input_format != AUTO_FORMAT else {}
+    options |= {name: True for name in ("include_source", "strict_fields") if getattr(config, name)}
+    for owner, name in (
+        *((config.engine, name) for name in ("chat_template_name", "ignore_template_options")),
+        *((config, name) for name in ("image_column", "audio_column")),
+    ):
+        options |= {name: value} if (value := getattr(owner, name)) else {}
+    # Source and digest: a processor whose code changes makes another job.
+    processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
+    info = {
+        "schema_version": SCHEMA_VERSION,
+        # The digests identify the model; the path of its folder may differ between machines.
+        **{f"model {name}": value for name, value in model.items() if name not in ("model", "model_digest")},
+        **{f"sampling default {name}": value for name, value in sampling.items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        **setup.model.folder.overrides.given,
+        "--logit-processor": processors,
+        # A file may be moved before a run is resumed: its content counts, its name does not.
+        INPUT_FILES: [[f.size, f.sha256, *partitions_of(f.path)] for f in inputs.files],
+    }
+    normalized = json.loads(json.dumps(info, sort_keys=True, default=str))
+    digest = hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()
+    shard = (config.shard.index, config.shard.count) if config.shard else None
+    record = {
+        "version": __version__,
+        **model,
+        "deterministic": config.engine.deterministic,
+        "quantization": numbers.quantization,
+        **({"checkpoint_format": form} if (form := setup.checkpoint_format) is not None else {}),
+        "sampling_defaults": dict(sampling),
+        "logprobs_mode": config.engine.logprobs_mode,
+        "logit_processors": processors,
+        "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
+        "shard": shard,
+        "fingerprint": digest,
+        "job": normalized,
+        "configuration": config.describe(),
+    }
+    carry = effective_carry(config.carry, include_source=config.include_source)
+    names = () if isinstance(carry, str) else carry
+    if is_lines(config.output) and JOB_KEY in names:
+        raise UsageError(f"`--carry` {JOB_KEY}: each line of {config.output} names its job so; rename the field")
+    carried = carried_fields(names, inputs.files, config.columns)
+    return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)

@@ -1,0 +1,1 @@
+"""What a checkpoint is: its folder, configuration, stored forms and weights."""

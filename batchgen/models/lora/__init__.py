@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, whether they fit, their use in steps."""

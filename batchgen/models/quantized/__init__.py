@@ -1,1 +1,0 @@
-"""Quantised checkpoints: which plain tensors one holds, and how each is computed from what is stored."""

@@ -1,0 +1,1 @@
+"""The fields of a row, declared once, and their values."""

@@ -1,0 +1,1 @@
+"""Rows of files to requests."""

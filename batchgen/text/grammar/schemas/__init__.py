@@ -1,0 +1,1 @@
+"""JSON schemas: what they allow, and how they are written for compilers."""

@@ -1,0 +1,126 @@
+"""Incremental detokenization, at a cost per token that does not grow with the text.
+
+The pieces that `append` and `flush` return, joined, are exactly `Tokenizer.decode_output` of all ids. Byte-level tokens
+are decoded as bytes, and only an incomplete character at the end waits. Any other decoder decodes the last stable token
+and the pending ones again for each token: such decoders treat a token by the one before it (a first token loses its
+leading space, bytes join to characters), so one token of context is enough.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Protocol
+
+from batchgen.text.tokens.byte_level import ByteLevelTokens
+from batchgen.text.tokens.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""U+FFFD, the replacement for bytes that are not a complete character."""
+
+
+class _Segment(Protocol):
+    """Incremental decoder of a stretch of tokens; see `Detokenizer` for the methods."""
+
+    def append(self, token: int) -> str: ...
+    def tail(self) -> str: ...
+    def flush(self) -> str: ...
+
+
+class _ByteLevelSegment:
+    """Segment of byte-level tokens: an incremental UTF-8 decoder over their bytes."""
+
+    def __init__(self, pieces: ByteLevelTokens) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def append(self, token: int) -> str:
+        return self._decoder.decode(self._pieces[token])
+
+    def tail(self) -> str:
+        return self._decoder.getstate()[0].decode("utf-8", "replace")
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowSegment:
+    """Segment of tokens of any other decoder: the last stable token and the pending ones are decoded together.
+
+    A run of byte tokens (`<0xE2>`) is pending until it ends: one invalid byte makes the decoder replace the whole run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, first: bool) -> None:
+        """`first`: the segment is the output's first, which follows the prompt."""
+        self._tokenizer = tokenizer
+        self._context = [*tokenizer.decode_prefix] if first else []
+        self._pending: list[int] = []
+        self._context_length = len(tokenizer.decode_prefix_text) if first else 0
+        """Number of characters of the decoded window that belong to the context."""
+
+    def append(self, token: int) -> str:
+        spelled = self._tokenizer.id_to_token(token)
+        if spelled is None:
+            return ""  # past the vocabulary: decoders skip it
+        self._pending.append(token)
+        if self._tokenizer.byte_fallback and _BYTE_TOKEN.fullmatch(spelled):
+            return ""
+        text = self._decode([*self._context, *self._pending])
+        if text.endswith(REPLACEMENT):
+            return ""
+        stable = text[self._context_length :]
+        # A token without characters gives no context for the next, so the older context stays in front of it.
+        self._context = [token] if spelled else [*self._context, *self._pending]
+        self._pending = []
+        self._context_length = len(self._decode(self._context))
+        return stable
+
+    def tail(self) -> str:
+        return self._decode([*self._context, *self._pending])[self._context_length :] if self._pending else ""
+
+    def flush(self) -> str:
+        stable = self.tail()
+        self._context, self._pending, self._context_length = [], [], 0
+        return stable
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class Detokenizer:
+    """Incremental `Tokenizer.decode_output` of one sequence, with the same two options."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special = tokenizer.special_ids
+        self._skip = skip_special_tokens
+        self._spaces = spaces_between_special_tokens
+        self._segment = self._new_segment(first=True)
+
+    def _new_segment(self, *, first: bool) -> _Segment:
+        pieces = self._tokenizer.byte_level_tokens
+        return _WindowSegment(self._tokenizer, first) if pieces is None else _ByteLevelSegment(pieces)
+
+    def append(self, token: int) -> str:
+        """Add the next token and return the new stable text, which no later token can change."""
+        if token not in self._special:
+            return self._segment.append(token)
+        if self._skip:
+            return ""
+        if self._spaces:
+            return self._segment.append(token)
+        before = self._segment.flush()
+        self._segment = self._new_segment(first=False)
+        return before + (self._tokenizer.id_to_token(token) or "")
+
+    @property
+    def tail(self) -> str:
+        """Text beyond the pieces returned so far, if the sequence ended here."""
+        return self._segment.tail()
+
+    def flush(self) -> str:
+        """Return the rest of the text; nothing may be appended afterwards."""
+        return self._segment.flush()
