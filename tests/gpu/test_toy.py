@@ -17,8 +17,8 @@ from tests.gpu.registry import cases
 
 ROOT = Path(__file__).parents[2]
 
-# Without `engine`, `syncs` and `determinism`, whose whole jobs take longest: a slow test has them.
-STAGES = ("parity", "flash", "memory", "bench", "workloads", "profile", "tune")
+# Without the stages of whole jobs, which take longest: slow tests have them.
+STAGES = ("parity", "flash", "memory", "bench", "profile", "tune")
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -30,8 +30,13 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """(report, stdout) of one toy run of all stages in `STAGES`."""
-    found = tmp_path_factory.mktemp("toy") / "found.json"
-    done = run("--toy", "--stages", ",".join(STAGES), "--time-limit", "3600", "--out", str(found))
+    return toy_run(tmp_path_factory.mktemp("toy"), *STAGES)
+
+
+def toy_run(folder: Path, *stages: str) -> tuple[dict[str, Any], str]:
+    """(report, stdout) of a toy run that succeeds."""
+    found = folder / "found.json"
+    done = run("--toy", "--stages", ",".join(stages), "--time-limit", "3600", "--out", str(found))
     made = json.loads(found.read_text(encoding="utf-8"))
     assert done.returncode == made["exit_code"] == 0, done.stdout + done.stderr
     return made, done.stdout
@@ -40,7 +45,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
 def test_every_check_runs_and_passes(toy: tuple[dict[str, Any], str]) -> None:
     checks = toy[0]["checks"]
     assert [check for check in checks if check["status"] != "pass"] == []
-    stages = set(STAGES) - {"bench", "workloads", "profile"}
+    stages = set(STAGES) - {"bench", "profile"}
     assert {check["case"] for check in checks} == {case.name for stage in stages for case in cases(stage, toy=True)}
     low = [c for c in checks if c["case"].startswith("decode[bfloat16") and c["what"] == "attention"]
     assert low
@@ -63,9 +68,11 @@ def test_figures_have_shapes_and_floors_and_the_toy_flag(toy: tuple[dict[str, An
     assert "stand-in" in found["flash"]
 
 
-def test_workloads_have_floors_goals_and_peers(toy: tuple[dict[str, Any], str]) -> None:
-    measures = {(m["workload"], m["model"], m["engine"], m["figure"]): m for m in toy[0]["measures"]}
-    assert len(measures) == len(toy[0]["measures"])
+@pytest.mark.slow
+def test_workloads_have_floors_goals_and_peers(tmp_path: Path) -> None:
+    listed = toy_run(tmp_path, "workloads")[0]["measures"]
+    measures = {(m["workload"], m["model"], m["engine"], m["figure"]): m for m in listed}
+    assert len(measures) == len(listed)
     assert all(m["toy"] and not m["checked"] for m in measures.values()), "without the stage that checks jobs"
     rate = measures["w-tree", "1b", "batchgen", "output_tokens_per_second"]
     assert rate["floor"] > rate["serial_floor"] > rate["value"] > 0
@@ -127,9 +134,7 @@ def test_only_selects_cases_and_cases_past_the_time_limit_fail(tmp_path: Path) -
     ],
 )
 def test_whole_jobs_at_toy_sizes(stage: str, operations: set[str], tmp_path: Path) -> None:
-    done = run("--toy", "--stages", stage, "--time-limit", "3600", "--out", str(tmp_path / "found.json"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    checks = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["checks"]
+    checks = toy_run(tmp_path, stage)[0]["checks"]
     assert {check["op"] for check in checks} == operations
     assert {check["status"] for check in checks} == {"pass"}
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import batchgen
 from batchgen.bench.engines.peer_tools import Outputs, PeerEngine, Row, Setting
-from batchgen.data.states import StateRecord, write_states_part
-from batchgen.data.states_result import write_states_result
 
 _UNREACHABLE_SAVING = 1 << 40
 """Threshold of saved KV reads that no prefix group reaches."""
@@ -51,8 +49,8 @@ class Engine(PeerEngine):
         collected: list[list[int]] = [[] for _ in rows]
         returned = {"top_logprobs": 0, "output_states": 0}
 
-        def states() -> Iterator[StateRecord]:
-            """Collect each completion and return its hidden states."""
+        def states() -> Iterator[tuple[Any, str, Any]]:
+            """Collect each completion; key, row and block of its hidden states."""
             for completion in self._engine.generate([_request_row(row) for row in rows]):
                 if completion.error is not None:
                     raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
@@ -61,7 +59,7 @@ class Engine(PeerEngine):
                     returned["top_logprobs"] += len(completion.output_top_logprobs)
                 for block in completion.states or ():
                     returned["output_states"] += len(block.values)
-                    yield StateRecord(completion.key, str(completion.row_index), block)
+                    yield completion.key, str(completion.row_index), block
 
         with _without_prefix_groups() if setting.get("flat") else nullcontext():
             if any("return_hidden_states" in row["fields"] for row in rows):
@@ -93,11 +91,14 @@ class Engine(PeerEngine):
         }
 
 
-def _write_states(records: Iterable[StateRecord]) -> None:
+def _write_states(records: Iterable[tuple[Any, str, Any]]) -> None:
     """Write hidden states as a job does: a part in a work folder, then the Parquet file, both synced to disk."""
+    from batchgen.data.states import StateRecord, write_states_part  # elsewhere in older checkouts
+    from batchgen.data.states_result import write_states_result
+
     with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as folder:
         part = Path(folder) / "states" / "part-000000.states"
-        write_states_part(part, records)
+        write_states_part(part, (StateRecord(*record) for record in records))
         write_states_result(Path(folder) / "out.hidden.parquet", [part], {})
 
 

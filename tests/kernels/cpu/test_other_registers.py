@@ -58,7 +58,8 @@ def run_tests(folder: Path, *flags: str, methods: list[str]) -> None:
 pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
 
 
-@pytest.mark.parametrize("extension", [pytest.param("avx512f", marks=pytest.mark.slow), "avx"])
+@pytest.mark.slow
+@pytest.mark.parametrize("extension", ["avx512f", "avx"])
 def test_without_an_extension(extension: str, tmp_path: Path) -> None:
     if not has(extension):
         pytest.skip(f"this processor has no {extension} to disable")
