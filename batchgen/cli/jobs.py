@@ -83,6 +83,7 @@ def _run(job: CheckedJob) -> None:
         summary = command.finished(progress.note, stop)
         if summary is None:
             # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
+            command.start_helpers()
             with short_openmp_spins(), DeferredGC():
                 from batchgen.job.run import run_job  # imports torch, which is slow
             summary = run_job(command, stop, progress, began)

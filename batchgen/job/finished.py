@@ -72,6 +72,12 @@ class OpenedCommand:
         summary = self.summary(paths.result, fingerprint)
         return None if config.retry_errors and summary.rows_error else summary
 
+    def start_helpers(self) -> None:
+        """Start what the run will need and takes a while to start, before libraries are imported meanwhile."""
+        from batchgen.text.chat.template_process import start_early  # not for a job that is finished
+
+        start_early(self.job.model.folder.path)
+
     def summary(self, result: Path, fingerprint: str) -> RunSummary:
         """The summary of the complete output.
 

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -93,13 +94,13 @@ def serve(source: int, sink: int, progress: int) -> None:
         progress: descriptor of the file for the number of the text that is being rendered.
     """
     (requests, results), current = begin(source, sink), mmap(progress, _WIDTH)
+    _library()  # before there is a limit
     templates: dict[str, Any] = {}
     while True:
         try:
             job: _Job = requests.recv()
         except EOFError:
             return
-        _library()  # before there is a limit
         limit_memory(job.limits.memory)
         found = []
         for number, rendering in enumerate(job.renderings):
@@ -197,6 +198,14 @@ class _Renderer(HelperProcess):
 
 PROCESS: Final = SharedProcess(_Renderer)
 """The process that renders."""
+
+
+def start_early(folder: Path) -> None:
+    """Start the process, which takes a while to import the library, if a model folder seems to have templates."""
+    config = folder / "tokenizer_config.json"
+    with suppress(OSError), PROCESS.lock:
+        if any(folder.glob("chat_template*")) or b'"chat_template"' in config.read_bytes():
+            PROCESS.running()
 
 
 def render_templates(
