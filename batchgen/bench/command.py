@@ -141,14 +141,19 @@ def _interrupt_on_signals() -> Iterator[None]:
         yield
         return
 
+    ended: list[Interrupted] = []
+
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        raise Interrupted(f"ended by {name}; the figures printed so far are valid", 128 + number)
+        ended.append(Interrupted(f"ended by {name}; the figures printed so far are valid", 128 + number))
+        raise ended[0]
 
     ends = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
     previous = {number: signal.signal(number, stop) for number in ends}
     try:
         yield
+        if ended:  # raised where errors are ignored, as in a finalizer
+            raise ended[0]
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
