@@ -2,8 +2,8 @@
 
 A template is a program: it may loop for hours, or make a text that fills the memory. So the templates of a model run in
 the library's sandbox in this process, each text under limits of processor time and memory. Several are rendered at a
-time; where one exceeds a limit, which ends the process, the others are rendered in another one. A model without
-templates never starts it.
+time; where one exceeds a limit, which ends the process, the others are rendered in another one. A run whose model
+folder names no template never starts it.
 """
 
 from __future__ import annotations
