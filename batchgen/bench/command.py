@@ -14,11 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from batchgen.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.bench.config import ENGINELESS_WORKLOADS, OPTIONS, BenchConfig, bench_config
 from batchgen.bench.process import parse_peers
 from batchgen.bench.results import parse_figures, read_figures
-from batchgen.bench.table import print_others
+from batchgen.bench.show import check_chart, draw_stored, print_others, write_chart
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 
 

@@ -41,7 +41,7 @@ from batchgen.bench.shapes import (
     merge_adapter,
     resolve_bench_model,
 )
-from batchgen.bench.table import print_comparison
+from batchgen.bench.show import print_comparison
 from batchgen.bench.workload_defs import BenchWorkload, find_workloads
 from batchgen.bench.workloads import BenchRow, plain
 from batchgen.config.engine_config import EngineConfig

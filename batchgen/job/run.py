@@ -32,8 +32,7 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.events import open_events
 from batchgen.job.finished import OpenedCommand
 from batchgen.job.in_work import InWork
-from batchgen.job.opening import OpenedJob
-from batchgen.job.output import write_output
+from batchgen.job.output import OpenedJob, write_output
 from batchgen.job.preflight import wait_for_hashes
 from batchgen.job.rows.fingerprint import identify_job
 from batchgen.job.rows.ingest import Ingested, ingest
