@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 
 from batchgen.bench.config import ENGINELESS_WORKLOADS, OPTIONS, BenchConfig, bench_config
+from batchgen.bench.figures import parse_figures, read_figures
 from batchgen.bench.process import parse_peers
-from batchgen.bench.results import parse_figures, read_figures
 from batchgen.bench.show import check_chart, draw_stored, print_others, write_chart
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 
@@ -61,7 +61,7 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         check_chart(config.chart, bars=engines)
     _reject_unused_options(config, engines=engines)
     if compared:
-        from batchgen.bench.workload_defs import find_workloads  # imports a tokenizer, which --from does not need
+        from batchgen.bench.workloads import find_workloads  # imports a tokenizer, which --from does not need
 
         find_workloads(compared)  # report a wrong name before measuring for minutes
     if engines and len(compared) < len(config.workloads):

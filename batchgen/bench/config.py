@@ -142,22 +142,40 @@ def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
     return config
 
 
+def read_definition(path: Path, flag: str, what: str) -> dict[str, Any]:
+    """The table of a TOML file of the user's, named as `what`. Error messages begin with `flag`.
+
+    Raises:
+        UsageError: the file cannot be read, or is not TOML.
+    """
+    try:
+        return read_toml(file_content(path))
+    except OSError as error:
+        raise UsageError(f"{flag}cannot read {what}{path}: {error.strerror}") from None
+    except ForeignTextError as error:
+        raise UsageError(f"{flag}{path} {error}") from None
+
+
+def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Check that a table has no key but `known` ones. Error messages begin with `where`.
+
+    Raises:
+        UsageError: it has another one.
+    """
+    known = list(known)
+    for key in sorted(table.keys() - set(known)):
+        raise UsageError(f"{where}: unknown key `{key}`{did_you_mean(key, known)}; known: {', '.join(known)}")
+
+
 def load_bench(path: Path) -> BenchConfig:
     """Read a TOML file of options. Keys are named as on the command line; `peers` and `workloads` are lists.
 
     Raises:
         UsageError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
-    try:
-        values = read_toml(file_content(path))
-    except OSError as error:
-        raise UsageError(f"--config: cannot read {path}: {error.strerror}") from None
-    except ForeignTextError as error:
-        raise UsageError(f"--config: {path} {error}") from None
+    values = read_definition(path, "--config: ", "")
+    check_keys(values, _KEYS, f"--config: {path}")
     for key, value in values.items():
-        if key not in _KEYS:
-            hint = did_you_mean(key, _KEYS)
-            raise UsageError(f"--config: {path}: unknown key `{key}`{hint}; known: {', '.join(_KEYS)}")
         kind = list if key in _LISTS else _KEYS[key]
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
             raise UsageError(

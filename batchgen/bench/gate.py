@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from batchgen.bench.process import OWN_ENGINES, BenchEngine
-from batchgen.bench.workload_defs import BenchWorkload
-from batchgen.bench.workloads import BenchRow, plain
+from batchgen.bench.workloads import BenchRow, BenchWorkload, plain
 from batchgen.errors import BatchgenError
 from batchgen.text.tokens.tokenizer import Tokenizer
 

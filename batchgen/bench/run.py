@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from batchgen.bench.config import BenchConfig
-from batchgen.bench.figures import Figure, Measured, rates, workload_figures
+from batchgen.bench.figures import Figure, Measured, SkippedPeers, print_notice, rates, read_figures, workload_figures
 from batchgen.bench.floors import count_work, measure_bandwidth, measure_matmul
 from batchgen.bench.gate import Gate, check_lengths
 from batchgen.bench.machine import commit_name, cpu_name, versions
@@ -32,7 +32,6 @@ from batchgen.bench.process import (
     LoadSpec,
     parse_peers,
 )
-from batchgen.bench.results import SkippedPeers, print_notice, read_figures
 from batchgen.bench.shapes import (
     DEMO,
     adapter_folders,
@@ -42,8 +41,7 @@ from batchgen.bench.shapes import (
     resolve_bench_model,
 )
 from batchgen.bench.show import print_comparison
-from batchgen.bench.workload_defs import BenchWorkload, find_workloads
-from batchgen.bench.workloads import BenchRow, plain
+from batchgen.bench.workloads import BenchRow, BenchWorkload, find_workloads, plain
 from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelSpec

@@ -14,10 +14,19 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure, Spread, ours_over
+from batchgen.bench.figures import (
+    CPU_RATE,
+    RATE,
+    SLOWDOWN,
+    Figure,
+    Spread,
+    StoredFigures,
+    ours_over,
+    print_notice,
+    read_figures,
+)
 from batchgen.bench.gate import FULL_EQUALITY
 from batchgen.bench.process import OURS
-from batchgen.bench.results import StoredFigures, print_notice, read_figures
 from batchgen.errors import OutputError, UsageError
 
 _UNLIMITED: Final = 10_000

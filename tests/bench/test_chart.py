@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 
 from batchgen.bench import show
-from batchgen.bench.figures import Figure, Measured, Spread, ours_over, workload_figures
+from batchgen.bench.figures import (
+    Figure,
+    Measured,
+    SkippedPeer,
+    Spread,
+    StoredFigures,
+    ours_over,
+    read_figures,
+    workload_figures,
+)
 from batchgen.bench.floors import FloorWork
 from batchgen.bench.process import Generated
-from batchgen.bench.results import SkippedPeer, StoredFigures, read_figures
 from batchgen.bench.show import check_chart, draw_stored, print_comparison, print_others, write_chart
 from batchgen.cli.app import run_command
 from batchgen.errors import OutputError, UsageError

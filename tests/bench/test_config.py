@@ -9,7 +9,7 @@ import pytest
 from batchgen.bench.config import ENGINELESS_WORKLOADS, BenchConfig, bench_config, load_bench
 from batchgen.bench.process import PEERS, VARIANTS
 from batchgen.bench.shapes import DEMO, RANDOM, SHAPES
-from batchgen.bench.workload_defs import find_workloads
+from batchgen.bench.workloads import find_workloads
 from batchgen.errors import UsageError
 
 RUNS = Path(__file__).parents[2] / "configs" / "bench" / "runs"
