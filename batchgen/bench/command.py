@@ -22,12 +22,12 @@ from batchgen.errors import BatchgenError, Interrupted, UsageError
 
 
 def run_given(
-    given: Mapping[str, Any], figures: Path | None, file: Path | None, emit: Callable[[str], None], console: Console
+    options: Mapping[str, Any], figures: Path | None, file: Path | None, emit: Callable[[str], None], console: Console
 ) -> None:
     """Run the options of a command line, or print and draw the figures of an earlier run.
 
     Args:
-        given: field of `BenchConfig` -> its value; None or empty if it is not given.
+        options: field of `BenchConfig` -> its value; None or empty if it is not given.
         figures: file of the earlier run; only `chart` may be given with it.
         file: TOML file of options.
         emit: called with one JSON line per figure.
@@ -36,7 +36,7 @@ def run_given(
     Raises:
         BatchgenError: as `run_command`, `draw_stored` and `bench_config`.
     """
-    chosen = {name: value for name, value in given.items() if value is not None and value != []}
+    chosen = {name: value for name, value in options.items() if value is not None and value != []}
     if figures is None:
         if "workloads" in chosen:
             chosen["workloads"] = tuple(chosen["workloads"])

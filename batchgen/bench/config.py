@@ -122,14 +122,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
-    """The configuration of a file for `load_bench` or the defaults, overridden by the values in `given` but None.
+def bench_config(flags: Mapping[str, Any], file: Path | None) -> BenchConfig:
+    """The configuration of a file for `load_bench` or the defaults, overridden by those `flags` that are not None.
 
     Raises:
         UsageError: as `load_bench`, or a value is out of range.
     """
     config = BenchConfig() if file is None else load_bench(file)
-    config = replace(config, **{name: value for name, value in given.items() if value is not None})
+    config = replace(config, **{name: value for name, value in flags.items() if value is not None})
     for option in OPTIONS:
         value = getattr(config, option.name)
         if option.minimum is not None and value is not None:

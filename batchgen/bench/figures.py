@@ -359,10 +359,10 @@ def _skipped_peer(values: Mapping[str, Any], where: str) -> SkippedPeer:
 
 def _figure(values: Mapping[str, Any], where: str) -> Figure:
     """The figure of a JSON object written by this or another version. Ignores unknown keys."""
-    types = {known.name: str(known.type) for known in fields(Figure)}
-    found = {name: value for name, value in values.items() if name in types}
-    found |= {name: values["value"] for name in _SPREAD if name not in found}
-    for name, value in found.items():
+    types = {each.name: str(each.type) for each in fields(Figure)}
+    known = {name: value for name, value in values.items() if name in types}
+    known |= {name: values["value"] for name in _SPREAD if name not in known}
+    for name, value in known.items():
         kind, _, optional = types[name].partition(" | ")
         allowed, expected = _TYPES[kind.partition("[")[0]]
         fits = isinstance(value, allowed) and not isinstance(value, bool)
@@ -373,7 +373,7 @@ def _figure(values: Mapping[str, Any], where: str) -> Figure:
         if not fits and not (optional and value is None):
             raise UsageError(f"{where}: `{name}` must be {expected}, got {value!r}")
     for name, numbers in (("ratio", ("median", *_SPREAD)), ("floors", ("share",))):
-        for key, one in found.get(name, {}).items():
+        for key, one in known.get(name, {}).items():
             if not all(isinstance(one.get(number), int | float) and one[number] > 0 for number in numbers):
                 raise UsageError(f"{where}: `{name}` of {key} must have {', '.join(numbers)} above 0, got {one!r}")
-    return Figure(**found)
+    return Figure(**known)

@@ -284,13 +284,13 @@ def find_workloads(names: Sequence[str], *, demo: bool = False) -> list[BenchWor
     Raises:
         UsageError: as `find_workload`, or a workload is given more than once.
     """
-    found: list[BenchWorkload] = []
+    chosen: list[BenchWorkload] = []
     for name in names or (("demo",) if demo else WORKLOADS):
-        found += (WORKLOADS | MORE_WORKLOADS).values() if name == _ALL else [find_workload(name)]
-    for number, workload in enumerate(found):
-        if workload.name in {other.name for other in found[:number]}:
+        chosen += (WORKLOADS | MORE_WORKLOADS).values() if name == _ALL else [find_workload(name)]
+    for number, workload in enumerate(chosen):
+        if workload.name in {other.name for other in chosen[:number]}:
             raise UsageError(f"workload {workload.name} is given more than once")
-    return found
+    return chosen
 
 
 def find_workload(name: str) -> BenchWorkload:
@@ -438,8 +438,8 @@ _DEMO_NAMES: Final = {"task_rows": "count", "pictures": "count", "instruction_to
 
 def _named(*names: str) -> dict[str, Workload]:
     """Named workloads of random ids."""
-    found = {name: load_workload(_DEFINITIONS / f"{name}.toml") for name in names}
-    return {name: workload for name, workload in found.items() if isinstance(workload, Workload)}
+    loaded = {name: load_workload(_DEFINITIONS / f"{name}.toml") for name in names}
+    return {name: workload for name, workload in loaded.items() if isinstance(workload, Workload)}
 
 
 WORKLOADS = _named("unique", "shared-prefix", "few-shot-tree", "mixed-lengths")

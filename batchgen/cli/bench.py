@@ -21,10 +21,10 @@ _CONFIG_HELP = (
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("bench", cls=GroupedCommand)(gather(bench, "given", _parameters()))
+    app.command("bench", cls=GroupedCommand)(gather(bench, "options", _parameters()))
 
 
-def bench(given: dict[str, Any]) -> None:
+def bench(options: dict[str, Any]) -> None:
     """Benchmark workloads, alone and against other engines.
 
     Prints one JSON line per result, with shares of the machine's floor.
@@ -36,20 +36,20 @@ def bench(given: dict[str, Any]) -> None:
     from batchgen.bench.command import run_given  # not needed by --help
     from batchgen.job.display.console import SafeConsole
 
-    figures, config = given.pop("figures"), given.pop("config")
-    run_given(given, figures, config, typer.echo, SafeConsole(stderr=True))
+    figures, config = options.pop("figures"), options.pop("config")
+    run_given(options, figures, config, typer.echo, SafeConsole(stderr=True))
 
 
 def _parameters() -> dict[str, Any]:
     """Name of each parameter -> its annotation, from which Typer makes its flag."""
     workloads = typer.Argument(metavar="WORKLOAD", show_default=False, help=WORKLOADS_HELP)
-    found: dict[str, Any] = {"workloads": Annotated[list[str] | None, workloads]}
+    parameters: dict[str, Any] = {"workloads": Annotated[list[str] | None, workloads]}
     for option in OPTIONS:
         if option.name == "timeout":
-            found["figures"] = Annotated[Path | None, _option("--from", "FILE", _FROM_HELP)]
+            parameters["figures"] = Annotated[Path | None, _option("--from", "FILE", _FROM_HELP)]
         flag = _option(option.flag, option.metavar, option.help, option.minimum)
-        found[option.name] = Annotated[option.value_type | None, flag]
-    return {**found, "config": Annotated[Path | None, _option("--config", "FILE", _CONFIG_HELP)]}
+        parameters[option.name] = Annotated[option.value_type | None, flag]
+    return {**parameters, "config": Annotated[Path | None, _option("--config", "FILE", _CONFIG_HELP)]}
 
 
 def _option(flag: str, metavar: str, text: str, minimum: int | None = None) -> Any:

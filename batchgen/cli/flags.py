@@ -21,17 +21,17 @@ from batchgen.errors import UsageError
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line with the flags of other systems as those here, and a line about each."""
-    found: list[str] = []
+    words: list[str] = []
     notes: dict[str, None] = {}
     for place, word in enumerate(arguments):
         if word == "--":
-            return [*found, *arguments[place:]], list(notes)
+            return [*words, *arguments[place:]], list(notes)
         flag, equals, value = word.partition("=")
         own = FLAGS_OF_OTHERS.get(flag, flag)
         if own != flag:
             notes[f"{flag} is read as {own}"] = None
-        found.append(own + equals + value)
-    return found, list(notes)
+        words.append(own + equals + value)
+    return words, list(notes)
 
 
 _INPUT_HELP = (
@@ -136,16 +136,16 @@ def _gathered(
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options set on the command line; the flags of a choice become the value of its option."""
-    given: dict[str, Any] = {"inputs": (*(values["inputs"] or ()), *(values["input_file"] or ()))}
+    options: dict[str, Any] = {"inputs": (*(values["inputs"] or ()), *(values["input_file"] or ()))}
     for option in OPTIONS:
         if option.choice_flags:
             chosen = [choice for choice in option.choices if values[_switch_name(option, choice)]]
             if len(chosen) > 1:
                 raise UsageError(f"`--{chosen[0]}` and `--{chosen[1]}` cannot be combined; keep one of them")
-            given |= {option.name: chosen[0]} if chosen else {}
+            options |= {option.name: chosen[0]} if chosen else {}
         elif values[option.name] not in (None, [], ()):
-            given[option.name] = values[option.name]
-    return given
+            options[option.name] = values[option.name]
+    return options
 
 
 def _parameters(option: Option) -> list[inspect.Parameter]:

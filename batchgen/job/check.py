@@ -19,7 +19,7 @@ from rich.text import Text
 
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
-from batchgen.data.read.input_set import open_inputs
+from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.store.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
@@ -32,7 +32,7 @@ from batchgen.job.display.reasons import Reasons
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.rows.fingerprint import identify_job
-from batchgen.job.rows.ingest import ingest
+from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import bytes_by_kind
@@ -175,6 +175,23 @@ def _print_lines(lines: Iterable[str], stream: TextIO) -> None:
         stream.write(f"{line}\n")
 
 
+def _read(setup: Setup, inputs: InputSet, folder: Path, errors: _Errors, progress: Progress) -> Ingested:
+    """Read and check all rows."""
+
+    def on_row(rows: int) -> None:
+        if not rows % _ROWS_PER_UPDATE:
+            progress.update(ProgressState("reading", rows_done=rows, rows_error=errors.counts.total()))
+
+    progress.update(ProgressState("reading"))
+    rows = ingest(setup, inputs, folder, folder, on_row, on_bad=errors.add)
+    rows.close()
+    for note in rows.notes:
+        progress.note(note)
+    setup.note_rows(rows.table, progress.note)
+    progress.update(ProgressState("planning", rows.rows, rows.rows, errors.counts.total()))
+    return rows
+
+
 def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, OutputEstimate]:
     config, began = job.config, time.monotonic()
     setup = prepare(job, progress.note, allow_missing_gpu=True)
@@ -182,23 +199,10 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
     wait_for_hashes(job.hashes, progress.note)
     identity = identify_job(setup, inputs)
     set_clock(setup, identity, output_paths(config.output, identity.run.shard))
-    started = time.monotonic()
-    errors = _Errors()
-
-    def on_row(rows: int) -> None:
-        if not rows % _ROWS_PER_UPDATE:
-            progress.update(ProgressState("reading", rows_done=rows, rows_error=errors.counts.total()))
-
-    progress.update(ProgressState("reading"))
+    started, errors = time.monotonic(), _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
-        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_row, on_bad=errors.add)
-        rows.close()
-        for note in rows.notes:
-            progress.note(note)
-        table = rows.table
-        setup.note_rows(table, progress.note)
-        progress.update(ProgressState("planning", rows.rows, rows.rows, errors.counts.total()))
-        read = time.monotonic()
+        rows = _read(setup, inputs, Path(scratch), errors, progress)
+        table, read = rows.table, time.monotonic()
         spec, dedup = setup.spec, config.engine.dedup
         workload = plan_workload(table, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
         counts, steps, peaks = _plan(config, setup, workload)

@@ -135,8 +135,8 @@ class _Requests:
 
     def by_params(self, values: list[int]) -> Int64s:
         """The value of each request's parameter set."""
-        found: Int64s = np.array(values, np.int64)[self.params_id]
-        return found
+        by_request: Int64s = np.array(values, np.int64)[self.params_id]
+        return by_request
 
     @property
     def computed(self) -> Int64s:

@@ -145,8 +145,8 @@ def ingest(
     wanted = NamedFields({**dict.fromkeys(carried_names, "--carry"), **named})
     decode = setup.decode_prompt if config.include_prompt else None
     try:
-        given = inputs.rows(config.columns, selection, wanted)
-        for row in reader.read(given, lambda row: _prepared(row, carry, decode), record):
+        raw = inputs.rows(config.columns, selection, wanted)
+        for row in reader.read(raw, lambda row: _prepared(row, carry, decode), record):
             result.rows += 1
             on_row(result.rows)
             if row.error is not None:
