@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.cli.app import command_names, run_command
+from batchgen.cli.app import app, run_command
 from batchgen.cli.help import TOPICS, page_path
 from batchgen.models.model_types import COMPARED
 from tests.models.test_media_towers import CASES
@@ -38,7 +38,9 @@ def test_the_reference_has_every_command_whatever_the_terminal(
 ) -> None:
     assert run_command(["help", "reference"]) == 0
     text = capsys.readouterr().out
-    assert re.findall(r"^## (batchgen \w+)$", text, re.M) == [f"batchgen {name}" for name in command_names()]
+    assert re.findall(r"^## (batchgen \w+)$", text, re.M) == [
+        f"batchgen {command.name}" for command in app.registered_commands
+    ]
     assert "- `--skip-special-tokens, --no-skip-special-tokens`: " in text
     assert text.count("--max-num-seqs N`") == 1, "`check` names what `run` does not have"
     monkeypatch.setenv("COLUMNS", "37")
