@@ -101,15 +101,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return _gathered(
         command,
         "config",
-        [inputs, input_files, *_option_parameters()],
+        [inputs, input_files, *option_parameters(OPTIONS)],
         [],
         lambda values: resolve_config(_given(values), os.environ, Path.cwd()),
     )
 
 
 @cache
-def _option_parameters() -> list[inspect.Parameter]:
-    return [parameter for option in OPTIONS for parameter in _parameters(option)]
+def option_parameters(options: Sequence[Option]) -> list[inspect.Parameter]:
+    """The keyword parameters of options, from which Typer makes their flags."""
+    return [parameter for option in options for parameter in _parameters(option)]
 
 
 def _gathered(
