@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from batchgen.config.engine_config import FLAGS_OF_OTHERS, INPUT
+from batchgen.config.engine_config import INPUT
 from batchgen.config.option_types import BOOL, Option
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
+from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -14,10 +14,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from batchgen.cli.flags import GroupedCommand
-from batchgen.config.engine_config import FLAGS_OF_OTHERS
 from batchgen.config.run_config import GROUPS
 from batchgen.errors import UsageError
-from batchgen.request.fields.other_systems import ANSWERS, NAMES, snake_case
+from batchgen.request.fields.other_systems import ANSWERS, FLAGS_OF_OTHERS, NAMES, snake_case
 from batchgen.request.printable import unescaped
 
 _GROUPS: Final = {

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from batchgen.config.engine_config import ENGINE_OPTIONS, FLAGS_OF_OTHERS
+from batchgen.config.engine_config import ENGINE_OPTIONS
 from batchgen.errors import BatchgenError, ErrorInfo, RowError, UnknownArgument
+from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
 from batchgen.request.fields.params import PARAMETERS, SAMPLING_FIELDS
 
 _T = TypeVar("_T")

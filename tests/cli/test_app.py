@@ -18,7 +18,6 @@ import pytest
 from batchgen import __version__
 from batchgen.cli.app import _replace_closed_streams, run_command
 from batchgen.cli.flags import translated
-from batchgen.config.engine_config import FLAGS_OF_OTHERS
 from batchgen.config.run_config import OPTIONS, RunConfig
 from batchgen.config.units import Shard
 from batchgen.errors import (
@@ -35,6 +34,7 @@ from batchgen.errors import (
 from batchgen.job.finished import OpenedCommand
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.summary import RunSummary
+from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""Names of options in the APIs of other systems, and what to write here instead: data for hints, notes and a page.
+"""Names of options of other systems, and what to write here instead: data for hints, notes and a page.
 
 A name that is also a field here needs no entry in `ANSWERS`: the table of fields says what happens with it.
 """
@@ -25,6 +25,8 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.split()))
 
 
+FLAGS_OF_OTHERS: dict[str, str] = _DATA["flags"]
+"""Flag of vLLM or SGLang -> the flag here that means the same."""
 NAMES: dict[str, tuple[str, ...]] = {system: words(names) for system, names in _DATA["names"].items()}
 """System -> every name of an option or prompt that its API reads, those of its sampling parameters included."""
 CONTAINERS = frozenset(words(f"{_DATA['containers']} {_DATA['use']['`sampling_params`']}"))
