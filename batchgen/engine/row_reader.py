@@ -341,15 +341,15 @@ def _reported(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterato
 
 def _refused(raw: RawRow, error: ErrorInfo) -> RawRow:
     """A row that is not parsed, with the id and fields that it gives."""
-    found = raw.found if raw.value is None else raw.value
-    return raw._replace(value=None, error=error).with_found(found)
+    known = raw.found if raw.value is None else raw.value
+    return raw._replace(value=None, error=error).with_found(known)
 
 
 def _wrong(raw: RawRow, error: Exception) -> ProcessedRow:
     """A row whose fields are wrong."""
     info = row_error(error, "checking the fields of the row")
-    found, line = _known_of(raw.value, raw.index)
-    return ProcessedRow(raw._replace(value=None), *found, error=info, is_line=line)
+    known, line = _known_of(raw.value, raw.index)
+    return ProcessedRow(raw._replace(value=None), *known, error=info, is_line=line)
 
 
 def _size_of(row: ParsedRow | None) -> int:
@@ -389,8 +389,8 @@ class _HashSet:
         slots = self._slots
         mask = len(slots) - 1
         at = value & mask
-        while found := slots[at]:
-            if found == value:
+        while held := slots[at]:
+            if held == value:
                 return False
             at = (at + 1) & mask
         slots[at] = value
