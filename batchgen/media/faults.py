@@ -52,9 +52,9 @@ def what_else(data: bytes) -> str:
     if data[:4] == b"RIFF" and data[8:12] in _RIFF:
         return _RIFF[data[8:12]]
     head = data[:512].lstrip(b"\xef\xbb\xbf \t\r\n")
-    found = next((what for sign, what in _KINDS if head.startswith(sign)), None)
-    if found is not None:
-        return found
+    kind = next((what for sign, what in _KINDS if head.startswith(sign)), None)
+    if kind is not None:
+        return kind
     if head[:1] == b"<":
         return "an SVG drawing" if b"<svg" in data[:4096] else "a web page or XML"
     return "of an unknown format"
