@@ -226,8 +226,8 @@ class FeatureFiles:
             )
 
 
-def _read_records(stream: BinaryIO, path: Path, names: set[bytes], found: Callable[[bytes, _Record], None]) -> int:
-    """Call `found` with each whole record of `names`; returns the size of the file. Nothing behind damage is found."""
+def _read_records(stream: BinaryIO, path: Path, names: set[bytes], keep: Callable[[bytes, _Record], None]) -> int:
+    """Call `keep` with each whole record of `names`, up to the first damage; returns the size of the file."""
     end = stream.seek(0, 2)
     at = stream.seek(0)
     while len(head := stream.read(_HEAD_BYTES)) == _HEAD_BYTES:
@@ -239,7 +239,7 @@ def _read_records(stream: BinaryIO, path: Path, names: set[bytes], found: Callab
         if at > end:
             break
         if name in names:
-            found(name, record)
+            keep(name, record)
         stream.seek(at)
     return end
 
@@ -247,8 +247,8 @@ def _read_records(stream: BinaryIO, path: Path, names: set[bytes], found: Callab
 def _packed(values: Floats) -> tuple[memoryview, int]:
     """Bytes of the values, and those of each number."""
     bits = np.ascontiguousarray(values).view(np.uint32)
-    found = bits if (bits & 0xFFFF).any() else (bits >> 16).astype(np.uint16)
-    return found.reshape(-1).view(np.uint8).data, found.itemsize
+    numbers = bits if (bits & 0xFFFF).any() else (bits >> 16).astype(np.uint16)
+    return numbers.reshape(-1).view(np.uint8).data, numbers.itemsize
 
 
 def _unpacked(data: bytes, record: _Record) -> Floats:

@@ -58,14 +58,14 @@ def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = 
             digits or half of a surrogate pair.
     """
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text.removeprefix(_BOM)
-    value = None if unique_keys else _quickly(data)
+    value = None if unique_keys else read_quickly(data)
     if value is None:
         value = _decoded(data, constants, unique_keys, unwritable)
     check_depth(value, data.count(b"[") + data.count(b"{"))
     return value
 
 
-def _quickly(data: bytes) -> Any:
+def read_quickly(data: bytes) -> Any:
     """The value of a text that the fast decoder reads as Python's does; None for any other, and for null."""
     try:
         value = orjson.loads(data)
@@ -162,10 +162,10 @@ def _has_long_integer(value: Any, text: str) -> bool:
     """Whether the value of `text` has an integer of more than `MAX_DIGITS` digits."""
     waiting, most = [value] if _LONG_INTEGER.search(text) else [], 10**MAX_DIGITS
     while waiting:
-        found = waiting.pop()
-        if type(found) is int and abs(found) >= most:
+        item = waiting.pop()
+        if type(item) is int and abs(item) >= most:
             return True
-        waiting += _children(found)
+        waiting += _children(item)
     return False
 
 

@@ -38,9 +38,9 @@ def refuse_duplicate_ids(files: Sequence[Path], *, whole_jobs: bool = False) -> 
         DamagedFile: a file is damaged.
         OSError: a file cannot be read.
     """
-    found = [_id_hashes(file, failed=whole_jobs) for file in files]
-    hashes, rows = (np.concatenate(columns) for columns in zip(*found, strict=True))
-    ends = np.cumsum([len(file_hashes) for file_hashes, _ in found])
+    columns_of_files = [_id_hashes(file, failed=whole_jobs) for file in files]
+    hashes, rows = (np.concatenate(columns) for columns in zip(*columns_of_files, strict=True))
+    ends = np.cumsum([len(file_hashes) for file_hashes, _ in columns_of_files])
     order = np.lexsort((rows, hashes))
     same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
     # In input order. Different ids may have equal hashes, so the ids are read and compared.
@@ -234,7 +234,7 @@ def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> 
     for file, footer in zip(files, footers, strict=True):
         if footer["fingerprint"] != first["fingerprint"] or footer["shard"][1] != first["shard"][1]:
             was, now = first.get("job") or {}, footer.get("job") or {}
-            what = f" ({describe_changes(found, was, now)})" if (found := changes(was, now)) else ""
+            what = f" ({describe_changes(names, was, now)})" if (names := changes(was, now)) else ""
             raise FingerprintError(
                 f"{file} and {files[0]} are shards of different jobs{what}. Merge shards of one job."
             )

@@ -184,7 +184,7 @@ def merged_record(footers: Sequence[Mapping[str, Any]], rows: Sequence[Rows], co
     backends = [footer["grammar_backends"] for footer in footers if "grammar_backends" in footer]
     return {
         **footers[0],
-        **{name: None if None in found else sum(found) for name, found in counts.items()},
+        **{name: None if None in values else sum(values) for name, values in counts.items()},
         **({"grammar_backends": sorted(set().union(*backends))} if backends else {}),
         "shard": None,
         "rows": count,

@@ -111,7 +111,7 @@ class _Cells:
         self._row_characters = 0
         if self._reader is None:
             first = self._next_line()
-            self._delimiter = self._delimiter or _separator(first)
+            self._delimiter = self._delimiter or (";" if ";" in first and "," not in first else ",")
             self._reader = csv.reader(_Lines(first, self._next_line), delimiter=self._delimiter, strict=True)
         while True:
             self.line = self._reader.line_num + 1
@@ -123,16 +123,12 @@ class _Cells:
     def before_break(self) -> list[str]:
         """The cells of a malformed row before the one that it breaks in."""
         cell = re.compile(_CELL.format(re.escape(self._delimiter or ",")))
-        text, at, found = "".join(self._read), 0, list[str]()
+        text, at, cells = "".join(self._read), 0, list[str]()
         while match := cell.match(text, at):
             quoted, plain = match.groups()
-            found.append(plain if quoted is None else quoted.replace('""', '"'))
+            cells.append(plain if quoted is None else quoted.replace('""', '"'))
             at = match.end()
-        return found
-
-
-def _separator(header: str) -> str:
-    return ";" if ";" in header and "," not in header else ","
+        return cells
 
 
 def _header(cells: _Cells, source: str) -> list[str]:
@@ -148,8 +144,7 @@ def _header(cells: _Cells, source: str) -> list[str]:
         raise InputError(f"{source}: the first row, which names the columns, cannot be read ({error}).") from None
     if any(_undecoded(name) for name in names):
         raise InputError(f"{source} is not UTF-8. Convert it, for example: iconv -f WINDOWS-1252 -t UTF-8.")
-    twice = named_twice(names)
-    if twice is not None:
+    if (twice := named_twice(names)) is not None:
         raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
     return names
 
@@ -217,10 +212,11 @@ def _raw_rows(
             return
         except csv.Error as error:
             if wanted:
-                found = _readable(names, cells.before_break())
-                yield RawRow.failed(index, source, cells.line, *_described(error)).with_found(found)
+                failed = RawRow.failed(index, source, cells.line, *_described(error))
+                yield failed.with_readable(_readable(names, cells.before_break()))
         except UnreadableRow as error:
-            yield RawRow.failed(index, source, cells.line, error.info.code, error.info.message).with_found(error.found)
+            failed = RawRow.failed(index, source, cells.line, error.info.code, error.info.message)
+            yield failed.with_readable(error.readable)
         if not wanted:
             yield None
         index += 1

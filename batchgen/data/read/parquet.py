@@ -133,7 +133,7 @@ def parquet_rows(
                     yield None
                 elif isinstance(value, UnreadableRow):
                     raw = RawRow(index, source, row, unit="row")
-                    yield raw.with_error(value.info.code, value.info.message).with_found(value.found)
+                    yield raw.with_error(value.info.code, value.info.message).with_readable(value.readable)
                 else:
                     yield RawRow(index, source, row, value, unit="row")
 
@@ -150,11 +150,10 @@ def _check_counts(metadata: pq.FileMetaData) -> None:
 
 
 def _read(batch: pa.RecordBatch, fields: TextFields, columns: NamedColumns) -> list[Value]:
-    """As `read_rows`; a row whose values would take too much memory has an error."""
-    try:
-        _check_memory(batch)
-    except RowError as error:
-        return [UnreadableRow(error, {})]
+    """As `read_rows`; a row whose values would take more than `ROW_MEMORY` has an error."""
+    if batch.num_rows == 1 and batch.nbytes > ROW_MEMORY >> 5 and (size := _memory(batch.columns)) > ROW_MEMORY:
+        problem = f"the row's values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
+        return [UnreadableRow(RowError(ErrorCode.INVALID_FIELD, f"{problem}: split the row"), {})]
     return read_rows(batch, fields, columns)
 
 
@@ -169,32 +168,21 @@ def _batches(file: pq.ParquetFile, group: int, size: int) -> Iterator[pa.RecordB
             yield batch.slice(start, step)
 
 
-def _check_memory(batch: pa.RecordBatch) -> None:
-    """Refuse a row whose values would take more than `ROW_MEMORY`.
-
-    Raises:
-        RowError: `invalid_field`.
-    """
-    if batch.num_rows == 1 and batch.nbytes > ROW_MEMORY >> 5 and (size := _memory(batch.columns)) > ROW_MEMORY:
-        problem = f"the row's values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
-        raise RowError(ErrorCode.INVALID_FIELD, f"{problem}: split the row")
-
-
 def _memory(arrays: Sequence[pa.Array]) -> int:
     """Bytes of memory that the values of arrays take as Python's."""
-    found = 0
+    size = 0
     for array in arrays:
         kind = array.type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
             wide = 1 if pc.all(pc.string_is_ascii(array)).as_py() is not False else 4
-            found += len(array) * _COSTS[0] + wide * (pc.sum(pc.utf8_length(array)).as_py() or 0)
+            size += len(array) * _COSTS[0] + wide * (pc.sum(pc.utf8_length(array)).as_py() or 0)
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            found += len(array) * _COSTS[0] + _memory([array.flatten()])
+            size += len(array) * _COSTS[0] + _memory([array.flatten()])
         elif pa.types.is_struct(kind):
-            found += len(array) * _COSTS[1] + _memory(array.flatten())
+            size += len(array) * _COSTS[1] + _memory(array.flatten())
         else:
-            found += len(array) * _COSTS[0] + array.nbytes
-    return found
+            size += len(array) * _COSTS[0] + array.nbytes
+    return size
 
 
 def _unreadable(group: int, error: Exception) -> tuple[ErrorCode, str]:
@@ -234,7 +222,6 @@ def _wanted(
     try:
         values = iter(read(batch if all(wanted) else batch.filter(pa.array(wanted))))
     except pa.ArrowException:  # some types have no kernel that filters
-        parts = (read(batch.slice(i, 1)) for i, is_wanted in enumerate(wanted) if is_wanted)
-        values = chain.from_iterable(parts)
+        values = chain.from_iterable(read(batch.slice(i, 1)) for i, is_wanted in enumerate(wanted) if is_wanted)
     for is_wanted in wanted:
         yield next(values) if is_wanted else None

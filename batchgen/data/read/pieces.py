@@ -93,8 +93,8 @@ class Peeked:
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; empty at the end only."""
-        if found := self._head.read(size):
-            return found
+        if data := self._head.read(size):
+            return data
         self._rest()
         return self._read_some(size)
 

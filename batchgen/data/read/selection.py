@@ -82,8 +82,8 @@ def _sample(start: int, end: int, size: int, seed: int) -> npt.NDArray[np.int64]
 def smallest_hashes(indexes: npt.NDArray[np.int64], size: int, seed: int) -> npt.NDArray[np.int64]:
     """Up to `size` of `indexes` [N] with the smallest hashes under `seed`, in the order of their hashes."""
     order = np.lexsort((indexes, _hash(indexes, seed)))
-    found: npt.NDArray[np.int64] = indexes[order[:size]]
-    return found
+    smallest: npt.NDArray[np.int64] = indexes[order[:size]]
+    return smallest
 
 
 def _hash(indexes: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.uint64]:

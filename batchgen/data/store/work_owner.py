@@ -227,9 +227,9 @@ def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
     result, states = paths.result, paths.states
     if is_lines(result):
         # Empty files, which a job without rows leaves, name no job; errors without results are left by a killed run.
-        found = next((file for file in (result, errors_path(result)) if exists(file) and size_of(file)), None)
-        if found == result or (found is not None and not written_by(found, identity.fingerprint)):
-            other, why = found, " JSON lines do not say what was asked for, so none of its rows can be reused."
+        written = next((file for file in (result, errors_path(result)) if exists(file) and size_of(file)), None)
+        if written == result or (written is not None and not written_by(written, identity.fingerprint)):
+            other, why = written, " JSON lines do not say what was asked for, so none of its rows can be reused."
     elif exists(result):
         other, job = result, (intact_footer(result) or {}).get("job")
     if other is None and exists(states):

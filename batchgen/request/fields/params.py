@@ -308,9 +308,9 @@ class SamplingParams(_HashedOnce):
             raise invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
 
     def _check_stops(self) -> None:
-        for name, given, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
-            if len(given) > MAX_STOPS:
-                raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(given)}")
+        for name, stops, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
+            if len(stops) > MAX_STOPS:
+                raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(stops)}")
         checks.short_strings("stop", self.stop)
         if self.stop_regex:
             from batchgen.request.fields.stop_patterns import check_patterns  # imports regex, which is slow to start
@@ -322,9 +322,8 @@ class SamplingParams(_HashedOnce):
         if states is not None and states.tokens == "output" and states.pool != "none" and self.max_new_tokens == 0:
             raise invalid("return_hidden_states", "pools the output, which is empty with max_new_tokens 0")
         if self.stream and (self.best_of or 1) > 1:
-            raise invalid(
-                "stream", "cannot be true with `best_of` above 1: the samples to keep are known only at the end"
-            )
+            problem = "cannot be true with `best_of` above 1: the samples to keep are known only at the end"
+            raise invalid("stream", problem)
         if self.custom_params is not None and self.custom_logit_processor is None:
             raise invalid("custom_params", "needs `custom_logit_processor`")
 
@@ -332,9 +331,8 @@ class SamplingParams(_HashedOnce):
         try:
             return self._hash
         except AttributeError:
-            found = hash(tuple([getattr(self, name) for name, *_ in _CHECKS]))
-            object.__setattr__(self, "_hash", found)
-            return found
+            object.__setattr__(self, "_hash", hash(tuple([getattr(self, name) for name, *_ in _CHECKS])))
+            return self._hash
 
     @property
     def greedy(self) -> bool:

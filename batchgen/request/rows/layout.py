@@ -24,12 +24,7 @@ _CONTAINERS: dict[Kind, tuple[str, ...]] = {
     "chat": ("prompt",),
 }
 """Keys that are not fields by kind."""
-_OPTIONS = (frozenset(item.name for item in SAMPLING_FIELDS) - {"seed"}) | {
-    *CONSTRAINTS,
-    "logprobs",
-    "top_logprobs",
-    "model",
-}
+_OPTIONS = {item.name for item in SAMPLING_FIELDS} - {"seed"} | {*CONSTRAINTS, "logprobs", "top_logprobs", "model"}
 """Fields of a row that determine its parameter set. The seed is separate: rows with different seeds share one."""
 CHAT_FIELDS = (
     *("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
@@ -87,7 +82,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         entries,
         others=tuple(entry for entry in entries if entry[0] not in options),
         names=tuple(options),
-        options=itemgetter(*options) if options else _no_values,
+        options=itemgetter(*options) if options else lambda source: None,
         containers=tuple(name for name in names if name in _CONTAINERS[kind]),
         sources=tuple(name for name in SOURCES if any(field.name == name for field in known)),
         scoring=tuple(key for key, field in entries if field is not None and field.name in _SCORING),
@@ -99,10 +94,6 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         may_be_line=kind == "row" and any(name in ENVELOPE for name in names),
         suspects=suspects(names) if place == "row" else (),
     )
-
-
-def _no_values(source: Mapping[str, Any]) -> None:
-    return None
 
 
 def params_key(

@@ -56,8 +56,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     Raises:
         RowError: see both.
     """
-    if len(line) * _PER_BYTE > ROW_MEMORY:
-        check_memory(line)
+    check_memory(line)
     return parse_json_object(line)
 
 

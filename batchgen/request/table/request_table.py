@@ -305,4 +305,4 @@ class RequestTable(Columns):
     def constraints(self, done: npt.NDArray[np.bool_] | None = None) -> list[Constraint]:
         """Constraints of the requests that are not `done` [N]."""
         used = np.unique(self.params_id if done is None else self.params_id[~done])
-        return [found for index in used.tolist() if (found := self._params[index].constraint) is not None]
+        return [constraint for index in used.tolist() if (constraint := self._params[index].constraint) is not None]
