@@ -116,11 +116,7 @@ def accepting_aliases(params: type[_T]) -> type[_T]:
 
 
 def _by_name(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The values by the names of their fields.
-
-    Raises:
-        RowError: `unknown_field` for an unknown name, `invalid_field` for a field that is given twice.
-    """
+    """The values by the names of their fields; `RowError` for an unknown name or a field that is given twice."""
     by_name: dict[str, Any] = {}
     for key, value in values.items():
         if key not in names:

@@ -49,20 +49,13 @@ class SamplingParams(_HashedOnce):
     """
 
     temperature: float = sampling(
-        1.0,
-        Number(0.0),
-        "Sampling temperature; 0 is greedy. Example: --temperature 0.7",
-        body_check=Number(0.0, 2.0),
+        1.0, Number(0.0), "Sampling temperature; 0 is greedy. Example: --temperature 0.7", body_check=Number(0.0, 2.0)
     )
     top_p: float = sampling(
-        1.0,
-        Number(0.0, 1.0, low_open=True),
-        "Probability mass of nucleus sampling, in (0, 1]. Example: --top-p 0.95",
+        1.0, Number(0.0, 1.0, low_open=True), "Probability mass of nucleus sampling, in (0, 1]. Example: --top-p 0.95"
     )
     top_k: int = sampling(
-        -1,
-        Integer(-1, 1 << 31),
-        "Number of likeliest tokens to sample from; -1 or 0 is all. Example: --top-k 40",
+        -1, Integer(-1, 1 << 31), "Number of likeliest tokens to sample from; -1 or 0 is all. Example: --top-k 40"
     )
     """-1 keeps all tokens (0 is accepted and normalised to -1)."""
     min_p: float = sampling(
@@ -92,9 +85,7 @@ class SamplingParams(_HashedOnce):
     ignore_eos: bool = sampling(False, boolean, "Continue after the end-of-sequence token. Example: --ignore-eos")
     no_stop_trim: bool = sampling(False, boolean, "Keep the matched stop in the text. Example: --no-stop-trim")
     skip_special_tokens: bool = sampling(
-        True,
-        boolean,
-        "Remove special tokens from the text; on by default. Example: --no-skip-special-tokens",
+        True, boolean, "Remove special tokens from the text; on by default. Example: --no-skip-special-tokens"
     )
     spaces_between_special_tokens: bool = sampling(
         True,
@@ -173,9 +164,7 @@ class SamplingParams(_HashedOnce):
     )
     """(token id, bias) sorted by id. A mapping is accepted, too."""
     bad_words: tuple[str | tuple[int, ...], ...] = sampling(
-        (),
-        field_checks.bad_words,
-        "String that must not be generated; repeatable. Example: --bad-words sorry",
+        (), field_checks.bad_words, "String that must not be generated; repeatable. Example: --bad-words sorry"
     )
     """Strings, or sequences of ids, that must not be generated: their last token is masked."""
     suppress_tokens: tuple[int, ...] = sampling(
@@ -185,9 +174,7 @@ class SamplingParams(_HashedOnce):
         (), ids, "Token ids that are not sampled first. Example: --begin-suppress-tokens 2,13"
     )
     allowed_token_ids: tuple[int, ...] | None = sampling(
-        None,
-        nonempty_ids,
-        "The only token ids that may be sampled. Example: --allowed-token-ids 2,13",
+        None, nonempty_ids, "The only token ids that may be sampled. Example: --allowed-token-ids 2,13"
     )
     json_schema: str | None = sampling(
         None,
@@ -269,9 +256,7 @@ class SamplingParams(_HashedOnce):
         None, nonempty_string, "Name of the --lora adapter to apply to rows. Example: --lora-path fr", metavar="NAME"
     )
     stream: bool = sampling(
-        False,
-        boolean,
-        "Write an event for each token of rows to --events. Example: --events events.jsonl --stream",
+        False, boolean, "Write an event for each token of rows to --events. Example: --events events.jsonl --stream"
     )
     stream_options: field_checks.StreamOptions | None = sampling(  # noqa: RUF009 as above
         None, field_checks.stream_options

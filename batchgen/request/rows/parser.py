@@ -104,8 +104,9 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     if layout.unsupported:
         row.reject_unsupported(layout)
     if new is not None:
-        scoring = SamplingParams(max_new_tokens=0, temperature=0.0, lora_path=new.lora_path) if texts else None
-        params = defaults.share(key, scoring or new)
+        if texts:  # only the adapter counts
+            new = SamplingParams(max_new_tokens=0, temperature=0.0, lora_path=new.lora_path)
+        params = defaults.share(key, new)
     assert params is not None
     if layout.suspects or row.extra or displaced:
         defaults.carried_options.add(layout.suspects, value, {**displaced, **row.extra})
@@ -115,11 +116,7 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
 
 
 def _completions_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
-    """The row's texts to score; empty for a row that generates.
-
-    Raises:
-        RowError: `invalid_field` if the row has both fields, or a field that has no effect on scoring.
-    """
+    """The row's texts to score, with no field that has no effect on them; empty for a row that generates."""
     if not row.is_scoring:
         return ()
     if "completions" in row.values and "completion" in row.values:
@@ -168,11 +165,7 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: M
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:
-    """A container of fields, which must be an object.
-
-    Raises:
-        RowError: `invalid_field`.
-    """
+    """A container of fields; `invalid_field` unless it is an object."""
     try:
         return mapping(name, value)
     except RowError as error:
@@ -206,11 +199,7 @@ def is_openai_line(value: Mapping[str, Any]) -> bool:
 def _parse_openai_line(
     value: Mapping[str, Any], row_index: int, defaults: RowDefaults, displaced: Mapping[str, Any]
 ) -> ParsedRow:
-    """Parse one batch line. `user`, `metadata` and similar fields are carried to the output under `body`.
-
-    Raises:
-        RowError: as for native rows, and for a `method` or `url` that cannot be run.
-    """
+    """Parse one batch line. `user`, `metadata` and similar fields are carried to the output under `body`."""
     endpoint, deployment = endpoint_of(value)
     if deployment is not None and not defaults.names.split(deployment)[0]:
         raise defaults.names.refusal(deployment, "url")

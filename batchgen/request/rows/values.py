@@ -390,12 +390,7 @@ def chat_prompt(
 
 
 def _template_variables(row: RowValues, layout: Layout, defaults: RowDefaults) -> Mapping[str, Any]:
-    """The row's variables for the chat template, with the fields of a body that are such variables.
-
-    Raises:
-        RowError: `unsupported_field` for a field that the template does not read and whose value requests something,
-            `invalid_field` for a variable that is given twice.
-    """
+    """The row's variables for the chat template; one that the template does not read, or given twice, is refused."""
     variables: dict[str, Any] = dict(row.values.get("chat_template_kwargs", {}))
     for known in layout.to_template:
         name = known.name
