@@ -51,11 +51,6 @@ def lines_of_job(path: Path, fingerprint: str) -> Mapping[str, Any] | None:
     return mark if mark is not None and mark["job"] == fingerprint[:_JOB_DIGITS] else None
 
 
-def written_by(path: Path, fingerprint: str) -> bool:
-    """Whether the job wrote a file of JSON lines, by the first line."""
-    return lines_of_job(path, fingerprint) is not None
-
-
 def line_files(path: Path) -> list[Path]:
     """The files of an output of JSON lines: its own, and that of its errors if batchgen wrote one."""
     errors = errors_path(path)

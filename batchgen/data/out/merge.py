@@ -135,11 +135,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
 
 
 def _refuse_unfinished(paths: OutputPaths, overwrite: bool) -> None:
-    """Refuse to write over hidden states, and while the work of a run to the same output exists.
-
-    Raises:
-        OutputError: one of them exists.
-    """
+    """Refuse to write over hidden states, and while the work of a run to the same output exists."""
     refuse_existing(paths.states, overwrite)
     # A killed merge leaves a lock and scratch files only; the folder of a run has run.json or parts.
     if exists(paths.work / "run.json") or part_files(paths.work):
@@ -209,12 +205,7 @@ def _finished_footer(file: Path) -> dict[str, Any]:
 
 
 def _states_file(shard: Path, footer: dict[str, Any]) -> Path:
-    """Path of the hidden states of a shard: `OUT.hidden.parquet/part-...` for `OUT/part-...`.
-
-    Raises:
-        InputError: the states are missing or incomplete.
-        FingerprintError: the file belongs to another job or another shard.
-    """
+    """Path of the hidden states of a shard, which are complete: `OUT.hidden.parquet/part-...` for `OUT/part-...`."""
     states = output_paths(shard.absolute().parent).states / shard.name
     own = read_footer(states, STATES_CONTENTS)
     if own is None:

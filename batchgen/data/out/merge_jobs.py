@@ -154,11 +154,7 @@ def _renumber_leaders(table: pa.Table, *, rows: Rows, start: int) -> pa.Table:
 
 
 def _check_states(file: Path, footer: Mapping[str, Any]) -> None:
-    """Check that the hidden states of an output, if it has any, are its own.
-
-    Raises:
-        InputError: they are missing, or not those of the output.
-    """
+    """Check that the hidden states of an output, if it has any, are its own."""
     if not footer.get("states"):
         return
     states = output_paths(file).states

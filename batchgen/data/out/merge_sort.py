@@ -105,11 +105,7 @@ def _value_bytes(column: pa.ChunkedArray) -> npt.NDArray[np.int64] | int:
 
 
 def merge_sort(
-    paths: Sequence[Path],
-    keys: Committed,
-    writer: ResultWriter,
-    scratch: Path,
-    memory_bytes: int = MEMORY_BYTES,
+    paths: Sequence[Path], keys: Committed, writer: ResultWriter, scratch: Path, memory_bytes: int = MEMORY_BYTES
 ) -> Counter[str]:
     """Write all rows of the files in key order; returns how many nulls each column of theirs has.
 
@@ -226,10 +222,7 @@ class _Bucket:
 
 
 def _write_buckets(
-    tables: Iterable[pa.Table],
-    order: npt.NDArray[np.int64],
-    buckets: npt.NDArray[np.uint8],
-    scratch: Path,
+    tables: Iterable[pa.Table], order: npt.NDArray[np.int64], buckets: npt.NDArray[np.uint8], scratch: Path
 ) -> list[_Bucket]:
     """Write each row, with its position in the final order, to its bucket's Arrow file. Returns them in order."""
     ranks = np.empty(len(order), np.int64)

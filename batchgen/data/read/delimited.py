@@ -132,12 +132,7 @@ class _Cells:
 
 
 def _header(cells: _Cells, source: str) -> list[str]:
-    """Names of the columns; none for an empty file.
-
-    Raises:
-        InputError: the header is malformed, or names a column twice.
-        DamagedStream: the file ends early.
-    """
+    """Names of the columns; none for an empty file. A malformed header, or a column named twice, is refused."""
     try:
         names = [name.strip() for name in cells.next() or ()]
     except csv.Error as error:
@@ -175,17 +170,10 @@ def delimited_rows(
     *,
     delimiter: str | None = None,
 ) -> Iterator[RawRow | None]:
-    """Rows of a CSV stream, read in bounded memory; None for a row that `keep` rejects.
+    """Rows of a CSV stream, as a `RowsOfStream`, read in bounded memory.
 
     A row with another number of cells than the header is an error row; so is a last row that the file ends in.
-
-    Args:
-        stream: the file.
-        source: name of the file in messages.
-        first_index: index of the file's first row.
-        keep: predicate of wanted row indexes; None for all rows.
-        columns: the fields that options name.
-        delimiter: separator of the cells; None for a comma, or a semicolon if the header has no comma.
+    `delimiter`: separator of the cells; None for a comma, or a semicolon if the header has no comma.
     """
     with closing(_Cells(stream, delimiter)) as cells:
         yield from _raw_rows(cells, source, first_index, keep, columns)
@@ -229,11 +217,7 @@ def _described(error: csv.Error) -> tuple[ErrorCode, str]:
 
 
 def _value(names: list[str], cells: list[str], ended: bool, fields: TextFields) -> dict[str, Any]:
-    """The fields of a row.
-
-    Raises:
-        UnreadableRow: a cell cannot be read, or there are too many or too few.
-    """
+    """The fields of a row; `UnreadableRow` if a cell cannot be read, or there are too many or too few."""
     try:
         return fields.read(_row(names, cells, ended))
     except Exception as error:

@@ -83,12 +83,9 @@ def _expand(pattern: str, reserved: Container[str], format: InputFormat | None) 
 
 
 def _files_of(folder: str, reserved: Container[str], format: InputFormat | None) -> list[str]:
-    """The input files in a folder and those below it, sorted.
+    """The input files, of one format, in a folder and those below it, sorted.
 
     Hidden files and folders are left out: names that begin with a dot or an underscore, as `_SUCCESS`.
-
-    Raises:
-        InputError: there are none, several formats, or other files.
     """
     files: dict[str, InputFormat | None] = {}
     for path in _walk(folder):

@@ -47,13 +47,10 @@ class NamedFields:
 
     def problems(self, whose: str) -> list[tuple[str, str]]:
         """(option, message) of each field that is missing, unless no row could be read. `whose`: what was read."""
+        there = [*self._there]
         return [
-            (
-                option,
-                f"{whose} has no field `{printable(name)}`, which {option} names; {fields_there([*self._there], name)}",
-            )
-            for name, option in self._missing.items()
-            if self._there
+            (option, f"{whose} has no field `{printable(name)}`, which {option} names; {fields_there(there, name)}")
+            for name, option in (self._missing.items() if there else ())
         ]
 
 

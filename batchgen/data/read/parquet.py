@@ -55,11 +55,7 @@ def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
 
 
 def _check_json_columns(file: pq.ParquetFile, source: str) -> None:
-    """Refuse columns of JSON for which pyarrow has no type: their text would be taken for plain text.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Refuse columns of JSON for which pyarrow has no type: their text would be taken for plain text."""
     leaves = [file.schema.column(i) for i in range(len(file.schema))]
     column = next((leaf.path for leaf in leaves if leaf.logical_type.type == "JSON"), None)
     if column is not None and JSON_EXTENSION not in file.schema_arrow.to_string(truncate_metadata=False):
@@ -79,23 +75,12 @@ def _field_named_twice(kind: pa.DataType) -> str | None:
 
 
 def parquet_rows(
-    stream: BinaryIO,
-    source: str,
-    first_index: int = 0,
-    keep: RowFilter | None = None,
-    columns: NamedColumns = UNNAMED,
+    stream: BinaryIO, source: str, first_index: int = 0, keep: RowFilter | None = None, columns: NamedColumns = UNNAMED
 ) -> Iterator[RawRow | None]:
-    """Rows of a Parquet file, read in bounded batches; None for a row that `keep` rejects.
+    """Rows of a Parquet file, as a `RowsOfStream`, read in bounded batches from a seekable stream.
 
     A file without a readable footer, or with one that contradicts itself, gives one `truncated_input` row; a damaged
     row group gives one for each row that cannot be read. What pyarrow cannot do is `unsupported_field`, never damage.
-
-    Args:
-        stream: the file, seekable.
-        source: name of the file in messages.
-        first_index: index of the file's first row.
-        keep: predicate of wanted row indexes; None for all rows.
-        columns: the fields that options name.
     """
     try:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
@@ -139,11 +124,7 @@ def parquet_rows(
 
 
 def _check_counts(metadata: pq.FileMetaData) -> None:
-    """Check that the row groups have as many rows as the file: else rows would be missing, or too many, unseen.
-
-    Raises:
-        ArrowInvalid: they have not.
-    """
+    """Raise `ArrowInvalid` unless the row groups have as many rows as the file: rows would be missing, or too many."""
     counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
         raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, and {sum(counts)} in its row groups")
@@ -186,11 +167,7 @@ def _memory(arrays: Sequence[pa.Array]) -> int:
 
 
 def _unreadable(group: int, error: Exception) -> tuple[ErrorCode, str]:
-    """Error of the rows of a row group that cannot be read.
-
-    Raises:
-        MemoryError: there was no memory for it.
-    """
+    """Error of the rows of a row group that cannot be read, unless memory is short."""
     _raise_memory(error)
     if isinstance(error, pa.ArrowNotImplementedError):
         remedy = f"pyarrow {pa.__version__} cannot read it ({_first_line(error)}); write the file with other types"
@@ -209,10 +186,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _wanted(
-    batch: pa.RecordBatch,
-    indexes: range,
-    keep: RowFilter | None,
-    read: Callable[[pa.RecordBatch], list[Value]],
+    batch: pa.RecordBatch, indexes: range, keep: RowFilter | None, read: Callable[[pa.RecordBatch], list[Value]]
 ) -> Iterator[Value | None]:
     """Value or error of each row; None for one that is not wanted."""
     if keep is None:

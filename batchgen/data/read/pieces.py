@@ -99,11 +99,7 @@ class Peeked:
         return self._read_some(size)
 
     def _rest(self) -> BinaryIO:
-        """The stream after the head.
-
-        Raises:
-            DamagedStream: the damage was found while the head was read.
-        """
+        """The stream after the head; raises the damage that was found while the head was read."""
         if self._damage is not None:
             raise self._damage
         return self._stream

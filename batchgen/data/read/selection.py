@@ -33,12 +33,9 @@ class Selection:
     """(0-based index, count)."""
 
     def __post_init__(self) -> None:
-        if self.offset < 0:
-            raise UsageError(f"--offset must not be negative, got {self.offset}.")
-        if self.limit is not None and self.limit < 0:
-            raise UsageError(f"--limit must not be negative, got {self.limit}.")
-        if self.sample is not None and self.sample < 0:
-            raise UsageError(f"--sample must not be negative, got {self.sample}.")
+        for name, value in (("offset", self.offset), ("limit", self.limit), ("sample", self.sample)):
+            if value is not None and value < 0:
+                raise UsageError(f"--{name} must not be negative, got {value}.")
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             index, count = self.shard
             raise UsageError(f"--shard {index}/{count}: the index must be between 0 and {count - 1}.")

@@ -93,9 +93,8 @@ class ExpectedKeys(Columns):
         """
         row, prompt, samples = self._sorted()
         starts = committed.starts
-        if not (
-            np.array_equal(committed.row_index[starts], row) and np.array_equal(committed.prompt_index[starts], prompt)
-        ):
+        same_rows = np.array_equal(committed.row_index[starts], row)
+        if not same_rows or not np.array_equal(committed.prompt_index[starts], prompt):
             raise _mismatch(committed, row, prompt)
         wrong = np.flatnonzero(_incomplete(committed, starts, samples))
         if len(wrong):
