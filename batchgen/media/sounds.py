@@ -162,11 +162,7 @@ def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samp
 
 
 def _libraries() -> tuple[Any, Any]:
-    """Soundfile and soxr.
-
-    Raises:
-        UsageError: one of them is not installed.
-    """
+    """Soundfile and soxr; `UsageError` if one of them is not installed."""
     name = "soundfile"
     try:
         import soundfile

@@ -15,14 +15,7 @@ import numpy.typing as npt
 from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import LengthPredictor
-from batchgen.plan.page_forecast import (
-    Candidate,
-    Int64s,
-    PageForecast,
-    Samples,
-    WithCandidate,
-    with_new_samples,
-)
+from batchgen.plan.page_forecast import Candidate, Int64s, PageForecast, Samples, WithCandidate, with_new_samples
 from batchgen.plan.sequences import ScheduledSequence, SequenceScheduler
 
 
@@ -119,12 +112,7 @@ class WindowForecast(PageForecast):
     """
 
     def __init__(
-        self,
-        number: int,
-        nodes: BlockManager,
-        sequences: SequenceScheduler,
-        ends: LengthPredictor,
-        chunk_tokens: int,
+        self, number: int, nodes: BlockManager, sequences: SequenceScheduler, ends: LengthPredictor, chunk_tokens: int
     ) -> None:
         """`number`: of the group in `nodes.held`; `chunk_tokens`: most tokens of a step, whose pages are kept free for
         the chunks in progress.
