@@ -30,7 +30,7 @@ Carry = Literal["all", "none"] | tuple[str, ...]
 
 
 def effective_carry(carry: Carry, *, include_source: bool) -> Carry:
-    """What is carried: with `--include-source` also the row's source, as columns unless all goes to `extra`."""
+    """Fields that are carried: with `--include-source` also the row's source, as columns unless all goes to `extra`."""
     if not include_source or carry == "all":
         return carry
     return (*(name for name in (() if carry == "none" else carry) if name not in SOURCE_COLUMNS), *SOURCE_COLUMNS)

@@ -350,7 +350,7 @@ def set_aside_foreign(folder: Path, folders: re.Pattern[str], below: str = "") -
 
 
 def followed(path: Path) -> Path:
-    """Where a name leads to that the user gave a file to write: a link's target, unless the link is another user's."""
+    """Target of a name that the user gave a file to write: a link's, unless the link is another user's."""
     status = status_of(path, follow=False)
     if status is None or not stat.S_ISLNK(status.st_mode) or status.st_uid not in (0, os.geteuid()):
         return path

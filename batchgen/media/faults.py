@@ -46,7 +46,7 @@ def describe(error: object) -> str:
 
 
 def what_else(data: bytes) -> str:
-    """What bytes are that are not in one of the formats that are read."""
+    """Kind of a file that is not in one of the formats that are read."""
     if data[4:8] == b"ftyp":
         return _BRANDS.get(data[8:12], "an MP4 video")
     if data[:4] == b"RIFF" and data[8:12] in _RIFF:

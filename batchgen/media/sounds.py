@@ -47,7 +47,7 @@ Samples = npt.NDArray[np.float32]
 
 
 class SoundHeader(NamedTuple):
-    """What a sound's header says."""
+    """Length and rate in a sound's header."""
 
     frames: int
     rate: int

@@ -1,4 +1,4 @@
-"""Where the bytes of an item are: in the row, in a file below `--media-root`, or at a URL."""
+"""Places of the bytes of an item: in the row, in a file below `--media-root`, or at a URL."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MediaLimits:
 
 @dataclass(frozen=True, slots=True)
 class ItemHeader:
-    """What is known of an item without decoding it."""
+    """Properties of an item that need no decoding."""
 
     kind: MediaKind
     digest: str

@@ -208,7 +208,7 @@ class PageForecast:
         return self._holds(candidate, self._with_candidate(candidate))
 
     def _holds(self, candidate: Candidate, added: WithCandidate) -> bool:
-        """See `fits`. One page is kept in reserve for every second sample that may end later than expected."""
+        """Whether all pages fit, with one in reserve for every second sample that may end later than expected."""
         spare = (self._uncertain + sum(map(self._predictor.is_uncertain, candidate.requests))) // 2
         held = max(self._allocator.used_count, self._used_pages + self._admitted_pages)
         return held + added.pages + peak_pages(added.usage) + spare <= self._capacity

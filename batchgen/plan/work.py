@@ -190,7 +190,7 @@ class WorkForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What was left when the steps to come were simulated. Columns are by kind, as in `LengthPredictor`."""
+    """Work that was left when the steps to come were simulated. Columns are by kind, as in `LengthPredictor`."""
 
     done: Work
     """Work that was done before."""

@@ -53,7 +53,7 @@ def _finite(literal: str) -> float:
 
 
 def _place_of_bad_number(text: str) -> str:
-    """Where the first number is that is not finite, as in `body.logit_bias.5` or `scores[2]`."""
+    """Place of the first number that is not finite, such as `body.logit_bias.5` or `scores[2]`."""
     try:
         open_values: list[tuple[str, Iterator[tuple[str, Any]]]] = [("", iter([("", read_json(text))]))]
     except ForeignTextError:  # JSON that has further faults

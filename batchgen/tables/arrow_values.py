@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.types as pat
 
-from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
+from batchgen.errors import ErrorCode, ErrorInfo, InputError, RowError, UsageError, row_error
 from batchgen.request.fields.declared import ID_NAMES, LOOKUP
 from batchgen.request.fields.media import MEDIA_FIELDS
 from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
@@ -57,7 +57,7 @@ _Values = list[Any]
 Value = dict[str, Any] | UnreadableRow
 """A row, or why it cannot be read."""
 
-_BAD_NAME = RowError(
+_BAD_NAME = ErrorInfo(
     ErrorCode.INVALID_UNICODE,
     "a name in the type of a column, such as that of a time zone, is not UTF-8; write the file with another type",
 )
@@ -81,9 +81,9 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, columns: NamedColumns =
         return [fields.read(row) for row in _dicts(batch, columns)]
     except Exception as error:
         is_name = isinstance(error, UnicodeDecodeError)  # of a type: values are looked at one by one
-        info = _BAD_NAME.info if is_name else row_error(error, "reading the row's columns")
+        info = _BAD_NAME if is_name else row_error(error, "reading the row's columns")
         if batch.num_rows == 1:
-            return [UnreadableRow(RowError(info.code, info.message, info.param), _readable(batch, columns))]
+            return [UnreadableRow(info, _readable(batch, columns))]
     return [read_rows(batch.slice(i, 1), fields, columns)[0] for i in range(batch.num_rows)]
 
 

@@ -49,7 +49,7 @@ def _ok_and_failed_rows(stored: StoredTable) -> Iterator[tuple[npt.NDArray[np.in
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a replayed row differs from the recorded one."""
+    """Differences of a replayed row from the recorded one."""
 
     columns: tuple[str, ...]
     """Names of the columns that differ."""

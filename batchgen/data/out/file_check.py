@@ -37,7 +37,7 @@ _OLD: Final = "without checksums over every byte (an earlier version or another 
 
 @dataclass(slots=True)
 class Finding:
-    """What was found of one file."""
+    """Result of the check of one file."""
 
     path: Path
     problems: list[str] = field(default_factory=list)

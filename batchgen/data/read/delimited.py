@@ -221,8 +221,7 @@ def _value(names: list[str], cells: list[str], ended: bool, fields: TextFields) 
     try:
         return fields.read(_row(names, cells, ended))
     except Exception as error:
-        info = row_error(error, "reading the row's cells")
-        raise UnreadableRow(RowError(info.code, info.message, info.param), _sure(names, cells, ended)) from None
+        raise UnreadableRow(row_error(error, "reading the row's cells"), _sure(names, cells, ended)) from None
 
 
 def _sure(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:

@@ -18,7 +18,7 @@ from batchgen.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class InputFormat:
-    """How the files of one format are recognised and read."""
+    """Recognition and readers of the files of one format."""
 
     key: str
     """Its name as the value of `--input-format`."""

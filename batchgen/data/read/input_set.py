@@ -177,7 +177,7 @@ def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_sour
 
 
 def _conflict(own: Mapping[str, Any], partitions: Mapping[str, str | None], source: Mapping[str, Any]) -> str | None:
-    """Why fields of a row clash with those of its folders or its source; None if they do not."""
+    """Reason why fields of a row clash with those of its folders or its source; None if they do not."""
     for name, value in partitions.items():
         if own.get(name) is not None and str(own[name]) != value:
             return f"the row has {name!r}, and its folder {name}={value} another value; rename one of them"

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.read.pieces import RowFilter
-from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, InputError
 from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
 from batchgen.request.rows.raw_row import RawRow, UnreadableRow
 from batchgen.request.rows.row_memory import ROW_MEMORY
@@ -134,7 +134,7 @@ def _read(batch: pa.RecordBatch, fields: TextFields, columns: NamedColumns) -> l
     """As `read_rows`; a row whose values would take more than `ROW_MEMORY` has an error."""
     if batch.num_rows == 1 and batch.nbytes > ROW_MEMORY >> 5 and (size := _memory(batch.columns)) > ROW_MEMORY:
         problem = f"the row's values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
-        return [UnreadableRow(RowError(ErrorCode.INVALID_FIELD, f"{problem}: split the row"), {})]
+        return [UnreadableRow(ErrorInfo(ErrorCode.INVALID_FIELD, f"{problem}: split the row"), {})]
     return read_rows(batch, fields, columns)
 
 

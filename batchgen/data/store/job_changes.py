@@ -1,4 +1,4 @@
-"""What differs between two jobs, for messages: the values that their fingerprints were computed from."""
+"""Differences between two jobs, for messages: of the values that their fingerprints were computed from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run does with the output and the work that exist: the table in docs/resume.md."""
+"""Actions of a run on the output and the work that exist: the table in docs/resume.md."""
 
 from __future__ import annotations
 

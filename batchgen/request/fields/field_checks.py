@@ -67,7 +67,7 @@ _RESERVED_KWARGS = {
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Which events of a sample have token counts (`usage`)."""
+    """Events of a sample that have token counts (`usage`)."""
 
     include_usage: bool = False
     """The last one."""

@@ -11,7 +11,7 @@ from batchgen.request.foreign_text import ForeignTextError, read_json
 
 
 class ToolChoice(NamedTuple):
-    """What a row says about calls of its tools."""
+    """A row's rule for calls of its tools."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     """Whether there are no calls, calls as the model decides, or at least one call."""

@@ -1,4 +1,4 @@
-"""What the keys of a row mean: derived once from their names, since most rows of a job have the same keys."""
+"""Meaning of the keys of a row, derived once from their names, since most rows of a job have the same keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PLAIN_MARSHAL = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What the keys of a mapping with fields are, derived from their names."""
+    """Fields and other keys of a mapping, derived from their names."""
 
     place: Place
     fields: tuple[tuple[str, Field | None], ...]
@@ -99,7 +99,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
 def params_key(
     layout: Layout, source: Mapping[str, Any], inner: Layout | None = None, nested: Any = None
 ) -> Hashable | None:
-    """What determines the parameter set of a row in a run; None for values that are not plain JSON.
+    """Key of a row's parameter set in a run; None for values that are not plain JSON.
 
     Types are part of it, because `logprobs: true` and `logprobs: 1` are equal in Python but differ in meaning. The
     layouts are not: with their unknown keys, which may be long, they would live as long as the cached set.

@@ -141,7 +141,7 @@ def _likely_prompt(row: Row) -> str | None:
 
 
 def fields_there(names: Sequence[str], wanted: str = "") -> str:
-    """What a row or a file has, as part of a message: `it has `a`, `b`; did you mean `b`?` for a `wanted` name."""
+    """Fields of a row or a file, as part of a message: `it has `a`, `b`; did you mean `b`?` for a `wanted` name."""
     if not names:
         return "it has no fields"
     more = len(names) - _SHOWN_FIELDS

@@ -16,9 +16,9 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 class UnreadableRow(RowError):
     """A row that cannot be read as a whole."""
 
-    def __init__(self, error: RowError, readable: Mapping[str, Any]) -> None:
+    def __init__(self, error: ErrorInfo, readable: Mapping[str, Any]) -> None:
         """`readable`: the fields that can be read."""
-        super().__init__(error.info.code, error.info.message, error.info.param)
+        super().__init__(error.code, error.message, error.param)
         self.readable = readable
 
 

@@ -1,4 +1,4 @@
-"""What an unknown key most likely means: an option of another system, a misspelt field, or a column of the user's.
+"""Most likely meaning of an unknown key: an option of another system, a misspelt field, or a column of the user's.
 
 Hints come from the table of other systems' names first and from the spelling second.
 """
@@ -100,7 +100,7 @@ def suspects(names: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def carried_hint(key: str) -> str | None:
-    """What a key at the top level of a native row is probably meant to be; None for a column of the user's."""
+    """Probable meaning of a key at the top level of a native row; None for a column of the user's."""
     return _carried_hint(key) if len(key) <= _LONGEST else None
 
 

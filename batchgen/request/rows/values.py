@@ -169,7 +169,7 @@ class RowValues:
                     self.collect(replace(layout, fields=(entry,)), source)
 
     def carried(self, layout: Layout) -> dict[str, Any]:
-        """What the row carries to the output: unknown fields, and the carried fields of a `layout` of a body."""
+        """Fields that the row carries to the output: unknown ones, and the carried fields of a `layout` of a body."""
         body = {self.spelled[name]: self.values[name] for name in layout.carried if name in self.values}
         return {**self.extra, "body": body} if body else self.extra
 
