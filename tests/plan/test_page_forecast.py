@@ -182,7 +182,7 @@ def test_samples_admitted_in_one_step_are_counted_once() -> None:
     scheduler = Scheduler(tree, np.ones(30, int), limits, config, kinds)
     plan = scheduler.step()
     assert len(plan.starts) == 1 + 11 + 4
-    assert scheduler.pages_in_use == 3 * len(plan.starts)
+    assert scheduler.group_pages_in_use[0] == 3 * len(plan.starts)
 
 
 @pytest.mark.parametrize(
