@@ -158,7 +158,7 @@ class _Job:
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._rows(job, work, committed, writer)
-            estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
+            estimate_output(rows, setup).check(config.max_output_bytes)
             setup.note_rows(rows.table, self.progress.note)
             with self._phase("reading"):
                 hashes = RequestHashes(setup, rows.table)

@@ -69,8 +69,9 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     config = replace(config, engine=replace(config.engine, max_num_seqs=1, clock=clock))
     files = _found_inputs(config, run)
     inputs = _same_inputs(files, run)
-    processors = _same_processors(config, run["logit_processors"])
-    _check_library(config, run)
+    processors = load_processors(config.engine.logit_processor)
+    _check_processors(processors, run["logit_processors"])
+    _check_library(config.engine.flash_library, run)
     model = check_engine_model(config.engine)
     job = CheckedJob(config, model, files, processors, model.hashes())
     setup = prepare(job, lambda note: None)
@@ -116,14 +117,13 @@ def _same_inputs(files: Sequence[FoundInput], run: Mapping[str, Any]) -> InputSe
     return inputs
 
 
-def _same_processors(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, LoadedProcessor]:
-    """The logit processors of the run, which must be named again and unchanged.
+def _check_processors(named: Mapping[str, LoadedProcessor], recorded: Mapping[str, Any]) -> None:
+    """Check that the logit processors of the run are named again and unchanged.
 
     Raises:
         UsageError: one is missing, or cannot be imported.
         FingerprintError: one has changed.
     """
-    named = load_processors(config.engine.logit_processor)
     for name, (source, digest) in recorded.items():
         if name not in named:
             message = (
@@ -132,17 +132,16 @@ def _same_processors(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str
             raise UsageError(f"{message} --logit-processor {name}={source}")
         if named[name].digest != digest:
             raise FingerprintError(f"the logit processor {name} ({source}) has changed since the run")
-    return named
 
 
-def _check_library(config: RunConfig, run: Mapping[str, Any]) -> None:
+def _check_library(library: str | None, run: Mapping[str, Any]) -> None:
     """Check that the attention library of the run is named again, if it computed the attention.
 
     Raises:
         UsageError: no library is named.
     """
     path = run["configuration"]["options"].get("flash_library", {}).get("value")
-    if config.engine.flash_library is None and path is not None and f" of {path}" in str(run.get("kernels")):
+    if library is None and path is not None and f" of {path}" in str(run.get("kernels")):
         message = "the run used an attention library, which is code and not loaded from a file's record. Name it again:"
         raise UsageError(f"{message} --flash-library {path}")
 
