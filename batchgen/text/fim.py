@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts: a prefix and a suffix in the layout of each family of code models."""
+"""Fill-in-the-middle prompts: a prefix and a suffix in the layout of each family of code models (`families.toml`)."""
 
 from __future__ import annotations
 
@@ -7,45 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchgen.request.fields.params import SamplingParams
+from batchgen.text.families import TABLES
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 _PREFIX, _SUFFIX = "prefix", "suffix"
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Prompt layout of one model family."""
-
-    layout: tuple[str, ...]
-    """Special tokens in order, with `_PREFIX` and `_SUFFIX` where the two sides go."""
-    end_tokens: tuple[str, ...] = ()
-    """Further tokens that end the middle, where the vocabulary has them."""
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens of the layout."""
-        return tuple(part for part in self.layout if part not in (_PREFIX, _SUFFIX))
-
-
-_FAMILIES = (
-    # Qwen2.5-Coder and CodeGemma
-    _Family(
-        ("<|fim_prefix|>", _PREFIX, "<|fim_suffix|>", _SUFFIX, "<|fim_middle|>"),
-        ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
-    ),
-    # StarCoder, StarCoder2 and Granite Code; SantaCoder
-    _Family(
-        ("<fim_prefix>", _PREFIX, "<fim_suffix>", _SUFFIX, "<fim_middle>"),
-        ("<fim_pad>", "<file_sep>", "<|endoftext|>"),
-    ),
-    _Family(("<fim-prefix>", _PREFIX, "<fim-suffix>", _SUFFIX, "<fim-middle>"), ("<fim-pad>", "<|endoftext|>")),
-    # DeepSeek-Coder
-    _Family(("<｜fim▁begin｜>", _PREFIX, "<｜fim▁hole｜>", _SUFFIX, "<｜fim▁end｜>"), ("<|EOT|>",)),
-    # CodeLlama
-    _Family(("▁<PRE>", _PREFIX, "▁<SUF>", _SUFFIX, "▁<MID>"), ("▁<EOT>",)),
-    # Codestral and other Mistral models, which read the suffix first
-    _Family(("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX), ("[MIDDLE]",)),
-)
 
 _SEPARATOR = "☺"
 """Encoded in front of a text whose tokens must not be those of a text's beginning."""
@@ -118,10 +84,11 @@ def find_fim(tokenizer: Tokenizer, vocab_size: int) -> FillInTheMiddle | None:
         ids = {name: tokenizer.token_to_id(name) for name in names}
         return {name: token for name, token in ids.items() if token is not None and token < vocab_size}
 
-    for family in _FAMILIES:
-        special = ids_of(family.special_tokens)
-        if len(special) == len(family.special_tokens):
-            layout = tuple(special.get(part, part) for part in family.layout)
-            end_ids = (*special.values(), *ids_of(family.end_tokens).values())
+    for family in TABLES["fim"]:
+        names = [part for part in family["layout"] if part not in (_PREFIX, _SUFFIX)]
+        special = ids_of(names)
+        if len(special) == len(names):
+            layout = tuple(special.get(part, part) for part in family["layout"])
+            end_ids = (*special.values(), *ids_of(family["ends"]).values())
             return FillInTheMiddle(tokenizer, layout, tuple(sorted(set(end_ids))))
     return None
