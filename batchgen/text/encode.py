@@ -37,12 +37,14 @@ from batchgen.text.prompt_texts import (
     Encoded,
     LongText,
     PromptTexts,
+    PromptWithText,
     TextPart,
     TokenizerInput,
+    join_texts,
     next_batch,
+    scored_field,
 )
 from batchgen.text.reasoning import ReasoningParser
-from batchgen.text.scoring import PromptWithText, join_texts, scored_field
 from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.rows import ToolParser, params_with_tools
 

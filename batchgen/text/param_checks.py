@@ -1,7 +1,12 @@
-"""Checks of sampling parameters against a model: its vocabulary, its format of thoughts, its grammar compiler."""
+"""Checks of sampling parameters against a model: its vocabulary, its format of thoughts, its grammar compiler.
+
+A string of `bad_words` is banned with and without a leading space, so `foo` and ` foo` ban the same sequences. The form
+without a space is also encoded after a line break, since some tokenizers put a space in front of every text.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -9,13 +14,14 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request import checks
 from batchgen.request.checks import invalid, out_of_range
 from batchgen.request.fields.params import SAMPLING_FIELDS, SamplingParams
-from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.prompt_texts import calls
 from batchgen.text.reasoning import ReasoningParser
 from batchgen.text.stops.hidden_stops import check_stops
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 _ID_FIELDS: Final = tuple(f.name for f in SAMPLING_FIELDS if f.check in (checks.ids, checks.nonempty_ids))
+_LINE_BREAK: Final = "\n"
 _MAX_CHECKED: Final = 256
 """Lists of bad words that are remembered as checked."""
 
@@ -92,3 +98,36 @@ class ParamChecks:
         if largest >= self._vocab_size:
             raise out_of_range("bad_words", largest, self._vocab_size)
         bad_word_sequences(words, self._tokenizer, self._vocab_size)
+
+
+def bad_word_sequences(
+    words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Distinct id sequences that spell `words`, in order, without those that hold ids past the vocabulary.
+
+    Raises:
+        RowError: `invalid_field` for a string that gives no tokens.
+    """
+    texts = [text for word in words if isinstance(word, str) for text in _spellings(word)]
+    encoded = iter([ids for call in calls([_LINE_BREAK, *texts]) for ids in tokenizer.encode_plain(call)])
+    line_break = next(encoded)
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not isinstance(word, str):
+            found[word] = None
+            continue
+        plain, after_break, *spaced = (next(encoded) for _ in _spellings(word))
+        sequences = [plain, *spaced]
+        if after_break[: len(line_break)] == line_break:
+            sequences.append(after_break[len(line_break) :])
+        if not any(sequences):
+            problem = f"holds {word!r}, which gives no tokens; remove it"
+            raise RowError(ErrorCode.INVALID_FIELD, f"`bad_words` {problem}", "bad_words")
+        found.update((tuple(ids), None) for ids in sequences if ids)
+    return tuple(ids for ids in found if max(ids) < vocab_size)
+
+
+def _spellings(word: str) -> tuple[str, ...]:
+    """The word alone, after a line break and after a space; a word of spaces alone has no third spelling."""
+    bare = word.lstrip(" ")
+    return (bare, _LINE_BREAK + bare, " " + bare) if bare else (word, _LINE_BREAK + word)

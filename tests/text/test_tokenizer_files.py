@@ -16,7 +16,7 @@ from tokenizers import models
 
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, RowError
-from batchgen.text.bad_words import bad_word_sequences
+from batchgen.text.param_checks import bad_word_sequences
 from batchgen.text.tokens import tokenizer as tokenizer_module
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import SENTENCES

@@ -15,10 +15,9 @@ from typing import IO, Any, NamedTuple
 from batchgen.errors import ErrorInfo, OutputError, RowError, apart
 from batchgen.request.fields.constraint import Constraint
 from batchgen.text.grammar.compilation import LLGUIDANCE
-from batchgen.text.grammar.compiler import GrammarCompiler
+from batchgen.text.grammar.compiler import GrammarCompiler, Vocabularies
 from batchgen.text.grammar.guidance import GuidanceMatcher, GuidanceVocabulary, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Check
-from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileLimits
 from batchgen.text.tokens.tokenizer import Tokenizer
 

@@ -48,7 +48,7 @@ class GrammarKind:
     which the first that compiles is used; raises `RowError` `invalid_grammar` or `unsupported_schema_keyword`, with the
     field and the reason."""
     vocabulary: Literal["text", "json", "tag"] = "text"
-    """Kind of vocabulary (see `VOCABULARIES`) that it is compiled for."""
+    """Kind of vocabulary (see `Vocabularies`) that it is compiled for."""
     check: Callable[[str], Check] | None = None
     """Text of the constraint -> check of finished texts; None: the compiled grammar checks them."""
 
