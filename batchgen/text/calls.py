@@ -93,23 +93,23 @@ class ToolFormat(ABC):
 
     def spans(self, text: str, schemas: Schemas) -> list[Span]:
         """As `own_spans`, by the first of the family's formats that finds calls, else by the first that finds any."""
-        found = [self.own_spans(text, schemas), *(each.own_spans(text, schemas) for each in self.others)]
-        with_calls = (spans for spans in found if any(span.calls for span in spans))
-        return next(with_calls, next(filter(None, found), []))
+        by_format = [self.own_spans(text, schemas), *(each.own_spans(text, schemas) for each in self.others)]
+        with_calls = (spans for spans in by_format if any(span.calls for span in spans))
+        return next(with_calls, next(filter(None, by_format), []))
 
     def own_spans(self, text: str, schemas: Schemas) -> list[Span]:
         """As `find`, and marks that no call follows."""
-        found = self.find(text, schemas)
+        spans = self.find(text, schemas)
         pattern = self.mark or "|".join(
             re.escape(each[0]) for each in map(_TAG.match, (self.around[0], self.begin)) if each
         )
         marks = list(re.finditer(pattern, text)) if pattern else []
-        ends, alone = [span.end for span in found], []
+        ends, alone = [span.end for span in spans], []
         for mark, following in zip(marks, [*(each.start() for each in marks[1:]), len(text)], strict=False):
             at = bisect_right(ends, mark.start())
-            if at == len(ends) or found[at].begin > following:
+            if at == len(ends) or spans[at].begin > following:
                 alone.append(Span(mark.start(), mark.end(), error=f"no call that can be read follows {mark[0][:60]!r}"))
-        return sorted([*found, *alone], key=lambda span: span.begin) if alone else found
+        return sorted([*spans, *alone], key=lambda span: span.begin) if alone else spans
 
     @abstractmethod
     def text_of(self, call: ToolCall, number: int) -> str:
@@ -160,8 +160,8 @@ def constant(text: str) -> Format | None:
 
 def sequence(*parts: Format | None) -> Format:
     """Parts one behind the other; None is left out."""
-    found = [part for part in parts if part is not None]
-    return {"type": "sequence", "elements": found} if found else {"type": "const_string", "value": ""}
+    elements = [part for part in parts if part is not None]
+    return {"type": "sequence", "elements": elements} if elements else {"type": "const_string", "value": ""}
 
 
 def optional(part: Format) -> Format:
@@ -171,13 +171,13 @@ def optional(part: Format) -> Format:
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
     """The functions among a row's `tools`."""
-    found = []
+    functions = []
     for tool in tools:
         tool = standard_tool("tools", tool)
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            found.append(Function(function["name"], function.get("parameters") or _NOTHING))
-    return found
+            functions.append(Function(function["name"], function.get("parameters") or _NOTHING))
+    return functions
 
 
 def check_name(name: str) -> str:

@@ -118,10 +118,10 @@ def named_format(name: str) -> ReasoningFormat:
     Raises:
         UsageError: no family has the name.
     """
-    found = next((family.format for family in _FAMILIES if family.format.name == name), None)
-    if found is None:
+    form = next((family.format for family in _FAMILIES if family.format.name == name), None)
+    if form is None:
         raise UsageError(f"`--reasoning` must be {AUTO}, {OFF} or one of {', '.join(NAMES)}, got {name!r}")
-    return found
+    return form
 
 
 def find_format(written: str, reads: Callable[[str], bool], is_added: Callable[[str], bool]) -> ReasoningFormat | None:

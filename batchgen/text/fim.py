@@ -68,10 +68,10 @@ class FillInTheMiddle:
             first = min(surplus, len(before) if truncate == "left" else len(after))
             from_before, from_after = (first, surplus - first) if truncate == "left" else (surplus - first, first)
             before, after = before[from_before:], after[: max(0, len(after) - from_after)]
-        found = bos.copy()
+        whole = bos.copy()
         for part in self.layout:
-            found += [part] if isinstance(part, int) else before if part == _PREFIX else after
-        return found
+            whole += [part] if isinstance(part, int) else before if part == _PREFIX else after
+        return whole
 
 
 def find_fim(tokenizer: Tokenizer, vocab_size: int) -> FillInTheMiddle | None:

@@ -75,8 +75,8 @@ class PromptFitter:
         if self._truncate == "right":
             return ids[:keep]
         bos = self._tokenizer.prefix_ids
-        given = isinstance(prompt, TokenPrompt | StoredPrompt)
-        kept = bos if not given and ids[: len(bos)] == bos and len(bos) < keep else []
+        is_ids = isinstance(prompt, TokenPrompt | StoredPrompt)
+        kept = bos if not is_ids and ids[: len(bos)] == bos and len(bos) < keep else []
         return kept + ids[len(ids) - (keep - len(kept)) :]
 
     def kept_length(self, count: int, max_new_tokens: int | None) -> int:

@@ -32,9 +32,9 @@ class HelperProcess:
     def __init__(self, module: str, *numbers: int, files: Sequence[int] = ()) -> None:
         request_end, requests = os.pipe()
         results, result_end = os.pipe()
-        given = [*map(str, (request_end, result_end, *numbers))]
+        arguments = [*map(str, (request_end, result_end, *numbers))]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(module=module, first=len(given) + 1), *given, *sys.path],
+            [sys.executable, "-c", _PROGRAM.format(module=module, first=len(arguments) + 1), *arguments, *sys.path],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # the libraries' warnings repeat errors that are reported

@@ -111,10 +111,10 @@ def bad_word_sequences(
     texts = [text for word in words if isinstance(word, str) for text in _spellings(word)]
     encoded = iter([ids for call in calls([_LINE_BREAK, *texts]) for ids in tokenizer.encode_plain(call)])
     line_break = next(encoded)
-    found: dict[tuple[int, ...], None] = {}
+    distinct: dict[tuple[int, ...], None] = {}
     for word in words:
         if not isinstance(word, str):
-            found[word] = None
+            distinct[word] = None
             continue
         plain, after_break, *spaced = (next(encoded) for _ in _spellings(word))
         sequences = [plain, *spaced]
@@ -123,8 +123,8 @@ def bad_word_sequences(
         if not any(sequences):
             problem = f"holds {word!r}, which gives no tokens; remove it"
             raise RowError(ErrorCode.INVALID_FIELD, f"`bad_words` {problem}", "bad_words")
-        found.update((tuple(ids), None) for ids in sequences if ids)
-    return tuple(ids for ids in found if max(ids) < vocab_size)
+        distinct.update((tuple(ids), None) for ids in sequences if ids)
+    return tuple(ids for ids in distinct if max(ids) < vocab_size)
 
 
 def _spellings(word: str) -> tuple[str, ...]:

@@ -173,7 +173,7 @@ class LongTexts:
         raise _uncut(text, limit)
 
     def _first_cut(self, text: str, start: int, stop: int) -> _Cut | None:
-        cuts = (self._checked(text, found.start()) for found in islice(_PLACE.finditer(text, start, stop), _TRIED))
+        cuts = (self._checked(text, match.start()) for match in islice(_PLACE.finditer(text, start, stop), _TRIED))
         return next((cut for cut in cuts if cut is not None), None)
 
     def _exceeds(self, piece: str, count: int) -> bool:
@@ -229,39 +229,39 @@ class PromptTexts:
         rows = list(rows)
         chats = [prompt for row in rows for prompt in row.prompts if isinstance(prompt, ChatPrompt)]
         rendered = iter(apart(chats, self._tokenizer.render_chats, "the chat template"))
-        found: list[TokenizerInput] = []
+        inputs: list[TokenizerInput] = []
         for row in rows:
             first = row.prompts[0]
             is_alone = len(row.prompts) == 1
             if is_alone and type(first) is TextPrompt and not first.media and len(first.text) <= self.long.piece:
-                found.append(first.text)  # most rows
+                inputs.append(first.text)  # most rows
                 continue
-            before = len(found)
+            before = len(inputs)
             for prompt in row.prompts:
                 is_chat = isinstance(prompt, ChatPrompt)
-                given: TokenizerInput = next(rendered) if is_chat else _given(prompt)
+                content: TokenizerInput = next(rendered) if is_chat else _given(prompt)
                 if items := placed_items(prompt):
-                    given = self._with_items(given, items)
-                elif type(given) is str and len(given) > self.long.piece:
+                    content = self._with_items(content, items)
+                elif type(content) is str and len(content) > self.long.piece:
                     has_suffix = row.params.suffix is not None and not is_chat
-                    given = LongText(given, self._fim_side if has_suffix else self._side)
-                found.append(given)
-            if len(row.prompts) > 1 and sum(map(self._bytes, found[before:])) > ROW_TEXT_BYTES:
-                found[before:] = [_TOO_MUCH_TEXT] * len(row.prompts)
-        return found
+                    content = LongText(content, self._fim_side if has_suffix else self._side)
+                inputs.append(content)
+            if len(row.prompts) > 1 and sum(map(self._bytes, inputs[before:])) > ROW_TEXT_BYTES:
+                inputs[before:] = [_TOO_MUCH_TEXT] * len(row.prompts)
+        return inputs
 
-    def _with_items(self, given: TokenizerInput, items: Sequence[PlacedItem]) -> TokenizerInput:
+    def _with_items(self, content: TokenizerInput, items: Sequence[PlacedItem]) -> TokenizerInput:
         """A prompt's text or ids with what its images and sounds become."""
         try:
             feature_count(items, self._context)
-            if isinstance(given, str):
-                return expanded_text(given, items)
-            return expanded_ids(given, items, self._tokenizer) if isinstance(given, list) else given
+            if isinstance(content, str):
+                return expanded_text(content, items)
+            return expanded_ids(content, items, self._tokenizer) if isinstance(content, list) else content
         except RowError as error:
             return error.info
 
-    def _bytes(self, given: TokenizerInput) -> int:
-        text = given.text[: self.long.piece] if isinstance(given, LongText) else given
+    def _bytes(self, content: TokenizerInput) -> int:
+        text = content.text[: self.long.piece] if isinstance(content, LongText) else content
         return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
     def encode(self, inputs: Sequence[TokenizerInput], started: Event) -> list[Encoded]:
@@ -283,7 +283,7 @@ class PromptTexts:
         except Exception as error:
             if len(texts) == 1:
                 return [row_error(error, "tokenizing the prompt")]
-            return [found for text in texts for found in self._encode_call([text])]  # find out which text fails
+            return [ids for text in texts for ids in self._encode_call([text])]  # find out which text fails
 
     def _encode_part(self, text: LongText) -> TextPart | ErrorInfo:
         try:
@@ -342,15 +342,15 @@ def next_batch(
 
 def characters_of(row: ParsedRow) -> int:
     """Characters of a row's prompts and carried fields; what is in lists and objects is left out."""
-    found = sum(len(value) for value in row.extra.values() if type(value) is str) if row.extra else 0
+    count = sum(len(value) for value in row.extra.values() if type(value) is str) if row.extra else 0
     for prompt in row.prompts:
         if isinstance(prompt, TextPrompt):
-            found += len(prompt.text)
+            count += len(prompt.text)
         elif isinstance(prompt, ChatPrompt):
-            found += sum(len(text) for each in prompt.messages if type(text := each.get("content")) is str)
+            count += sum(len(text) for each in prompt.messages if type(text := each.get("content")) is str)
         elif isinstance(prompt, TokenPrompt):
-            found += len(prompt.ids)
-    return found
+            count += len(prompt.ids)
+    return count
 
 
 class PromptWithText(NamedTuple):

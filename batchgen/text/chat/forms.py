@@ -111,10 +111,10 @@ def _with_arguments(call: Any, form: Literal["own", "object", "text"]) -> Any:
         return call
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        found = parse_arguments(arguments)
+        parsed = parse_arguments(arguments)
         if not arguments.strip():  # no arguments: an empty text would leave a hole in a template's JSON
             arguments = "{}"
-        arguments = found if form == "object" and found is not None else arguments
+        arguments = parsed if form == "object" and parsed is not None else arguments
     elif form == "text":
         arguments = json.dumps(arguments, ensure_ascii=False)
     changed = {**function, "arguments": arguments}
@@ -124,10 +124,10 @@ def _with_arguments(call: Any, form: Literal["own", "object", "text"]) -> Any:
 def parse_arguments(text: str) -> dict[str, Any] | None:
     """The object that the JSON text of a call's arguments holds; None if it is not one."""
     try:
-        found = read_json(text) if text.strip() else {}
+        value = read_json(text) if text.strip() else {}
     except ForeignTextError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def plain_json(value: Any, field: str) -> Any:
@@ -219,8 +219,8 @@ class _Labeller:
         messages = tuple(self._message(index, message) for index, message in enumerate(prompt.messages))
         tools = None if prompt.tools is None else tuple(self._tool(i, tool) for i, tool in enumerate(prompt.tools))
         labelled = prompt._replace(messages=messages, tools=tools)
-        found = tuple(self._parts), tuple(self._arguments), tuple(self._switches)
-        return Labelled(labelled, self._labels.places, *found)
+        seen = tuple(self._parts), tuple(self._arguments), tuple(self._switches)
+        return Labelled(labelled, self._labels.places, *seen)
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         copy, thoughts = dict(message), dict[str, str]()
@@ -277,17 +277,17 @@ class _Labeller:
             copy["id"] = self._ids[call["id"]] = call["id"].replace(name, label)
         return copy
 
-    def _call_arguments(self, given: Any, loss: Loss) -> Any:
-        if isinstance(given, str) and parse_arguments(given) is None:
+    def _call_arguments(self, arguments: Any, loss: Loss) -> Any:
+        if isinstance(arguments, str) and parse_arguments(arguments) is None:
             self._arguments.append(label := self._labels.new(loss))
             return f'{label}"'  # the quotation mark shows whether a template writes it as JSON
-        value = parse_arguments(given) if isinstance(given, str) else given
+        value = parse_arguments(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(value, Mapping):
-            return given
+            return arguments
         # Without arguments, a key that need not reach the prompt still shows how the template writes them.
-        found = self._labels.json(value, loss) if value else {self._labels.new(None): True}
-        self._arguments += found
-        return json.dumps(found) if isinstance(given, str) else found
+        marked = self._labels.json(value, loss) if value else {self._labels.new(None): True}
+        self._arguments += marked
+        return json.dumps(marked) if isinstance(arguments, str) else marked
 
     def _tool(self, number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
         loss = Loss(f"tools[{number}]", -1, "tools")
@@ -336,8 +336,8 @@ def _call_shape(call: Any, called: dict[Any, int]) -> Hashable:
     if function is None or not isinstance(name, str):
         return _json_text(call)
     arguments = function.get("arguments")
-    found = parse_arguments(arguments) if isinstance(arguments, str) else arguments
-    kinds = type(arguments).__name__, found is None, bool(found)
+    value = parse_arguments(arguments) if isinstance(arguments, str) else arguments
+    kinds = type(arguments).__name__, value is None, bool(value)
     return called.setdefault(name, len(called)), name in str(call.get("id")), "function" in call, kinds
 
 
@@ -352,15 +352,15 @@ def _json_text(value: Any) -> str:
 
 def names(prompt: ChatPrompt) -> dict[str, Loss]:
     """Names of all called and described tools, which every prompt must hold, and where they are first given."""
-    found: dict[str, Loss] = {}
-    given = [
+    losses: dict[str, Loss] = {}
+    named = [
         (call, Loss(f"messages[{index}].tool_calls[{number}]", index, "tool_calls"))
         for index, message in enumerate(prompt.messages)
         for number, call in enumerate(message.get("tool_calls") or ())
     ]
-    given += [(tool, Loss(f"tools[{number}]", -1, "tools")) for number, tool in enumerate(prompt.tools or ())]
-    for described, loss in given:
+    named += [(tool, Loss(f"tools[{number}]", -1, "tools")) for number, tool in enumerate(prompt.tools or ())]
+    for described, loss in named:
         function = call_function(described)
         if function is not None and isinstance(function.get("name"), str):
-            found.setdefault(function["name"], loss)
-    return found
+            losses.setdefault(function["name"], loss)
+    return losses

@@ -65,8 +65,8 @@ class Vocabularies:
 
 def _pieces(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     known = min(vocab_size, tokenizer.vocab_size)
-    found = TokenBytes(tokenizer)
-    pieces = [found[token] for token in range(known)]
+    token_bytes = TokenBytes(tokenizer)
+    pieces = [token_bytes[token] for token in range(known)]
     if tokenizer.vocab_bytes is None:
         _check_pieces(tokenizer, pieces)
     return pieces + [b""] * (vocab_size - known)

@@ -155,10 +155,10 @@ class Grammars:
         return _Stored(offset, len(grammar) - 1, is_guidance)
 
     def _load(self, constraint: Constraint) -> Any:
-        found = self._loaded.get(constraint)
-        if found is not None:
+        kept = self._loaded.get(constraint)
+        if kept is not None:
             self._loaded.move_to_end(constraint)
-            return found[0]
+            return kept[0]
         known = self._results[constraint]
         assert not isinstance(known, ErrorInfo), "rows with this constraint were refused"
         self._file.seek(known.offset)

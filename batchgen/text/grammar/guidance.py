@@ -68,8 +68,8 @@ class GuidanceVocabulary:
 
 
 def _leading_digits(piece: bytes) -> int:
-    found = _LEADING_DIGITS.match(piece)
-    return found.end() if found else 0
+    digits = _LEADING_DIGITS.match(piece)
+    return digits.end() if digits else 0
 
 
 @cache
@@ -169,11 +169,11 @@ class GuidanceMatcher:
 
     def _mask(self) -> npt.NDArray[np.int32]:
         """[ceil(V / 32)] packed mask of the tokens that go on with the text."""
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         if self._matcher.is_error():
             raise RuntimeError(self._matcher.get_error().strip().splitlines()[0][:300])
         size = len(self._vocabulary.pieces)
-        words = found[: -(-size // 32)].copy()
+        words = mask[: -(-size // 32)].copy()
         if size % 32:  # else the extra token is in a separate word
             words[-1] &= (1 << size % 32) - 1
         excess = self._excess()

@@ -100,12 +100,12 @@ def _required_calls(text: str, lenient: bool) -> Iterator[Source]:
         for each in value["functions"]
     ]
     try:
-        found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
+        form = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
     except RecursionError:
         problem = "`tools` uses `$ref` to a schema that holds itself, which cannot be enforced: the model writes calls "
         remedy = "without JSON; write its values out to the depth that is needed"
         raise RowError(ErrorCode.UNSUPPORTED_SCHEMA_KEYWORD, problem + remedy, "tools") from None
-    written = {"type": "structural_tag", "format": _format(found, lenient, 0, "tools")}
+    written = {"type": "structural_tag", "format": _format(form, lenient, 0, "tools")}
     yield Source("structural_tag", json.dumps(written))
 
 
@@ -181,14 +181,14 @@ def _calls_check(text: str) -> Check:
     schemas = {each["name"]: Schema(each["parameters"]) for each in value["functions"]}
 
     def satisfied(calls: str) -> bool | None:
-        found = [call["function"] for call in read_json(calls or "[]")]
+        functions = [call["function"] for call in read_json(calls or "[]")]
         if (
-            not found
-            or (len(found) > 1 and not value["parallel"])
-            or any(each["name"] not in schemas for each in found)
+            not functions
+            or (len(functions) > 1 and not value["parallel"])
+            or any(each["name"] not in schemas for each in functions)
         ):
             return False
-        results = [schemas[each["name"]].satisfied_by(each["arguments"]) for each in found]
+        results = [schemas[each["name"]].satisfied_by(each["arguments"]) for each in functions]
         return False if False in results else None if None in results else True
 
     return satisfied

@@ -61,9 +61,9 @@ class _StubModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = type(name, (_Stub,), {})
-        setattr(self, name, found)
-        return found
+        stub = type(name, (_Stub,), {})
+        setattr(self, name, stub)
+        return stub
 
 
 class _Stub:

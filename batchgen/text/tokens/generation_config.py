@@ -52,32 +52,35 @@ class GenerationConfig:
         Raises:
             ModelError: a value is of another type or out of range.
         """
-        found = {key: value for key in (*_PLAIN, *_MASKS) if (value := self.raw.get(key)) is not None}
-        if type(k := found.get("top_k")) is float and k.is_integer():
-            found["top_k"] = int(k)
+        defaults = {key: value for key in (*_PLAIN, *_MASKS) if (value := self.raw.get(key)) is not None}
+        if type(k := defaults.get("top_k")) is float and k.is_integer():
+            defaults["top_k"] = int(k)
         for key in _MASKS:
-            if isinstance(found.get(key), list):
-                found[key] = [token for token in found[key] if _may_be_sampled([token], vocab_size)]
+            if isinstance(defaults.get(key), list):
+                defaults[key] = [token for token in defaults[key] if _may_be_sampled([token], vocab_size)]
         words = self.raw.get(_BAD_WORDS)
         if isinstance(words, list):
             ends = [[token] for token in self.eos_ids]
             words = [word for word in words if word not in ends and _may_be_sampled(word, vocab_size)]
         if words is not None:
-            found["bad_words"] = words
-        for name, value in found.items():
+            defaults["bad_words"] = words
+        for name, value in defaults.items():
             try:
                 replace(_UNSET, **{name: value})
             except RowError as error:
                 remedy = "correct it or run with --sampling-defaults openai"
                 where = f"`{_BAD_WORDS}`: " if name == "bad_words" else ""
                 raise ModelError(f"generation_config.json: {where}{error}; {remedy}") from None
-        return {name: value for name, value in found.items() if value != []}
+        return {name: value for name, value in defaults.items() if value != []}
 
     @property
     def note(self) -> str | None:
         """The settings that would change results and are not applied, in one line; None if there are none."""
-        given = ((key, self.raw.get(key), same) for key, same in _NO_CHANGE.items())
-        left = [f"`{key}` {json.dumps(value)[:60]}" for key, value, same in given if value not in (None, [], {}, same)]
+        left = [
+            f"`{key}` {json.dumps(value)[:60]}"
+            for key, same in _NO_CHANGE.items()
+            if (value := self.raw.get(key)) not in (None, [], {}, same)
+        ]
         if not left:
             return None
         return f"not applied, though generation_config.json sets it: {', '.join(left)}; set what is needed in the rows"

@@ -23,8 +23,8 @@ class TokenBytes(dict[int, bytes]):
         self._prefix_text = tokenizer.decode(self._prefix, skip_special_tokens=False)
 
     def __missing__(self, token: int) -> bytes:
-        self[token] = found = self._find(token)
-        return found
+        self[token] = piece = self._find(token)
+        return piece
 
     def _find(self, token: int) -> bytes:
         tokenizer = self._tokenizer

@@ -144,9 +144,9 @@ class Tokenizer:
 
             from batchgen.gguf.vocabulary import gguf_vocabulary
 
-            found = gguf_vocabulary(header)
+            vocabulary = gguf_vocabulary(header)
             hf = PreTrainedTokenizerFast(
-                tokenizer_object=found.backend, chat_template=found.chat_template, **found.special
+                tokenizer_object=vocabulary.backend, chat_template=vocabulary.chat_template, **vocabulary.special
             )
             made = cls(hf, file, load_generation_config(file if model is None else _find_folder(model)))
         made._stamps, made._header_digest = stamps, header.digest
@@ -185,10 +185,10 @@ class Tokenizer:
             RowError: `invalid_field`: the library cannot encode a text.
         """
         try:
-            found = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # as of a text with a character that the vocabulary lacks, and nothing for these
             raise RowError(ErrorCode.INVALID_FIELD, f"the text cannot be tokenized: {error}") from error
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in encodings]
 
     def encode_continuations(self, prompt: str, texts: Sequence[str]) -> list[tuple[list[int], int]]:
         """Ids of `prompt + text` for each text, nothing added, and the number of tokens that end inside the prompt."""
@@ -218,10 +218,10 @@ class Tokenizer:
             RowError: `invalid_field`: the model has no template, or the template refuses the conversation;
                 `unsupported_field`: the template leaves out a part of it.
         """
-        (found,) = self.render_chats([prompt])
-        if isinstance(found, ErrorInfo):
-            raise RowError(*astuple(found))
-        return found
+        (text,) = self.render_chats([prompt])
+        if isinstance(text, ErrorInfo):
+            raise RowError(*astuple(text))
+        return text
 
     def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
         """Text of each conversation as by `render_chat`, or its error."""
@@ -363,8 +363,8 @@ def _find_folder(path: str | Path, revision: str | None = None) -> Path:
 def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Size, time of modification and of change of the files of a folder, by name."""
     files = folder.iterdir() if folder.is_dir() else [folder]
-    found = {path.name: path.stat() for path in files if path.is_file()}
-    return {name: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in found.items()}
+    stats = {path.name: path.stat() for path in files if path.is_file()}
+    return {name: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in stats.items()}
 
 
 def _check_vocabulary(folder: Path, path: object) -> None:
@@ -387,11 +387,11 @@ def _check_vocabulary(folder: Path, path: object) -> None:
                     f"{' and '.join(missing)}. Install the extra: pip install 'batchgen[sentencepiece]'"
                 )
             return
-    found = [name for name in _PAIR if (folder / name).is_file()]
-    if len(found) == 1:
-        lacks = next(name for name in _PAIR if name not in found)
-        raise ModelError(f"the tokenizer of {path} has {found[0]} but lacks {lacks}. Copy the folder again")
-    if found or (folder / "vocab.txt").is_file():
+    pair = [name for name in _PAIR if (folder / name).is_file()]
+    if len(pair) == 1:
+        lacks = next(name for name in _PAIR if name not in pair)
+        raise ModelError(f"the tokenizer of {path} has {pair[0]} but lacks {lacks}. Copy the folder again")
+    if pair or (folder / "vocab.txt").is_file():
         return
     tiktoken = next((file.name for file in sorted(folder.glob("*tiktoken*")) if file.is_file()), None)
     if tiktoken is not None:

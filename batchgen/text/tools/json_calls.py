@@ -55,8 +55,8 @@ class JsonCalls(ToolFormat):
 
     def find(self, text: str, schemas: Schemas) -> list[Span]:
         """See `ToolFormat.find`."""
-        found = list(found_at(text, self._starts, lambda text, match: self._read(text, match.end())))
-        return found or (self._whole(text, schemas) if self.whole else [])
+        spans = list(found_at(text, self._starts, lambda text, match: self._read(text, match.end())))
+        return spans or (self._whole(text, schemas) if self.whole else [])
 
     def _read(self, text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
         value, end = read_json_at(text, at)
@@ -128,11 +128,11 @@ def call_of(value: Any, key: str = "name") -> ToolCall:
     value = value.get("function", value) if isinstance(value, Mapping) else value
     if not isinstance(value, Mapping) or not isinstance(value.get(key), str):
         raise CallError(f"an object with `{key}` is needed")
-    given = next((value[name] for name in ("arguments", "parameters") if name in value), None)
-    if given is None and not value.keys() <= {key, "id", "type", "tool_call_id", "arguments", "parameters"}:
+    arguments = next((value[name] for name in ("arguments", "parameters") if name in value), None)
+    if arguments is None and not value.keys() <= {key, "id", "type", "tool_call_id", "arguments", "parameters"}:
         raise CallError("an object with `arguments` is needed")
     written = value.get("id")
-    return ToolCall(value[key], arguments_of(given), written if isinstance(written, str) else None)
+    return ToolCall(value[key], arguments_of(arguments), written if isinstance(written, str) else None)
 
 
 def _unquoted(text: str) -> Any:
@@ -149,10 +149,10 @@ def _known(written: str, functions: Schemas) -> str:
         CallError: it is none, or may be several.
     """
     names = (written, re.sub(r"^functions[._:/-]+", "", written))
-    found = {each for name in names for each in (name, re.sub(r"[._:/-]\d+$", "", name)) if each in functions}
-    if len(found) != 1:
-        raise CallError(f"{written[:60]!r} names {'several' if found else 'none'} of the row's functions")
-    return found.pop()
+    known = {each for name in names for each in (name, re.sub(r"[._:/-]\d+$", "", name)) if each in functions}
+    if len(known) != 1:
+        raise CallError(f"{written[:60]!r} names {'several' if known else 'none'} of the row's functions")
+    return known.pop()
 
 
 @dataclass(frozen=True)

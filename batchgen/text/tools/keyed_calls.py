@@ -124,27 +124,27 @@ class TagCalls(ToolFormat):
     def _read(self, schemas: Schemas, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
         name, at = match["name"].strip(), skip_blanks(text, match.end())
         lines = "\n" in text[match.end() - 1 : at]
-        known, found = schemas.get(name) or {}, dict[str, Any]()
+        known, arguments = schemas.get(name) or {}, dict[str, Any]()
         if text.startswith("{", at):  # some models write the arguments as JSON
             value, at = read_json_at(text, at)
-            found, at = dict(arguments_of(value)), skip_blanks(text, at)
+            arguments, at = dict(arguments_of(value)), skip_blanks(text, at)
         while (part := self._parts.match(text, at)) is None or part["finish"] is None:
             if part is None:
                 raise CallError("an argument or the end of the call is missing")
             key = part["key"].strip()
-            if key in found:
+            if key in arguments:
                 raise CallError(f"the argument {key[:60]!r} is given twice")
-            found[key] = None  # it is given
-            value, at = self._value(text, part, lines, known, found)
+            arguments[key] = None  # it is given
+            value, at = self._value(text, part, lines, known, arguments)
             if self.padded:
                 value = value.removeprefix("\n").removesuffix("\n")
             is_text = part.groupdict().get("string") == "true" or part.groupdict().get("type") == "string"
-            found[key] = value if is_text else self._read_value(value, known.get(key, {}))
+            arguments[key] = value if is_text else self._read_value(value, known.get(key, {}))
             at = skip_blanks(text, at)
-        return (ToolCall(name, found),), part.end()
+        return (ToolCall(name, arguments),), part.end()
 
     def _value(
-        self, text: str, start: re.Match[str], lines: bool, known: Container[str], found: Container[str]
+        self, text: str, start: re.Match[str], lines: bool, known: Container[str], named: Container[str]
     ) -> tuple[str, int]:
         """The text of a value, and where its argument ends, also where the text that closes it is left out.
 
@@ -170,7 +170,7 @@ class TagCalls(ToolFormat):
             else:
                 key = part["key"].strip()
                 rest = takewhile(lambda each: each["finish"] is None, self._parts.finditer(text, end))
-                splits = key in known and key not in found and all(each["key"].strip() != key for each in rest)
+                splits = key in known and key not in named and all(each["key"].strip() != key for each in rest)
                 if at_line and (key not in known or key == start["key"].strip()):
                     raise CallError(f"{part[0][:60]!r} inside a value may begin an argument")
             if splits and (at_line or not lines):

@@ -31,10 +31,10 @@ def known_format(template: Mapping[str, Any]) -> str | None:
     """Name of the format whose calls a response template reads; None if it is none that is known."""
     for name, form in FORMATS.items():
         try:
-            found = _parsed(form.write([_CALL]), template, [_TOOL])
+            calls = _parsed(form.write([_CALL]), template, [_TOOL])
         except (CallError, ValueError):
             continue
-        if [(call.name, call.arguments) for call in found] == [(_CALL.name, _CALL.arguments)]:
+        if [(call.name, call.arguments) for call in calls] == [(_CALL.name, _CALL.arguments)]:
             return name
     return None
 
@@ -55,10 +55,10 @@ def _parsed(text: str, template: Mapping[str, Any], tools: list[Any]) -> list[To
 
     fields = {name: field for name, field in template["fields"].items() if name in (_FIELD, "content")}
     try:
-        found = parse_response(text, {**template, "fields": fields}, prefix="", tools=tools).get(_FIELD)
+        parsed = parse_response(text, {**template, "fields": fields}, prefix="", tools=tools).get(_FIELD)
     except Exception as error:
         raise CallError(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from None
-    return [call_of(value) for value in (found if isinstance(found, list) else [found])]
+    return [call_of(value) for value in (parsed if isinstance(parsed, list) else [parsed])]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TemplateCalls(ToolFormat):
 
     def find(self, text: str, schemas: Schemas) -> list[Span]:
         """See `ToolFormat.find`."""
-        found: list[Span] = []
+        spans: list[Span] = []
         at, (begin, end) = 0, self._patterns
         template = read_json(self.template)
         tools = [
@@ -90,10 +90,10 @@ class TemplateCalls(ToolFormat):
             close = end.search(text, match.end())
             at = len(text) if close is None else close.end()
             try:
-                found.append(Span(match.start(), at, tuple(_parsed(text[match.start() : at], template, tools))))
+                spans.append(Span(match.start(), at, tuple(_parsed(text[match.start() : at], template, tools))))
             except CallError as error:
-                found.append(Span(match.start(), at, error=str(error)))
-        return found
+                spans.append(Span(match.start(), at, error=str(error)))
+        return spans
 
     def text_of(self, call: ToolCall, number: int) -> str:
         """See `ToolFormat.text_of`."""
@@ -105,7 +105,7 @@ class TemplateCalls(ToolFormat):
 
 
 def _pattern(field: Mapping[str, Any], name: str) -> re.Pattern[str]:
-    given = field.get(name)
-    texts = [given] if isinstance(given, str) else given
+    value = field.get(name)
+    texts = [value] if isinstance(value, str) else value
     written = "|".join(map(re.escape, texts)) if isinstance(texts, list) else field.get(f"{name}_pattern")
     return re.compile(written if isinstance(written, str) and written else r"\Z", re.DOTALL)

@@ -72,12 +72,12 @@ class ToolParser:
                 kind = params.constraint.kind
                 raise invalid("tool_choice", f"cannot be combined with `{kind}`: a row has one constraint")
             return params  # it holds for the whole answer
-        found = {"format": self.name, "functions": self._known(functions), "parallel": prompt.parallel_tool_calls}
+        calls = {"format": self.name, "functions": self._known(functions), "parallel": prompt.parallel_tool_calls}
         if self._template is not None:
-            found["template"] = self._template
+            calls["template"] = self._template
         needed = self._required(functions, choice, parallel=prompt.parallel_tool_calls) if required else None
         ends = () if params.ignore_eos else tuple(i for i in self._end_ids if i not in params.stop_token_ids)
-        return self._with(params, json.dumps(found, ensure_ascii=False), needed, ends)
+        return self._with(params, json.dumps(calls, ensure_ascii=False), needed, ends)
 
     def _known(self, functions: Sequence[Function]) -> Schemas:
         """What the parser must know of the functions; little, so that rows with other tools share parameters."""
@@ -101,8 +101,8 @@ class ToolParser:
             )
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, "tool_choice")
         listed = [{"name": each.name, "parameters": each.parameters} for each in named]
-        found = {"format": self.name, "functions": listed, "parallel": parallel and not choice.once}
-        return json.dumps(found, ensure_ascii=False)
+        calls = {"format": self.name, "functions": listed, "parallel": parallel and not choice.once}
+        return json.dumps(calls, ensure_ascii=False)
 
 
 def _with_calls(params: SamplingParams, calls: str, needed: str | None, ends: tuple[int, ...]) -> SamplingParams:
@@ -127,8 +127,8 @@ def tool_parser_of(tokenizer: Tokenizer, wanted: str) -> ToolParser | None:
         name = known_format(response)
         return ToolParser(name or FROM_TEMPLATE, None if name else response, tokenizer)
     special = [text for token in sorted(tokenizer.special_ids) if (text := tokenizer.id_to_token(token))]
-    found = None if tokenizer.written is None else format_of(tokenizer.written, special)
-    return None if found is None else ToolParser(found, None, tokenizer)
+    detected = None if tokenizer.written is None else format_of(tokenizer.written, special)
+    return None if detected is None else ToolParser(detected, None, tokenizer)
 
 
 def params_with_tools(params: SamplingParams, prompt: ChatPrompt, parser: ToolParser | None) -> SamplingParams:
@@ -159,9 +159,9 @@ def format_of(written: Written, special: Sequence[str]) -> str | None:
         special: special tokens, one of which may end an output.
     """
     call, text = written.call or "", written.tools + (written.call or "")
-    found = [name for name, form in FORMATS.items() if _reads(form, written, special)]
-    if found:
-        return max(found, key=lambda name: _likeness(FORMATS[name], call, CALL))
+    readers = [name for name, form in FORMATS.items() if _reads(form, written, special)]
+    if readers:
+        return max(readers, key=lambda name: _likeness(FORMATS[name], call, CALL))
     shown = [name for name, form in FORMATS.items() if _shows(form, text)]
     marked = max(FORMATS, key=lambda name: _markers(FORMATS[name], text))
     if shown or _markers(FORMATS[marked], text) >= _ENOUGH:

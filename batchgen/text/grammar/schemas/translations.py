@@ -128,10 +128,10 @@ class XgrammarWriter(SchemaWriter):
         low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
         if high is not None and low > high:
             return False
-        given = self._patterns_of(schema, path)
-        if len(given) == 2:
+        patterns = self._patterns_of(schema, path)
+        if len(patterns) == 2:
             self._unsupported(path, "pattern", "it occurs with `format`, and only one of the two can be enforced")
-        for key, pattern in given.items():
+        for key, pattern in patterns.items():
             explicit = self._explicit(pattern, key, path)
             if explicit is None:
                 break

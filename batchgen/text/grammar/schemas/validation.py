@@ -65,9 +65,9 @@ _budget: ContextVar[_Budget] = ContextVar("_budget")
 @contextmanager
 def _bounded() -> Iterator[_Budget]:
     """The budget of one text's check."""
-    token = _budget.set(found := _Budget())
+    token = _budget.set(budget := _Budget())
     try:
-        yield found
+        yield budget
     finally:
         _budget.reset(token)
 
@@ -161,7 +161,7 @@ class Schema:
     def resolve(self, target: str) -> Any:
         """Subschema that a `$ref` such as `#/$defs/a` names; None if it does not exist."""
         try:
-            found = (
+            part = (
                 referencing.Registry()
                 .with_resource("", referencing.Resource.opaque(self.root))
                 .resolver()
@@ -170,7 +170,7 @@ class Schema:
             )
         except (referencing.exceptions.Unresolvable, ValueError, KeyError, IndexError, TypeError):
             return None
-        return found if type(found) in (dict, bool) else None
+        return part if type(part) in (dict, bool) else None
 
     def satisfies(self, value: Any, schema: Any = None) -> bool:
         """Whether `value` is valid under the whole schema, or under its part `schema`; False if that is unknown."""
