@@ -115,6 +115,7 @@ class Encoder:
         run_seed: seed of the run, from which rows without a seed derive theirs.
         limits: the model's limits for hidden states.
         grammars: where the rows' constraints are compiled; created if None.
+        reasoning: the model's format of thoughts, if it has one that is known.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Encoder:
         run_seed: int = 0,
         limits: CaptureSupport = _NO_STATES,
         grammars: Grammars | None = None,
+        reasoning: ReasoningParser | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -136,8 +138,9 @@ class Encoder:
         self._fim = find_fim(tokenizer, vocab_size)
         self._texts = PromptTexts(tokenizer, context_length, truncate, fim=self._fim is not None)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
-        self._checks = ParamChecks(tokenizer, vocab_size, self.grammars)
-        self._check_params_once = lru_cache(_MAX_CHECKED)(self._checks.check)  # an error is not remembered
+        self.reasoning = reasoning
+        checks = ParamChecks(tokenizer, vocab_size, self.grammars, reasoning)
+        self._check_params_once = lru_cache(_MAX_CHECKED)(checks.check)  # an error is not remembered
         self._limits = limits
         self.tools: ToolParser | None = None
         """The model's format of calls, set by `FrontEnd`."""
@@ -147,15 +150,6 @@ class Encoder:
         """What users should know of the rows so far."""
         self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
         self._fitter = PromptFitter(tokenizer, context_length, truncate)
-
-    @property
-    def reasoning(self) -> ReasoningParser | None:
-        """The model's format of thoughts, set by `FrontEnd`."""
-        return self._checks.reasoning
-
-    @reasoning.setter
-    def reasoning(self, parser: ReasoningParser | None) -> None:
-        self._checks.reasoning = parser
 
     @property
     def truncated(self) -> int:

@@ -6,7 +6,6 @@ its vocabulary. Families that write alike have the same markers under their own 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import regex
 
 from batchgen.errors import UsageError
+from batchgen.request.foreign_text import read_toml
 
 AUTO: Final = "auto"
 OFF: Final = "off"
@@ -91,7 +91,7 @@ def _family(table: Mapping[str, Any]) -> _Family:
     return _Family(ReasoningFormat(**values), **known_by)
 
 
-TABLES: Final = tomllib.loads(files("batchgen.text").joinpath("families.toml").read_text("utf-8"))
+TABLES: Final = read_toml(files("batchgen.text").joinpath("families.toml").read_bytes())
 """What is known of families."""
 _FAMILIES: Final = tuple(map(_family, TABLES["thoughts"]))
 """In order: a model is of the first family whose texts its template writes."""

@@ -33,14 +33,16 @@ class ParamChecks:
         tokenizer: the model's tokenizer.
         vocab_size: size of the model's vocabulary.
         grammars: where constraints are compiled.
+        reasoning: the model's format of thoughts, if it has one that is known.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, grammars: Grammars) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, grammars: Grammars, reasoning: ReasoningParser | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self.reasoning: ReasoningParser | None = None
-        """The model's format of thoughts."""
+        self._reasoning = reasoning
         self._check_bad_words_once = lru_cache(_MAX_CHECKED)(self._check_bad_words)  # an error is not remembered
 
     def check(self, params: SamplingParams) -> None:
@@ -76,7 +78,7 @@ class ParamChecks:
             "separate_reasoning": bool(params.separate_reasoning),
             "thinking_budget": params.thinking_budget is not None,
         }
-        for name in (name for name, value in asked.items() if value and self.reasoning is None):
+        for name in (name for name, value in asked.items() if value and self._reasoning is None):
             message = (
                 f"`{name}` needs a model whose format of thoughts is known, and neither the tokenizer nor the chat "
                 "template of this one names it; name its family with --reasoning, or leave it out"

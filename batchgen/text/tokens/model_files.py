@@ -1,12 +1,38 @@
-"""JSON files of a model folder, and the class of the tokenizer that they describe."""
+"""JSON files of a model folder: generation settings, end-of-sequence ids, and the class of the tokenizer.
+
+Settings are read from generation_config.json; config.json gives the end-of-sequence ids where that file does not.
+`do_sample: false` is not applied: a published temperature is meant to be used, and a greedy run sets `temperature: 0`.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, RowError
+from batchgen.gguf.header import read_gguf
+from batchgen.request.fields.params import SamplingParams
 from batchgen.request.foreign_text import ForeignTextError, read_json_file, typed
+
+_UNSET = SamplingParams()
+_PLAIN: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Keys whose values are those of the sampling fields of the same name."""
+_MASKS: Final = ("suppress_tokens", "begin_suppress_tokens")
+"""Keys whose values are lists of token ids, which sampling fields of the same name mask."""
+_BAD_WORDS: Final = "bad_words_ids"
+_NO_CHANGE: Final = {
+    "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "typical_p": 1.0, "guidance_scale": 1.0,
+    "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0, "no_repeat_ngram_size": 0, "top_h": None,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "exponential_decay_length_penalty": None, "sequence_bias": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "force_words_ids": None, "constraints": None,
+    "min_length": 0, "min_new_tokens": 0, "max_new_tokens": None, "max_time": None, "stop_strings": None,
+    "token_healing": False, "watermarking_config": None, "penalty_alpha": 0.0, "dola_layers": None,
+    "xtc_probability": 0.0, "mirostat": 0,
+}  # fmt: skip
+"""Keys that are not applied -> the value that changes no result; null changes none, either."""
 
 
 def plain_config(folder: Path) -> Any:
@@ -39,13 +65,12 @@ def is_undescribed(folder: Path) -> bool:
 def _json_object(path: Path) -> dict[str, Any]:
     """JSON object in a file; {} if the file is missing or damaged, which the library reports when it loads."""
     try:
-        value = read_json_file(path)
-    except (OSError, ForeignTextError):
+        return _read_object(path)
+    except ModelError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """JSON object in a file of the model; {} if the file is missing.
 
     Raises:
@@ -59,3 +84,86 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path.name} of the model cannot be read ({error}); fetch the model again") from None
     except ForeignTextError as error:
         raise ModelError(f"{path.name} of the model {error}; fetch the model again") from None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """Generation settings of one model folder."""
+
+    eos_ids: frozenset[int] = frozenset()
+    raw: Mapping[str, Any] = field(default_factory=dict)
+    """Content of generation_config.json, {} where the file is missing."""
+
+    def sampling_defaults(self, vocab_size: int) -> dict[str, Any]:
+        """The sampling fields that the model sets.
+
+        Token ids past the vocabulary are left out: they are never sampled. So is an end of sequence among bad words,
+        as in transformers.
+
+        Raises:
+            ModelError: a value is of another type or out of range.
+        """
+        defaults = {key: value for key in (*_PLAIN, *_MASKS) if (value := self.raw.get(key)) is not None}
+        if type(k := defaults.get("top_k")) is float and k.is_integer():
+            defaults["top_k"] = int(k)
+        for key in _MASKS:
+            if isinstance(defaults.get(key), list):
+                defaults[key] = [token for token in defaults[key] if _may_be_sampled([token], vocab_size)]
+        words = self.raw.get(_BAD_WORDS)
+        if isinstance(words, list):
+            ends = [[token] for token in self.eos_ids]
+            words = [word for word in words if word not in ends and _may_be_sampled(word, vocab_size)]
+        if words is not None:
+            defaults["bad_words"] = words
+        for name, value in defaults.items():
+            try:
+                replace(_UNSET, **{name: value})
+            except RowError as error:
+                remedy = "correct it or run with --sampling-defaults openai"
+                where = f"`{_BAD_WORDS}`: " if name == "bad_words" else ""
+                raise ModelError(f"generation_config.json: {where}{error}; {remedy}") from None
+        return {name: value for name, value in defaults.items() if value != []}
+
+    @property
+    def note(self) -> str | None:
+        """The settings that would change results and are not applied, in one line; None if there are none."""
+        left = [
+            f"`{key}` {json.dumps(value)[:60]}"
+            for key, same in _NO_CHANGE.items()
+            if (value := self.raw.get(key)) not in (None, [], {}, same)
+        ]
+        if not left:
+            return None
+        return f"not applied, though generation_config.json sets it: {', '.join(left)}; set what is needed in the rows"
+
+
+def _may_be_sampled(ids: Any, vocab_size: int) -> bool:
+    """Whether a list may be of tokens of the vocabulary; true for what is not a list of integers."""
+    known = isinstance(ids, list) and all(type(token) is int for token in ids)
+    return not known or all(0 <= token < vocab_size for token in ids)
+
+
+def load_generation_config(folder: Path, config: Mapping[str, Any] | None = None) -> GenerationConfig:
+    """Read the generation settings of the model in `folder`, or in a GGUF file; one without any has empty ones.
+
+    `config` is what counts in place of the contents of config.json.
+
+    Raises:
+        ModelError: a file is damaged, or an end-of-sequence id is not a token id.
+    """
+    if folder.is_file():
+        # Imported here because its library is slow to import, and folders do not need it.
+        from batchgen.gguf.vocabulary import gguf_end_ids, gguf_sampling
+
+        header = read_gguf(folder)
+        return GenerationConfig(gguf_end_ids(header), gguf_sampling(header))
+    raw = _read_object(folder / "generation_config.json")
+    eos = raw.get("eos_token_id")
+    if eos is None:
+        config = _read_object(folder / "config.json") if config is None else config
+        nested = config.get("text_config")
+        eos = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
+    listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token) is not int or token < 0 for token in listed):
+        raise ModelError(f"{folder.name}: eos_token_id must be a token id or a list of them, got {eos!r}")
+    return GenerationConfig(frozenset(listed), raw)

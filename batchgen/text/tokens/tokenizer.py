@@ -28,8 +28,7 @@ from batchgen.text.chat.conversation import ChatRenderer
 from batchgen.text.chat.template import ChatTemplate, processor_template
 from batchgen.text.chat.template_probe import Written, written
 from batchgen.text.tokens.byte_level import ByteLevelTokens
-from batchgen.text.tokens.generation_config import GenerationConfig, load_generation_config
-from batchgen.text.tokens.model_files import is_undescribed, plain_config
+from batchgen.text.tokens.model_files import GenerationConfig, is_undescribed, load_generation_config, plain_config
 
 _MAIN: Final = "tokenizer.json"
 _SENTENCEPIECE: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -254,11 +253,6 @@ class Tokenizer:
     def chat_notes(self) -> list[str]:
         """What users should know of the conversations that were rendered, a line each."""
         return [] if self._chat is None else sorted(self._chat.notes)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return self._chat is not None
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template, or one of several, reads a variable; false without a template."""

@@ -24,8 +24,7 @@ from batchgen.request.printable import encodable
 from batchgen.text.calls import Schemas, Span, ToolCall, ToolFormat
 from batchgen.text.tokens.detokenize import Detokenizer
 from batchgen.text.tokens.tokenizer import Tokenizer
-from batchgen.text.tools.formats import FORMATS
-from batchgen.text.tools.response_template import TemplateCalls
+from batchgen.text.tools.formats import FORMATS, TemplateCalls
 
 _LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ID_LENGTH: Final = 24

@@ -21,23 +21,11 @@ from batchgen.text.calls import Function, Schemas, ToolCall, ToolFormat, functio
 from batchgen.text.chat.template_probe import CALL, Written
 from batchgen.text.families import AUTO, FROM_TEMPLATE, OFF
 from batchgen.text.tokens.tokenizer import Tokenizer
-from batchgen.text.tools.formats import FORMATS
-from batchgen.text.tools.response_template import TemplateCalls, has_calls, known_format
+from batchgen.text.tools.formats import DESCRIBED, FORMATS, TemplateCalls, has_calls, known_format
 from batchgen.text.tools.values import property_schemas
 
 _MAX_KNOWN: Final = 256
 """Most parameter sets of rows with tools that are remembered."""
-_DESCRIBED: Final = (
-    ("xlam", "Salesforce xLAM"),
-    ("command_r", "Action: ```json"),
-    ("command_r", "Action:```json"),
-    ("functionary", "<function=example_function_name>{"),
-    ("pythonic", "[func_name1("),
-    ("pythonic", "[func_name("),
-    ("pythonic", "[func1("),
-    ("llama3_json", '"parameters": dictionary'),
-)
-"""Words with which a prompt describes a format, for templates that write no calls."""
 _ENOUGH: Final = 0.5
 """Share of a format's markers from which on it is the model's."""
 _SCHEMAS: Final = {CALL.name: {name: {"type": "string"} for name in CALL.arguments}}
@@ -166,7 +154,7 @@ def format_of(written: Written, special: Sequence[str]) -> str | None:
     marked = max(FORMATS, key=lambda name: _markers(FORMATS[name], text))
     if shown or _markers(FORMATS[marked], text) >= _ENOUGH:
         return next(iter(shown), marked)
-    return next((name for name, words in _DESCRIBED if words in text), None)
+    return next((name for words, name in DESCRIBED.items() if words in text), None)
 
 
 def _markers(form: ToolFormat, text: str) -> float:

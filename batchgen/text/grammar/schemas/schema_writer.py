@@ -114,12 +114,9 @@ class SchemaWriter(ABC):
             near = get_close_matches(key.lower(), [known.lower() for known in ASSERTIONS], 1, 0.8)
             hint = next((f"; did you mean `{known}`?" for known in ASSERTIONS if [known.lower()] == near), "")
             self._unsupported(path, key, f"nothing here knows or checks it{hint}")
-        for key in UNSUPPORTED_KEYWORDS:
-            if key in schema:
-                self._unsupported(path, key, "grammars cannot express it")
-        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            if schema.get(key):
-                self._unsupported(path, key, "grammars cannot express it")
+        dependent = (key for key in ("dependentRequired", "dependentSchemas", "dependencies") if schema.get(key))
+        for key in (*(key for key in UNSUPPORTED_KEYWORDS if key in schema), *dependent):
+            self._unsupported(path, key, "grammars cannot express it")
         if schema.get("uniqueItems", False) is not False and schema.get("maxItems", 2) > 1:
             self._unsupported(path, "uniqueItems", "grammars cannot compare items")
         if "contains" in schema:
