@@ -21,7 +21,7 @@ from batchgen.job.clock import clock_record
 from batchgen.job.results.export import write_files
 from batchgen.job.rows.ingest import Ingested
 from batchgen.job.setup import Setup
-from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.detokenize import TokenBytes
 
 
 def write_output(work: WorkFolder, rows: Ingested, record: Mapping[str, Any], setup: Setup) -> Totals:

@@ -28,8 +28,7 @@ from batchgen.request.fields.prompts import (
 )
 from batchgen.request.rows.parser import derive_seed
 from batchgen.request.table.request_table import ParsedRow
-from batchgen.text.fim import FillInTheMiddle, find_fim
-from batchgen.text.fit import PromptFitter, Truncate
+from batchgen.text.fit import FillInTheMiddle, PromptFitter, Truncate, find_fim
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.param_checks import ParamChecks
 from batchgen.text.placing import Ints, stored_ids

@@ -330,11 +330,7 @@ def next_batch(
         batch.append(item)
         row = item[1]
         if row is not None:
-            first = row.prompts[0]
-            if type(first) is TextPrompt and len(row.prompts) == 1 and not row.extra:
-                characters += len(first.text)  # most rows
-            else:
-                characters += characters_of(row)
+            characters += characters_of(row)
         if characters >= _BATCH_CHARACTERS:
             break
     return batch, characters

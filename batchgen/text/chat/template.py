@@ -132,11 +132,6 @@ class ChatTemplate:
         return source
 
     @property
-    def sources(self) -> Sequence[str]:
-        """Sources of all templates of the tokenizer."""
-        return list(self.named.values())
-
-    @property
     def response_template(self) -> Mapping[str, Any] | None:
         """The tokenizer's own description of the parts of an answer, if it has one."""
         template = getattr(self._hf, "response_template", None)
@@ -148,7 +143,7 @@ class ChatTemplate:
 
     def reads_variable(self, name: str) -> bool:
         """Whether one of the templates reads a variable."""
-        return any(name in _template_reads(source).variables for source in self.sources)
+        return any(name in _template_reads(source).variables for source in self.named.values())
 
     @property
     def clock_text(self) -> dict[str, str] | None:
@@ -156,7 +151,7 @@ class ChatTemplate:
 
         Two jobs whose values are equal have the same prompts, although their clocks may differ.
         """
-        sources = [source for source in self.sources if CLOCK in source]
+        sources = [source for source in self.named.values() if CLOCK in source]
         if not sources:
             return None
         formats: set[str] = set()

@@ -17,7 +17,7 @@ from batchgen.request.fields.constraint import Constraint
 from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary
 from batchgen.text.helper_process import HelperProcess, SharedProcess
-from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.detokenize import TokenBytes
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 _MAX_WORKERS = 8

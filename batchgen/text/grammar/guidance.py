@@ -23,7 +23,7 @@ _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON in one line, spaced as xgrammar does."""
 _HEADER = '%llguidance {"no_forcing": true}'
 """Allow every token that fits, also where the text is forced."""
-_LEADING_DIGITS = re.compile(rb"[0-9]*")
+_DIGITS = b"0123456789"
 _MANY_DIGITS = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
@@ -61,15 +61,11 @@ class GuidanceVocabulary:
         end = len(pieces)
         slices = LLTokenizer.json_slices()
         tokenizer = LLTokenizer(TokenizerWrapper(_Pieces(pieces)), n_vocab=end + 1, eos_token=end, slices=slices)
-        digits = {token: _leading_digits(piece) for token, piece in enumerate(pieces) if piece[:1].isdigit()}
+        leading = (len(piece) - len(piece.lstrip(_DIGITS)) for piece in pieces)
+        digits = {token: count for token, count in enumerate(leading) if count}
         long = (token for token, piece in enumerate(pieces) if len(piece) > MAX_DIGITS and _MANY_DIGITS.search(piece))
         digits |= dict.fromkeys(long, MAX_DIGITS + 1)
         return cls(tokenizer, pieces, digits, max(digits.values(), default=0))
-
-
-def _leading_digits(piece: bytes) -> int:
-    digits = _LEADING_DIGITS.match(piece)
-    return digits.end() if digits else 0
 
 
 @cache

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import show
 from batchgen.request.fields.params import SamplingParams
-from batchgen.text.tokens.detokenize import REPLACEMENT
-from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.detokenize import REPLACEMENT, TokenBytes
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 _FIRST_MARK = 0xD800
