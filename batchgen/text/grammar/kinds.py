@@ -156,10 +156,6 @@ def _format(part: Any, lenient: bool, depth: int, field: str = "structural_tag")
     return {key: _format(value, lenient, depth + 1, field) for key, value in part.items()}
 
 
-def _regex(text: str, lenient: bool) -> Iterator[Source]:
-    yield Source("regex", _pattern(text, "regex"))
-
-
 # Imported in the checks: only finished rows with a schema or pattern need jsonschema.
 def _schema_check(text: str) -> Check:
     from batchgen.text.grammar.schemas.validation import Schema
@@ -200,7 +196,7 @@ def _choice_check(text: str) -> Check:
 
 KINDS: dict[ConstraintKind, GrammarKind] = {
     "json_schema": GrammarKind(partial(_schemas, "json_schema"), "json", _schema_check),
-    "regex": GrammarKind(_regex, check=_pattern_check),
+    "regex": GrammarKind(lambda text, lenient: iter([Source("regex", _pattern(text, "regex"))]), check=_pattern_check),
     "ebnf": GrammarKind(lambda text, lenient: iter([Source("ebnf", text)])),
     "structural_tag": GrammarKind(_structural_tag, "tag"),
     "choice": GrammarKind(_choice, check=_choice_check),

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from batchgen.request.fields.params import SamplingParams
-from batchgen.text.tokens.byte_level import ByteLevelTokens
-from batchgen.text.tokens.tokenizer import Tokenizer
+from batchgen.text.tokens.tokenizer import ByteLevelTokens, Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -99,17 +99,12 @@ class JsonCalls(ToolFormat):
 
     @property
     def _joined(self) -> tuple[str, str, str]:
-        begin, end = self._outer
+        begin, end = ("", "") if self.whole else (self.begins[0], self.end)
         return (f"{begin}[", ", ", f"]{end}") if self.listed else super()._joined
 
     @property
-    def _outer(self) -> tuple[str, str]:
-        """Texts around an object or a list, as models write it."""
-        return ("", "") if self.whole else (self.begins[0], self.end)
-
-    @property
     def _around_each(self) -> tuple[str, str]:
-        return ("", "") if self.listed else self._outer
+        return ("", "") if self.listed or self.whole else (self.begins[0], self.end)
 
     def _head(self, name: str) -> str:
         number = "" if self.numbered is None else f'"{self.numbered}": "0", '

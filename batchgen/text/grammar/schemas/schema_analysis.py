@@ -56,7 +56,8 @@ def bounds_of(schema: Json) -> tuple[tuple[float, bool], tuple[float, bool]]:
     return bounds[0], bounds[1]
 
 
-_INT64 = (-(2**63), 2**63 - 1)
+INT64 = (-(2**63), 2**63 - 1)
+"""Least and greatest integer that xgrammar knows."""
 _MAX_PROOF_STEPS = 8
 """Most nested steps of a proof."""
 
@@ -73,7 +74,7 @@ def valid_values(schema: Schema, part: Json) -> list[Any]:
 def fits_int64(value: Any) -> bool:
     """Whether all integers in `value` fit 64 bits, as the grammar compiler requires."""
     if type(value) is int:
-        return _INT64[0] <= value <= _INT64[1]
+        return INT64[0] <= value <= INT64[1]
     if type(value) is list:
         return all(map(fits_int64, value))
     return all(map(fits_int64, value.values())) if type(value) is dict else True
