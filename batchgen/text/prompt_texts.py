@@ -231,11 +231,6 @@ class PromptTexts:
         rendered = iter(apart(chats, self._tokenizer.render_chats, "the chat template"))
         inputs: list[TokenizerInput] = []
         for row in rows:
-            first = row.prompts[0]
-            is_alone = len(row.prompts) == 1
-            if is_alone and type(first) is TextPrompt and not first.media and len(first.text) <= self.long.piece:
-                inputs.append(first.text)  # most rows
-                continue
             before = len(inputs)
             for prompt in row.prompts:
                 is_chat = isinstance(prompt, ChatPrompt)
