@@ -117,6 +117,12 @@ def begin(source: int, sink: int) -> tuple[Connection, Connection]:
     return Connection(source, writable=False), Connection(sink, readable=False)
 
 
+def byte_pipe() -> tuple[Connection, Connection]:
+    """The end to read and the end to write of a pipe for messages that are bytes."""
+    reader, writer = os.pipe()
+    return Connection(reader, writable=False), Connection(writer, readable=False)
+
+
 def limit_memory(size: int | None) -> None:
     """Let this process have `size` more bytes of memory than it has now, and leave no core files; None: no limit."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

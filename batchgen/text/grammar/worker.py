@@ -9,6 +9,7 @@ never starts the process. It imports xgrammar without torch and transformers.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,15 +18,16 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
-from batchgen.errors import ErrorInfo
+from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.checks import invalid_grammar
 from batchgen.request.fields.constraint import Constraint
+from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.compilation import compile_constraint
-from batchgen.text.helper_process import begin, limit_memory, limit_seconds
+from batchgen.text.helper_process import begin, byte_pipe, limit_memory, limit_seconds
 
 _STUBBED_MODULES = ("torch", "transformers")
 """Modules that xgrammar imports for device masks and tokenizers, which the compiler does not use."""
@@ -184,7 +186,7 @@ def serve(source: int, sink: int, workers: int) -> None:
 
 
 def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) -> tuple[Connection, _Fork]:
-    pipe, sink = Pipe(duplex=False)
+    pipe, sink = byte_pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -197,7 +199,7 @@ def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) ->
                 result = compile_constraint(job.constraint, tokenizer, lenient=job.lenient, max_size=limit)
                 if isinstance(result, ErrorInfo) and job is not jobs[0]:
                     break  # its next fork says whether it is an error
-                sink.send(result)
+                sink.send_bytes(_written(result))
             status = 0
         finally:
             os._exit(status)  # do not flush or close the parent's files
@@ -207,6 +209,20 @@ def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) ->
     return pipe, fork
 
 
+def _written(result: bytes | ErrorInfo) -> bytes:
+    """A result as bytes: what a fork sends is not trusted to be objects."""
+    if isinstance(result, ErrorInfo):
+        return b"E" + json.dumps([result.code, result.message, result.param]).encode()
+    return b"G" + result
+
+
+def _read(data: bytes) -> bytes | ErrorInfo:
+    if data[:1] == b"G":
+        return data[1:]
+    code, message, param = read_json(data[1:])
+    return ErrorInfo(ErrorCode(code), message, param)
+
+
 def _read_fork(pipe: Connection, fork: _Fork, results: Connection) -> bool:
     """Pass on the fork's next result; return whether the fork has ended, with `jobs` left over."""
     result: bytes | ErrorInfo | None = None
@@ -214,7 +230,7 @@ def _read_fork(pipe: Connection, fork: _Fork, results: Connection) -> bool:
         os.kill(fork.pid, signal.SIGKILL)
     else:
         with suppress(EOFError, OSError):  # else it has ended, perhaps inside a result
-            result = pipe.recv()
+            result = _read(pipe.recv_bytes())
     if result is not None:
         fork.is_first = False
         results.send((fork.jobs.popleft().number, result))

@@ -222,7 +222,8 @@ def load_pair(folder: Path) -> Any:
     from transformers import GPT2Tokenizer  # as in `Tokenizer.load`
 
     # Its own special tokens would be added to the vocabulary.
-    return GPT2Tokenizer.from_pretrained(str(folder), bos_token=None, eos_token=None, unk_token=None)
+    none: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token"))
+    return GPT2Tokenizer.from_pretrained(str(folder), trust_remote_code=False, **none)
 
 
 def check_conversion(backend: Any, folder: Path, path: object) -> None:
