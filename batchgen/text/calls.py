@@ -73,6 +73,7 @@ class ToolFormat:
         id_length: length of the ids that the family's templates expect; None: any.
         whole: whether calls in their usual form are the whole output.
         others: formats of the family that are read, too, and that its models do not write.
+        pattern: regular expression of what is in front of a call, or of all calls, where no other text says it.
     """
 
     begin: str = ""
@@ -84,11 +85,12 @@ class ToolFormat:
     id_length: int | None = None
     whole: bool = False
     others: tuple[ToolFormat, ...] = ()
+    pattern: str = ""
 
     @cached_property
     def _starts(self) -> re.Pattern[str]:
         """Pattern of what a call, or several, begin with."""
-        raise NotImplementedError
+        return re.compile(self.pattern)
 
     def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
         """The calls behind a match of `_starts`, and where they end; raises `CallError`."""

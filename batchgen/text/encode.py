@@ -30,7 +30,7 @@ from batchgen.request.rows.parser import derive_seed
 from batchgen.request.table.request_table import ParsedRow
 from batchgen.text.fit import FillInTheMiddle, PromptFitter, Truncate, find_fim
 from batchgen.text.grammar.grammars import Grammars
-from batchgen.text.param_checks import ParamChecks
+from batchgen.text.param_checks import check_params
 from batchgen.text.placing import Ints, stored_ids
 from batchgen.text.prompt_texts import (
     Encoded,
@@ -138,8 +138,8 @@ class Encoder:
         self._texts = PromptTexts(tokenizer, context_length, truncate, fim=self._fim is not None)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
         self.reasoning = reasoning
-        checks = ParamChecks(tokenizer, vocab_size, self.grammars, reasoning)
-        self._check_params_once = lru_cache(_MAX_CHECKED)(checks.check)  # an error is not remembered
+        model = tokenizer, vocab_size, self.grammars, reasoning
+        self._check_params_once = lru_cache(_MAX_CHECKED)(lambda params: check_params(params, *model))
         self._limits = limits
         self.tools: ToolParser | None = None
         """The model's format of calls, set by `FrontEnd`."""

@@ -21,7 +21,6 @@ from batchgen.text.chat.template_process import (
     OverLimit,
     Rendering,
     RenderLimits,
-    TemplateFailure,
     render_templates,
 )
 
@@ -79,7 +78,8 @@ class ChatTemplate:
     ) -> list[str | Exception | OverLimit]:
         """As `render`, for each prompt and its messages: the text, or the error."""
         renderings = [self._rendering(*each) for each in asked]
-        texts = iter(self._texts([each for each in renderings if isinstance(each, Rendering)]))
+        made = [each for each in renderings if isinstance(each, Rendering)]
+        texts = iter(render_templates(made, self._clock(), self.limits))
         results = [next(texts) if isinstance(each, Rendering) else each for each in renderings]
         is_open = [prompt.continue_final_message for prompt, _ in asked]
         return [
@@ -102,9 +102,6 @@ class ChatTemplate:
         conversation = {"tools": tools, "add_generation_prompt": prompt.add_generation_prompt, "messages": messages}
         return Rendering(source, {"documents": None, **self._special_tokens, **settings, **conversation})
 
-    def _texts(self, renderings: Sequence[Rendering]) -> list[str | TemplateFailure | OverLimit]:
-        return render_templates(renderings, self._clock(), self.limits)
-
     def _is_of_parts(self, source: str) -> bool:
         if "type" not in source:  # which is how a part is known
             return False
@@ -112,7 +109,9 @@ class ChatTemplate:
             message = {"role": "user", "content": _END_MARK}
             context = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special_tokens}
             forms = [Rendering(source, {**context, "messages": [each]}) for each in (message, _in_parts(message))]
-            texts = self._texts(forms)  # a template may refuse either form, or a lone message
+            texts = render_templates(
+                forms, self._clock(), self.limits
+            )  # a template may refuse either form, or a lone message
             self._reads_parts[source] = [_END_MARK in text for text in texts if isinstance(text, str)] == [False, True]
         return self._reads_parts[source]
 

@@ -154,21 +154,17 @@ class NamedCalls(ToolFormat):
     Attributes:
         middle: text between the name and the arguments.
         end: text behind the arguments.
-        pattern: regular expression of what is in front of the arguments, with the groups `name`, or `near` where only
-            the row's functions can tell the name, and `id` if the model writes ids.
+
+    `pattern` has the groups `name`, or `near` where only the row's functions can tell the name, and `id` if the model
+    writes ids.
     """
 
     middle: str = ""
     end: str = ""
-    pattern: str = ""
     other_ends: tuple[str, ...] = ()
     """Further texts that may be in place of `end`."""
     counted: bool = False
     """Whether a number follows the name."""
-
-    @cached_property
-    def _starts(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
 
     def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
         groups = match.groupdict()

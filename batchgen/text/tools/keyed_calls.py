@@ -249,16 +249,10 @@ class PythonCalls(ToolFormat):
     """Calls as Python writes them, with named arguments.
 
     Attributes:
-        pattern: regular expression of what is in front of all calls.
-        finish: regular expression of what is behind them.
+        finish: regular expression of what is behind all calls.
     """
 
-    pattern: str = ""
     finish: str = ""
-
-    @cached_property
-    def _starts(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
 
     def _find(self, text: str, schemas: Schemas) -> list[Span]:
         if not self.whole:
