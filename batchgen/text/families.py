@@ -80,6 +80,7 @@ class _Family(NamedTuple):
 
 
 def _family(table: Mapping[str, Any]) -> _Family:
+    """A family as its table describes it."""
     values = dict(table)
     if tag := values.pop("tag", None):
         start, end = f"<{tag}>", f"</{tag}>"
@@ -92,7 +93,7 @@ def _family(table: Mapping[str, Any]) -> _Family:
 
 
 TABLES: Final = read_toml(files("batchgen.text").joinpath("families.toml").read_bytes())
-"""What is known of families."""
+"""`thoughts` and `fim`: the families' markers, and their prompts to fill in the middle."""
 _FAMILIES: Final = tuple(map(_family, TABLES["thoughts"]))
 """In order: a model is of the first family whose texts its template writes."""
 

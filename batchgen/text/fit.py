@@ -147,11 +147,8 @@ class FillInTheMiddle:
             truncate: side to drop first, "left" the prefix, "right" the suffix, then the other; the tokens farthest
                 from the middle go first. "none" drops nothing.
         """
-        bos = (
-            self.tokenizer.prefix_ids
-            if list(ids[: len(self.tokenizer.prefix_ids)]) == self.tokenizer.prefix_ids
-            else []
-        )
+        prefix = self.tokenizer.prefix_ids
+        bos = prefix if list(ids[: len(prefix)]) == prefix else []
         before, after = list(ids[len(bos) :]), list(suffix)
         special = sum(isinstance(part, int) for part in self.layout)
         surplus = len(bos) + special + len(before) + len(after) - keep

@@ -24,6 +24,7 @@ _TOOL: Final = {"type": "function", "function": {"name": _CALL.name, "parameters
 
 
 def _formats(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, ToolFormat]:
+    """The formats as their tables describe them."""
     formats, others = dict[str, ToolFormat](), dict[str, tuple[str, ...]]()
     for name, table in tables.items():
         values = {**tables.get(table.get("like", ""), {}), **table}
