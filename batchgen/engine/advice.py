@@ -57,7 +57,7 @@ def log_advice(lines: Iterable[str], logged: set[str]) -> None:
 
 def _plain_text(table: RequestTable, tokenizer: Tokenizer) -> str | None:
     """Only plain text for a model with a chat template, none of which writes out the template's special tokens."""
-    if not tokenizer.has_chat_template:
+    if tokenizer.template is None:
         return None
     special = np.array(sorted(tokenizer.special_ids - set(tokenizer.prefix_ids)), np.int64)
     offsets = table.offsets[: _LOOKED_AT + 1]

@@ -88,9 +88,8 @@ class FrontEnd:
         tokenizer.use_template(config.chat_template_name, keep_unread=config.ignore_template_options)
         grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
         reasoning = reasoning_of(tokenizer, config.reasoning)
-        limits = spec.state_limits
-        encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
-        encoder.reasoning = reasoning
+        sizes = spec.vocab_size, spec.context_length
+        encoder = Encoder(tokenizer, *sizes, truncate, config.seed, spec.state_limits, grammars, reasoning)
         encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
         encoder.calls_are_unknown = encoder.tools is None and config.tool_parser == AUTO
         called, support = config.model or name or "", no_media("its folder is not known")

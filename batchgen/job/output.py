@@ -35,7 +35,7 @@ from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.rows.request_hashes import RequestHashes, environment
 from batchgen.job.rows.reuse import files_of, intact_files, rows_of
 from batchgen.job.setup import Setup
-from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.detokenize import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
 from batchgen.errors import ErrorCode, RowError
@@ -52,17 +52,15 @@ class Span(NamedTuple):
     """Why it cannot be read as a call; it is left in the text then."""
 
 
-Reader = Callable[[str, "re.Match[str]"], tuple[tuple[ToolCall, ...], int]]
-"""(text, match of a beginning) -> the calls there, and where they end; raises `CallError`."""
-
-
 class CallError(ValueError):
     """A text is not a call."""
 
 
 @dataclass(frozen=True)
-class ToolFormat(ABC):
+class ToolFormat:
     """How models of a family write calls.
+
+    A format reads calls by `_starts` and `_read`, or by its own `_find`, and writes them by `_text_of` and `_tag`.
 
     Attributes:
         begin: text in front of a call, in some formats with `{}` for the name.
@@ -75,6 +73,7 @@ class ToolFormat(ABC):
         id_length: length of the ids that the family's templates expect; None: any.
         whole: whether calls in their usual form are the whole output.
         others: formats of the family that are read, too, and that its models do not write.
+        pattern: regular expression of what is in front of a call, or of all calls, where no other text says it.
     """
 
     begin: str = ""
@@ -86,64 +85,86 @@ class ToolFormat(ABC):
     id_length: int | None = None
     whole: bool = False
     others: tuple[ToolFormat, ...] = ()
+    pattern: str = ""
 
-    @abstractmethod
-    def find(self, text: str, schemas: Schemas) -> list[Span]:
+    @cached_property
+    def _starts(self) -> re.Pattern[str]:
+        """Pattern of what a call, or several, begin with."""
+        return re.compile(self.pattern)
+
+    def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
+        """The calls behind a match of `_starts`, and where they end; raises `CallError`."""
+        raise NotImplementedError
+
+    def _at_starts(self, text: str, schemas: Schemas) -> Iterator[Span]:
+        """Calls at each match of `_starts`, or why there are none."""
+        at = 0
+        while (match := self._starts.search(text, at)) is not None:
+            try:
+                calls, end = self._read(text, match, schemas)
+                span = Span(match.start(), end, calls)
+            except (CallError, RecursionError) as error:
+                span = Span(match.start(), match.end(), error=str(error))
+            yield span
+            at = max(span.end, match.start() + 1)
+
+    def _find(self, text: str, schemas: Schemas) -> list[Span]:
         """Calls in a text with special tokens shown, and what begins like one, in order."""
+        return list(self._at_starts(text, schemas))
 
     def spans(self, text: str, schemas: Schemas) -> list[Span]:
         """As `own_spans`, by the first of the family's formats that finds calls, else by the first that finds any."""
-        found = [self.own_spans(text, schemas), *(each.own_spans(text, schemas) for each in self.others)]
-        with_calls = (spans for spans in found if any(span.calls for span in spans))
-        return next(with_calls, next(filter(None, found), []))
+        by_format = [self.own_spans(text, schemas), *(each.own_spans(text, schemas) for each in self.others)]
+        with_calls = (spans for spans in by_format if any(span.calls for span in spans))
+        return next(with_calls, next(filter(None, by_format), []))
 
     def own_spans(self, text: str, schemas: Schemas) -> list[Span]:
-        """As `find`, and marks that no call follows."""
-        found = self.find(text, schemas)
+        """Calls that this format finds, what begins like one, and marks that no call follows, in order."""
+        spans = self._find(text, schemas)
         pattern = self.mark or "|".join(
             re.escape(each[0]) for each in map(_TAG.match, (self.around[0], self.begin)) if each
         )
         marks = list(re.finditer(pattern, text)) if pattern else []
-        ends, alone = [span.end for span in found], []
+        ends, alone = [span.end for span in spans], []
         for mark, following in zip(marks, [*(each.start() for each in marks[1:]), len(text)], strict=False):
             at = bisect_right(ends, mark.start())
-            if at == len(ends) or found[at].begin > following:
+            if at == len(ends) or spans[at].begin > following:
                 alone.append(Span(mark.start(), mark.end(), error=f"no call that can be read follows {mark[0][:60]!r}"))
-        return sorted([*found, *alone], key=lambda span: span.begin) if alone else found
+        return sorted([*spans, *alone], key=lambda span: span.begin) if alone else spans
 
-    @abstractmethod
-    def text_of(self, call: ToolCall, number: int) -> str:
+    def _text_of(self, call: ToolCall, number: int) -> str:
         """The text of one call; `number`: how many are in front of it."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def tag(self, function: Function) -> tuple[str, Format, str]:
+    def _tag(self, function: Function) -> tuple[str, Format, str]:
         """What a call of a function begins with, holds and ends with.
 
         Raises:
             RowError: `unsupported_schema_keyword`: the format has no text for a schema.
         """
+        raise NotImplementedError
 
     @property
-    def joined(self) -> tuple[str, str, str]:
+    def _joined(self) -> tuple[str, str, str]:
         """Texts in front of all calls, between two of them, and behind all."""
         return self.around[0], self.separator, self.around[1]
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """The text of calls, as the family's models write it."""
-        before, between, after = self.joined
-        return before + between.join(self.text_of(call, number) for number, call in enumerate(calls)) + after
+        before, between, after = self._joined
+        return before + between.join(self._text_of(call, number) for number, call in enumerate(calls)) + after
 
     def grammar(self, functions: Sequence[Function], *, parallel: bool) -> Format:
         """The structural tag's format of texts that call these functions, at least once.
 
         `parallel`: whether there may be several calls.
         """
-        before, between, after = self.joined
+        before, between, after = self._joined
         calls = {
             "type": "tags_with_separator",
             "tags": [
                 {"type": "tag", "begin": begin, "content": content, "end": end}
-                for begin, content, end in map(self.tag, functions)
+                for begin, content, end in map(self._tag, functions)
             ],
             "separator": between,
             "at_least_one": True,
@@ -160,8 +181,8 @@ def constant(text: str) -> Format | None:
 
 def sequence(*parts: Format | None) -> Format:
     """Parts one behind the other; None is left out."""
-    found = [part for part in parts if part is not None]
-    return {"type": "sequence", "elements": found} if found else {"type": "const_string", "value": ""}
+    elements = [part for part in parts if part is not None]
+    return {"type": "sequence", "elements": elements} if elements else {"type": "const_string", "value": ""}
 
 
 def optional(part: Format) -> Format:
@@ -171,13 +192,13 @@ def optional(part: Format) -> Format:
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
     """The functions among a row's `tools`."""
-    found = []
+    functions = []
     for tool in tools:
         tool = standard_tool("tools", tool)
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            found.append(Function(function["name"], function.get("parameters") or _NOTHING))
-    return found
+            functions.append(Function(function["name"], function.get("parameters") or _NOTHING))
+    return functions
 
 
 def check_name(name: str) -> str:
@@ -271,16 +292,3 @@ def arguments_of(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise CallError("the arguments are not an object")
     return value
-
-
-def found_at(text: str, starts: re.Pattern[str], read: Reader) -> Iterator[Span]:
-    """The spans of a text in which each call begins with a match of `starts`."""
-    at = 0
-    while (match := starts.search(text, at)) is not None:
-        try:
-            calls, end = read(text, match)
-            span = Span(match.start(), end, calls)
-        except (CallError, RecursionError) as error:
-            span = Span(match.start(), match.end(), error=str(error))
-        yield span
-        at = max(span.end, match.start() + 1)

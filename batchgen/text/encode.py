@@ -28,21 +28,22 @@ from batchgen.request.fields.prompts import (
 )
 from batchgen.request.rows.parser import derive_seed
 from batchgen.request.table.request_table import ParsedRow
-from batchgen.text.fim import FillInTheMiddle, find_fim
-from batchgen.text.fit import PromptFitter, Truncate
+from batchgen.text.fit import FillInTheMiddle, PromptFitter, Truncate, find_fim
 from batchgen.text.grammar.grammars import Grammars
-from batchgen.text.param_checks import ParamChecks
+from batchgen.text.param_checks import check_params
 from batchgen.text.placing import Ints, stored_ids
 from batchgen.text.prompt_texts import (
     Encoded,
     LongText,
     PromptTexts,
+    PromptWithText,
     TextPart,
     TokenizerInput,
+    join_texts,
     next_batch,
+    scored_field,
 )
 from batchgen.text.reasoning import ReasoningParser
-from batchgen.text.scoring import PromptWithText, join_texts, scored_field
 from batchgen.text.tokens.tokenizer import Tokenizer
 from batchgen.text.tools.rows import ToolParser, params_with_tools
 
@@ -113,6 +114,7 @@ class Encoder:
         run_seed: seed of the run, from which rows without a seed derive theirs.
         limits: the model's limits for hidden states.
         grammars: where the rows' constraints are compiled; created if None.
+        reasoning: the model's format of thoughts, if it has one that is known.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Encoder:
         run_seed: int = 0,
         limits: CaptureSupport = _NO_STATES,
         grammars: Grammars | None = None,
+        reasoning: ReasoningParser | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -134,8 +137,9 @@ class Encoder:
         self._fim = find_fim(tokenizer, vocab_size)
         self._texts = PromptTexts(tokenizer, context_length, truncate, fim=self._fim is not None)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
-        self._checks = ParamChecks(tokenizer, vocab_size, self.grammars)
-        self._check_params_once = lru_cache(_MAX_CHECKED)(self._checks.check)  # an error is not remembered
+        self.reasoning = reasoning
+        model = tokenizer, vocab_size, self.grammars, reasoning
+        self._check_params_once = lru_cache(_MAX_CHECKED)(lambda params: check_params(params, *model))
         self._limits = limits
         self.tools: ToolParser | None = None
         """The model's format of calls, set by `FrontEnd`."""
@@ -145,15 +149,6 @@ class Encoder:
         """What users should know of the rows so far."""
         self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
         self._fitter = PromptFitter(tokenizer, context_length, truncate)
-
-    @property
-    def reasoning(self) -> ReasoningParser | None:
-        """The model's format of thoughts, set by `FrontEnd`."""
-        return self._checks.reasoning
-
-    @reasoning.setter
-    def reasoning(self, found: ReasoningParser | None) -> None:
-        self._checks.reasoning = found
 
     @property
     def truncated(self) -> int:
@@ -220,21 +215,21 @@ class Encoder:
             if place in batch.refused:
                 yield tag, batch.refused[place]
                 continue
-            found: list[EncodedPrompt] | ErrorInfo
+            result: list[EncodedPrompt] | ErrorInfo
             try:
-                found = self._finish_scored_row(row, of_row) if row.completions else self._finish_row(row, of_row)
+                result = self._finish_scored_row(row, of_row) if row.completions else self._finish_row(row, of_row)
             except Exception as error:
-                found = row_error(error, "checking the tokens of the prompt")
+                result = row_error(error, "checking the tokens of the prompt")
             first = row.prompts[0]
-            if self.calls_are_unknown and type(first) is ChatPrompt and first.tools and isinstance(found, list):
+            if self.calls_are_unknown and type(first) is ChatPrompt and first.tools and isinstance(result, list):
                 self.notes.add(_UNKNOWN_CALLS)
-            yield tag, found
+            yield tag, result
 
     def _finish_scored_row(self, row: ParsedRow, results: list[tuple[TokenizerInput, Encoded]]) -> list[EncodedPrompt]:
         """Each prompt followed by each of the row's texts to score."""
-        given = [token for text in row.completions if not isinstance(text, str) for token in text]
-        if given and max(given) >= self._vocab_size:
-            raise out_of_range(scored_field(row.completions), max(given), self._vocab_size)
+        ids_to_score = [token for text in row.completions if not isinstance(text, str) for token in text]
+        if ids_to_score and max(ids_to_score) >= self._vocab_size:
+            raise out_of_range(scored_field(row.completions), max(ids_to_score), self._vocab_size)
         name, bos, encoded = scored_field(row.completions), self._tokenizer.prefix_ids, list[EncodedPrompt]()
         total = 0
         for given_text in row.completions:
@@ -311,29 +306,30 @@ class Encoder:
             return None
         return np.concatenate((stored_ids(ids[:end], items, self._vocab_size), np.array(ids[end:], np.int32)))
 
-    def _known(self, given: TokenizerInput, found: Encoded) -> tuple[str | None, list[int]]:
+    def _known(self, prompt: TokenizerInput, encoded: Encoded) -> tuple[str | None, list[int]]:
         """The text and the ids of a prompt that is not too long, or may be truncated; no text if it was given as ids.
 
         Raises:
             RowError: it could not be tokenized, or exceeds the context.
         """
-        if type(found) is list:
-            return given if isinstance(given, str) else None, found
-        if isinstance(found, ErrorInfo):
-            raise RowError(found.code, found.message, found.param)
-        assert isinstance(found, TextPart)
-        assert isinstance(given, LongText)
-        if not found.is_whole and self._truncate == "none":
-            raise self._fitter.too_long(_size(given.text, found), "shorten it, or allow --truncate left or right")
-        return found.text, found.ids
+        if type(encoded) is list:
+            return prompt if isinstance(prompt, str) else None, encoded
+        if isinstance(encoded, ErrorInfo):
+            raise RowError(encoded.code, encoded.message, encoded.param)
+        assert isinstance(encoded, TextPart)
+        assert isinstance(prompt, LongText)
+        if not encoded.is_whole and self._truncate == "none":
+            raise self._fitter.too_long(_size(prompt.text, encoded), "shorten it, or allow --truncate left or right")
+        return encoded.text, encoded.ids
 
-    def _end_behind_cut(self, given: TokenizerInput, found: Encoded) -> str | None:
+    def _end_behind_cut(self, prompt: TokenizerInput, part: Encoded) -> str | None:
         """The end of a prompt of which only the beginning is known; None for any other.
 
         The tokens of a text to score depend on what is in front of it, which is not where the prompt was cut.
         """
-        if isinstance(given, LongText) and given.side == "start" and isinstance(found, TextPart) and not found.is_whole:
-            return self._texts.long.part(given.text, "end").text
+        is_cut = isinstance(part, TextPart) and not part.is_whole
+        if is_cut and isinstance(prompt, LongText) and prompt.side == "start":
+            return self._texts.long.part(prompt.text, "end").text
         return None
 
     def _part(self, name: str, text: str) -> str:

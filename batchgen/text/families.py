@@ -1,4 +1,4 @@
-"""How model families write their thoughts: the table of families, and which of them a model is.
+"""How model families write their thoughts, by the table in `families.toml`, and which of them a model is.
 
 A model is known by the response template of its tokenizer, if it has one, else by what its chat template writes and by
 its vocabulary. Families that write alike have the same markers under their own names.
@@ -7,11 +7,13 @@ its vocabulary. Families that write alike have the same markers under their own 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.resources import files
 from typing import Any, Final, NamedTuple
 
 import regex
 
 from batchgen.errors import UsageError
+from batchgen.request.foreign_text import read_toml
 
 AUTO: Final = "auto"
 OFF: Final = "off"
@@ -69,7 +71,7 @@ class ReasoningFormat(NamedTuple):
 
 class _Family(NamedTuple):
     format: ReasoningFormat
-    spelled: tuple[str, ...]
+    spelled: tuple[str, ...] = ()
     """Texts of which its chat template writes one, or which all are added tokens of its vocabulary."""
     tells: tuple[str, ...] = ()
     """Texts that its chat template writes."""
@@ -77,92 +79,22 @@ class _Family(NamedTuple):
     """A variable that its chat template reads."""
 
 
-def _tags(
-    tag: str, *tells: str, name: str, answer: str | None = None, opened: bool = False, reads: str | None = None
-) -> _Family:
-    ends = (f"</{tag}>",)
-    around = () if answer is None else (f"<{answer}>",)
-    behind = () if answer is None else (f"</{answer}>",)
-    return _Family(
-        ReasoningFormat(name, (f"<{tag}>",), ends, around, behind, gap="\n\n", opened=opened),
-        (f"<{tag}>", *ends),
-        tells,
-        reads,
-    )
+def _family(table: Mapping[str, Any]) -> _Family:
+    """A family as its table describes it."""
+    values = dict(table)
+    if tag := values.pop("tag", None):
+        start, end = f"<{tag}>", f"</{tag}>"
+        values = {"spelled": [start, end], "starts": [start], "ends": [end], "gap": "\n\n", **values}
+    if "heads" in values:
+        values["heads"] = "|".join(values["heads"])
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    known_by = {key: values.pop(key) for key in ("spelled", "tells", "reads") if key in values}
+    return _Family(ReasoningFormat(**values), **known_by)
 
 
-_CHANNEL: Final = "<|channel|>"
-_ROLE: Final = r"<\|start\|>[\w.-]{0,40}"
-_CHANNEL_HEAD: Final = (
-    r"<\|channel\|>\s?(?:(?P<thoughts>analysis)\b)?[^<]{0,64}(?:<\|constrain\|>[^<]{0,64})?"  # what it is, and as what
-)
-_HEADS: Final = (
-    rf"(?:{_ROLE}(?:<\|channel\|>[^<]{{0,64}}?)?|<\|channel\|>[^<]{{0,64}}?)\s?\b(?P<call>to=)"
-    rf"|(?:{_ROLE}(?:{_CHANNEL_HEAD})?|{_CHANNEL_HEAD})<\|message\|>"
-)
-_K3_TAGS: Final = ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), ("<|open|>response<|sep|>",)
-_K3_END: Final = "<|close|>response<|sep|>"
-_FAMILIES: Final = (
-    _Family(
-        ReasoningFormat(
-            "gpt_oss",
-            (f"{_CHANNEL}analysis<|message|>",),
-            ("<|end|>",),
-            (f"{_CHANNEL}final<|message|>", f"{_CHANNEL}commentary<|message|>"),
-            header="<|start|>assistant",
-            calls=(f"{_CHANNEL}commentary to=",),
-            heads=_HEADS,
-            body="<|message|>",
-        ),
-        (_CHANNEL,),
-        ("<|start|>assistant<|channel|>final<|message|>",),
-    ),
-    _Family(ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",)), ("<|channel>", "<channel|>")),
-    _Family(ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",)), ("[THINK]", "[/THINK]")),
-    _Family(
-        ReasoningFormat(
-            "cohere",
-            ("<|START_THINKING|>",),
-            ("<|END_THINKING|>",),
-            ("<|START_RESPONSE|>",),
-            ("<|END_RESPONSE|>",),
-        ),
-        ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ),
-    _tags("seed:think", name="seed_oss"),
-    _tags("thought", "[|assistant|]", name="exaone_deep"),
-    _Family(
-        ReasoningFormat(
-            "granite_sentences",
-            ("Here is my thought process:", "Here's my thought process:"),
-            ("Here is my response:", "Here's my response:"),
-        ),
-        (),
-        ("Here is my thought process:", "Here is my response:"),
-    ),
-    _tags("think", "<response>", "<|start_of_role|>", name="granite", answer="response"),
-    _tags("think", "<response>", name="ernie45", answer="response"),
-    _tags("think", "<answer>", name="hunyuan", answer="answer"),
-    _tags("think", "<|im_middle|>", name="kimi_k2"),
-    _Family(
-        ReasoningFormat(
-            "kimi_k3", *_K3_TAGS, (f"{_K3_END}<|close|>message<|sep|>", _K3_END, "<|close|>message<|sep|>")
-        ),
-        ("<|open|>", "<|close|>", "<|sep|>"),
-    ),
-    _tags("mm:think", name="minimax_m3"),
-    _tags("think", "]~b]ai", name="minimax_m2", opened=True),
-    _tags("think", "<｜Assistant｜>", name="deepseek_r1", opened=True),
-    _tags("think", "[gMASK]", name="glm45"),
-    _tags("think", "<|im_sep|>", name="phi4"),
-    _tags("think", "[|assistant|]", name="exaone"),
-    _tags("think", "<SPECIAL_10>", name="nemotron"),
-    _tags("think", "detailed thinking", name="nemotron"),
-    _tags("think", "/no_think", "<|im_start|>", name="smollm3"),
-    _tags("think", "<|im_start|>", name="qwen3", reads="enable_thinking"),
-    _tags("think", "<|im_start|>", name="qwq", opened=True),
-    _tags("think", name="think"),
-)
+TABLES: Final = read_toml(files("batchgen.text").joinpath("families.toml").read_bytes())
+"""`thoughts` and `fim`: the families' markers, and their prompts to fill in the middle."""
+_FAMILIES: Final = tuple(map(_family, TABLES["thoughts"]))
 """In order: a model is of the first family whose texts its template writes."""
 
 MARKERS: Final = tuple(
@@ -187,10 +119,10 @@ def named_format(name: str) -> ReasoningFormat:
     Raises:
         UsageError: no family has the name.
     """
-    found = next((family.format for family in _FAMILIES if family.format.name == name), None)
-    if found is None:
+    form = next((family.format for family in _FAMILIES if family.format.name == name), None)
+    if form is None:
         raise UsageError(f"`--reasoning` must be {AUTO}, {OFF} or one of {', '.join(NAMES)}, got {name!r}")
-    return found
+    return form
 
 
 def find_format(written: str, reads: Callable[[str], bool], is_added: Callable[[str], bool]) -> ReasoningFormat | None:

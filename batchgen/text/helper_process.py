@@ -32,9 +32,9 @@ class HelperProcess:
     def __init__(self, module: str, *numbers: int, files: Sequence[int] = ()) -> None:
         request_end, requests = os.pipe()
         results, result_end = os.pipe()
-        given = [*map(str, (request_end, result_end, *numbers))]
+        arguments = [*map(str, (request_end, result_end, *numbers))]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(module=module, first=len(given) + 1), *given, *sys.path],
+            [sys.executable, "-c", _PROGRAM.format(module=module, first=len(arguments) + 1), *arguments, *sys.path],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # the libraries' warnings repeat errors that are reported
@@ -115,6 +115,12 @@ def begin(source: int, sink: int) -> tuple[Connection, Connection]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     return Connection(source, writable=False), Connection(sink, readable=False)
+
+
+def byte_pipe() -> tuple[Connection, Connection]:
+    """The end to read and the end to write of a pipe for messages that are bytes."""
+    reader, writer = os.pipe()
+    return Connection(reader, writable=False), Connection(writer, readable=False)
 
 
 def limit_memory(size: int | None) -> None:

@@ -29,7 +29,7 @@ def expanded_text(text: str, items: Sequence[PlacedItem]) -> str:
         _check_count(own, text.count(placeholder), f"{placeholder!r} in the prompt's text")
         texts[placeholder] = iter([item.text for item in own])
     pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-    return re.sub(pattern, lambda found: next(texts[found[0]]), text) + items[-1].end
+    return re.sub(pattern, lambda match: next(texts[match[0]]), text) + items[-1].end
 
 
 def expanded_ids(ids: Sequence[int], items: Sequence[PlacedItem], tokenizer: Tokenizer) -> list[int]:
@@ -38,17 +38,17 @@ def expanded_ids(ids: Sequence[int], items: Sequence[PlacedItem], tokenizer: Tok
     Raises:
         RowError: `media_error`, as `expanded_text`.
     """
-    found = list(ids)
+    expanded = list(ids)
     for placeholder, own in _by_placeholder(items).items():
         (as_ids,) = tokenizer.encode_plain([placeholder])
-        if found.count(own[0].item.token_id) == sum(item.item.features for item in own):
+        if expanded.count(own[0].item.token_id) == sum(item.item.features for item in own):
             continue
         many = len(as_ids) != 1
-        _check_count(own, 0 if many else found.count(as_ids[0]), f"{placeholder!r} (id {as_ids[0]}) in the prompt")
+        _check_count(own, 0 if many else expanded.count(as_ids[0]), f"{placeholder!r} (id {as_ids[0]}) in the prompt")
         each = iter([tokenizer.encode_plain([item.text])[0] for item in own])
-        found = [token for given in found for token in (next(each) if given == as_ids[0] else (given,))]
-        found += tokenizer.encode_plain([own[-1].end])[0] if own[-1].end else []
-    return found
+        expanded = [token for one in expanded for token in (next(each) if one == as_ids[0] else (one,))]
+        expanded += tokenizer.encode_plain([own[-1].end])[0] if own[-1].end else []
+    return expanded
 
 
 def feature_count(items: Sequence[PlacedItem], context: int) -> int:
@@ -73,13 +73,13 @@ def stored_ids(ids: Sequence[int], items: Sequence[PlacedItem], vocab_size: int)
         RowError: `media_error`: the prompt has more or fewer tokens for features than its items have;
             `token_out_of_range` for another token that is not in the vocabulary.
     """
-    given = np.array(ids, np.int32)
-    found = given.copy()
+    tokens = np.array(ids, np.int32)
+    stored = tokens.copy()
     by_token = defaultdict(list)
     for item in items:
         by_token[item.item.token_id].append(item)
     for token_id, own in by_token.items():
-        places = np.flatnonzero(given == token_id)
+        places = np.flatnonzero(tokens == token_id)
         counts = [item.item.features for item in own]
         if len(places) != sum(counts):
             problem = (
@@ -87,18 +87,18 @@ def stored_ids(ids: Sequence[int], items: Sequence[PlacedItem], vocab_size: int)
                 "them; do not write the model's own tokens for items into the prompt, in addition to its placeholders"
             )
             raise own[0].error(problem)
-        found[places] = np.repeat(np.array([vocab_size + item.number for item in own], np.int32), counts)
-    others = found[found == given]
+        stored[places] = np.repeat(np.array([vocab_size + item.number for item in own], np.int32), counts)
+    others = stored[stored == tokens]
     if len(others) and others.max() >= vocab_size:
         raise out_of_range(items[0].place, int(others.max()), vocab_size)
-    return found
+    return stored
 
 
 def _by_placeholder(items: Sequence[PlacedItem]) -> dict[str, list[PlacedItem]]:
-    found = defaultdict(list)
+    by_placeholder = defaultdict(list)
     for item in items:
-        found[item.placeholder].append(item)
-    return found
+        by_placeholder[item.placeholder].append(item)
+    return by_placeholder
 
 
 def _check_count(items: Sequence[PlacedItem], placeholders: int, what: str) -> None:

@@ -7,6 +7,10 @@ too long for the context is thus never tokenised as a whole, and what is kept of
 text. A long stretch without such a place, as of one letter or of spaces, is cut somewhere once it exceeds the context
 by far. If the end of the text is kept, the tokens behind that cut may be grouped otherwise than in the whole text, as
 far as the stretch goes, and so in what is kept.
+
+A prompt that is text is tokenized together with a text to score (`completion`, `completions`). The prompt ends with the
+last token that ends inside it: a token that straddles the border belongs to the text to score. Ids given by the row are
+concatenated unchanged, and so is text after a prompt of ids.
 """
 
 from __future__ import annotations
@@ -169,7 +173,7 @@ class LongTexts:
         raise _uncut(text, limit)
 
     def _first_cut(self, text: str, start: int, stop: int) -> _Cut | None:
-        cuts = (self._checked(text, found.start()) for found in islice(_PLACE.finditer(text, start, stop), _TRIED))
+        cuts = (self._checked(text, match.start()) for match in islice(_PLACE.finditer(text, start, stop), _TRIED))
         return next((cut for cut in cuts if cut is not None), None)
 
     def _exceeds(self, piece: str, count: int) -> bool:
@@ -225,39 +229,34 @@ class PromptTexts:
         rows = list(rows)
         chats = [prompt for row in rows for prompt in row.prompts if isinstance(prompt, ChatPrompt)]
         rendered = iter(apart(chats, self._tokenizer.render_chats, "the chat template"))
-        found: list[TokenizerInput] = []
+        inputs: list[TokenizerInput] = []
         for row in rows:
-            first = row.prompts[0]
-            is_alone = len(row.prompts) == 1
-            if is_alone and type(first) is TextPrompt and not first.media and len(first.text) <= self.long.piece:
-                found.append(first.text)  # most rows
-                continue
-            before = len(found)
+            before = len(inputs)
             for prompt in row.prompts:
                 is_chat = isinstance(prompt, ChatPrompt)
-                given: TokenizerInput = next(rendered) if is_chat else _given(prompt)
+                content: TokenizerInput = next(rendered) if is_chat else _given(prompt)
                 if items := placed_items(prompt):
-                    given = self._with_items(given, items)
-                elif type(given) is str and len(given) > self.long.piece:
+                    content = self._with_items(content, items)
+                elif type(content) is str and len(content) > self.long.piece:
                     has_suffix = row.params.suffix is not None and not is_chat
-                    given = LongText(given, self._fim_side if has_suffix else self._side)
-                found.append(given)
-            if len(row.prompts) > 1 and sum(map(self._bytes, found[before:])) > ROW_TEXT_BYTES:
-                found[before:] = [_TOO_MUCH_TEXT] * len(row.prompts)
-        return found
+                    content = LongText(content, self._fim_side if has_suffix else self._side)
+                inputs.append(content)
+            if len(row.prompts) > 1 and sum(map(self._bytes, inputs[before:])) > ROW_TEXT_BYTES:
+                inputs[before:] = [_TOO_MUCH_TEXT] * len(row.prompts)
+        return inputs
 
-    def _with_items(self, given: TokenizerInput, items: Sequence[PlacedItem]) -> TokenizerInput:
+    def _with_items(self, content: TokenizerInput, items: Sequence[PlacedItem]) -> TokenizerInput:
         """A prompt's text or ids with what its images and sounds become."""
         try:
             feature_count(items, self._context)
-            if isinstance(given, str):
-                return expanded_text(given, items)
-            return expanded_ids(given, items, self._tokenizer) if isinstance(given, list) else given
+            if isinstance(content, str):
+                return expanded_text(content, items)
+            return expanded_ids(content, items, self._tokenizer) if isinstance(content, list) else content
         except RowError as error:
             return error.info
 
-    def _bytes(self, given: TokenizerInput) -> int:
-        text = given.text[: self.long.piece] if isinstance(given, LongText) else given
+    def _bytes(self, content: TokenizerInput) -> int:
+        text = content.text[: self.long.piece] if isinstance(content, LongText) else content
         return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0
 
     def encode(self, inputs: Sequence[TokenizerInput], started: Event) -> list[Encoded]:
@@ -279,7 +278,7 @@ class PromptTexts:
         except Exception as error:
             if len(texts) == 1:
                 return [row_error(error, "tokenizing the prompt")]
-            return [found for text in texts for found in self._encode_call([text])]  # find out which text fails
+            return [ids for text in texts for ids in self._encode_call([text])]  # find out which text fails
 
     def _encode_part(self, text: LongText) -> TextPart | ErrorInfo:
         try:
@@ -326,11 +325,7 @@ def next_batch(
         batch.append(item)
         row = item[1]
         if row is not None:
-            first = row.prompts[0]
-            if type(first) is TextPrompt and len(row.prompts) == 1 and not row.extra:
-                characters += len(first.text)  # most rows
-            else:
-                characters += characters_of(row)
+            characters += characters_of(row)
         if characters >= _BATCH_CHARACTERS:
             break
     return batch, characters
@@ -338,12 +333,64 @@ def next_batch(
 
 def characters_of(row: ParsedRow) -> int:
     """Characters of a row's prompts and carried fields; what is in lists and objects is left out."""
-    found = sum(len(value) for value in row.extra.values() if type(value) is str) if row.extra else 0
+    count = sum(len(value) for value in row.extra.values() if type(value) is str) if row.extra else 0
     for prompt in row.prompts:
         if isinstance(prompt, TextPrompt):
-            found += len(prompt.text)
+            count += len(prompt.text)
         elif isinstance(prompt, ChatPrompt):
-            found += sum(len(text) for each in prompt.messages if type(text := each.get("content")) is str)
+            count += sum(len(text) for each in prompt.messages if type(text := each.get("content")) is str)
         elif isinstance(prompt, TokenPrompt):
-            found += len(prompt.ids)
-    return found
+            count += len(prompt.ids)
+    return count
+
+
+class PromptWithText(NamedTuple):
+    """Token ids of a prompt and a text to score, without the BOS that the tokenizer adds."""
+
+    ids: list[int]
+    start: int
+    """Index in `ids` of the first token to score."""
+
+
+def join_texts(
+    tokenizer: Tokenizer, prompt: str | None, prompt_ids: list[int], texts: Sequence[str | tuple[int, ...]]
+) -> Iterator[PromptWithText]:
+    """The prompt followed by each of the texts, in order; texts are tokenised some at a time.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt: the prompt's text; None for a prompt given as ids.
+        prompt_ids: ids of the prompt alone.
+        texts: texts to score, as strings or ids.
+
+    Raises:
+        RowError: `invalid_field` for a text that has no tokens or cannot be tokenized.
+    """
+    name = scored_field(texts)
+    encoded = _encoded(tokenizer, prompt, prompt_ids, [text for text in texts if isinstance(text, str)])
+    for text in texts:
+        try:
+            joined = next(encoded) if isinstance(text, str) else PromptWithText([*prompt_ids, *text], len(prompt_ids))
+        except Exception as error:  # the Rust side raises plain Exception
+            raise RowError(
+                ErrorCode.INVALID_FIELD, f"`{name}` cannot be tokenized: {error.__cause__ or error}", name
+            ) from None
+        if joined.start == len(joined.ids):
+            problem = f"`{name}` holds a text without tokens; give it some or drop it"
+            raise RowError(ErrorCode.INVALID_FIELD, problem, name)
+        yield joined
+
+
+def _encoded(
+    tokenizer: Tokenizer, prompt: str | None, prompt_ids: list[int], strings: Sequence[str]
+) -> Iterator[PromptWithText]:
+    for call in calls(strings, len(prompt or "")):
+        if prompt is None:
+            yield from (PromptWithText(prompt_ids + ids, len(prompt_ids)) for ids in tokenizer.encode_plain(call))
+        else:
+            yield from (PromptWithText(ids, start) for ids, start in tokenizer.encode_continuations(prompt, call))
+
+
+def scored_field(texts: Sequence[str | tuple[int, ...]]) -> str:
+    """Name of the row's field that holds the texts to score."""
+    return "completion" if len(texts) == 1 else "completions"

@@ -48,12 +48,12 @@ def reasoning_of(tokenizer: Tokenizer, wanted: str) -> ReasoningParser | None:
         return ReasoningParser(named_format(wanted), tokenizer)
     template = tokenizer.template
     response = None if template is None else template.response_template
-    found = None if response is None else response_format(response)
-    if found is None:
+    form = None if response is None else response_format(response)
+    if form is None:
         turns = "" if tokenizer.written is None else tokenizer.written.turns
         is_added = {tokenizer.id_to_token(token) for token in tokenizer.added_ids}.__contains__
-        found = find_format(turns, tokenizer.template_reads, is_added)
-    return None if found is None else ReasoningParser(found, tokenizer)
+        form = find_format(turns, tokenizer.template_reads, is_added)
+    return None if form is None else ReasoningParser(form, tokenizer)
 
 
 class ReasoningParser:
@@ -142,10 +142,10 @@ def _tags(
 ) -> regex.Pattern[str] | None:
     """Pattern of these markers, in groups by what they begin. What ends the answer never matches in full."""
     texts = {"end": ends, "thoughts": starts, "answer": answers, "closer": closers}
-    found = [f"(?P<{name}>{'|'.join(map(regex.escape, each))})" for name, each in texts.items() if each]
+    groups = [f"(?P<{name}>{'|'.join(map(regex.escape, each))})" for name, each in texts.items() if each]
     if closers:
-        found[-1] = rf"\s{{0,256}}{found[-1]}\s{{0,256}}(?!)"
-    return regex.compile("|".join(found)) if found else None
+        groups[-1] = rf"\s{{0,256}}{groups[-1]}\s{{0,256}}(?!)"
+    return regex.compile("|".join(groups)) if groups else None
 
 
 @lru_cache(maxsize=64)
@@ -254,9 +254,9 @@ class ReasoningState:
         form, window = self._form, self._window
         if self._closing_from is not None and self.part == "thoughts":
             self._held = self._held[: max(0, self._closing_from - (self._count - len(self._held)))]
-        found = None if self._live is None else self._live.search(window, partial=True)
-        if found is not None and found.partial and window[found.start() :].strip() in form.closers:
-            self.trail += window[self._release(found.start()) : found.start()]
+        match = None if self._live is None else self._live.search(window, partial=True)
+        if match is not None and match.partial and window[match.start() :].strip() in form.closers:
+            self.trail += window[self._release(match.start()) : match.start()]
             self._held.clear()
         elif form.header is not None and self._held and self._held[0][0] in self.parser.tokenizer.special_ids:
             rest = window.removeprefix(form.header)
@@ -277,40 +277,40 @@ class ReasoningState:
         """Look for markers in the text of the held tokens, and release those that cannot belong to one."""
         while self._held and self._live is not None:
             live, window = self._live, self._window
-            found = live.search(window, partial=True)
-            if found is None or found.partial:
-                self._release(len(window) if found is None else found.start())
+            match = live.search(window, partial=True)
+            if match is None or match.partial:
+                self._release(len(window) if match is None else match.start())
                 if self._live is live:
                     return
             else:
-                self._begin(found, window)
+                self._begin(match, window)
         if self._held:
             self._settle()
 
-    def _begin(self, found: regex.Match[str], window: str) -> None:
+    def _begin(self, match: regex.Match[str], window: str) -> None:
         """Begin the part behind a marker that is found in the text of the held tokens."""
-        kind, channels, in_answer = found.lastgroup or "answer", self._form.header is not None, self.part == "answer"
-        if in_answer and not channels and window[: found.start()].strip():
+        kind, channels, in_answer = match.lastgroup or "answer", self._form.header is not None, self.part == "answer"
+        if in_answer and not channels and window[: match.start()].strip():
             self._settle()  # the answer has begun in the token that the marker begins in
             return
-        at = self._release(found.start())
+        at = self._release(match.start())
         self._marked |= self._blank
         self._in_head = kind == "call"
         if kind in ("call", "body"):  # a call's head is a part of the answer
             self.part = "answer"
-            self._release(found.end() - at)
+            self._release(match.end() - at)
             self._settle()
             self._live = self._find_live()
             return
         if self.part == "thoughts":
-            self._thoughts[-1][1][1] = window[at : found.start()]
-        elif window[at : found.start()].strip():
+            self._thoughts[-1][1][1] = window[at : match.start()]
+        elif window[at : match.start()].strip():
             self._add(self._held[0][0])
         last = 0
-        while at < found.end():
+        while at < match.end():
             last, text = self._held.pop(0)
             at += len(text)
-        rest = window[found.end() : at]
+        rest = window[match.end() : at]
         if kind == "thoughts":
             self.part, self.begun = "thoughts", True
             self._thoughts.append(([], [rest if rest.strip() else "", ""]))

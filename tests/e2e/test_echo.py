@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen import Engine
-from batchgen.text.tokens.echo_suffix import echo_text
+from batchgen.text.tokens.detokenize import echo_text
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.e2e.engines import generate
 from tests.e2e.rows import prompts, rows_of, write_lines

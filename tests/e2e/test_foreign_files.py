@@ -22,7 +22,7 @@ from batchgen.models.check import check_model
 from batchgen.models.checkpoint.safetensors_header import read_header
 from batchgen.request import foreign_text
 from batchgen.request.foreign_text import MAX_DEPTH, MAX_DIGITS, ForeignTextError, read_json, read_toml, typed
-from batchgen.text.tokens.generation_config import load_generation_config
+from batchgen.text.tokens.model_files import load_generation_config
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import interrupt, run

@@ -113,7 +113,7 @@ def _constraints(engine: Any) -> bool:
 def _chat(engine: Any) -> bool:
     row = {"messages": [{"role": "user", "content": "Say hello."}], "temperature": 0, "max_new_tokens": 16}
     (found,) = engine.generate([row])
-    return bool(found.text) if engine.tokenizer.has_chat_template else found.error is not None
+    return bool(found.text) if engine.tokenizer.template is not None else found.error is not None
 
 
 def _scoring(engine: Any) -> bool:

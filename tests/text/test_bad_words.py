@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.text.bad_words import bad_word_sequences
+from batchgen.text.param_checks import bad_word_sequences
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import KINDS
 

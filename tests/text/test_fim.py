@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from batchgen.request.fields.params import SamplingParams
 from batchgen.text.encode import Encoder
-from batchgen.text.fim import find_fim
-from batchgen.text.fit import Truncate
+from batchgen.text.fit import Truncate, find_fim
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import examples
 from tests.text.conftest import encode, save_tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ModelError
-from batchgen.text.tokens.generation_config import load_generation_config
+from batchgen.text.tokens.model_files import load_generation_config
 
 VOCAB = 100
 

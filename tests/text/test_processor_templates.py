@@ -25,9 +25,9 @@ def test_text_is_rendered_by_the_template_of_the_processor(file: str, tmp_path: 
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert not Tokenizer.load(tmp_path).has_chat_template
+    assert Tokenizer.load(tmp_path).template is None
     (tmp_path / file).write_text(json.dumps({"chat_template": PARTS}))
     prompt = ChatPrompt(messages=({"role": "user", "content": "How are you?"},))
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.has_chat_template
+    assert tokenizer.template is not None
     assert tokenizer.render_chat(prompt) == "<user>How are you?"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.encode import Encoder
-from batchgen.text.scoring import join_texts
+from batchgen.text.prompt_texts import join_texts
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.cases import examples
 from tests.text.conftest import KINDS, SENTENCES, encode, encode_error

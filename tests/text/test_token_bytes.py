@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.detokenize import TokenBytes
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES
 

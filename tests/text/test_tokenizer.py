@@ -175,7 +175,7 @@ def test_a_bad_conversation_among_many_fails_alone(tokenizer: Tokenizer) -> None
 
 def test_no_template_is_a_row_error(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=None))
-    assert not tokenizer.has_chat_template
+    assert tokenizer.template is None
     assert tokenizer.template_digest is None
     with pytest.raises(RowError, match="no chat template"):
         tokenizer.encode_chat(chat("Hi"))

@@ -16,8 +16,8 @@ from tokenizers import models
 
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, RowError
-from batchgen.text.bad_words import bad_word_sequences
-from batchgen.text.tokens import tokenizer as tokenizer_module
+from batchgen.text.param_checks import bad_word_sequences
+from batchgen.text.tokens import model_files
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.text.conftest import SENTENCES
 
@@ -72,9 +72,9 @@ def test_a_model_that_is_converted_wrongly_is_refused(sentencepieces: dict[str, 
 def test_a_missing_package_is_named_with_the_extra(
     sentencepieces: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    found = tokenizer_module.find_spec
+    found = model_files.find_spec
     hidden = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}[missing]
-    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None if name == hidden else found(name))
+    monkeypatch.setattr(model_files, "find_spec", lambda name: None if name == hidden else found(name))
     folder = write(tmp_path, LLAMA, {"tokenizer.model": sentencepieces["bpe"].read_bytes()})
     with pytest.raises(ModelError, match=rf"package {missing}\. .*pip install 'batchgen\[sentencepiece\]'"):
         Tokenizer.load(folder)
@@ -155,5 +155,5 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
 def test_a_complete_folder_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(model_path(), tmp_path / "model")
     (folder / "tokenizer.model").write_bytes(b"\x00")
-    monkeypatch.setattr(tokenizer_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_files, "find_spec", lambda name: None)
     assert Tokenizer.load(folder).encode_plain(["a"])

@@ -26,7 +26,7 @@ from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import Request
 from batchgen.text.reasoning import ReasoningState
 from batchgen.text.stops.conditions import StopState, all_stop_token_ids
-from batchgen.text.tokens.echo_suffix import add_echo_and_suffix
+from batchgen.text.tokens.detokenize import add_echo_and_suffix
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 

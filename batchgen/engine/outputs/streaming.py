@@ -11,7 +11,7 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorInfo, row_error
 from batchgen.request.completion import Completion, StreamEvent, Usage
 from batchgen.request.table.request_table import Request
-from batchgen.text.tokens.echo_suffix import echo_text
+from batchgen.text.tokens.detokenize import echo_text
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 Emit = Callable[[Seq[StreamEvent]], None]

@@ -29,7 +29,7 @@ from batchgen.request.fields.params import SamplingParams
 from batchgen.request.foreign_text import read_json
 from batchgen.request.processors import LoadedProcessor, LogitProcessor, ProcessorRow
 from batchgen.request.table.request_table import Request
-from batchgen.text.bad_words import bad_word_sequences
+from batchgen.text.param_checks import bad_word_sequences
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 

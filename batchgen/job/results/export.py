@@ -135,7 +135,7 @@ def _piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], 
     @cache
     def load() -> Any:
         # Imported here: it takes seconds, and an export without logprobs does not need it.
-        from batchgen.text.tokens.token_bytes import TokenBytes
+        from batchgen.text.tokens.detokenize import TokenBytes
         from batchgen.text.tokens.tokenizer import Tokenizer
 
         options = run["configuration"]["options"]

@@ -79,12 +79,14 @@ class ChatRenderer:
         The error is `invalid_field` if the template refuses the conversation, and `unsupported_field` if it leaves out
         a part of it.
         """
-        given = [self._given(prompt) for prompt in prompts]
-        asked = [(prompt, each) for prompt, each in zip(prompts, given, strict=True) if not isinstance(each, ErrorInfo)]
+        formed = [self._given(prompt) for prompt in prompts]
+        asked = [
+            (prompt, each) for prompt, each in zip(prompts, formed, strict=True) if not isinstance(each, ErrorInfo)
+        ]
         texts = iter(self._template.render_all(asked))
         return [
             each if isinstance(each, ErrorInfo) else _finished(prompt, next(texts))
-            for prompt, each in zip(prompts, given, strict=True)
+            for prompt, each in zip(prompts, formed, strict=True)
         ]
 
     def _given(self, prompt: ChatPrompt) -> list[dict[str, Any]] | ErrorInfo:
@@ -160,13 +162,13 @@ class ChatRenderer:
     @cached_property
     def _probes(self) -> list[tuple[ChatPrompt, list[dict[str, Any]]]]:
         """The conversations of `_PROBES` that the template takes, in the form that it needs."""
-        found = []
+        accepted = []
         for probe in _PROBES:
             try:
-                found.append((probe, apply_form(probe.messages, assess(self._template, probe).form)))
+                accepted.append((probe, apply_form(probe.messages, assess(self._template, probe).form)))
             except (Exception, OverLimit):  # the template has no such conversations
                 continue
-        return found
+        return accepted
 
 
 def _finished(prompt: ChatPrompt, text: str | Exception | OverLimit) -> str | ErrorInfo:
@@ -231,23 +233,23 @@ def assess(template: ChatTemplate, prompt: ChatPrompt) -> Verdict:
     Raises:
         Exception: the template refuses every form; the error is the template's own, or that of the row's own form.
     """
-    given = labelled(prompt)
-    found: list[Verdict] = []
+    marked = labelled(prompt)
+    verdicts: list[Verdict] = []
     refusal: Exception | None = None
     for form in forms(prompt.messages):
         try:
-            verdict = _assess_form(template, given, form)
+            verdict = _assess_form(template, marked, form)
         except Exception as error:  # a template may raise anything
             if refusal is None or (_is_own_refusal(error) and not _is_own_refusal(refusal)):
                 refusal = error
             continue
         if not verdict.lost and not verdict.misspelt:
             return verdict
-        found.append(verdict)
-    if not found:
+        verdicts.append(verdict)
+    if not verdicts:
         assert refusal is not None, "there is always a form"
         raise refusal
-    return min(found, key=lambda verdict: (bool(verdict.lost), verdict.misspelt, len(verdict.lost)))
+    return min(verdicts, key=lambda verdict: (bool(verdict.lost), verdict.misspelt, len(verdict.lost)))
 
 
 def _is_own_refusal(error: Exception) -> bool:
@@ -255,16 +257,16 @@ def _is_own_refusal(error: Exception) -> bool:
     return isinstance(error, TemplateFailure) and error.kind == "TemplateError"
 
 
-def _assess_form(template: ChatTemplate, given: Labelled, form: Form) -> Verdict:
-    prompt = given.prompt
+def _assess_form(template: ChatTemplate, marked: Labelled, form: Form) -> Verdict:
+    prompt = marked.prompt
     messages = apply_form(prompt.messages, form)
     text = template.render(prompt, messages)
     written = set(LABEL.findall(text))
-    absent = [(label, loss) for label, loss in given.places.items() if label not in written]
+    absent = [(label, loss) for label, loss in marked.places.items() if label not in written]
     lost = _without_old_turns(template, prompt, messages, absent)
-    switches = {_kind(messages, switch): switch for switch in reversed(given.switches)}
+    switches = {_kind(messages, switch): switch for switch in reversed(marked.switches)}
     lost += [switch for switch in switches.values() if _without(template, prompt, messages, switch) == text]
-    misspelt = _misspelt(text, given) or _writes_none(template, prompt, form, text)
+    misspelt = _misspelt(text, marked) or _writes_none(template, prompt, form, text)
     return Verdict(form, tuple(dict.fromkeys(lost)), misspelt)
 
 
@@ -295,14 +297,14 @@ def _labels_at_end(template: ChatTemplate, prompt: ChatPrompt, messages: list[di
     end = next(
         (i for i in range(index + 1, len(messages)) if messages[i].get("role") not in RESULT_ROLES), len(messages)
     )
-    found: set[str] = set()
+    labels: set[str] = set()
     for last in {index + 1, end} - {len(messages)}:
         try:
             begun = prompt._replace(add_generation_prompt=False, continue_final_message=False)
-            found.update(LABEL.findall(template.render(begun, messages[:last])))
+            labels.update(LABEL.findall(template.render(begun, messages[:last])))
         except (Exception, OverLimit):  # conversations may not end here
             continue
-    return found
+    return labels
 
 
 def _without(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str, Any]], switch: Loss) -> str | None:
@@ -316,10 +318,10 @@ def _without(template: ChatTemplate, prompt: ChatPrompt, messages: list[dict[str
         return None
 
 
-def _misspelt(text: str, given: Labelled) -> bool:
+def _misspelt(text: str, marked: Labelled) -> bool:
     """Whether the template writes a list of parts or an object in Python's spelling, or JSON text as a JSON string."""
-    marks = [form % label for label in given.parts for form in ("'text': '%s", '"text": "%s')]
-    marks += [form % label for label in given.arguments for form in ("'%s':", '%s\\"')]
+    marks = [form % label for label in marked.parts for form in ("'text': '%s", '"text": "%s')]
+    marks += [form % label for label in marked.arguments for form in ("'%s':", '%s\\"')]
     return any(mark in text for mark in marks)
 
 

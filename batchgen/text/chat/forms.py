@@ -111,10 +111,10 @@ def _with_arguments(call: Any, form: Literal["own", "object", "text"]) -> Any:
         return call
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        found = parse_arguments(arguments)
+        parsed = parse_arguments(arguments)
         if not arguments.strip():  # no arguments: an empty text would leave a hole in a template's JSON
             arguments = "{}"
-        arguments = found if form == "object" and found is not None else arguments
+        arguments = parsed if form == "object" and parsed is not None else arguments
     elif form == "text":
         arguments = json.dumps(arguments, ensure_ascii=False)
     changed = {**function, "arguments": arguments}
@@ -124,10 +124,10 @@ def _with_arguments(call: Any, form: Literal["own", "object", "text"]) -> Any:
 def parse_arguments(text: str) -> dict[str, Any] | None:
     """The object that the JSON text of a call's arguments holds; None if it is not one."""
     try:
-        found = read_json(text) if text.strip() else {}
+        value = read_json(text) if text.strip() else {}
     except ForeignTextError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def plain_json(value: Any, field: str) -> Any:
@@ -174,38 +174,13 @@ class Labelled(NamedTuple):
     """Keys whose values are not text: whether they have an effect is seen by leaving them out."""
 
 
-class _Labels:
-    """Labels of one conversation, in order."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, Loss] = {}
-        self._count = 0
-
-    def new(self, loss: Loss | None) -> str:
-        """A label; `loss` if the prompt must hold it."""
-        label = str(_FIRST_LABEL + self._count)
-        self._count += 1
-        if loss is not None:
-            self.places[label] = loss
-        return label
-
-    def json(self, value: Any, loss: Loss) -> Any:
-        """A JSON value with labels for its keys, texts and integers."""
-        if isinstance(value, Mapping):
-            return {self.new(loss): self.json(item, loss) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.json(item, loss) for item in value]
-        if isinstance(value, str) and value.strip():
-            return self.new(loss)
-        return int(self.new(loss)) if type(value) is int else value
-
-
 class _Labeller:
     """Replaces the texts of one conversation by labels."""
 
     def __init__(self, prompt: ChatPrompt) -> None:
         self._prompt = prompt
-        self._labels = _Labels()
+        self._places: dict[str, Loss] = {}
+        self._count = 0
         self._names: dict[str, str] = {}
         """Name of a called tool -> its label."""
         self._ids: dict[str, str] = {}
@@ -219,8 +194,26 @@ class _Labeller:
         messages = tuple(self._message(index, message) for index, message in enumerate(prompt.messages))
         tools = None if prompt.tools is None else tuple(self._tool(i, tool) for i, tool in enumerate(prompt.tools))
         labelled = prompt._replace(messages=messages, tools=tools)
-        found = tuple(self._parts), tuple(self._arguments), tuple(self._switches)
-        return Labelled(labelled, self._labels.places, *found)
+        seen = tuple(self._parts), tuple(self._arguments), tuple(self._switches)
+        return Labelled(labelled, self._places, *seen)
+
+    def _new(self, loss: Loss | None) -> str:
+        """A label; `loss` if the prompt must hold it."""
+        label = str(_FIRST_LABEL + self._count)
+        self._count += 1
+        if loss is not None:
+            self._places[label] = loss
+        return label
+
+    def _json(self, value: Any, loss: Loss) -> Any:
+        """A JSON value with labels for its keys, texts and integers."""
+        if isinstance(value, Mapping):
+            return {self._new(loss): self._json(item, loss) for item in value.values()}
+        if isinstance(value, list | tuple):
+            return [self._json(item, loss) for item in value]
+        if isinstance(value, str) and value.strip():
+            return self._new(loss)
+        return int(self._new(loss)) if type(value) is int else value
 
     def _message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         copy, thoughts = dict(message), dict[str, str]()
@@ -239,7 +232,7 @@ class _Labeller:
             elif key == "name" and message.get("role") in RESULT_ROLES and value in self._names:
                 copy[key] = self._names[value]  # the call before it says the same
             elif value.strip():
-                label = thoughts.get(value) or self._labels.new(loss)
+                label = thoughts.get(value) or self._new(loss)
                 copy[key] = label
                 if key in REASONING_KEYS:  # spelled twice, one of them is enough
                     thoughts[value] = label
@@ -247,14 +240,14 @@ class _Labeller:
 
     def _content(self, content: Any, loss: Loss) -> Any:
         if isinstance(content, str):
-            return self._labels.new(loss) if content.strip() else content
+            return self._new(loss) if content.strip() else content
         if not isinstance(content, list | tuple):
             return content
         parts = []
         for number, part in enumerate(content):
             text = part.get("text")
             if isinstance(text, str) and text.strip():
-                label = self._labels.new(loss._replace(path=f"{loss.path}[{number}]"))
+                label = self._new(loss._replace(path=f"{loss.path}[{number}]"))
                 self._parts.append(label)
                 part = {**part, "text": label}
             parts.append(part)
@@ -268,7 +261,7 @@ class _Labeller:
             return call
         changed, name = dict(function), function["name"]
         place = loss.path + (".function" if "function" in call else "")
-        label = changed["name"] = self._names[name] = self._labels.new(loss._replace(path=f"{place}.name"))
+        label = changed["name"] = self._names[name] = self._new(loss._replace(path=f"{place}.name"))
         if "arguments" in function:
             loss = loss._replace(path=f"{place}.arguments")
             changed["arguments"] = self._call_arguments(function["arguments"], loss)
@@ -277,17 +270,17 @@ class _Labeller:
             copy["id"] = self._ids[call["id"]] = call["id"].replace(name, label)
         return copy
 
-    def _call_arguments(self, given: Any, loss: Loss) -> Any:
-        if isinstance(given, str) and parse_arguments(given) is None:
-            self._arguments.append(label := self._labels.new(loss))
+    def _call_arguments(self, arguments: Any, loss: Loss) -> Any:
+        if isinstance(arguments, str) and parse_arguments(arguments) is None:
+            self._arguments.append(label := self._new(loss))
             return f'{label}"'  # the quotation mark shows whether a template writes it as JSON
-        value = parse_arguments(given) if isinstance(given, str) else given
+        value = parse_arguments(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(value, Mapping):
-            return given
+            return arguments
         # Without arguments, a key that need not reach the prompt still shows how the template writes them.
-        found = self._labels.json(value, loss) if value else {self._labels.new(None): True}
-        self._arguments += found
-        return json.dumps(found) if isinstance(given, str) else found
+        marked = self._json(value, loss) if value else {self._new(None): True}
+        self._arguments += marked
+        return json.dumps(marked) if isinstance(arguments, str) else marked
 
     def _tool(self, number: int, tool: Mapping[str, Any]) -> dict[str, Any]:
         loss = Loss(f"tools[{number}]", -1, "tools")
@@ -295,7 +288,7 @@ class _Labeller:
         if function is None or not isinstance(function.get("name"), str) or not function["name"].strip():
             self._switches.append(Loss("tools", -1, "tools"))
             return dict(tool)
-        changed = {**function, "name": self._labels.new(loss)}
+        changed = {**function, "name": self._new(loss)}
         return {**tool, "function": changed} if "function" in tool else changed
 
 
@@ -336,8 +329,8 @@ def _call_shape(call: Any, called: dict[Any, int]) -> Hashable:
     if function is None or not isinstance(name, str):
         return _json_text(call)
     arguments = function.get("arguments")
-    found = parse_arguments(arguments) if isinstance(arguments, str) else arguments
-    kinds = type(arguments).__name__, found is None, bool(found)
+    value = parse_arguments(arguments) if isinstance(arguments, str) else arguments
+    kinds = type(arguments).__name__, value is None, bool(value)
     return called.setdefault(name, len(called)), name in str(call.get("id")), "function" in call, kinds
 
 
@@ -352,15 +345,15 @@ def _json_text(value: Any) -> str:
 
 def names(prompt: ChatPrompt) -> dict[str, Loss]:
     """Names of all called and described tools, which every prompt must hold, and where they are first given."""
-    found: dict[str, Loss] = {}
-    given = [
+    losses: dict[str, Loss] = {}
+    named = [
         (call, Loss(f"messages[{index}].tool_calls[{number}]", index, "tool_calls"))
         for index, message in enumerate(prompt.messages)
         for number, call in enumerate(message.get("tool_calls") or ())
     ]
-    given += [(tool, Loss(f"tools[{number}]", -1, "tools")) for number, tool in enumerate(prompt.tools or ())]
-    for described, loss in given:
+    named += [(tool, Loss(f"tools[{number}]", -1, "tools")) for number, tool in enumerate(prompt.tools or ())]
+    for described, loss in named:
         function = call_function(described)
         if function is not None and isinstance(function.get("name"), str):
-            found.setdefault(function["name"], loss)
-    return found
+            losses.setdefault(function["name"], loss)
+    return losses

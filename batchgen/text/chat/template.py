@@ -21,7 +21,6 @@ from batchgen.text.chat.template_process import (
     OverLimit,
     Rendering,
     RenderLimits,
-    TemplateFailure,
     render_templates,
 )
 
@@ -48,8 +47,8 @@ class ChatTemplate:
         self._hf = hf
         self._clock = clock
         self._special_tokens = dict(hf.special_tokens_map)
-        given = hf.chat_template
-        self.named: Mapping[str, str] = given if isinstance(given, dict) else {"default": given}
+        template = hf.chat_template
+        self.named: Mapping[str, str] = template if isinstance(template, dict) else {"default": template}
         """Name of a template -> its source. A model has a `default`, and may have a `tool_use` for rows with tools."""
         self.name: str | None = None
         """Name of the template that renders every conversation; None: the one that fits it."""
@@ -69,21 +68,22 @@ class ChatTemplate:
             OverLimit: the template exceeds its limits.
             TemplateFailure: whatever the template or the library raises.
         """
-        (found,) = self.render_all([(prompt, messages)])
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        (text,) = self.render_all([(prompt, messages)])
+        if isinstance(text, BaseException):
+            raise text
+        return text
 
     def render_all(
         self, asked: Sequence[tuple[ChatPrompt, Sequence[Mapping[str, Any]]]]
     ) -> list[str | Exception | OverLimit]:
         """As `render`, for each prompt and its messages: the text, or the error."""
-        given = [self._rendering(*each) for each in asked]
-        texts = iter(self._texts([each for each in given if isinstance(each, Rendering)]))
-        found = [next(texts) if isinstance(each, Rendering) else each for each in given]
+        renderings = [self._rendering(*each) for each in asked]
+        made = [each for each in renderings if isinstance(each, Rendering)]
+        texts = iter(render_templates(made, self._clock(), self.limits))
+        results = [next(texts) if isinstance(each, Rendering) else each for each in renderings]
         is_open = [prompt.continue_final_message for prompt, _ in asked]
         return [
-            _cut(text) if each and isinstance(text, str) else text for each, text in zip(is_open, found, strict=True)
+            _cut(text) if each and isinstance(text, str) else text for each, text in zip(is_open, results, strict=True)
         ]
 
     def _rendering(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> Rendering | Exception:
@@ -99,11 +99,8 @@ class ChatTemplate:
             settings = plain_json(prompt.template_kwargs, "chat_template_kwargs")
         except (RowError, ValueError) as error:
             return error
-        given = {"tools": tools, "add_generation_prompt": prompt.add_generation_prompt, "messages": messages}
-        return Rendering(source, {"documents": None, **self._special_tokens, **settings, **given})
-
-    def _texts(self, renderings: Sequence[Rendering]) -> list[str | TemplateFailure | OverLimit]:
-        return render_templates(renderings, self._clock(), self.limits)
+        conversation = {"tools": tools, "add_generation_prompt": prompt.add_generation_prompt, "messages": messages}
+        return Rendering(source, {"documents": None, **self._special_tokens, **settings, **conversation})
 
     def _is_of_parts(self, source: str) -> bool:
         if "type" not in source:  # which is how a part is known
@@ -112,7 +109,9 @@ class ChatTemplate:
             message = {"role": "user", "content": _END_MARK}
             context = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special_tokens}
             forms = [Rendering(source, {**context, "messages": [each]}) for each in (message, _in_parts(message))]
-            texts = self._texts(forms)  # a template may refuse either form, or a lone message
+            texts = render_templates(
+                forms, self._clock(), self.limits
+            )  # a template may refuse either form, or a lone message
             self._reads_parts[source] = [_END_MARK in text for text in texts if isinstance(text, str)] == [False, True]
         return self._reads_parts[source]
 
@@ -123,24 +122,19 @@ class ChatTemplate:
             RowError: `invalid_field`: the model has several templates, and none of them is for this conversation.
         """
         wanted = [self.name] if self.name is not None else ["tool_use"] * bool(prompt.tools) + ["default"]
-        found = next((self.named[name] for name in wanted if name in self.named), None)
-        if found is None:
+        source = next((self.named[name] for name in wanted if name in self.named), None)
+        if source is None:
             known = f"it has {', '.join(map(repr, sorted(self.named)))}; name one with --chat-template-name"
             field = "tools" if prompt.tools else "messages"
             message = f"`{field}` cannot be rendered: the model has no chat template named {wanted[-1]!r}: {known}"
             raise RowError(ErrorCode.INVALID_FIELD, message, field)
-        return found
-
-    @property
-    def sources(self) -> Sequence[str]:
-        """Sources of all templates of the tokenizer."""
-        return list(self.named.values())
+        return source
 
     @property
     def response_template(self) -> Mapping[str, Any] | None:
         """The tokenizer's own description of the parts of an answer, if it has one."""
-        found = getattr(self._hf, "response_template", None)
-        return found if isinstance(found, Mapping) else None
+        template = getattr(self._hf, "response_template", None)
+        return template if isinstance(template, Mapping) else None
 
     def reads(self, prompt: ChatPrompt) -> TemplateReads:
         """What the template that renders `prompt` names."""
@@ -148,7 +142,7 @@ class ChatTemplate:
 
     def reads_variable(self, name: str) -> bool:
         """Whether one of the templates reads a variable."""
-        return any(name in _template_reads(source).variables for source in self.sources)
+        return any(name in _template_reads(source).variables for source in self.named.values())
 
     @property
     def clock_text(self) -> dict[str, str] | None:
@@ -156,13 +150,13 @@ class ChatTemplate:
 
         Two jobs whose values are equal have the same prompts, although their clocks may differ.
         """
-        sources = [source for source in self.sources if CLOCK in source]
+        sources = [source for source in self.named.values() if CLOCK in source]
         if not sources:
             return None
         formats: set[str] = set()
         for source in sources:
-            found = _template_reads(source).clock_formats
-            formats |= {"%Y-%m-%dT%H:%M:%S.%f%z"} if found is None else found
+            known = _template_reads(source).clock_formats
+            formats |= {"%Y-%m-%dT%H:%M:%S.%f%z"} if known is None else known
         return {form: self._clock().strftime(form) for form in sorted(formats)} or None
 
 

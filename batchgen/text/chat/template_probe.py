@@ -98,8 +98,8 @@ def _call(template: ChatTemplate, call_id: str) -> str | None:
         text = template.render(prompt, apply_form(prompt.messages, assess(template, prompt).form))
     except (Exception, OverLimit):  # it has no such conversations
         return None
-    found = _behind_question(text).partition(_RESULT)[0]
-    return found if CALL.name in found else None
+    between = _behind_question(text).partition(_RESULT)[0]
+    return between if CALL.name in between else None
 
 
 def _behind_question(text: str) -> str:

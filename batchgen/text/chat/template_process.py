@@ -102,14 +102,14 @@ def serve(source: int, sink: int, progress: int) -> None:
         except EOFError:
             return
         limit_memory(job.limits.memory)
-        found = []
+        texts = []
         for number, rendering in enumerate(job.renderings):
             current[:] = number.to_bytes(_WIDTH)
             limit_seconds(job.limits.seconds)
-            found.append(_render(rendering, job, templates))
+            texts.append(_render(rendering, job, templates))
         limit_seconds(0)
         limit_memory(None)
-        results.send(found)
+        results.send(texts)
 
 
 def _render(rendering: Rendering, job: _Job, templates: dict[str, Any]) -> str | TemplateFailure | OverLimit:
@@ -141,8 +141,8 @@ def _compile(source: str) -> Any:
 @cache
 def _library() -> Any:
     """The library's module of chat templates, without the rest of the library, which takes longer to import."""
-    found = find_spec("transformers")
-    folder = Path(found.origin).parent if found is not None and found.origin is not None else Path()
+    spec = find_spec("transformers")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
     packages = {"transformers": folder, "transformers.utils": folder / "utils"}
     for name, path in packages.items():
         sys.modules[name] = ModuleType(name)
@@ -161,11 +161,11 @@ def _refuse_chance(*_: object) -> NoReturn:
 
 def _check_addresses(text: str, variables: Mapping[str, Any]) -> None:
     """Refuse a text with an address in memory that the row did not give: it would be another one in each run."""
-    given = "\n".join(_texts(variables))
-    for found in _ADDRESS.finditer(text):
-        if found[1] not in given:
+    own = "\n".join(_texts(variables))
+    for shown in _ADDRESS.finditer(text):
+        if shown[1] not in own:
             raise ValueError(
-                f"the template prints an object, with another address in each run: {found[0].replace(found[1], '>')}"
+                f"the template prints an object, with another address in each run: {shown[0].replace(shown[1], '>')}"
             )
 
 
@@ -221,8 +221,8 @@ def render_templates(
         try:
             process.current[:] = bytes(_WIDTH)
             process.requests.send(_Job(renderings, clock, limits))
-            found: list[str | TemplateFailure | OverLimit] = process.results.recv()
-            return found
+            texts: list[str | TemplateFailure | OverLimit] = process.results.recv()
+            return texts
         except (EOFError, OSError):
             code, at = process.exit_code(), int.from_bytes(process.current[:])
             PROCESS.stop()

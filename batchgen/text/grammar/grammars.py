@@ -15,10 +15,9 @@ from typing import IO, Any, NamedTuple
 from batchgen.errors import ErrorInfo, OutputError, RowError, apart
 from batchgen.request.fields.constraint import Constraint
 from batchgen.text.grammar.compilation import LLGUIDANCE
-from batchgen.text.grammar.compiler import GrammarCompiler
+from batchgen.text.grammar.compiler import GrammarCompiler, Vocabularies
 from batchgen.text.grammar.guidance import GuidanceMatcher, GuidanceVocabulary, guidance_matcher
 from batchgen.text.grammar.kinds import KINDS, Check
-from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileLimits
 from batchgen.text.tokens.tokenizer import Tokenizer
 
@@ -156,10 +155,10 @@ class Grammars:
         return _Stored(offset, len(grammar) - 1, is_guidance)
 
     def _load(self, constraint: Constraint) -> Any:
-        found = self._loaded.get(constraint)
-        if found is not None:
+        kept = self._loaded.get(constraint)
+        if kept is not None:
             self._loaded.move_to_end(constraint)
-            return found[0]
+            return kept[0]
         known = self._results[constraint]
         assert not isinstance(known, ErrorInfo), "rows with this constraint were refused"
         self._file.seek(known.offset)

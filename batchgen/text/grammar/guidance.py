@@ -23,7 +23,7 @@ _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """JSON in one line, spaced as xgrammar does."""
 _HEADER = '%llguidance {"no_forcing": true}'
 """Allow every token that fits, also where the text is forced."""
-_LEADING_DIGITS = re.compile(rb"[0-9]*")
+_DIGITS = b"0123456789"
 _MANY_DIGITS = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
@@ -61,15 +61,11 @@ class GuidanceVocabulary:
         end = len(pieces)
         slices = LLTokenizer.json_slices()
         tokenizer = LLTokenizer(TokenizerWrapper(_Pieces(pieces)), n_vocab=end + 1, eos_token=end, slices=slices)
-        digits = {token: _leading_digits(piece) for token, piece in enumerate(pieces) if piece[:1].isdigit()}
+        leading = (len(piece) - len(piece.lstrip(_DIGITS)) for piece in pieces)
+        digits = {token: count for token, count in enumerate(leading) if count}
         long = (token for token, piece in enumerate(pieces) if len(piece) > MAX_DIGITS and _MANY_DIGITS.search(piece))
         digits |= dict.fromkeys(long, MAX_DIGITS + 1)
         return cls(tokenizer, pieces, digits, max(digits.values(), default=0))
-
-
-def _leading_digits(piece: bytes) -> int:
-    found = _LEADING_DIGITS.match(piece)
-    return found.end() if found else 0
 
 
 @cache
@@ -169,11 +165,11 @@ class GuidanceMatcher:
 
     def _mask(self) -> npt.NDArray[np.int32]:
         """[ceil(V / 32)] packed mask of the tokens that go on with the text."""
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
         if self._matcher.is_error():
             raise RuntimeError(self._matcher.get_error().strip().splitlines()[0][:300])
         size = len(self._vocabulary.pieces)
-        words = found[: -(-size // 32)].copy()
+        words = mask[: -(-size // 32)].copy()
         if size % 32:  # else the extra token is in a separate word
             words[-1] &= (1 << size % 32) - 1
         excess = self._excess()

@@ -48,7 +48,7 @@ class GrammarKind:
     which the first that compiles is used; raises `RowError` `invalid_grammar` or `unsupported_schema_keyword`, with the
     field and the reason."""
     vocabulary: Literal["text", "json", "tag"] = "text"
-    """Kind of vocabulary (see `VOCABULARIES`) that it is compiled for."""
+    """Kind of vocabulary (see `Vocabularies`) that it is compiled for."""
     check: Callable[[str], Check] | None = None
     """Text of the constraint -> check of finished texts; None: the compiled grammar checks them."""
 
@@ -100,12 +100,12 @@ def _required_calls(text: str, lenient: bool) -> Iterator[Source]:
         for each in value["functions"]
     ]
     try:
-        found = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
+        form = FORMATS[value["format"]].grammar(functions, parallel=value["parallel"])
     except RecursionError:
         problem = "`tools` uses `$ref` to a schema that holds itself, which cannot be enforced: the model writes calls "
         remedy = "without JSON; write its values out to the depth that is needed"
         raise RowError(ErrorCode.UNSUPPORTED_SCHEMA_KEYWORD, problem + remedy, "tools") from None
-    written = {"type": "structural_tag", "format": _format(found, lenient, 0, "tools")}
+    written = {"type": "structural_tag", "format": _format(form, lenient, 0, "tools")}
     yield Source("structural_tag", json.dumps(written))
 
 
@@ -156,10 +156,6 @@ def _format(part: Any, lenient: bool, depth: int, field: str = "structural_tag")
     return {key: _format(value, lenient, depth + 1, field) for key, value in part.items()}
 
 
-def _regex(text: str, lenient: bool) -> Iterator[Source]:
-    yield Source("regex", _pattern(text, "regex"))
-
-
 # Imported in the checks: only finished rows with a schema or pattern need jsonschema.
 def _schema_check(text: str) -> Check:
     from batchgen.text.grammar.schemas.validation import Schema
@@ -181,14 +177,14 @@ def _calls_check(text: str) -> Check:
     schemas = {each["name"]: Schema(each["parameters"]) for each in value["functions"]}
 
     def satisfied(calls: str) -> bool | None:
-        found = [call["function"] for call in read_json(calls or "[]")]
+        functions = [call["function"] for call in read_json(calls or "[]")]
         if (
-            not found
-            or (len(found) > 1 and not value["parallel"])
-            or any(each["name"] not in schemas for each in found)
+            not functions
+            or (len(functions) > 1 and not value["parallel"])
+            or any(each["name"] not in schemas for each in functions)
         ):
             return False
-        results = [schemas[each["name"]].satisfied_by(each["arguments"]) for each in found]
+        results = [schemas[each["name"]].satisfied_by(each["arguments"]) for each in functions]
         return False if False in results else None if None in results else True
 
     return satisfied
@@ -200,7 +196,7 @@ def _choice_check(text: str) -> Check:
 
 KINDS: dict[ConstraintKind, GrammarKind] = {
     "json_schema": GrammarKind(partial(_schemas, "json_schema"), "json", _schema_check),
-    "regex": GrammarKind(_regex, check=_pattern_check),
+    "regex": GrammarKind(lambda text, lenient: iter([Source("regex", _pattern(text, "regex"))]), check=_pattern_check),
     "ebnf": GrammarKind(lambda text, lenient: iter([Source("ebnf", text)])),
     "structural_tag": GrammarKind(_structural_tag, "tag"),
     "choice": GrammarKind(_choice, check=_choice_check),

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
@@ -27,7 +27,7 @@ from batchgen.request.checks import invalid_grammar
 from batchgen.request.fields.constraint import Constraint
 from batchgen.request.foreign_text import read_json
 from batchgen.text.grammar.compilation import compile_constraint
-from batchgen.text.helper_process import begin, limit_memory, limit_seconds
+from batchgen.text.helper_process import begin, byte_pipe, limit_memory, limit_seconds
 
 _STUBBED_MODULES = ("torch", "transformers")
 """Modules that xgrammar imports for device masks and tokenizers, which the compiler does not use."""
@@ -61,9 +61,9 @@ class _StubModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = type(name, (_Stub,), {})
-        setattr(self, name, found)
-        return found
+        stub = type(name, (_Stub,), {})
+        setattr(self, name, stub)
+        return stub
 
 
 class _Stub:
@@ -75,8 +75,6 @@ _WALL_FACTOR = 15
 """Wall time limit of a grammar, as a multiple of its processor time limit."""
 _MOST_JOBS = 32
 """Most grammars that a fork compiles."""
-_LENGTH = struct.Struct("<Q")
-"""Length of a result, before its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,6 @@ class _Fork:
     """Time at which the first of `jobs` takes too long."""
     is_first: bool = True
     """Whether the fork has compiled no grammar yet."""
-    unread: bytearray = field(default_factory=bytearray)
 
     def set_deadline(self) -> None:
         self.deadline = time.monotonic() + _WALL_FACTOR * self.jobs[0].limits.seconds
@@ -151,21 +148,20 @@ def serve(source: int, sink: int, workers: int) -> None:
     xgrammar = import_compiler()  # before forking, so that forks share it
     tokenizers: dict[VocabularyKey, Any] = {}
     queue: deque[CompileJob] = deque()
-    running: dict[int, _Fork] = {}
+    running: dict[Connection, _Fork] = {}
     is_open = True
     while is_open or queue or running:
         while queue and len(running) < workers:
             count = min(_MOST_JOBS, -(-len(queue) // workers))
-            descriptor, started = _start_fork([queue.popleft() for _ in range(count)], tokenizers)
-            running[descriptor] = started
+            pipe, fork = _start_fork([queue.popleft() for _ in range(count)], tokenizers)
+            running[pipe] = fork
         deadline = min((each.deadline for each in running.values()), default=None)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait([*running, *([requests] if is_open else [])], timeout)
-        for descriptor in [each for each in running if each in ready or running[each].deadline <= time.monotonic()]:
-            fork = running[descriptor]
-            ended = _read_fork(descriptor, fork, results)
-            if ended:
-                del running[descriptor]
+        for pipe in [each for each in running if each in ready or running[each].deadline <= time.monotonic()]:
+            fork = running[pipe]
+            if _read_fork(pipe, fork, results):
+                del running[pipe]
                 queue.extendleft(reversed(fork.jobs))
         if requests not in ready:
             continue
@@ -189,13 +185,13 @@ def serve(source: int, sink: int, workers: int) -> None:
             tokenizers[message.key] = xgrammar.TokenizerInfo(message.pieces, vocab_size=size, stop_token_ids=[])
 
 
-def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) -> tuple[int, _Fork]:
-    descriptor, child_descriptor = os.pipe()
+def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) -> tuple[Connection, _Fork]:
+    pipe, sink = byte_pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            os.close(descriptor)
+            pipe.close()
             limit_memory(jobs[0].limits.memory)
             for job in jobs:
                 limit_seconds(job.limits.seconds)
@@ -203,64 +199,50 @@ def _start_fork(jobs: list[CompileJob], tokenizers: dict[VocabularyKey, Any]) ->
                 result = compile_constraint(job.constraint, tokenizer, lenient=job.lenient, max_size=limit)
                 if isinstance(result, ErrorInfo) and job is not jobs[0]:
                     break  # its next fork says whether it is an error
-                _write_result(child_descriptor, result)
+                sink.send_bytes(_written(result))
             status = 0
         finally:
             os._exit(status)  # do not flush or close the parent's files
-    os.close(child_descriptor)
+    sink.close()
     fork = _Fork(deque(jobs), pid, 0.0)
     fork.set_deadline()
-    return descriptor, fork
+    return pipe, fork
 
 
-def _write_result(descriptor: int, result: bytes | ErrorInfo) -> None:
+def _written(result: bytes | ErrorInfo) -> bytes:
+    """A result as bytes: what a fork sends is not trusted to be objects."""
     if isinstance(result, ErrorInfo):
-        result = b"E" + json.dumps([result.code, result.message, result.param]).encode()
-    else:
-        result = b"G" + result
-    view = memoryview(_LENGTH.pack(len(result)) + result)
-    while view:
-        view = view[os.write(descriptor, view) :]
+        return b"E" + json.dumps([result.code, result.message, result.param]).encode()
+    return b"G" + result
 
 
-def _read_fork(descriptor: int, fork: _Fork, results: Connection) -> bool:
-    """Read the fork's output and send the results in it; return whether the fork has ended, with `jobs` left over."""
+def _read(data: bytes) -> bytes | ErrorInfo:
+    if data[:1] == b"G":
+        return data[1:]
+    code, message, param = read_json(data[1:])
+    return ErrorInfo(ErrorCode(code), message, param)
+
+
+def _read_fork(pipe: Connection, fork: _Fork, results: Connection) -> bool:
+    """Pass on the fork's next result; return whether the fork has ended, with `jobs` left over."""
+    result: bytes | ErrorInfo | None = None
     if fork.jobs and fork.deadline <= time.monotonic():
         os.kill(fork.pid, signal.SIGKILL)
     else:
-        part = os.read(descriptor, 1 << 20)
-        if part:
-            fork.unread += part
-            _send_results(fork, results)
-            return False
-    os.close(descriptor)
+        with suppress(EOFError, OSError):  # else it has ended, perhaps inside a result
+            result = _read(pipe.recv_bytes())
+    if result is not None:
+        fork.is_first = False
+        results.send((fork.jobs.popleft().number, result))
+        if fork.jobs:
+            fork.set_deadline()
+        return False
+    pipe.close()
     _, status = os.waitpid(fork.pid, 0)
     if fork.jobs and fork.is_first:
         job = fork.jobs.popleft()
         results.send((job.number, _death(job, os.waitstatus_to_exitcode(status))))
     return True
-
-
-def _send_results(fork: _Fork, results: Connection) -> None:
-    """Send the results that `unread` has whole."""
-    start = _LENGTH.size
-    while len(fork.unread) >= start:
-        end = start + _LENGTH.unpack_from(fork.unread)[0]
-        if len(fork.unread) < end:
-            return
-        data = bytes(fork.unread[start:end])
-        del fork.unread[:end]
-        fork.is_first = False
-        results.send((fork.jobs.popleft().number, _result(data)))
-        if fork.jobs:
-            fork.set_deadline()
-
-
-def _result(data: bytes) -> bytes | ErrorInfo:
-    if data[:1] == b"G":
-        return data[1:]
-    code, message, param = read_json(data[1:])
-    return ErrorInfo(ErrorCode(code), message, param)
 
 
 def _death(job: CompileJob, code: int) -> ErrorInfo:

@@ -162,12 +162,12 @@ class StopState:
             return [token]  # the others may come all at once
         if stops:  # it is not a part of the text, unless it is kept
             in_answer = self._thoughts.part == "answer"
-            found = [*self._thoughts.flush(), token] if in_answer else []
+            tokens = [*self._thoughts.flush(), token] if in_answer else []
         else:
             self._followed += 1
-            found = self._thoughts.append(token)
-            found += self._thoughts.flush() if last else []
-        return found if self._separates else [token]
+            tokens = self._thoughts.append(token)
+            tokens += self._thoughts.flush() if last else []
+        return tokens if self._separates else [token]
 
     def next_output_text(self) -> str:
         """Text that has become final since the last call, for a row with `stream` that has not ended.
@@ -205,8 +205,8 @@ class StopState:
         if not parser.may_call(f"{around[0]}{self._tokenizer.decode_output(ids, False, False)}{around[1]}"):
             return done  # soon, as most answers have no calls
         length = event.cut if event is not None else None
-        found = parser.parse(shown_text(self._tokenizer, ids, params, around, length), done.text)
-        return replace(done, text=found.text, tool_calls=found.calls, tool_calls_error=found.error)
+        answer = parser.parse(shown_text(self._tokenizer, ids, params, around, length), done.text)
+        return replace(done, text=answer.text, tool_calls=answer.calls, tool_calls_error=answer.error)
 
     @property
     def _text_ids(self) -> list[int]:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import show
 from batchgen.request.fields.params import SamplingParams
-from batchgen.text.tokens.detokenize import REPLACEMENT
-from batchgen.text.tokens.token_bytes import TokenBytes
+from batchgen.text.tokens.detokenize import REPLACEMENT, TokenBytes
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 _FIRST_MARK = 0xD800
@@ -73,14 +72,14 @@ class HiddenSearch:
         """
         text, places = self._with_marks(window, offset)
         new = len(text) - 1 if marked else fresh + sum(place - number <= fresh for number, place in enumerate(places))
-        found = []
+        matches = []
         for order, string in self._hidden.strings:
             begin = text.find(string, max(0, new - len(string) + 1))
             if begin >= 0:
                 end = begin + len(string)
                 visible = (at - sum(place < at for place in places) for at in (begin, end))
-                found.append((offset + next(visible), order, offset + next(visible)))
-        return min(found, default=None)
+                matches.append((offset + next(visible), order, offset + next(visible)))
+        return min(matches, default=None)
 
     def unsettled(self, window: str, offset: int) -> int:
         """Number of characters at the end of `window` that a later match may cut."""
@@ -153,11 +152,11 @@ def _characters(tokenizer: Tokenizer) -> frozenset[str]:
         return frozenset(map(chr, range(0x80))) if _bytes(tokenizer).issuperset(range(0x80)) else frozenset()
     ids = [token for token in range(tokenizer.vocab_size) if token not in tokenizer.special_ids]
     spellings = [tokenizer.id_to_token(token) or "" for token in ids]
-    found = {" ", *"".join(spellings)}
+    characters = {" ", *"".join(spellings)}
     marked = next((token for token, text in zip(ids, spellings, strict=True) if _SPACE_MARK in text), None)
     if marked is not None and _SPACE_MARK not in tokenizer.decode([marked, marked]):
-        found.discard(_SPACE_MARK)
-    return frozenset(found)
+        characters.discard(_SPACE_MARK)
+    return frozenset(characters)
 
 
 @lru_cache(maxsize=8)
@@ -170,5 +169,5 @@ def _bytes(tokenizer: Tokenizer) -> frozenset[int]:
         return frozenset()
     pieces = TokenBytes(tokenizer)
     names = (f"<0x{byte:02X}>" for byte in range(256))
-    found = (tokenizer.token_to_id(name) for name in names)
-    return frozenset(byte for token in found if token is not None for byte in pieces[token])
+    tokens = (tokenizer.token_to_id(name) for name in names)
+    return frozenset(byte for token in tokens if token is not None for byte in pieces[token])

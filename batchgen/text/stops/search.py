@@ -75,18 +75,18 @@ class StopSearch:
         unchanged = _common_prefix_length(self._tail, piece + tail)
         fresh = self._stable_length + unchanged
         marked = self._hidden is not None and self._hidden.append(token, self._stable_length + len(self._tail))
-        found = self._find_string(piece + tail, unchanged, marked) if can_stop and self._strings else None
+        first = self._find_string(piece + tail, unchanged, marked) if can_stop and self._strings else None
         if self._patterns is not None:
             match = self._patterns.append(piece, tail if last else tail.rstrip(REPLACEMENT), fresh, can_stop)
             # A string wins over a pattern that begins at the same position.
-            if match is not None and (found is None or match.begin < found.begin):
-                found = match
+            if match is not None and (first is None or match.begin < first.begin):
+                first = match
         if piece:
             self._pieces.append(piece)
             self._stable_length += len(piece)
             self._overlap_text = (self._overlap_text + piece)[-self._overlap :] if self._overlap else ""
         self._tail = tail
-        return found
+        return first
 
     def _find_string(self, text: str, unchanged: int, marked: bool) -> Match | None:
         """The first stop string that ends in `text` after its first `unchanged` characters.
@@ -98,16 +98,16 @@ class StopSearch:
         window = self._overlap_text + text
         offset = self._stable_length - len(self._overlap_text)
         fresh = len(self._overlap_text) + unchanged
-        found = [
+        matches = [
             (offset + begin, order, offset + begin + len(stop))
             for order, stop in enumerate(self._strings)
             if (begin := window.find(stop, max(0, fresh - len(stop) + 1))) >= 0
         ]
         if self._hidden is not None and (match := self._hidden.find(window, offset, fresh, marked)) is not None:
-            found.append(match)
-        if not found:
+            matches.append(match)
+        if not matches:
             return None
-        begin, order, end = min(found)
+        begin, order, end = min(matches)
         return Match(begin, end, offset + fresh, "string", self._strings[order], self._strings[order])
 
     def next_output_text(self) -> str:
@@ -173,11 +173,11 @@ class _PatternSearch:
         if self._searched or not can_stop:
             return None
         self._searched = True
-        found = [(m.start(), order, m) for order, s in enumerate(self._states) if (m := self._search(s)) is not None]
-        if not found:
+        matches = [(m.start(), order, m) for order, s in enumerate(self._states) if (m := self._search(s)) is not None]
+        if not matches:
             self._trim()
             return None
-        _, order, match = min(found, key=lambda item: item[:2])
+        _, order, match = min(matches, key=lambda item: item[:2])
         begin, end = self._offset + match.start(), self._offset + match.end()
         return Match(begin, end, fresh, "regex", self._states[order].pattern, match.group())
 

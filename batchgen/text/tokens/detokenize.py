@@ -1,21 +1,23 @@
-"""Incremental detokenization, at a cost per token that does not grow with the text.
+"""Tokens to text: incremental detokenization, and the bytes of single tokens.
 
-The pieces that `append` and `flush` return, joined, are exactly `Tokenizer.decode_output` of all ids. Byte-level tokens
-are decoded as bytes, and only an incomplete character at the end waits. Any other decoder decodes the last stable token
-and the pending ones again for each token: such decoders treat a token by the one before it (a first token loses its
-leading space, bytes join to characters), so one token of context is enough.
+The cost per token does not grow with the text. The pieces that `append` and `flush` return, joined, are exactly
+`Tokenizer.decode_output` of all ids. Byte-level tokens are decoded as bytes, and only an incomplete character at the
+end waits. Any other decoder decodes the last stable token and the pending ones again for each token: such decoders
+treat a token by the one before it (a first token loses its leading space, bytes join to characters), so one token of
+context is enough.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
-from batchgen.text.tokens.byte_level import ByteLevelTokens
-from batchgen.text.tokens.tokenizer import Tokenizer
+from batchgen.request.fields.params import SamplingParams
+from batchgen.text.tokens.tokenizer import ByteLevelTokens, Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """U+FFFD, the replacement for bytes that are not a complete character."""
 
@@ -124,3 +126,58 @@ class Detokenizer:
     def flush(self) -> str:
         """Return the rest of the text; nothing may be appended afterwards."""
         return self._segment.flush()
+
+
+def add_echo_and_suffix(text: str, prompt_ids: Sequence[int], params: SamplingParams, tokenizer: Tokenizer) -> str:
+    """The completion's `text`, after the prompt's text where `echo` is set and before `suffix`.
+
+    Args:
+        text: the completion's text, with the space that separates it from the prompt, if there is one.
+        prompt_ids: [P] token ids of the prompt.
+        params: the row's parameters.
+        tokenizer: the model's tokenizer.
+    """
+    prompt = echo_text(prompt_ids, tokenizer) if params.echo else ""
+    return f"{prompt}{text}{params.suffix or ''}"
+
+
+def echo_text(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The prompt's text with special tokens written out, without the BOS that the tokenizer adds."""
+    prefix = tokenizer.prefix_ids
+    ids = [int(token) for token in prompt_ids]
+    without_bos = ids[len(prefix) :] if ids[: len(prefix)] == prefix else ids
+    return tokenizer.decode(without_bos, skip_special_tokens=False)
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id -> its bytes, filled on first use; ids past the vocabulary have none.
+
+    The bytes of a sequence, joined, are its text after other text, with special tokens written out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        # Without an ordinary word in the vocabulary a special token serves: special tokens are written out here.
+        self._prefix = tokenizer.decode_prefix or tuple(tokenizer.encode_plain(["a"])[0][:1])
+        self._prefix_text = tokenizer.decode(self._prefix, skip_special_tokens=False)
+
+    def __missing__(self, token: int) -> bytes:
+        self[token] = piece = self._find(token)
+        return piece
+
+    def _find(self, token: int) -> bytes:
+        tokenizer = self._tokenizer
+        spelled = tokenizer.id_to_token(token)
+        if spelled is None:
+            return b""
+        if token in tokenizer.special_ids:
+            return spelled.encode()
+        if tokenizer.vocab_bytes is not None:
+            return tokenizer.vocab_bytes[token]
+        byte = _BYTE_TOKEN.fullmatch(spelled) if tokenizer.byte_fallback else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        # After another word the decoder shows whether this token begins with a space.
+        both = tokenizer.decode([*self._prefix, token], skip_special_tokens=False)
+        return both.removeprefix(self._prefix_text).encode()

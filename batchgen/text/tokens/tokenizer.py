@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple
 from datetime import datetime
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError, UsageError, library_errors
 from batchgen.gguf.header import SUFFIX, read_gguf
@@ -27,19 +25,17 @@ from batchgen.request.foreign_text import read_json
 from batchgen.text.chat.conversation import ChatRenderer
 from batchgen.text.chat.template import ChatTemplate, processor_template
 from batchgen.text.chat.template_probe import Written, written
-from batchgen.text.tokens.byte_level import ByteLevelTokens
-from batchgen.text.tokens.generation_config import GenerationConfig, load_generation_config
-from batchgen.text.tokens.model_files import is_undescribed, plain_config
+from batchgen.text.tokens.model_files import (
+    SAMPLES,
+    VOCABULARY_FILES,
+    GenerationConfig,
+    check_conversion,
+    check_vocabulary,
+    load_generation_config,
+    load_pair,
+    plain_config,
+)
 
-_MAIN: Final = "tokenizer.json"
-_SENTENCEPIECE: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
-_PAIR: Final = ("vocab.json", "merges.txt")
-_TEKKEN: Final = "tekken.json"
-_VOCABULARY_FILES: Final = (_MAIN, *_SENTENCEPIECE, "vocab.json", "vocab.txt", "tiktoken.model", _TEKKEN)
-_TIKTOKEN_LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\s")
-"""A line of a tiktoken vocabulary: a token in base64 and its number."""
-_SAMPLES: Final = ("The quick brown fox jumps over the lazy dog.", "Prices: 1,234.50 for 2 cafés, naïve 東京", "a b c")
-"""Texts that every tokenizer must encode, and on which a converted vocabulary is compared with its own library."""
 _OTHER_FILES = (
     "added_tokens.json",
     "config.json",  # the class of the tokenizer may follow from it
@@ -58,6 +54,39 @@ _NO_TEMPLATE = ErrorInfo(
 )
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable Latin-1 is spelled as itself, other bytes from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in plain}
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
+    return alphabet
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class ByteLevelTokens(dict[int, bytes]):
+    """Token id -> its bytes, filled on first use; ids past the vocabulary have none.
+
+    A token with a character outside the byte alphabet (an added token) has the UTF-8 of its spelling, as in the
+    backend.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token: int) -> bytes:
+        spelled: str = self._backend.id_to_token(token) or ""
+        try:
+            piece = bytes(_ALPHABET[character] for character in spelled)
+        except KeyError:
+            piece = spelled.encode()
+        self[token] = piece
+        return piece
+
+
 class Tokenizer:
     """A tokenizer with its chat template and the end-of-sequence ids of its model."""
 
@@ -69,7 +98,7 @@ class Tokenizer:
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
-        self._rust.encode_batch_fast(list(_SAMPLES))  # raises now what every row would meet
+        self._rust.encode_batch_fast(list(SAMPLES))  # raises now what every row would meet
         self.folder = folder
         self.generation = generation if generation is not None else load_generation_config(folder)
         self.prefix_ids = self._probe_prefix()
@@ -116,21 +145,21 @@ class Tokenizer:
         folder = _find_folder(path, revision)
         if folder.is_file():
             return cls._from_gguf(folder, model)
-        _check_vocabulary(folder, path)
+        check_vocabulary(folder, path)
         with _guard(path):
             stamps = _stamps(folder)
             with short_openmp_spins():  # the import of sentencepiece, if there is one, brings another OpenMP runtime
                 from transformers import AutoTokenizer  # slow to import
 
                 known = {} if (plain := plain_config(folder)) is None else {"config": plain}
-                hf = _load_pair(folder) if is_undescribed(folder) else None
+                hf = load_pair(folder)
                 if hf is None:
                     options = {"local_files_only": True, "trust_remote_code": False, **known}
                     hf = AutoTokenizer.from_pretrained(str(folder), **options)
             hf.chat_template = hf.chat_template or processor_template(folder)
             if not getattr(hf, "is_fast", False):
                 raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
-            _check_conversion(hf.backend_tokenizer, folder, path)
+            check_conversion(hf.backend_tokenizer, folder, path)
             generation = load_generation_config(_find_folder(model, revision), config) if model is not None else None
             made = cls(hf, folder, generation)
         made._stamps = stamps  # from before the files were read
@@ -144,9 +173,9 @@ class Tokenizer:
 
             from batchgen.gguf.vocabulary import gguf_vocabulary
 
-            found = gguf_vocabulary(header)
+            vocabulary = gguf_vocabulary(header)
             hf = PreTrainedTokenizerFast(
-                tokenizer_object=found.backend, chat_template=found.chat_template, **found.special
+                tokenizer_object=vocabulary.backend, chat_template=vocabulary.chat_template, **vocabulary.special
             )
             made = cls(hf, file, load_generation_config(file if model is None else _find_folder(model)))
         made._stamps, made._header_digest = stamps, header.digest
@@ -185,10 +214,10 @@ class Tokenizer:
             RowError: `invalid_field`: the library cannot encode a text.
         """
         try:
-            found = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # as of a text with a character that the vocabulary lacks, and nothing for these
             raise RowError(ErrorCode.INVALID_FIELD, f"the text cannot be tokenized: {error}") from error
-        return [encoding.ids for encoding in found]
+        return [encoding.ids for encoding in encodings]
 
     def encode_continuations(self, prompt: str, texts: Sequence[str]) -> list[tuple[list[int], int]]:
         """Ids of `prompt + text` for each text, nothing added, and the number of tokens that end inside the prompt."""
@@ -218,10 +247,10 @@ class Tokenizer:
             RowError: `invalid_field`: the model has no template, or the template refuses the conversation;
                 `unsupported_field`: the template leaves out a part of it.
         """
-        (found,) = self.render_chats([prompt])
-        if isinstance(found, ErrorInfo):
-            raise RowError(*astuple(found))
-        return found
+        (text,) = self.render_chats([prompt])
+        if isinstance(text, ErrorInfo):
+            raise RowError(*astuple(text))
+        return text
 
     def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
         """Text of each conversation as by `render_chat`, or its error."""
@@ -254,11 +283,6 @@ class Tokenizer:
     def chat_notes(self) -> list[str]:
         """What users should know of the conversations that were rendered, a line each."""
         return [] if self._chat is None else sorted(self._chat.notes)
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return self._chat is not None
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template, or one of several, reads a variable; false without a template."""
@@ -321,7 +345,7 @@ class Tokenizer:
             if _stamps(self.folder) != self._stamps:
                 raise ModelError(f"{self.folder} changed while it was read. Run the command again")
             return self._header_digest
-        digest, named = hashlib.sha256(), {*_OTHER_FILES, *_VOCABULARY_FILES, *self._hf.vocab_files_names.values()}
+        digest, named = hashlib.sha256(), {*_OTHER_FILES, *VOCABULARY_FILES, *self._hf.vocab_files_names.values()}
         names = sorted(name for name in self._stamps if name in named or name.startswith("tokenizer"))
         try:
             for name in names:
@@ -363,91 +387,9 @@ def _find_folder(path: str | Path, revision: str | None = None) -> Path:
 def _stamps(folder: Path) -> dict[str, tuple[int, int, int]]:
     """Size, time of modification and of change of the files of a folder, by name."""
     files = folder.iterdir() if folder.is_dir() else [folder]
-    found = {path.name: path.stat() for path in files if path.is_file()}
-    return {name: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in found.items()}
-
-
-def _check_vocabulary(folder: Path, path: object) -> None:
-    """Check that a folder has a vocabulary that can be read here; `path` is how the user named it.
-
-    Raises:
-        ModelError: it has none, only a part of one, or one of a format that needs a package or a conversion.
-    """
-    if (folder / _MAIN).is_file():
-        return
-    convert = f"Its rules are in code that is never run: name a folder with {_MAIN} of these tokens with --tokenizer"
-    for name in _SENTENCEPIECE:
-        if (folder / name).is_file():
-            if _TIKTOKEN_LINE.match(_first_bytes(folder / name)):
-                raise ModelError(f"{path} has a tiktoken vocabulary ({name}) and no {_MAIN}. {convert}")
-            missing = [package for package in ("sentencepiece", "protobuf") if not _is_installed(package)]
-            if missing:
-                raise ModelError(
-                    f"the tokenizer of {path} is a SentencePiece model ({name}), which is read with the package "
-                    f"{' and '.join(missing)}. Install the extra: pip install 'batchgen[sentencepiece]'"
-                )
-            return
-    found = [name for name in _PAIR if (folder / name).is_file()]
-    if len(found) == 1:
-        lacks = next(name for name in _PAIR if name not in found)
-        raise ModelError(f"the tokenizer of {path} has {found[0]} but lacks {lacks}. Copy the folder again")
-    if found or (folder / "vocab.txt").is_file():
-        return
-    tiktoken = next((file.name for file in sorted(folder.glob("*tiktoken*")) if file.is_file()), None)
-    if tiktoken is not None:
-        raise ModelError(f"{path} has a tiktoken vocabulary ({tiktoken}) and no {_MAIN}. {convert}")
-    if (folder / _TEKKEN).is_file():
-        raise ModelError(f"{path} has a vocabulary in Mistral's own format ({_TEKKEN}) and no {_MAIN}. {convert}")
-    raise ModelError(f"{path} holds no tokenizer (none of {', '.join(_VOCABULARY_FILES[:3])}, ...)")
-
-
-def _load_pair(folder: Path) -> Any:
-    """The transformers tokenizer of byte-level BPE files without a description; None if the folder has others."""
-    if (folder / _MAIN).is_file() or not all((folder / name).is_file() for name in _PAIR):
-        return None
-    from transformers import GPT2Tokenizer  # as in `Tokenizer.load`
-
-    # Its own special tokens would be added to the vocabulary.
-    return GPT2Tokenizer.from_pretrained(str(folder), bos_token=None, eos_token=None, unk_token=None)
-
-
-def _check_conversion(backend: Any, folder: Path, path: object) -> None:
-    """Check that a SentencePiece model, which transformers converts, cuts texts as its own library does.
-
-    Raises:
-        ModelError: it does not, as when the folder names a tokenizer class of another algorithm.
-    """
-    file = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None)
-    if file is None or (folder / _MAIN).is_file():
-        return
-    from sentencepiece import SentencePieceProcessor  # `_check_vocabulary` found it
-
-    original = SentencePieceProcessor(model_file=str(file))
-    for text in _SAMPLES:
-        if original.unk_id() in original.encode(text):
-            continue  # each library spells unknown text in its own way
-        if backend.encode(text, add_special_tokens=False).tokens != original.encode(text, out_type=str):
-            raise ModelError(
-                f"the SentencePiece model of {path} ({file.name}) gives other tokens when transformers converts it, as "
-                "with a `tokenizer_class` of another algorithm in tokenizer_config.json. Use a folder with "
-                f"{_MAIN}, or name another tokenizer with --tokenizer"
-            )
+    stats = {path.name: path.stat() for path in files if path.is_file()}
+    return {name: (status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in stats.items()}
 
 
 def _guard(path: object) -> AbstractContextManager[None]:
     return library_errors(f"the tokenizer of {path} cannot be loaded", "Name another tokenizer with --tokenizer.")
-
-
-def _first_bytes(file: Path) -> bytes:
-    try:
-        with file.open("rb") as stream:
-            return stream.read(512)
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror or error}") from None
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec("google.protobuf" if package == "protobuf" else package) is not None
-    except ModuleNotFoundError:  # the parent package
-        return False

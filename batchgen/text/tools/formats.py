@@ -1,214 +1,119 @@
-"""The formats of calls, by the names that the option `--tool-parser` has for them."""
+"""The formats of calls: those of `formats.toml`, and those that the response template of a tokenizer describes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Final
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
+from typing import Any, Final, Literal
 
-from batchgen.text.calls import ToolFormat
-from batchgen.text.tools.json_calls import JsonCalls, NamedCalls
+from batchgen.request.foreign_text import read_json, read_toml
+from batchgen.text.calls import CallError, Schemas, Span, ToolCall, ToolFormat
+from batchgen.text.tools.json_calls import JsonCalls, NamedCalls, call_of
 from batchgen.text.tools.keyed_calls import GemmaCalls, PythonCalls, TagCalls
 
-_HERMES: Final = JsonCalls(begins=("<tool_call>\n", "<tool_call>"), end="\n</tool_call>", separator="\n")
-_FUNCTION_TAGS: Final = TagCalls(
-    mark="<tool_call>|<function=",
-    wrap=("<tool_call>\n", "\n</tool_call>"),
-    begin="<function={}>\n",
-    key="<parameter={}>\n",
-    close="\n</parameter>\n",
-    end="</function>",
-    separator="\n",
-    padded=True,
-)
-_M3: Final = "]<]minimax[>["
-"""In front of each tag of MiniMax M3."""
-_DEEPSEEK: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK_V31: Final = NamedCalls(
-    needs="functions",
-    around=_DEEPSEEK,
-    begin="<｜tool▁call▁begin｜>",
-    middle="<｜tool▁sep｜>",
-    end="<｜tool▁call▁end｜>",
-    other_ends=("```<｜tool▁call▁end｜>", "```"),
-    pattern=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>\s*(?=[^\s{]))?"
-    r"(?:(?P<name>[^<\s]+)(?:<｜tool▁sep｜>\s*(?:```json)?|\s*```json)|(?P<near>[\w.:/-]+)\s*(?=\{))",
-)
-_MISTRAL_LIST: Final = JsonCalls(begins=("[TOOL_CALLS]",), listed=True, id_length=9)
-_MISTRAL_NAMED: Final = NamedCalls(
-    id_length=9,
-    begin="[TOOL_CALLS]",
-    middle="[ARGS]",
-    pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.:/-]+)(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\s*\[ARGS\])?\s*(?=\{)",
-)
-_GLM45: Final = TagCalls(
-    ends=("<|observation|>",),
-    begin="<tool_call>{}\n",
-    key="<arg_key>{}</arg_key>\n<arg_value>",
-    close="</arg_value>\n",
-    end="</tool_call>",
-    separator="\n",
-)
-_DSML: Final = TagCalls(
-    mark="<｜DSML｜",
-    around=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
-    begin='<｜DSML｜invoke name="{}">\n',
-    key='<｜DSML｜parameter name="{}" string="{string}">',
-    close="</｜DSML｜parameter>\n",
-    end="</｜DSML｜invoke>\n",
-)
-_LLAMA_JSON: Final = JsonCalls(begins=("<|python_tag|>",), separator="; ", keys=("name", "parameters"), whole=True)
-_PYTHONIC: Final = PythonCalls(
-    around=("[", "]"),
-    separator=", ",
-    pattern=r"(?:<\|python_start\|>)?\s*\[|```(?:tool_code|python)\s*\[?",
-    finish=r"\s*(?:\]\s*)?(?:<\|python_end\|>|```)?",
-    whole=True,
-    mark=r"<\|python_start\|>",
-)
+_KINDS: Final[Mapping[str, type[ToolFormat]]] = {
+    "json": JsonCalls, "named": NamedCalls, "tags": TagCalls, "python": PythonCalls, "gemma": GemmaCalls,
+}  # fmt: skip
+_FIELD: Final = "tool_calls"
+_CALL: Final = ToolCall("get_weather", {"city": "Paris", "days": 3})
+_PARAMETERS: Final = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+_TOOL: Final = {"type": "function", "function": {"name": _CALL.name, "parameters": _PARAMETERS}}
 
 
-def _listed(begin: str, end: str = "", *others: str, keys: tuple[str, str] = ("name", "arguments")) -> JsonCalls:
-    return JsonCalls(begins=(begin, *others), end=end, listed=True, keys=keys)
+def _formats(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, ToolFormat]:
+    """The formats as their tables describe them."""
+    formats, others = dict[str, ToolFormat](), dict[str, tuple[str, ...]]()
+    for name, table in tables.items():
+        values = {**tables.get(table.get("like", ""), {}), **table}
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        values.pop("like", None)
+        others[name] = values.pop("others", ())
+        formats[name] = _KINDS[values.pop("kind")](**values)
+    return {
+        name: replace(each, others=tuple(formats[other] for other in others[name])) for name, each in formats.items()
+    }
 
 
-FORMATS: Final[dict[str, ToolFormat]] = {
-    "hermes": _HERMES,
-    "qwen3_coder": replace(_FUNCTION_TAGS, others=(_HERMES,)),
-    "llama3_json": replace(_LLAMA_JSON, ends=("<|eom_id|>",), needs="functions", others=(_PYTHONIC,)),
-    "pythonic": replace(_PYTHONIC, ends=("<|eom_id|>", "<|eom|>"), needs="functions", others=(_LLAMA_JSON,)),
-    "mistral": replace(_MISTRAL_LIST, others=(_MISTRAL_NAMED,)),
-    "mistral_v11": replace(_MISTRAL_NAMED, others=(_MISTRAL_LIST,)),
-    "deepseek_v3": replace(
-        _DEEPSEEK_V31,
-        separator="\n",
-        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        middle="\n```json\n",
-        end="\n```<｜tool▁call▁end｜>",
-        other_ends=("<｜tool▁call▁end｜>", "```"),
-    ),
-    "deepseek_v31": _DEEPSEEK_V31,
-    "gpt_oss": NamedCalls(
-        ends=("<|call|>",),
-        needs="functions",
-        mark=r"(?:^\s?|<\|(?:start|channel)\|>[^<]{0,64}?)\bto=",
-        begin="<|channel|>commentary to=functions.",
-        middle=" <|constrain|>json<|message|>",
-        pattern=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w{1,20})?\s{0,2}"
-        r"to=(?:functions\.(?P<name>[\w.-]+)|(?P<near>[\w.:/-]+))"
-        r"(?:<\|channel\|>\w{1,20})?\s{0,2}(?:<\|constrain\|>)?\s{0,2}\w{0,20}\s{0,2}<\|message\|>",
-    ),
-    "glm45": _GLM45,
-    "glm47": replace(
-        _GLM45, begin="<tool_call>{}", key="<arg_key>{}</arg_key><arg_value>", close="</arg_value>", separator=""
-    ),
-    "kimi_k2": NamedCalls(
-        needs="functions",
-        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        begin="<|tool_call_begin|>functions.",
-        middle="<|tool_call_argument_begin|>",
-        end="<|tool_call_end|>",
-        counted=True,
-        pattern=r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w./-]+):\d+|(?P<near>[^\s<]{0,128}))\s*"
-        r"<\|tool_call_argument_begin\|>",
-    ),
-    "gemma4": GemmaCalls(ends=("<|tool_response>",), begin="<|tool_call>call:", end="<tool_call|>", quote='<|"|>'),
-    "functiongemma": GemmaCalls(
-        ends=("<start_function_response>",),
-        begin="<start_function_call>call:",
-        end="<end_function_call>",
-        quote="<escape>",
-    ),
-    "granite": _listed("<|tool_call|>", "", "<tool_call>", "<function_call>"),
-    "phi4": _listed("<|tool_call|>", "<|/tool_call|>", "functools"),
-    "xlam": JsonCalls(
-        needs="functions",
-        begins=("[TOOL_CALLS]", "<tool_call>", "```json"),
-        end="</tool_call>",
-        listed=True,
-        whole=True,
-    ),
-    "minimax_m2": TagCalls(
-        around=("<minimax:tool_call>\n", "</minimax:tool_call>"),
-        begin='<invoke name="{}">\n',
-        key='<parameter name="{}">',
-        close="</parameter>\n",
-        end="</invoke>\n",
-    ),
-    "minimax_m3": TagCalls(
-        around=(f"{_M3}<tool_call>\n", f"\n{_M3}</tool_call>"),
-        separator="\n",
-        begin=_M3 + '<invoke name="{}">',
-        key=_M3 + "<{}>",
-        close=_M3 + "</{}>",
-        end=f"{_M3}</invoke>",
-    ),
-    "deepseek_v32": _DSML,
-    "deepseek_v4": replace(_DSML, around=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>")),
-    "kimi_k3": TagCalls(
-        mark=r"<\|open\|>(?:tools|call|argument)\b",
-        around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
-        begin='<|open|>call tool="{}" index="{number}"<|sep|>',
-        key='<|open|>argument key="{}" type="{type}"<|sep|>',
-        close="<|close|>argument<|sep|>",
-        end="<|close|>call<|sep|>",
-        extra=r"(?:<\|close\|>response<\|sep\|>\s*)?(?:<\|open\|>tools<\|sep\|>\s*)?",
-    ),
-    "step3": TagCalls(
-        mark="<｜tool_calls?_begin｜>|<steptml:",
-        around=("<｜tool_calls_begin｜>\n", "<｜tool_calls_end｜>"),
-        wrap=("<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>\n"),
-        begin='<steptml:invoke name="{}">\n',
-        key='<steptml:parameter name="{}">',
-        close="</steptml:parameter>\n",
-        end="</steptml:invoke>",
-    ),
-    "functionary": NamedCalls(
-        begin="<function=",
-        middle=">",
-        end="</function>",
-        pattern=r"<function=(?P<name>[\w.:/-]+)>",
-    ),
-    "hunyuan": _listed("<tool_calls>", "</tool_calls>"),
-    "seed_oss": TagCalls(
-        mark="<seed:tool_call>|<function=",
-        wrap=("<seed:tool_call>\n", "\n</seed:tool_call>"),
-        begin="<function={}>\n",
-        key="<parameter={}>",
-        close="</parameter>\n",
-        end="</function>",
-        separator="\n",
-    ),
-    "longcat": JsonCalls(
-        begins=("<longcat_tool_call>\n", "<longcat_tool_call>"), end="\n</longcat_tool_call>", separator="\n"
-    ),
-    "nemotron": _listed("<TOOLCALL>", "</TOOLCALL>"),
-    "internlm": JsonCalls(
-        begins=tuple(f"<|action_start|>{each}" for each in ("<|plugin|>\n", "<|plugin|>", " <|plugin|>", "")),
-        end="<|action_end|>",
-        keys=("name", "parameters"),
-        separator="\n",
-    ),
-    "cohere": JsonCalls(
-        begins=("<|START_ACTION|>",),
-        end="<|END_ACTION|>",
-        listed=True,
-        keys=("tool_name", "parameters"),
-        numbered="tool_call_id",
-    ),
-    "command_r": _listed(
-        "Action: ```json\n", "\n```", "Action: ```json", "Action:```json", keys=("tool_name", "parameters")
-    ),
-    "lfm2": PythonCalls(
-        around=("<|tool_call_start|>[", "]<|tool_call_end|>"),
-        separator=", ",
-        pattern=r"<\|tool_call_start\|>\s*\[?",
-        finish=r"\s*(?:\]\s*)?<\|tool_call_end\|>",
-    ),
-    "olmo3": PythonCalls(
-        around=("<function_calls>\n", "\n</function_calls>"),
-        separator="\n",
-        pattern=r"<function_calls>\s*\[?",
-        finish=r"\s*(?:\]\s*)?</function_calls>",
-    ),
-}
-"""Name -> format. Families that write alike share one."""
+_TABLES: Final = read_toml(files("batchgen.text.tools").joinpath("formats.toml").read_bytes())
+DESCRIBED: Final[Mapping[str, str]] = _TABLES.pop("described")
+"""Words with which a prompt describes a format, for templates that write no calls -> its name."""
+FORMATS: Final = _formats(_TABLES)
+"""Name -> format."""
+
+
+def known_format(template: Mapping[str, Any]) -> str | None:
+    """Name of the format whose calls a response template reads; None if it is none that is known."""
+    for name, form in FORMATS.items():
+        try:
+            calls = _parsed(form.write([_CALL]), template, [_TOOL])
+        except (CallError, ValueError):
+            continue
+        if [(call.name, call.arguments) for call in calls] == [(_CALL.name, _CALL.arguments)]:
+            return name
+    return None
+
+
+def has_calls(template: Mapping[str, Any] | None) -> bool:
+    """Whether a response template describes calls."""
+    fields = template.get("fields") if isinstance(template, Mapping) else None
+    return isinstance(fields, Mapping) and isinstance(fields.get(_FIELD), Mapping)
+
+
+def _parsed(text: str, template: Mapping[str, Any], tools: list[Any]) -> list[ToolCall]:
+    """The calls of a text.
+
+    Raises:
+        CallError: the library refuses it.
+    """
+    from transformers.utils.chat_parsing import parse_response  # slow to import, and most models need it not
+
+    fields = {name: field for name, field in template["fields"].items() if name in (_FIELD, "content")}
+    try:
+        parsed = parse_response(text, {**template, "fields": fields}, prefix="", tools=tools).get(_FIELD)
+    except Exception as error:
+        raise CallError(str(error).splitlines()[0][:200] if str(error) else type(error).__name__) from None
+    return [call_of(value) for value in (parsed if isinstance(parsed, list) else [parsed])]
+
+
+@dataclass(frozen=True)
+class TemplateCalls(ToolFormat):
+    """Calls in the format of a response template, parsed by the library.
+
+    Attributes:
+        template: JSON text of the response template.
+    """
+
+    template: str = ""
+    needs: Literal["nothing", "functions", "arguments"] = "arguments"
+
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        field = read_json(self.template)["fields"][_FIELD]
+        return _pattern(field, "open"), _pattern(field, "close")
+
+    def _find(self, text: str, schemas: Schemas) -> list[Span]:
+        spans: list[Span] = []
+        at, (begin, end) = 0, self._patterns
+        template = read_json(self.template)
+        tools = [
+            {"type": "function", "function": {"name": name, "parameters": {"properties": each}}}
+            for name, each in schemas.items()
+        ]
+        while (match := begin.search(text, at)) is not None and match.end() > at:
+            close = end.search(text, match.end())
+            at = len(text) if close is None else close.end()
+            try:
+                spans.append(Span(match.start(), at, tuple(_parsed(text[match.start() : at], template, tools))))
+            except CallError as error:
+                spans.append(Span(match.start(), at, error=str(error)))
+        return spans
+
+
+def _pattern(field: Mapping[str, Any], name: str) -> re.Pattern[str]:
+    value = field.get(name)
+    texts = [value] if isinstance(value, str) else value
+    written = "|".join(map(re.escape, texts)) if isinstance(texts, list) else field.get(f"{name}_pattern")
+    return re.compile(written if isinstance(written, str) and written else r"\Z", re.DOTALL)

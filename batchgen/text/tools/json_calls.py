@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from batchgen.request.foreign_text import read_json
@@ -23,7 +23,6 @@ from batchgen.text.calls import (
     check_name,
     constant,
     dumps,
-    found_at,
     json_part,
     read_json_at,
     sequence,
@@ -53,12 +52,13 @@ class JsonCalls(ToolFormat):
     def _starts(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self.begins)))
 
-    def find(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.find`."""
-        found = list(found_at(text, self._starts, lambda text, match: self._read(text, match.end())))
-        return found or (self._whole(text, schemas) if self.whole else [])
+    def _find(self, text: str, schemas: Schemas) -> list[Span]:
+        return super()._find(text, schemas) or (self._whole(text, schemas) if self.whole else [])
 
-    def _read(self, text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
+    def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
+        return self._read_at(text, match.end())
+
+    def _read_at(self, text: str, at: int) -> tuple[tuple[ToolCall, ...], int]:
         value, end = read_json_at(text, at)
         calls = self._calls(value)
         while (at := skip_blanks(text, end)) < len(text):
@@ -76,7 +76,7 @@ class JsonCalls(ToolFormat):
         if named is None or _unquoted(named[1]) not in schemas:
             return []
         try:
-            calls, end = self._read(text, begin)
+            calls, end = self._read_at(text, begin)
             if skip_blanks(text, end) < len(text):
                 raise CallError("text follows the calls")
         except (CallError, RecursionError) as error:
@@ -89,30 +89,22 @@ class JsonCalls(ToolFormat):
             raise CallError("the list of calls is empty")
         return tuple(call_of(each, self.keys[0]) for each in values)
 
-    def text_of(self, call: ToolCall, number: int) -> str:
-        """See `ToolFormat.text_of`."""
+    def _text_of(self, call: ToolCall, number: int) -> str:
         begin, end = self._around_each
         return f"{begin}{self._head(call.name)}{dumps(call.arguments)}}}{end}"
 
-    def tag(self, function: Function) -> tuple[str, Format, str]:
-        """See `ToolFormat.tag`."""
+    def _tag(self, function: Function) -> tuple[str, Format, str]:
         begin, end = self._around_each
         return begin + self._head(function.name), json_part(function.parameters), "}" + end
 
     @property
-    def joined(self) -> tuple[str, str, str]:
-        """See `ToolFormat.joined`."""
-        begin, end = self._outer
-        return (f"{begin}[", ", ", f"]{end}") if self.listed else super().joined
-
-    @property
-    def _outer(self) -> tuple[str, str]:
-        """Texts around an object or a list, as models write it."""
-        return ("", "") if self.whole else (self.begins[0], self.end)
+    def _joined(self) -> tuple[str, str, str]:
+        begin, end = ("", "") if self.whole else (self.begins[0], self.end)
+        return (f"{begin}[", ", ", f"]{end}") if self.listed else super()._joined
 
     @property
     def _around_each(self) -> tuple[str, str]:
-        return ("", "") if self.listed else self._outer
+        return ("", "") if self.listed or self.whole else (self.begins[0], self.end)
 
     def _head(self, name: str) -> str:
         number = "" if self.numbered is None else f'"{self.numbered}": "0", '
@@ -128,11 +120,11 @@ def call_of(value: Any, key: str = "name") -> ToolCall:
     value = value.get("function", value) if isinstance(value, Mapping) else value
     if not isinstance(value, Mapping) or not isinstance(value.get(key), str):
         raise CallError(f"an object with `{key}` is needed")
-    given = next((value[name] for name in ("arguments", "parameters") if name in value), None)
-    if given is None and not value.keys() <= {key, "id", "type", "tool_call_id", "arguments", "parameters"}:
+    arguments = next((value[name] for name in ("arguments", "parameters") if name in value), None)
+    if arguments is None and not value.keys() <= {key, "id", "type", "tool_call_id", "arguments", "parameters"}:
         raise CallError("an object with `arguments` is needed")
     written = value.get("id")
-    return ToolCall(value[key], arguments_of(given), written if isinstance(written, str) else None)
+    return ToolCall(value[key], arguments_of(arguments), written if isinstance(written, str) else None)
 
 
 def _unquoted(text: str) -> Any:
@@ -149,10 +141,10 @@ def _known(written: str, functions: Schemas) -> str:
         CallError: it is none, or may be several.
     """
     names = (written, re.sub(r"^functions[._:/-]+", "", written))
-    found = {each for name in names for each in (name, re.sub(r"[._:/-]\d+$", "", name)) if each in functions}
-    if len(found) != 1:
-        raise CallError(f"{written[:60]!r} names {'several' if found else 'none'} of the row's functions")
-    return found.pop()
+    known = {each for name in names for each in (name, re.sub(r"[._:/-]\d+$", "", name)) if each in functions}
+    if len(known) != 1:
+        raise CallError(f"{written[:60]!r} names {'several' if known else 'none'} of the row's functions")
+    return known.pop()
 
 
 @dataclass(frozen=True)
@@ -162,40 +154,30 @@ class NamedCalls(ToolFormat):
     Attributes:
         middle: text between the name and the arguments.
         end: text behind the arguments.
-        pattern: regular expression of what is in front of the arguments, with the groups `name`, or `near` where only
-            the row's functions can tell the name, and `id` if the model writes ids.
+
+    `pattern` has the groups `name`, or `near` where only the row's functions can tell the name, and `id` if the model
+    writes ids.
     """
 
     middle: str = ""
     end: str = ""
-    pattern: str = ""
     other_ends: tuple[str, ...] = ()
     """Further texts that may be in place of `end`."""
     counted: bool = False
     """Whether a number follows the name."""
 
-    @cached_property
-    def _starts(self) -> re.Pattern[str]:
-        return re.compile(self.pattern)
-
-    def find(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.find`."""
-        return list(found_at(text, self._starts, partial(self._read, schemas)))
-
-    def _read(self, schemas: Schemas, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+    def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
         groups = match.groupdict()
         name = groups["name"].strip() if groups.get("name") else _known(groups["near"].strip(), schemas)
         value, end = read_json_at(text, match.end())
         call = ToolCall(name, arguments_of(value), groups.get("id"))
         return (call,), behind(text, end, (self.end.strip(), *self.other_ends)) if self.end else end
 
-    def text_of(self, call: ToolCall, number: int) -> str:
-        """See `ToolFormat.text_of`."""
+    def _text_of(self, call: ToolCall, number: int) -> str:
         name = f"{call.name}:{number}" if self.counted else call.name
         return f"{self.begin}{name}{self.middle}{dumps(call.arguments)}{self.end}"
 
-    def tag(self, function: Function) -> tuple[str, Format, str]:
-        """See `ToolFormat.tag`."""
+    def _tag(self, function: Function) -> tuple[str, Format, str]:
         begin, content = self.begin + check_name(function.name), json_part(function.parameters)
         if not self.counted:
             return begin + self.middle, content, self.end

@@ -23,7 +23,6 @@ from batchgen.text.calls import (
     check_name,
     constant,
     dumps,
-    found_at,
     json_part,
     read_json_at,
     sequence,
@@ -117,34 +116,30 @@ class TagCalls(ToolFormat):
         finish = rf"{end}(?:\s*{wrap})?|{wrap}" if wrap else end
         return re.compile(f"(?P<finish>{finish})|{_pattern(self.key, 'key')}")
 
-    def find(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.find`."""
-        return list(found_at(text, self._starts, partial(self._read, schemas)))
-
-    def _read(self, schemas: Schemas, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+    def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
         name, at = match["name"].strip(), skip_blanks(text, match.end())
         lines = "\n" in text[match.end() - 1 : at]
-        known, found = schemas.get(name) or {}, dict[str, Any]()
+        known, arguments = schemas.get(name) or {}, dict[str, Any]()
         if text.startswith("{", at):  # some models write the arguments as JSON
             value, at = read_json_at(text, at)
-            found, at = dict(arguments_of(value)), skip_blanks(text, at)
+            arguments, at = dict(arguments_of(value)), skip_blanks(text, at)
         while (part := self._parts.match(text, at)) is None or part["finish"] is None:
             if part is None:
                 raise CallError("an argument or the end of the call is missing")
             key = part["key"].strip()
-            if key in found:
+            if key in arguments:
                 raise CallError(f"the argument {key[:60]!r} is given twice")
-            found[key] = None  # it is given
-            value, at = self._value(text, part, lines, known, found)
+            arguments[key] = None  # it is given
+            value, at = self._value(text, part, lines, known, arguments)
             if self.padded:
                 value = value.removeprefix("\n").removesuffix("\n")
             is_text = part.groupdict().get("string") == "true" or part.groupdict().get("type") == "string"
-            found[key] = value if is_text else self._read_value(value, known.get(key, {}))
+            arguments[key] = value if is_text else self._read_value(value, known.get(key, {}))
             at = skip_blanks(text, at)
-        return (ToolCall(name, found),), part.end()
+        return (ToolCall(name, arguments),), part.end()
 
     def _value(
-        self, text: str, start: re.Match[str], lines: bool, known: Container[str], found: Container[str]
+        self, text: str, start: re.Match[str], lines: bool, known: Container[str], named: Container[str]
     ) -> tuple[str, int]:
         """The text of a value, and where its argument ends, also where the text that closes it is left out.
 
@@ -170,7 +165,7 @@ class TagCalls(ToolFormat):
             else:
                 key = part["key"].strip()
                 rest = takewhile(lambda each: each["finish"] is None, self._parts.finditer(text, end))
-                splits = key in known and key not in found and all(each["key"].strip() != key for each in rest)
+                splits = key in known and key not in named and all(each["key"].strip() != key for each in rest)
                 if at_line and (key not in known or key == start["key"].strip()):
                     raise CallError(f"{part[0][:60]!r} inside a value may begin an argument")
             if splits and (at_line or not lines):
@@ -220,8 +215,7 @@ class TagCalls(ToolFormat):
         known = property_schemas(schema)
         return {key: self._read_value(value, known.get(key, {})) for key, value in pairs}
 
-    def text_of(self, call: ToolCall, number: int) -> str:
-        """See `ToolFormat.text_of`."""
+    def _text_of(self, call: ToolCall, number: int) -> str:
         pairs = [
             key_text(self.key, key, {"const": value})
             + (value if isinstance(value, str) else dumps(value))
@@ -233,8 +227,7 @@ class TagCalls(ToolFormat):
     def _begin(self, name: str) -> str:
         return self.wrap[0] + self.begin.format(name, number=1)
 
-    def tag(self, function: Function) -> tuple[str, Format, str]:
-        """See `ToolFormat.tag`."""
+    def _tag(self, function: Function) -> tuple[str, Format, str]:
         values = Values(partial(raw_string, self.close.partition("{}")[0].strip(), ""))
         content = values.object(_checked(function), self.key, self.close)
         return self._begin(check_name(function.name)), content or sequence(), self.end + self.wrap[1]
@@ -256,48 +249,38 @@ class PythonCalls(ToolFormat):
     """Calls as Python writes them, with named arguments.
 
     Attributes:
-        pattern: regular expression of what is in front of all calls.
-        finish: regular expression of what is behind them.
+        finish: regular expression of what is behind all calls.
     """
 
-    pattern: str = ""
     finish: str = ""
 
-    @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        return re.compile(self.pattern), re.compile(self.finish)
-
-    def find(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.find`."""
-        calls = found_at(text, self._patterns[0], self._read)
+    def _find(self, text: str, schemas: Schemas) -> list[Span]:
         if not self.whole:
-            return list(calls)
+            return super()._find(text, schemas)
         # A list may be a part of an answer, or call nothing that the row describes.
-        begin = self._patterns[0].match(text, skip_blanks(text, 0))
+        begin = self._starts.match(text, skip_blanks(text, 0))
         name = None if begin is None else _CALL.match(text, begin.end())
         if begin is None or name is None or name[1] not in schemas:
             return []
-        first = next(calls)
+        first = next(self._at_starts(text, schemas))
         if first.calls and skip_blanks(text, first.end) < len(text):
             return [Span(begin.start(), begin.end(), error="text follows the calls")]
         return [first]
 
-    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+    def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
         at, calls = match.end(), list[ToolCall]()
         while (named := _CALL.match(text, at)) is not None:
             arguments, at = LITERALS.pairs(text, named.end(), ")", "=")
             calls.append(ToolCall(named[1], arguments))
-        finish = self._patterns[1].match(text, at)
+        finish = re.compile(self.finish).match(text, at)
         if not calls or finish is None:
             raise CallError("the end of the calls is missing" if calls else "a call is missing")
         return tuple(calls), finish.end()
 
-    def text_of(self, call: ToolCall, number: int) -> str:
-        """See `ToolFormat.text_of`."""
+    def _text_of(self, call: ToolCall, number: int) -> str:
         return f"{call.name}({', '.join(f'{key}={_python(value)}' for key, value in call.arguments.items())})"
 
-    def tag(self, function: Function) -> tuple[str, Format, str]:
-        """See `ToolFormat.tag`."""
+    def _tag(self, function: Function) -> tuple[str, Format, str]:
         values = Values(python_string, ("True", "False", "None"))
         content = values.object(_checked(function), "{}=", comma=", ")
         return f"{check_name(function.name)}(", content or sequence(), ")"
@@ -323,16 +306,11 @@ class GemmaCalls(ToolFormat):
     def _starts(self) -> re.Pattern[str]:
         return re.compile(re.escape(self.begin) + r"\s*(?P<name>[\w.:/-]+)\s*\{")
 
-    def find(self, text: str, schemas: Schemas) -> list[Span]:
-        """See `ToolFormat.find`."""
-        return list(found_at(text, self._starts, self._read))
-
-    def _read(self, text: str, match: re.Match[str]) -> tuple[tuple[ToolCall, ...], int]:
+    def _read(self, text: str, match: re.Match[str], schemas: Schemas) -> tuple[tuple[ToolCall, ...], int]:
         arguments, at = Literals(self.quote).pairs(text, match.end(), "}", ":")
         return (ToolCall(match["name"], arguments),), behind(text, at, (self.end,))
 
-    def text_of(self, call: ToolCall, number: int) -> str:
-        """See `ToolFormat.text_of`."""
+    def _text_of(self, call: ToolCall, number: int) -> str:
         return f"{self.begin}{call.name}{self._written(call.arguments)}{self.end}"
 
     def _written(self, value: Any) -> str:
@@ -344,8 +322,7 @@ class GemmaCalls(ToolFormat):
             return f"[{','.join(map(self._written, value))}]"
         return dumps(value)
 
-    def tag(self, function: Function) -> tuple[str, Format, str]:
-        """See `ToolFormat.tag`."""
+    def _tag(self, function: Function) -> tuple[str, Format, str]:
         values = Values(partial(raw_string, self.quote, self.quote), nested=True)
         content = values.object(_checked(function), "{}:", comma=",")
         return f"{self.begin}{check_name(function.name)}{{", content or sequence(), f"}}{self.end}"

@@ -24,8 +24,7 @@ from batchgen.request.printable import encodable
 from batchgen.text.calls import Schemas, Span, ToolCall, ToolFormat
 from batchgen.text.tokens.detokenize import Detokenizer
 from batchgen.text.tokens.tokenizer import Tokenizer
-from batchgen.text.tools.formats import FORMATS
-from batchgen.text.tools.response_template import TemplateCalls
+from batchgen.text.tools.formats import FORMATS, TemplateCalls
 
 _LETTERS: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ID_LENGTH: Final = 24
@@ -65,12 +64,12 @@ class CallParser(NamedTuple):
         """The calls of an answer whose text, calls included, is `text`."""
         spans = self.format.spans(shown.text, self.schemas)
         error = next((encodable(span.error) for span in spans if span.error), None)
-        found = [_with_surroundings(shown.text, span, self.format.around) for span in spans if span.calls]
-        if not found:
+        placed = [_with_surroundings(shown.text, span, self.format.around) for span in spans if span.calls]
+        if not placed:
             return ParsedAnswer(text, (), error)
-        calls = [call for span in found for call in span.calls]
-        ends = [0, *(span.end for span in found)]
-        begins = [*(span.begin for span in found), len(shown.text)]
+        calls = [call for span in placed for call in span.calls]
+        ends = [0, *(span.end for span in placed)]
+        begins = [*(span.begin for span in placed), len(shown.text)]
         pieces = [shown.visible(begin, end).strip() for begin, end in zip(ends, begins, strict=True)]
         return ParsedAnswer("\n".join(filter(None, pieces)), tuple(calls if self.parallel else calls[:1]), error)
 
@@ -143,7 +142,7 @@ def calls_json(calls: Sequence[ToolCall], prompt_ids: Any, sample_index: int, id
         id_length: length of ids that the model has not written; None: OpenAI's.
     """
     digest = hashlib.blake2b(np.asarray(prompt_ids, np.int32).tobytes(), digest_size=16)
-    found: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
     taken: set[str] = set()
     for number, call in enumerate(calls):
         name = call.id
@@ -151,8 +150,8 @@ def calls_json(calls: Sequence[ToolCall], prompt_ids: Any, sample_index: int, id
             name = _id(digest.digest(), sample_index, number, id_length)
         taken.add(name)
         arguments = _dumps(call.arguments)
-        found.append({"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}})
-    return _dumps(found)
+        listed.append({"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+    return _dumps(listed)
 
 
 def _id(prompt: bytes, sample_index: int, number: int, length: int | None) -> str:

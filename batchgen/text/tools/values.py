@@ -53,12 +53,12 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
             break
-        found: Any = root
+        part: Any = root
         for step in filter(None, reference[1:].split("/")):
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
+            part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping):
             break
-        schema = {**_definitions(root), **found}
+        schema = {**_definitions(root), **part}
     return schema
 
 
@@ -67,15 +67,15 @@ def types_of(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset()
     schema = resolved(schema, schema)
-    given = schema.get("type")
-    found = [given] if isinstance(given, str) else [name for name in _list_of(given) if isinstance(name, str)]
-    if not found:
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else [name for name in _list_of(named) if isinstance(name, str)]
+    if not names:
         for value in [schema["const"]] if "const" in schema else _list_of(schema.get("enum")):
-            found += [name for name in _PYTHON_TYPES if _is(value, name)]
+            names += [name for name in _PYTHON_TYPES if _is(value, name)]
     branches = [types_of({**_definitions(schema), **each}) for each in _branches(schema)]
-    if not found and branches and all(branches):
+    if not names and branches and all(branches):
         return frozenset().union(*branches)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def key_text(text: str, name: str, schema: Any) -> str:
@@ -155,12 +155,12 @@ class Literals(NamedTuple):
         return _scalar(text, at)
 
     def _items(self, text: str, at: int, close: str, depth: int) -> tuple[list[Any], int]:
-        found: list[Any] = []
+        items: list[Any] = []
         while not text.startswith(close, at := skip_blanks(text, at)):
             value, at = self.read(text, at, depth + 1)
-            found.append(value)
+            items.append(value)
             at = _comma(text, at, close)
-        return found, at + len(close)
+        return items, at + len(close)
 
     def pairs(self, text: str, at: int, close: str, between: str, depth: int = 0) -> tuple[dict[str, Any], int]:
         """Keys and values up to `close`, and where they end; `between`: what is between a key and its value.
@@ -168,17 +168,17 @@ class Literals(NamedTuple):
         Raises:
             CallError: there are none.
         """
-        found: dict[str, Any] = {}
+        pairs: dict[str, Any] = {}
         while not text.startswith(close, at := skip_blanks(text, at)):
             key, at = self._key(text, at, between)
-            if key in found:
+            if key in pairs:
                 raise CallError(f"the argument {key[:60]!r} is given twice")
             at = skip_blanks(text, at)
             if not text.startswith(between, at):
                 raise CallError(f"{between!r} does not follow {key[:60]!r}")
-            found[key], at = self.read(text, at + len(between), depth + 1)
+            pairs[key], at = self.read(text, at + len(between), depth + 1)
             at = _comma(text, at, close)
-        return found, at + len(close)
+        return pairs, at + len(close)
 
     def _key(self, text: str, at: int, between: str) -> tuple[str, int]:
         if text[at : at + 1] in ("'", '"') or (self.quote is not None and text.startswith(self.quote, at)):

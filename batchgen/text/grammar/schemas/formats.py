@@ -91,14 +91,14 @@ def _is_date(text: str) -> bool:
 
 
 def _is_time(text: str) -> bool:
-    found = re.fullmatch(r"(\d\d):(\d\d):(\d\d)(?:\.\d+)?(?:[Zz]|([+-])(\d\d):(\d\d))", text, re.ASCII)
-    if found is None:
+    parts = re.fullmatch(r"(\d\d):(\d\d):(\d\d)(?:\.\d+)?(?:[Zz]|([+-])(\d\d):(\d\d))", text, re.ASCII)
+    if parts is None:
         return False
-    hour, minute, second = (int(found[i]) for i in (1, 2, 3))
-    ahead_hour, ahead_minute = int(found[5] or 0), int(found[6] or 0)
+    hour, minute, second = (int(parts[i]) for i in (1, 2, 3))
+    ahead_hour, ahead_minute = int(parts[5] or 0), int(parts[6] or 0)
     if hour > 23 or minute > 59 or second > 60 or ahead_hour > 23 or ahead_minute > 59:
         return False
-    ahead = (ahead_hour * 60 + ahead_minute) * (-1 if found[4] == "-" else 1)
+    ahead = (ahead_hour * 60 + ahead_minute) * (-1 if parts[4] == "-" else 1)
     return second < 60 or (hour * 60 + minute - ahead) % 1440 == 1439  # a leap second ends a day of UTC
 
 
@@ -176,9 +176,9 @@ _PARTS = re.compile(r"(?:([^:/?#]+):)?(?://([^/?#]*))?([^?#]*)(?:\?([^#]*))?(?:#
 
 def _is_reference(text: str, *, absolute: bool = False, wide: bool = False) -> bool:
     """Whether `text` is a URI reference, or an IRI reference if `wide`; `absolute`: it must have a scheme."""
-    found = _PARTS.fullmatch(text)
-    assert found is not None, "every part may be empty"
-    scheme, authority, path, query, fragment = found.groups()
+    parts = _PARTS.fullmatch(text)
+    assert parts is not None, "every part may be empty"
+    scheme, authority, path, query, fragment = parts.groups()
     if scheme is None and (absolute or ":" in path.split("/")[0]):
         return False
     if scheme is not None and re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme, re.IGNORECASE | re.ASCII) is None:
@@ -192,10 +192,10 @@ def _is_reference(text: str, *, absolute: bool = False, wide: bool = False) -> b
 
 def _is_authority(text: str, whole: re.Pattern[str]) -> bool:
     user, _, rest = text.rpartition("@")
-    found = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(?::\d*)?", rest, re.ASCII)
-    if found is None or "@" in user or "/" in text or whole.fullmatch(user) is None:
+    parts = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(?::\d*)?", rest, re.ASCII)
+    if parts is None or "@" in user or "/" in text or whole.fullmatch(user) is None:
         return False
-    host = found[1]
+    host = parts[1]
     if host[:1] != "[":
         return whole.fullmatch(host) is not None
     future = re.fullmatch(r"v[0-9a-f]+\.[\w.~!$&'()*+,;=:-]+", host[1:-1], re.IGNORECASE | re.ASCII)
@@ -216,8 +216,8 @@ def _is_pointer(text: str) -> bool:
 
 
 def _is_relative_pointer(text: str) -> bool:
-    found = re.fullmatch(r"(?:0|[1-9]\d*)(#|.*)", text, re.ASCII | re.DOTALL)
-    return found is not None and (found[1] == "#" or _is_pointer(found[1]))
+    parts = re.fullmatch(r"(?:0|[1-9]\d*)(#|.*)", text, re.ASCII | re.DOTALL)
+    return parts is not None and (parts[1] == "#" or _is_pointer(parts[1]))
 
 
 def _is_regex(text: str) -> bool:
@@ -230,10 +230,10 @@ def _is_regex(text: str) -> bool:
 
 
 def _is_uuid(text: str, version: str = "") -> bool:
-    found = re.fullmatch(
+    parts = re.fullmatch(
         r"[0-9a-f]{8}-[0-9a-f]{4}-([0-9a-f])[0-9a-f]{3}-([0-9a-f])[0-9a-f]{3}-[0-9a-f]{12}", text.lower()
     )
-    return found is not None and (not version or (found[1] == version and found[2] in "89ab"))
+    return parts is not None and (not version or (parts[1] == version and parts[2] in "89ab"))
 
 
 def _is_base64(text: str, letters: bytes) -> bool:

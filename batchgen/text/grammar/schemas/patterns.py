@@ -128,17 +128,15 @@ def has_one_reading(pattern: str) -> bool:
 def _refuse_other_readings(pattern: str, *, is_schema: bool) -> None:
     """Refuse classes that Python, ECMA-262 or the POSIX tools read as different things."""
     for part in _PART.finditer(pattern):
-        found = part["set"]
-        if found is None:
+        text = part["set"]
+        if text is None:
             continue
-        if re.search(r"\[[:.=]", found[1:]):
-            raise PatternError(
-                f"uses {found}], which is read in different ways; write the characters, such as [A-Za-z]"
-            )
-        if re.search(r"&&|~~|\|\||(?<!\[)--(?!\])", found):
-            raise PatternError(f"uses the class {found}, which is read in different ways; write each character once")
-        if is_schema and found[1:].removeprefix("^")[:1] == "]":
-            raise PatternError(f"uses the class {found}, which is read in different ways; write the first ] as \\]")
+        if re.search(r"\[[:.=]", text[1:]):
+            raise PatternError(f"uses {text}], which is read in different ways; write the characters, such as [A-Za-z]")
+        if re.search(r"&&|~~|\|\||(?<!\[)--(?!\])", text):
+            raise PatternError(f"uses the class {text}, which is read in different ways; write each character once")
+        if is_schema and text[1:].removeprefix("^")[:1] == "]":
+            raise PatternError(f"uses the class {text}, which is read in different ways; write the first ] as \\]")
 
 
 def _open_end(parsed: Any) -> int | None:
@@ -157,8 +155,8 @@ def _anchored(items: list[tuple[Any, Any]], end: int) -> int:
     if op is sre.SUBPATTERN:
         return _anchored(list(argument[3]), end)
     if op is sre.BRANCH:
-        found = {_anchored(list(branch), end) for branch in argument[1]}
-        return found.pop() if len(found) == 1 else 1
+        kinds = {_anchored(list(branch), end) for branch in argument[1]}
+        return kinds.pop() if len(kinds) == 1 else 1
     return 0
 
 
@@ -263,15 +261,15 @@ def _escape_range(span: tuple[int, int]) -> str:
 def _class_ranges(items: list[tuple[Any, Any]]) -> Ranges:
     """Code points of a bracketed class. In a negated class every category has its wider meaning."""
     negated = bool(items) and items[0][0] is sre.NEGATE
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for op, argument in items[1:] if negated else items:
         if op is sre.LITERAL:
-            found.append((argument, argument))
+            spans.append((argument, argument))
         elif op is sre.RANGE:
-            found.append(argument)
+            spans.append(argument)
         else:
-            found += _category_ranges(argument, wide=negated)
-    ranges = _union(found)
+            spans += _category_ranges(argument, wide=negated)
+    ranges = _union(spans)
     return _complement(ranges) if negated else ranges
 
 

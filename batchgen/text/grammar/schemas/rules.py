@@ -53,10 +53,10 @@ def can_end(grammar: str) -> bool:
 
 def grown(rules: Mapping[str, _Body], holds: Callable[[_Body, set[str]], bool]) -> set[str]:
     """Names of the rules of which something holds, given those of which it is known already."""
-    found: set[str] = set()
-    while more := {name for name, body in rules.items() if name not in found and holds(body, found)}:
-        found |= more
-    return found
+    known: set[str] = set()
+    while more := {name for name, body in rules.items() if name not in known and holds(body, known)}:
+        known |= more
+    return known
 
 
 def reaches_itself(name: str, following: Callable[[str], Iterable[str]]) -> bool:
@@ -121,28 +121,28 @@ class _RuleParser:
         self._position = 0
 
     def choices(self) -> list[list[_Element]]:
-        found: list[list[_Element]] = [[]]
+        choices: list[list[_Element]] = [[]]
         while self._position < len(self._tokens):
             kind, word = self._tokens[self._position]
             self._position += 1
             if word == ")":
                 break
             if word == "|":
-                found.append([])
+                choices.append([])
             elif kind == "ahead":
                 self.choices()
             elif kind == "call":
                 self._skip()
-                found[-1].append(("text", None, False))
+                choices[-1].append(("text", None, False))
             elif word == "(":
                 inner = self.choices()
-                found[-1].append(("group", inner, self._optional()))
+                choices[-1].append(("group", inner, self._optional()))
             elif kind == "name":
-                found[-1].append(("rule", word, self._optional()))
+                choices[-1].append(("rule", word, self._optional()))
             else:
                 nothing = word in ('""',) or word.endswith("]*")
-                found[-1].append(("text", None, nothing or self._optional()))
-        return found
+                choices[-1].append(("text", None, nothing or self._optional()))
+        return choices
 
     def _optional(self) -> bool:
         """Whether a following count or sign makes the element optional; it is consumed."""

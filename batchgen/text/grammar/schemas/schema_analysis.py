@@ -20,12 +20,12 @@ def any_of(branches: list[Any]) -> Any:
 
 def items_of(schema: Json) -> tuple[list[Any], Any, str]:
     """Schemas of an array's first items, schema of all other items (None if not given), and keyword of the latter."""
-    given = schema.get("items")
-    if isinstance(given, list):  # drafts before 2020-12
-        return given, schema.get("additionalItems"), "additionalItems"
+    items = schema.get("items")
+    if isinstance(items, list):  # drafts before 2020-12
+        return items, schema.get("additionalItems"), "additionalItems"
     first = schema.get("prefixItems", [])
-    if given is not None:
-        return first, given, "items"
+    if items is not None:
+        return first, items, "items"
     return first, schema.get("unevaluatedItems"), "unevaluatedItems"
 
 
@@ -39,24 +39,25 @@ def additional_properties_of(schema: Json) -> tuple[Any, str]:
 
 def bounds_of(schema: Json) -> tuple[tuple[float, bool], tuple[float, bool]]:
     """((minimum, exclusive), (maximum, exclusive)); infinite where no bound is given."""
-    found: list[tuple[float, bool]] = []
+    bounds: list[tuple[float, bool]] = []
     for name, sign in (("inimum", 1), ("aximum", -1)):
         plain = schema.get("m" + name)
         exclusive = schema.get("exclusiveM" + name)
         draft4 = isinstance(exclusive, bool)
-        given: list[Any] = [(plain, exclusive)] if draft4 else [(plain, False), (exclusive, True)]
-        known = [(value, strict) for value, strict in given if value is not None]
+        both: list[Any] = [(plain, exclusive)] if draft4 else [(plain, False), (exclusive, True)]
+        known = [(value, strict) for value, strict in both if value is not None]
         # The stricter of the two: the larger minimum, the smaller maximum; if equal, the exclusive one.
-        found.append(max(known, key=lambda pair: (sign * pair[0], pair[1]), default=(-sign * math.inf, False)))
+        bounds.append(max(known, key=lambda pair: (sign * pair[0], pair[1]), default=(-sign * math.inf, False)))
     if schema.get("type") == "integer" and schema.get("format") in INTEGER_FORMATS:
         least, most = INTEGER_FORMATS[schema["format"]]
         # The outermost of 64 bits are left out, since xgrammar cannot have them as bounds.
-        found[0] = max(found[0], (max(least, 2 - 2**63), False))
-        found[1] = min(found[1], (min(most, 2**63 - 2), False), key=lambda pair: (pair[0], not pair[1]))
-    return found[0], found[1]
+        bounds[0] = max(bounds[0], (max(least, 2 - 2**63), False))
+        bounds[1] = min(bounds[1], (min(most, 2**63 - 2), False), key=lambda pair: (pair[0], not pair[1]))
+    return bounds[0], bounds[1]
 
 
-_INT64 = (-(2**63), 2**63 - 1)
+INT64 = (-(2**63), 2**63 - 1)
+"""Least and greatest integer that xgrammar knows."""
 _MAX_PROOF_STEPS = 8
 """Most nested steps of a proof."""
 
@@ -73,7 +74,7 @@ def valid_values(schema: Schema, part: Json) -> list[Any]:
 def fits_int64(value: Any) -> bool:
     """Whether all integers in `value` fit 64 bits, as the grammar compiler requires."""
     if type(value) is int:
-        return _INT64[0] <= value <= _INT64[1]
+        return INT64[0] <= value <= INT64[1]
     if type(value) is list:
         return all(map(fits_int64, value))
     return all(map(fits_int64, value.values())) if type(value) is dict else True
@@ -149,8 +150,8 @@ class _DisjointnessProof:
         if "enum" in made:
             return not any(self._schema.satisfies(value, other) for value in made["enum"])
         if "$ref" in other:
-            found = self._schema.resolve(other["$ref"])
-            return found is not None and self.excludes(found, made, depth - 1)
+            target = self._schema.resolve(other["$ref"])
+            return target is not None and self.excludes(target, made, depth - 1)
         for key in ("anyOf", "oneOf"):
             if key in other and all(self.excludes(branch, made, depth - 1) for branch in other[key]):
                 return True

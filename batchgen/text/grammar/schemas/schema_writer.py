@@ -67,10 +67,10 @@ class SchemaWriter(ABC):
         root = self._any(self._schema.root, "#")
         while self._pending:
             target, is_part = key = self._pending.pop()
-            found = self._schema.resolve(target)
-            if found is None:
+            part = self._schema.resolve(target)
+            if part is None:
                 raise self._invalid("#", f"`$ref` names {target[:200]}, which does not exist")
-            self._defs[self._names[key]] = self._any(found, target, is_part=is_part)
+            self._defs[self._names[key]] = self._any(part, target, is_part=is_part)
         if ("#", False) in self._names:
             self._defs[self._names["#", False]] = root
             root = {"$ref": f"#/$defs/{self._names['#', False]}"}
@@ -114,12 +114,9 @@ class SchemaWriter(ABC):
             near = get_close_matches(key.lower(), [known.lower() for known in ASSERTIONS], 1, 0.8)
             hint = next((f"; did you mean `{known}`?" for known in ASSERTIONS if [known.lower()] == near), "")
             self._unsupported(path, key, f"nothing here knows or checks it{hint}")
-        for key in UNSUPPORTED_KEYWORDS:
-            if key in schema:
-                self._unsupported(path, key, "grammars cannot express it")
-        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            if schema.get(key):
-                self._unsupported(path, key, "grammars cannot express it")
+        dependent = (key for key in ("dependentRequired", "dependentSchemas", "dependencies") if schema.get(key))
+        for key in (*(key for key in UNSUPPORTED_KEYWORDS if key in schema), *dependent):
+            self._unsupported(path, key, "grammars cannot express it")
         if schema.get("uniqueItems", False) is not False and schema.get("maxItems", 2) > 1:
             self._unsupported(path, "uniqueItems", "grammars cannot compare items")
         if "contains" in schema:
@@ -160,16 +157,16 @@ class SchemaWriter(ABC):
 
     def _patterns_of(self, schema: Json, path: str) -> dict[str, str]:
         """`pattern` and `format` of strings -> a pattern as it is given, or that describes the format."""
-        found: dict[str, str] = {}
+        patterns: dict[str, str] = {}
         named: Any = schema.get("format")
         if named in FORMATS and FORMATS[named].pattern is not None:
-            found["format"] = FORMATS[named].pattern or ""
+            patterns["format"] = FORMATS[named].pattern or ""
         elif named in FORMATS or (named is not None and not is_known_format(schema)):
             problem = f"no grammar for {named} is known" if named in FORMATS else f"the format {named!r} is unknown"
             self._unsupported(path, "format", problem)
         if "pattern" in schema and schema["pattern"] != IMPLIED_PATTERNS.get(named):
-            found["pattern"] = schema["pattern"]
-        return found
+            patterns["pattern"] = schema["pattern"]
+        return patterns
 
     def _explicit(self, pattern: str, key: str, path: str) -> str | None:
         """`pattern` for a grammar; None if a lenient translation leaves it out."""

@@ -30,13 +30,12 @@ from batchgen.text.grammar.schemas.keywords import (
     Json,
 )
 from batchgen.text.grammar.schemas.patterns import explicit_pattern, pattern_width
-from batchgen.text.grammar.schemas.schema_analysis import additional_properties_of, any_of, bounds_of, items_of
+from batchgen.text.grammar.schemas.schema_analysis import INT64, additional_properties_of, any_of, bounds_of, items_of
 from batchgen.text.grammar.schemas.schema_writer import SchemaWriter
 from batchgen.text.grammar.schemas.validation import Schema, pattern_found
 
 TAG_FIELDS = ("structural_tag", "tools")
 """Fields whose schemas become parts of structural tags."""
-_INT64 = (-(2**63), 2**63 - 1)
 _NUMBER_LIMIT = 1e15
 _DECIMALS = 6
 """Decimals to which xgrammar enforces the bounds of numbers."""
@@ -100,7 +99,7 @@ class XgrammarWriter(SchemaWriter):
         if high[0] != math.inf:
             written["maximum"] = math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
         for key in ("minimum", "maximum"):
-            if key in written and not _INT64[0] < written[key] < _INT64[1]:
+            if key in written and not INT64[0] < written[key] < INT64[1]:
                 self._unsupported(path, key, "it does not fit 64 bits")
                 del written[key]
         if written.get("minimum", -math.inf) > written.get("maximum", math.inf):
@@ -128,10 +127,10 @@ class XgrammarWriter(SchemaWriter):
         low, high = int(schema.get("minLength", 0)), schema.get("maxLength")
         if high is not None and low > high:
             return False
-        given = self._patterns_of(schema, path)
-        if len(given) == 2:
+        patterns = self._patterns_of(schema, path)
+        if len(patterns) == 2:
             self._unsupported(path, "pattern", "it occurs with `format`, and only one of the two can be enforced")
-        for key, pattern in given.items():
+        for key, pattern in patterns.items():
             explicit = self._explicit(pattern, key, path)
             if explicit is None:
                 break

@@ -11,7 +11,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -60,16 +59,7 @@ class _Budget:
 
 
 _budget: ContextVar[_Budget] = ContextVar("_budget")
-
-
-@contextmanager
-def _bounded() -> Iterator[_Budget]:
-    """The budget of one text's check."""
-    token = _budget.set(found := _Budget())
-    try:
-        yield found
-    finally:
-        _budget.reset(token)
+"""The budget of the text that is checked."""
 
 
 def _format_checker() -> jsonschema.FormatChecker:
@@ -85,12 +75,12 @@ def _format_checker() -> jsonschema.FormatChecker:
 _FORMAT_CHECKER = _format_checker()
 
 
-def pattern_found(pattern: str, text: str, *, on_failure: bool = True) -> bool:
-    """Whether `pattern` matches somewhere in `text`; `on_failure` if the search times out or the pattern is invalid."""
+def pattern_found(pattern: str, text: str) -> bool:
+    """Whether `pattern` matches somewhere in `text`; true if the search times out or the pattern is invalid."""
     try:
         return regex.search(_judged(pattern), text, timeout=CHECK_SECONDS) is not None
     except (TimeoutError, regex.error):
-        return on_failure
+        return True
 
 
 def matches_whole(pattern: str, text: str) -> bool | None:
@@ -161,16 +151,11 @@ class Schema:
     def resolve(self, target: str) -> Any:
         """Subschema that a `$ref` such as `#/$defs/a` names; None if it does not exist."""
         try:
-            found = (
-                referencing.Registry()
-                .with_resource("", referencing.Resource.opaque(self.root))
-                .resolver()
-                .lookup(target)
-                .contents
-            )
+            registry = referencing.Registry().with_resource("", referencing.Resource.opaque(self.root))
+            part = registry.resolver().lookup(target).contents
         except (referencing.exceptions.Unresolvable, ValueError, KeyError, IndexError, TypeError):
             return None
-        return found if type(found) in (dict, bool) else None
+        return part if type(part) in (dict, bool) else None
 
     def satisfies(self, value: Any, schema: Any = None) -> bool:
         """Whether `value` is valid under the whole schema, or under its part `schema`; False if that is unknown."""
@@ -192,11 +177,13 @@ class Schema:
         return None if verdict and self._unchecked else verdict
 
     def _verdict(self, value: Any, validator: Any) -> bool | None:
+        token = _budget.set(_Budget())
         try:
-            with _bounded():
-                return bool(validator.is_valid(value))
+            return bool(validator.is_valid(value))
         except (referencing.exceptions.Unresolvable, RecursionError, ArithmeticError, _OverBudget):
             return None
+        finally:
+            _budget.reset(token)
 
 
 @cache
