@@ -8,7 +8,7 @@ from statistics import NormalDist
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.gguf.families import gguf_family
+from batchgen.gguf.family import gguf_family
 from batchgen.gguf.header import GgufHeader
 from batchgen.gguf.metadata import Metadata, decimal
 
@@ -273,10 +273,10 @@ def _mistral3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         rope |= {"mscale": scale, "mscale_all_dim": scale}
     beta = read.number("attention.temperature_scale", 0.0)
     if not beta:
-        return {"model_type": "mistral", "rope_parameters": rope}
+        return {"model_type": "mistral", "rope_parameters": rope, "sliding_window": None}
     if rope["rope_type"] != "yarn":
         raise read.wrong("rope.scaling.type", "yarn")
-    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}, "sliding_window": None}
 
 
 def _gemma3n(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

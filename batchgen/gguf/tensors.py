@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from batchgen.errors import ModelError
-from batchgen.gguf.families import gguf_family
-from batchgen.gguf.family import IGNORED, LAYER_NAMES, TOP_NAMES, Assembly, Family
+from batchgen.gguf.family import IGNORED, Assembly, Family, gguf_family
 from batchgen.gguf.header import GgufHeader, TensorEntry
 
 _NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:nextn\.)?\w+)\.(weight|bias|scale|input_scale)")
@@ -243,11 +242,11 @@ def _assembled(
 def _targets(family: Family, layers: int, layer: str | None, part: str, suffix: str) -> tuple[str, ...]:
     """Names of what a tensor is in the checkpoint, one below the other; none if the model has none."""
     if layer is None:
-        stem = {**TOP_NAMES, **family.top_names}.get(part)
+        stem = family.top_names.get(part)
         return () if stem is None else (f"{stem}.{suffix}",)
     if int(layer) >= layers:
         return ()
-    names = {**LAYER_NAMES, **family.names}
+    names = family.names
     one = names.get(f"{part}.{suffix}", names.get(part) if suffix != "scale" else None)
     known = family.splits.get(part) or ((one,) if one is not None else ())
     if part == "ffn_gate_up_exps" and not known:  # the converter joins them on request
