@@ -19,15 +19,14 @@ from batchgen.errors import ModelError
 from batchgen.gguf.config import gguf_config
 from batchgen.gguf.header import read_gguf
 from batchgen.gguf.tensors import GgufForm, HubTensor, hub_tensors
+from batchgen.models.checkpoint.file_hashes import FileStamp
+from batchgen.models.checkpoint.model_files import find_weight_files, foreign_form, resolve_model, unread_note
 from batchgen.models.checkpoint.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.checkpoint.pickled_weights import read_pickle_header
 from batchgen.models.checkpoint.quant_format import QuantFormat, find_quant_format
 from batchgen.models.checkpoint.quantized_formats import PlainTensors, plain_tensors
 from batchgen.models.checkpoint.quantized_tensors import AssembledTensor, StoredTensor
 from batchgen.models.checkpoint.safetensors_header import TensorInfo, read_header
-from batchgen.models.checkpoint.weight_files import find_weight_files, foreign_form, unread_note
-from batchgen.models.file_hashes import FileStamp
-from batchgen.models.hub import resolve_model
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
 
 TYPE_ALIASES: Final = {"kimi_k2": "deepseek_v3"}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.models.checkpoint.file_hashes import FileStamp, unreadable
 from batchgen.models.checkpoint.safetensors_header import TensorInfo
-from batchgen.models.file_hashes import FileStamp, unreadable
 
 PICKLE: Final = "pytorch_model.bin"
 PICKLE_INDEX: Final = "pytorch_model.bin.index.json"

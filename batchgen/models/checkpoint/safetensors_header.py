@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, Final, Protocol
 
 from batchgen.errors import ModelError
-from batchgen.models.file_hashes import FileStamp, unreadable
+from batchgen.models.checkpoint.file_hashes import FileStamp, unreadable
 from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 DTYPE_BYTES: Final[dict[str, float]] = {

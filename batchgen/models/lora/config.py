@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.models.checkpoint.file_hashes import FileStamp
 from batchgen.models.checkpoint.safetensors_header import TensorInfo, read_header
 from batchgen.models.checkpoint.text_part import unscoped
-from batchgen.models.file_hashes import FileStamp
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_json, typed
 
 NamePath = tuple[str, str]
