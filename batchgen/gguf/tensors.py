@@ -103,7 +103,7 @@ def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubT
     unreadable = {entry.kind for entry in header.tensors.values()}
     unreadable = {kind for kind in unreadable if not can_dequantise(kind)}
     scales = _scales(header, family)
-    found: dict[str, HubTensor] = {}
+    tensors: dict[str, HubTensor] = {}
     parts: dict[tuple[str, str], dict[str, tuple[TensorEntry, GgufForm]]] = {}
     for name, entry in header.tensors.items():
         match = _NAME.fullmatch(name)
@@ -142,25 +142,25 @@ def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubT
         held = {
             key: held for target, rows in _shares(targets, sizes) for key, held in _slices(target, entry, forms, rows)
         }
-        if double := found.keys() & held.keys():
+        if double := tensors.keys() & held.keys():
             raise ModelError(f"{header.path} holds {min(double)} under two names, {name[:80]} and another.")
-        found |= held
-    found |= dict(_listed(header, family, config["num_hidden_layers"]))
+        tensors |= held
+    tensors |= dict(_listed(header, family, config["num_hidden_layers"]))
     for (prefix, stem), stored in parts.items():
-        found[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem)
-    return found
+        tensors[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem)
+    return tensors
 
 
 def _scales(header: GgufHeader, family: Family) -> dict[str, list[float]]:
     """Scales of whole weights, by their own names: one number, or one for each expert."""
-    found: dict[str, list[float]] = {}
+    scales: dict[str, list[float]] = {}
     for name, entry in header.tensors.items():
         base = name.removesuffix(".scale")
         if base == name or name.split(".", 2)[-1] in family.names:  # the model's own
             continue
         if f"{base}.weight" in header.tensors:
-            found[name] = read_factors(header, name, entry)
-    return found
+            scales[name] = read_factors(header, name, entry)
+    return scales
 
 
 def read_factors(header: GgufHeader, name: str, entry: TensorEntry) -> list[float]:

@@ -156,28 +156,28 @@ class _Vocabulary:
         return self.header.metadata.get(f"tokenizer.ggml.{key}")
 
     def _list(self, key: str, kind: type, size: int | None = None) -> list[Any] | None:
-        found = self.value(key)
-        if found is None:
+        entries = self.value(key)
+        if entries is None:
             return None
-        if not isinstance(found, list | memoryview) or any(type(each) is not kind for each in found):
+        if not isinstance(entries, list | memoryview) or any(type(each) is not kind for each in entries):
             raise self.error(f"has a list tokenizer.ggml.{key} with other entries than {kind.__name__}")
-        if size is not None and len(found) != size:
-            raise self.error(f"has {len(found)} entries in tokenizer.ggml.{key} for {size} tokens")
-        return list(found)
+        if size is not None and len(entries) != size:
+            raise self.error(f"has {len(entries)} entries in tokenizer.ggml.{key} for {size} tokens")
+        return list(entries)
 
     def special_id(self, role: str, default: int | None = None) -> int | None:
         """Id of a special token that the vocabulary has; None for none."""
-        found = self.value(f"{role}_token_id")
-        found = default if found is None else found
-        return found if type(found) is int and 0 <= found < len(self.tokens) else None
+        token_id = self.value(f"{role}_token_id")
+        token_id = default if token_id is None else token_id
+        return token_id if type(token_id) is int and 0 <= token_id < len(self.tokens) else None
 
     def ids(self) -> dict[str, int]:
         """Token -> id, without the tokens that only pad the vocabulary to the size of the embedding."""
-        found: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
             if kind != _UNUSED or token != f"[PAD{i}]":
-                found.setdefault(token, i)
-        return found
+                ids.setdefault(token, i)
+        return ids
 
     def error(self, reason: str) -> ModelError:
         """An error of the file's tokenizer."""
@@ -205,9 +205,9 @@ def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
         raise vocabulary.error(f"is of the kind {str(kind)[:40]!r}, which is not supported")
     _add_tokens(backend, vocabulary, kind)
     special = {
-        name: vocabulary.tokens[found]
+        name: vocabulary.tokens[token_id]
         for name, role in _ROLES.items()
-        if (found := vocabulary.special_id(role, defaults.get(role))) is not None
+        if (token_id := vocabulary.special_id(role, defaults.get(role))) is not None
     }
     stated = None if kind == "gemma4" else vocabulary.value("add_bos_token")  # its first files say no by mistake
     if (add_bos if stated is None else stated is True) and "bos_token" in special:
@@ -288,14 +288,14 @@ def _derived(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str,
         scores = [0.0] * len(vocabulary.tokens)
     if scores is None:
         raise vocabulary.error("has neither merges nor scores")
-    found: list[tuple[float, int, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, int, str, str]] = []
     for token, i in ids.items():
         for cut in range(1, len(token)):
             left = ids.get(token[:cut])
             if left is not None and (right := ids.get(token[cut:])) is not None:
-                found.append((-scores[i], i, left, right, token[:cut], token[cut:]))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+                merges.append((-scores[i], i, left, right, token[:cut], token[cut:]))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
 
 
 def _add_tokens(backend: Any, vocabulary: _Vocabulary, kind: str) -> None:
@@ -316,12 +316,12 @@ def _templates(header: GgufHeader) -> str | dict[str, str] | None:
     """The chat template, or the named ones."""
     main = header.metadata.get("tokenizer.chat_template")
     names = header.metadata.get("tokenizer.chat_templates")
-    found = {"default": main} if isinstance(main, str) else {}
+    templates = {"default": main} if isinstance(main, str) else {}
     for name in names if isinstance(names, list) else ():
         template = header.metadata.get(f"tokenizer.chat_template.{name}")
         if isinstance(template, str):
-            found[str(name)] = template
-    return found["default"] if list(found) == ["default"] else found or None
+            templates[str(name)] = template
+    return templates["default"] if list(templates) == ["default"] else templates or None
 
 
 def gguf_end_ids(header: GgufHeader) -> frozenset[int]:
@@ -329,19 +329,19 @@ def gguf_end_ids(header: GgufHeader) -> frozenset[int]:
     tokens, types = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     stated = [header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     size = len(tokens) if isinstance(tokens, list) else 0
-    found = {each for each in stated if type(each) is int and 0 <= each < size}
+    ids = {each for each in stated if type(each) is int and 0 <= each < size}
     if isinstance(tokens, list) and isinstance(types, memoryview):
-        found |= {
+        ids |= {
             i
             for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
             if token in _TURN_ENDS and kind == _CONTROL
         }
-    return frozenset(found)
+    return frozenset(ids)
 
 
 def gguf_sampling(header: GgufHeader) -> dict[str, Any]:
     """Sampling defaults that the file states, by the names of generation_config.json."""
-    found = {name: header.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    settings = {name: header.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {
-        name: decimal(value) if type(value) is float else value for name, value in found.items() if value is not None
+        name: decimal(value) if type(value) is float else value for name, value in settings.items() if value is not None
     }

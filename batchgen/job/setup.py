@@ -171,7 +171,7 @@ class Setup:
     def features_key(self) -> str:
         """Equal where equal images and sounds have equal features: the model, its numbers, and what computes them."""
         model = {name: value for name, value in self.identity.items() if name != "model"}
-        how = [self.spec.device.type, self.config.engine.deterministic, self.model.folder.overrides.given]
+        how = [self.spec.device.type, self.config.engine.deterministic, self.model.folder.overrides.options]
         return _digest([model, how, __version__, *map(library_version, _FEATURE_LIBRARIES)])
 
     def decode_prompt(self, ids: list[int]) -> str:

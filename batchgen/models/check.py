@@ -89,7 +89,7 @@ def _check_native(folder: ModelFolder, max_model_len: int | None) -> tuple[Nativ
 
 def _stored_dtype(folder: ModelFolder) -> str:
     text, outer = text_config(folder.config), folder.config
-    named = next((given for config in (outer, text) for key in _DTYPE_KEYS if (given := config.get(key))), None)
+    named = next((dtype for config in (outer, text) for key in _DTYPE_KEYS if (dtype := config.get(key))), None)
     if isinstance(named, str) and (folder.quantisation is None or named.removeprefix("torch.") in _FULL_DTYPES):
         return named.removeprefix("torch.")
     sizes: Counter[str] = Counter()

@@ -74,13 +74,13 @@ def _only_gguf(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")) or (folder / _INDEX).exists():
         return None
-    found = sorted(file for file in folder.glob(f"*{SUFFIX}") if not is_later_part(file))
-    found = [file for file in found if not any(word in file.name.lower() for word in _GGUF_COMPANIONS)]
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:_LISTED])
-        more = ", ..." if len(found) > _LISTED else ""
-        raise ModelError(f"{folder} holds {len(found)} GGUF models: {names}{more}. Name one of these files.")
-    return found[0] if found else None
+    models = sorted(file for file in folder.glob(f"*{SUFFIX}") if not is_later_part(file))
+    models = [file for file in models if not any(word in file.name.lower() for word in _GGUF_COMPANIONS)]
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models[:_LISTED])
+        more = ", ..." if len(models) > _LISTED else ""
+        raise ModelError(f"{folder} holds {len(models)} GGUF models: {names}{more}. Name one of these files.")
+    return models[0] if models else None
 
 
 def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
@@ -123,8 +123,8 @@ def _missing_file(folder: Path) -> str | None:
         shards = read_weight_map(folder / _INDEX).values()
         return next((shard for shard in sorted(set(shards)) if not (folder / shard).is_file()), None)
     except (OSError, ForeignTextError):  # the check of the model names the damage
-        found = (folder / _INDEX).is_file() or any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS)
-        return None if found else _SINGLE
+        has_weights = (folder / _INDEX).is_file() or any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS)
+        return None if has_weights else _SINGLE
 
 
 def read_weight_map(file: Path) -> dict[str, str]:
@@ -134,10 +134,10 @@ def read_weight_map(file: Path) -> dict[str, str]:
         OSError: it cannot be read.
         ForeignTextError: it is not an index.
     """
-    found: dict[str, str] = typed(read_json_file(file), {"weight_map": dict})["weight_map"]
-    if not found or not all(type(shard) is str and _PLAIN_NAME.fullmatch(shard) for shard in found.values()):
+    files: dict[str, str] = typed(read_json_file(file), {"weight_map": dict})["weight_map"]
+    if not files or not all(type(shard) is str and _PLAIN_NAME.fullmatch(shard) for shard in files.values()):
         raise ForeignTextError("must name a file in the folder, without a path, for every tensor")
-    return found
+    return files
 
 
 def _offline(name: str, revision: str | None, lacks: str | None) -> str:
@@ -227,7 +227,7 @@ def find_weight_files(folder: Path, *, pickles: bool = False) -> tuple[dict[str,
         if (folder / PICKLE_INDEX).is_file():
             return _indexed(folder / PICKLE_INDEX)
         files = sorted(folder.glob(PICKLE_SHARDS))
-    sets = {found[1] if (found := _SHARD.fullmatch(file.name)) else file.name for file in files}
+    sets = {match[1] if (match := _SHARD.fullmatch(file.name)) else file.name for file in files}
     if len(sets) > 1:
         raise ModelError(
             f"{folder} holds the weights of {len(sets)} models, or of one in several forms ({_names(files)}), and no "
@@ -268,10 +268,10 @@ def unread_note(folder: Path, index: Mapping[str, Path]) -> str | None:
 
 def _missing_shards(files: Sequence[Path]) -> list[str]:
     """Names of the shards that a set without an index lacks, by the count in their names."""
-    found = _SHARD.fullmatch(files[0].name)
-    if found is None:
+    match = _SHARD.fullmatch(files[0].name)
+    if match is None:
         return []
-    stem, number, count, kind = found.groups()
+    stem, number, count, kind = match.groups()
     first = 0 if (files[0].parent / f"{stem}-{'0' * len(number)}-of-{count}.{kind}").is_file() else 1
     wanted = range(first, min(int(count), 100_000) + first)
     names = (f"{stem}-{i:0{len(number)}}-of-{count}.{kind}" for i in wanted)
@@ -285,9 +285,9 @@ def _names(files: Sequence[Path]) -> str:
 
 
 def _no_weights(folder: Path) -> ModelError:
-    found = foreign_form(folder)
-    if found is not None:
-        return ModelError(f"{folder} {found}")
+    form = foreign_form(folder)
+    if form is not None:
+        return ModelError(f"{folder} {form}")
     return ModelError(f"{folder} has no {_SINGLE} or {_INDEX}. Copy the folder again.")
 
 

@@ -90,9 +90,9 @@ _CODES: Final = {
 
 
 def _refusal(file: Path, reason: str) -> ModelError:
-    found = _NAMED.search(reason)
-    if found is not None:
-        named = next(part for part in found.groups() if part)
+    match = _NAMED.search(reason)
+    if match is not None:
+        named = next(part for part in match.groups() if part)
         return ModelError(
             f"{file} holds more than weights: reading it would use {named[:200]}, which can run code. Nothing of it "
             "was run. Use another checkpoint."

@@ -102,9 +102,9 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 
 def _tensor(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
-        found = typed(entry, {"dtype": str, "shape": list, "data_offsets": list})
-        dtype, shape = found["dtype"], tuple(map(_size, found["shape"]))
-        begin, end = map(_size, found["data_offsets"])
+        fields = typed(entry, {"dtype": str, "shape": list, "data_offsets": list})
+        dtype, shape = fields["dtype"], tuple(map(_size, fields["shape"]))
+        begin, end = map(_size, fields["data_offsets"])
         elements = math.prod(shape) if len(shape) <= _MAX_AXES else _MAX_SIZE
         expected = min(elements, _MAX_SIZE) * DTYPE_BYTES[dtype]
     except (KeyError, ValueError):  # also that of the view

@@ -77,7 +77,7 @@ def media_traits(folder: ModelFolder) -> MediaTraits:
     if isinstance(config, str):
         return MediaTraits()
     text = decoder_config(config)
-    sections = [len(found) for found in _sections(text)]
+    sections = [len(section) for section in _sections(text)]
     levels = feature_blocks(config) or getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     inner, kind = _inner_class(config), str(config.model_type)
     needed = _SEE_ONE_ANOTHER.get(kind)
@@ -127,8 +127,8 @@ def read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str
             missing[name] = first_line(error)
             parts.append(None)
 
-    def check(self: Any, name: str, given: Any) -> Any:
-        return None if name in missing else cls.check_argument_for_proper_class(self, name, given)
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if name in missing else cls.check_argument_for_proper_class(self, name, argument)
 
     body = {
         "_get_arguments_from_pretrained": classmethod(lambda *_, **__: parts),
@@ -147,19 +147,19 @@ def processor_class(name: str) -> Any:
     """
     import transformers  # the library takes seconds to import
 
-    found = getattr(transformers, name)
-    if issubclass(found, transformers.ProcessorMixin):
-        return found
-    module = str(found.__module__)
+    cls = getattr(transformers, name)
+    if issubclass(cls, transformers.ProcessorMixin):
+        return cls
+    module = str(cls.__module__)
     images = module.replace(".processing_", ".image_processing_")
     with suppress(ImportError):
         pil = importlib.import_module(module.replace(".processing_", ".image_processing_pil_"))
         sys.modules[images] = pil
         try:
-            found = getattr(importlib.import_module(module), name)
+            cls = getattr(importlib.import_module(module), name)
         finally:
             del sys.modules[images]
-    return found
+    return cls
 
 
 def _processor_name(folder: ModelFolder, config: Any) -> str:
@@ -204,10 +204,10 @@ def with_sounds(library: Any) -> Any:
         parts = (f"{_BEGIN}{_AUDIO * count}{rest}" for count, rest in zip(counts, after, strict=True))
         if audio:
             whole = {"padding": True, "truncation": False, "pad_to_multiple_of": reader.n_samples}
-            found = self._retrieve_input_features(
+            features = self._retrieve_input_features(
                 audio, reader.nb_max_frames, sampling_rate=sampling_rate, return_tensors=return_tensors, **whole
             )
-            sounds = {"input_features": found}
+            sounds = {"input_features": features}
         made = self.tokenizer(["".join((before, *parts))], return_tensors=return_tensors, add_special_tokens=False)
         return {**made, **sounds}
 

@@ -95,10 +95,10 @@ class MediaEncoder:
         if first.last_id is not None:
             ids[:, -1] = first.last_id
         at = torch.arange(count, device=device).expand(len(items), count)
-        given = self._given(first, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, **tensors)
-        return list(self._features(given, len(items), count).unbind())
+        inputs = self._reach(first, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, **tensors)
+        return list(self._features(inputs, len(items), count).unbind())
 
-    def _given(self, item: PreparedItem, **inputs: Tensor) -> Mapping[str, Any]:
+    def _reach(self, item: PreparedItem, **inputs: Tensor) -> Mapping[str, Any]:
         """What the library's class gives its text decoder."""
         try:
             # Convolutions of float32 would be rounded on a GPU, and may differ from run to run.
@@ -108,7 +108,7 @@ class MediaEncoder:
                 else:
                     self._joined(use_cache=False, **inputs)
         except _Reached as reached:
-            return reached.given
+            return reached.inputs
         except (RuntimeError, ValueError) as error:
             raise ModelError(
                 f"The towers of this {self._spec.name} model cannot encode an item of {item.kind} that becomes "
@@ -116,25 +116,25 @@ class MediaEncoder:
             ) from None
         raise ModelError(f"The class of this {self._spec.name} model does not give features to its decoder.")
 
-    def _features(self, given: Mapping[str, Any], items: int, count: int) -> Tensor:
+    def _features(self, inputs: Mapping[str, Any], items: int, count: int) -> Tensor:
         """[items, count, W] of what the double was given.
 
         Raises:
             ModelError: the decoder reads more than embeddings and what is added to its blocks.
         """
-        more = [name for name, value in given.items() if value is not None and name not in _KNOWN]
+        more = [name for name, value in inputs.items() if value is not None and name not in _KNOWN]
         if more:
             raise ModelError(
                 f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, "
                 "which is not supported. Leave out images and audio."
             )
-        levels = list(given.get("deepstack_visual_embeds") or (given.get("deepstack_features") or {}).values())
+        levels = list(inputs.get("deepstack_visual_embeds") or (inputs.get("deepstack_features") or {}).values())
         if len(levels) not in (0, self._spec.deepstack):
             raise ModelError(
                 f"The class of this {self._spec.name} model adds features to {len(levels)} blocks, and its "
                 f"configuration names {self._spec.deepstack}. Leave out images and audio."
             )
-        states = given["inputs_embeds"]
+        states = inputs["inputs_embeds"]
         parts = [states, *(level.view(items, count, -1) for level in levels)]
         parts += [torch.zeros_like(states)] * (1 + self._spec.deepstack - len(parts))  # of audio
         return torch.cat(parts, dim=-1).to(self._spec.dtype)
@@ -162,25 +162,25 @@ class MediaEncoder:
         row = ids[None].cpu()
         if "mm_token_type_ids" in names:
             options["mm_token_type_ids"] = self._type_ids(row)
-        found, delta = owner.get_rope_index(row, attention_mask=torch.ones_like(row), **options)
-        return found[:, 0].to(torch.int64), len(ids) + int(delta.flatten()[0])
+        rotary, delta = owner.get_rope_index(row, attention_mask=torch.ones_like(row), **options)
+        return rotary[:, 0].to(torch.int64), len(ids) + int(delta.flatten()[0])
 
     def _type_ids(self, ids: Tensor) -> Tensor:
-        found = torch.zeros_like(ids)
+        types = torch.zeros_like(ids)
         for kind, number in _TYPE_IDS.items():
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 token = getattr(self._model.config, name, None)
                 if token is not None:
-                    found[ids == token] = number
-        return found
+                    types[ids == token] = number
+        return types
 
 
 class _Reached(Exception):
     """Ends a forward of the library where it would run the text decoder."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, inputs: dict[str, Any]) -> None:
         super().__init__()
-        self.given = given
+        self.inputs = inputs
 
 
 class _ZeroEmbedding(nn.Module):
@@ -217,9 +217,9 @@ class _DecoderDouble(nn.Module):
     def get_per_layer_inputs(self, *_: Any, **__: Any) -> None:
         """None: blocks are not run."""
 
-    def forward(self, *_: Any, **given: Any) -> None:
+    def forward(self, *_: Any, **inputs: Any) -> None:
         """Raises `_Reached`."""
-        raise _Reached(given)
+        raise _Reached(inputs)
 
 
 class _BlockDouble(nn.Module):
@@ -318,7 +318,7 @@ def _adapted_parameters(adapter: Adapter, model: Any) -> dict[str, Tensor]:
     names = [f"{module}.weight" for module in adapter.layers]
     names += [f"{module}.{name}" for module, parameters in adapter.saved.items() for name in parameters]
     places = _names_in_model(names, model)
-    found: dict[str, Tensor] = {}
+    changed: dict[str, Tensor] = {}
     with adapter_reader(adapter) as reader:
         for module, parameters in adapter.saved.items():
             for name, info in parameters.items():
@@ -327,21 +327,21 @@ def _adapted_parameters(adapter: Adapter, model: Any) -> dict[str, Tensor]:
                 if tuple(info.shape) != tuple(own.shape):
                     shapes = f"{list(info.shape)} in the adapter and {list(own.shape)} in the model"
                     raise _refused(adapter, f"{module}.{name}", f"which has shape {shapes}")
-                found[place] = read_tensor(reader, f"{module}.saved.{name}", info).to(own)
+                changed[place] = read_tensor(reader, f"{module}.saved.{name}", info).to(own)
         for module in adapter.layers:
             place = _place(adapter, places, model, f"{module}.weight")
             owner = model.get_submodule(place.rpartition(".")[0])
             # torch's own attention reads the weight of its last layer itself, so that peft has no effect on that.
             if type(owner) is not NonDynamicallyQuantizableLinear:
-                found[place] = _merged(adapter, reader, module, owner)
-    return found
+                changed[place] = _merged(adapter, reader, module, owner)
+    return changed
 
 
 def _names_in_model(names: list[str], model: Any) -> dict[str, str]:
     """Name of a parameter in an adapter -> its name in the model; others that the model lacks or has converted."""
     own = {unscoped(name): name for name, _ in model.named_parameters()}
-    found = ((name, "" if converted else target) for name, target, converted in library_names(model, names))
-    return {name: own.get(unscoped(target), target) for name, target in found}
+    targets = ((name, "" if converted else target) for name, target, converted in library_names(model, names))
+    return {name: own.get(unscoped(target), target) for name, target in targets}
 
 
 def _place(adapter: Adapter, places: dict[str, str], model: Any, name: str) -> str:
@@ -367,8 +367,8 @@ def _merged(adapter: Adapter, reader: WeightReader, module: str, owner: Any) -> 
     changed = weight.float().cpu().flatten(1) + layer.scale * up @ down
     if layer.magnitude is not None:
         changed *= (read_tensor(reader, f"{module}.magnitude", layer.magnitude) / changed.norm(dim=1))[:, None]
-    found: Tensor = changed.view_as(weight).to(weight)
-    return found
+    merged: Tensor = changed.view_as(weight).to(weight)
+    return merged
 
 
 def _refused(adapter: Adapter, module: str, problem: str) -> Exception:
