@@ -298,10 +298,10 @@ def _parts(rows: Words, items: Items, num_tokens: int) -> tuple[Ints, Words, Wor
     part_at = np.where(partial, np.cumsum(kept) - kept, -1)
     tokens = tokens[partial[of]]
     counts = np.bincount(tokens, minlength=num_tokens)
-    found = np.flatnonzero(counts)
-    counts = counts[found]
-    merges = np.empty((len(found), 3), np.int32)
-    merges[:, 0], merges[:, 1], merges[:, 2] = found, np.cumsum(counts) - counts, counts
+    merged = np.flatnonzero(counts)
+    counts = counts[merged]
+    merges = np.empty((len(merged), 3), np.int32)
+    merges[:, 0], merges[:, 1], merges[:, 2] = merged, np.cumsum(counts) - counts, counts
     return part_at, np.argsort(tokens, kind="stable").astype(np.int32), merges
 
 
