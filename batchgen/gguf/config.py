@@ -203,7 +203,7 @@ def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
+    """Settings of one of two generations: one scores experts by softmax, the other by sigmoid."""
     settings = _latent(read, config)
     scoring = read.value("expert_gating_func")
     if scoring is None and any(".exp_probs_b." in name for name in read.header.tensors):

@@ -1,4 +1,4 @@
-"""What is known of one architecture of GGUF files: its configuration keys, tensor names and changes to stored weights.
+"""Architectures of GGUF files: configuration keys, tensor names and changes to stored weights of each.
 
 The file families.toml has what llama.cpp's converter does to each family.
 """
@@ -93,7 +93,7 @@ def _fixed(value: Any) -> Any:
 
 @cache
 def families(kind: str = "families") -> Mapping[str, Family]:
-    """`general.architecture` -> what is known of it; of the kind `variants`, families by names that others give."""
+    """Families by `general.architecture`; of the kind `variants`, those that share it with another, by our names."""
     return {name: _family(entry) for name, entry in _table()[kind].items()}
 
 
@@ -115,7 +115,7 @@ def _family(entry: Mapping[str, Any]) -> Family:
 
 
 def gguf_family(header: GgufHeader) -> Family:
-    """What is known of the file's architecture.
+    """The family of the file's architecture.
 
     Raises:
         ModelError: it is not supported, or the file holds no language model.

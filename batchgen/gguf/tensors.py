@@ -21,7 +21,7 @@ _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """How the bytes of a tensor become its values, in pieces of whole rows."""
+    """Conversion of the bytes of a tensor to its values, in pieces of whole rows."""
 
     kind: str
     """Type of the package `gguf`, such as Q4_K."""
@@ -264,7 +264,7 @@ def _sizes(targets: Sequence[str], entry: TensorEntry, config: Mapping[str, Any]
 
 
 def _matrices(targets: Sequence[str], entry: TensorEntry) -> int:
-    """How many tensors are stored as one: those of all experts."""
+    """Number of tensors that are stored as one: those of all experts."""
     return entry.shape[0] if "{}" in targets[0] else 1
 
 
@@ -282,7 +282,7 @@ def _shares(targets: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str,
 
 
 def _form(family: Family, name: str, entry: TensorEntry, config: Mapping[str, Any]) -> GgufForm | None:
-    """How a tensor is stored; None if it cannot be."""
+    """Form of a stored tensor; None if its shape is wrong."""
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     if (family.paired_rotary or family.halved_rotary) and (".attn_q." in name or ".attn_k." in name):
         rows, odd = divmod(entry.shape[0], heads if ".attn_q." in name else kv_heads)

@@ -264,7 +264,7 @@ def _split_long(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flag
 
 
 def _leading(rows: Words, items: Items, num_tokens: int) -> Flags:
-    """Which items are the first item of each of their tokens."""
+    """Mask of the items that are the first item of each of their tokens."""
     of = np.repeat(np.arange(len(items)), items.count)
     tokens = rows[spans(items.rows_at, items.count)]
     first = np.empty(num_tokens, np.int64)

@@ -158,7 +158,7 @@ def _scaled_pieces(tensor: ScaledTensor, read: ReadRows) -> Iterator[_Piece]:
 
 
 def _factor(tensor: ScaledTensor, read: ReadRows) -> float:
-    """What all scales are multiplied by."""
+    """Factor of all scales."""
     if "global_scale" not in tensor.parts:
         return tensor.factor
     one = float(_whole(tensor.parts["global_scale"], read).float().flatten()[0])
@@ -189,7 +189,7 @@ class _RowScales:
         self._all = self._floats(0, tensor.scale_shape[0]) if shared else None
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Those of the rows from `start` to `end`, broadcastable to their values."""
+        """Scales of the rows from `start` to `end`, broadcastable to their values."""
         shape, blocks = self._tensor.stored_shape, self._tensor.blocks
         shared = self._all
         scales = self._floats(start, end) if shared is None else shared[torch.arange(start, end) // blocks[0]]

@@ -31,7 +31,7 @@ _MOST_THREADS: Final = 8
 
 
 class FileStamp(NamedTuple):
-    """What tells one content of a file from another without reading it."""
+    """Identity of a file's content, known without reading it."""
 
     device: int
     inode: int

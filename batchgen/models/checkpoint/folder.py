@@ -137,7 +137,7 @@ def _read_headers(
 
 
 def placed(name: str, absent: Mapping[str, str]) -> str:
-    """Which file should hold an absent tensor, as a part of a sentence; empty for any other."""
+    """The file that should hold an absent tensor, as a part of a sentence; empty for any other."""
     return f", which its index places in {absent[name]}" if name in absent else ""
 
 
@@ -193,12 +193,12 @@ _CONFIG: Final[Kinds] = {
 
 
 def _with_overrides(raw: bytes, overrides: Overrides) -> bytes:
-    """What identifies a configuration: its file, and what replaces values of it."""
+    """Bytes that identify a configuration: its file, and what replaces values of it."""
     return raw + json.dumps(overrides.options, sort_keys=True).encode() if overrides else raw
 
 
 def _read_config(folder: Path, overrides: Overrides) -> tuple[bytes, dict[str, Any]]:
-    """What identifies the configuration, and the configuration with the overrides."""
+    """Bytes that identify the configuration, and the configuration with the overrides."""
     file = folder / "config.json"
     if not file.is_file():
         form = foreign_form(folder)

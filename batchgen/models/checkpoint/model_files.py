@@ -155,7 +155,7 @@ def _offline(name: str, revision: str | None, lacks: str | None) -> str:
 
 
 def _refusal(name: str, revision: str | None, error: Exception, endpoint: str, lacks: str | None) -> str:
-    """What went wrong at the hub, and the remedy."""
+    """Message for an error of the hub, with the remedy."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
@@ -258,7 +258,7 @@ def _indexed(file: Path, *, needed: bool = True) -> tuple[dict[str, Path], list[
 
 
 def unread_note(folder: Path, index: Mapping[str, Path]) -> str | None:
-    """Which of `model.safetensors` and its index is not read although both exist; None if there is nothing to say."""
+    """Note on `model.safetensors` or its index, if one is not read although both exist; else None."""
     if not ((folder / _SINGLE).is_file() and (folder / _INDEX).is_file()) or folder / _SINGLE in index.values():
         return None
     if index:
@@ -292,7 +292,7 @@ def _no_weights(folder: Path) -> ModelError:
 
 
 def foreign_form(folder: Path) -> str | None:
-    """What a folder that is not a checkpoint holds, and how to run it; None if nothing that is known."""
+    """Contents of a folder that is not a checkpoint, and how to run them; None if they are not known."""
     if (folder / "adapter_config.json").is_file():
         base = _base_model(folder / "adapter_config.json")
         return (

@@ -62,7 +62,7 @@ def _check_archive(file: Path) -> None:
 
 
 def _info(file: Path, name: str, value: Any, codes: dict[Any, str], size: int) -> TensorInfo:
-    """Where a tensor is in its file."""
+    """Location of a tensor in its file."""
     code = codes.get(getattr(value, "dtype", None))
     if code is None or not hasattr(value, "untyped_storage"):
         raise ModelError(

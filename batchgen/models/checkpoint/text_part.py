@@ -56,7 +56,7 @@ def is_packed(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextTensors:
-    """Where the tensors of a causal language model are in a checkpoint."""
+    """Places of the tensors of a causal language model in a checkpoint."""
 
     decoder: str
     """What precedes the names of the decoder's tensors, such as `model.language_model.`."""

@@ -207,7 +207,7 @@ class _Head(_Wrapper[AdaptedEnds]):
 
 
 def library_sites(model: Any) -> Sites:
-    """What adapters may change in a library model, which may be on the meta device and has the library's layers."""
+    """Modules of a library model that adapters may change; the model has the library's layers, on any device."""
     from transformers.pytorch_utils import Conv1D  # importing the library takes seconds
 
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -313,7 +313,7 @@ def _change_of(
 def _ends(
     adapters: Sequence[Adapter], sites: Sites, names: tuple[str, str], table: Any, head: Any
 ) -> AdaptedEnds | None:
-    """What adapters change of the embedding and the head, which have these names; None if nothing."""
+    """Changes of adapters to the embedding and the head, which have these names; None if there are none."""
     if all(adapter.modules.isdisjoint(names) for adapter in adapters):
         return None
     bias = None if head.bias is None else head.bias.detach()

@@ -1,5 +1,5 @@
-"""What the configuration of a checkpoint says of its images and audio: the library's class, and what its text decoder
-does with their features.
+"""Images and audio in the configuration of a checkpoint: the library's class, and what its text decoder does with
+their features.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FRAMES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class MediaTraits:
-    """What a text decoder does with the features of images. See the fields of the same names of `ModelSpec`."""
+    """Treatment of the features of images by a text decoder. See the fields of the same names of `ModelSpec`."""
 
     rope_axes: int = 0
     deepstack: int = 0
@@ -72,7 +72,7 @@ def media_config(folder: ModelFolder) -> Any | str:
 
 
 def media_traits(folder: ModelFolder) -> MediaTraits:
-    """What the text decoder of a checkpoint does with features; plain for those that read no images or audio."""
+    """Traits of the text decoder of a checkpoint; plain for those that read no images or audio."""
     config = media_config(folder)
     if isinstance(config, str):
         return MediaTraits()

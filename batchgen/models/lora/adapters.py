@@ -101,7 +101,7 @@ def fused_pair(
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """What one adapter changes of an embedding."""
+    """Change of one adapter to an embedding."""
 
     weight: Tensor | None
     """[V, H] in place of the model's."""
@@ -124,7 +124,7 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class HeadChange:
-    """What one adapter changes of a head."""
+    """Change of one adapter to a head."""
 
     weight: Tensor | None
     """[V, H] in place of the model's."""
@@ -161,7 +161,7 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedEnds:
-    """What adapters change of a model's embedding and head; None where one changes nothing."""
+    """Changes of adapters to a model's embedding and head; None where one changes nothing."""
 
     tables: tuple[TableChange | None, ...]
     heads: tuple[HeadChange | None, ...]
@@ -192,7 +192,7 @@ class AdaptedEnds:
 def adapted_ends(
     adapters: Sequence[Adapter], table: tuple[str, Tensor], head: tuple[str, Tensor, Tensor | None], *, tied: bool
 ) -> AdaptedEnds | None:
-    """What adapters change of the ends; None if nothing.
+    """Changes of adapters to the ends; None if there are none.
 
     Args:
         adapters: the adapters, which fit the model.
@@ -253,7 +253,7 @@ def _token_table(adapter: Adapter, reader: WeightReader, module: str, like: Tens
 
 
 def expert_pairs(adapter: Adapter, reader: WeightReader, module: str, sizes: ExpertSizes, like: Tensor) -> ExpertPairs:
-    """What an adapter changes of a layer's experts; it must fit them."""
+    """Pairs of an adapter for a layer's experts, which it must fit."""
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"gate_up_proj": [], "down_proj": []}
     outputs = {"gate_up_proj": 2 * sizes.inner, "down_proj": sizes.hidden}
     for i, part in enumerate(adapter.experts[module]):

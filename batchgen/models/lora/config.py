@@ -166,7 +166,7 @@ class Adapter:
         return replace(self.part(kept), scope=scope, towers=self.part(left) if left else self.towers)
 
     def part(self, names: Mapping[str, str]) -> Adapter:
-        """What the adapter changes of the modules `names`, under the names that they map to."""
+        """The adapter's changes to the modules `names`, under the names that they map to."""
         return replace(
             self,
             layers={names[name]: layer for name, layer in self.layers.items() if name in names},
@@ -331,7 +331,7 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo], saved: Collection[str])
 def _experts(
     name: str, config: Mapping[str, Any], by_module: dict[str, dict[str, TensorInfo]]
 ) -> dict[str, tuple[ExpertPart, ...]]:
-    """What is changed of experts, taken out of `by_module`: peft wraps one parameter of them around another."""
+    """Changes to experts, taken out of `by_module`: peft wraps one parameter of them around another."""
     experts: dict[str, list[ExpertPart]] = {}
     for module in [module for module in by_module if _EXPERT.search(module)]:
         parts = by_module.pop(module)

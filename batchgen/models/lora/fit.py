@@ -36,7 +36,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """What adapters may change in a model, by module name."""
+    """Modules of a model that adapters may change, by name."""
 
     linears: Mapping[str, LinearSize]
     """Linear layers, the head among them."""

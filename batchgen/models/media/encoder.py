@@ -99,7 +99,7 @@ class MediaEncoder:
         return list(self._features(inputs, len(items), count).unbind())
 
     def _reach(self, item: PreparedItem, **inputs: Tensor) -> Mapping[str, Any]:
-        """What the library's class gives its text decoder."""
+        """Inputs of the text decoder, as the library's class computes them."""
         try:
             # Convolutions of float32 would be rounded on a GPU, and may differ from run to run.
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):

@@ -57,7 +57,7 @@ class ItemRefused(Exception):
 
 
 class Header(Protocol):
-    """What is known of an item without decoding it."""
+    """Facts of an item that are known without decoding it."""
 
     @property
     def kind(self) -> MediaKind:
@@ -72,7 +72,7 @@ class Header(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expansion:
-    """What one item becomes in its prompt."""
+    """One item in its prompt: its text, features and layout."""
 
     text: str
     """Replaces the placeholder in the text, before it is tokenised."""
@@ -149,11 +149,11 @@ class MediaProcessor:
         return self._placeholders[kind]
 
     def token_text(self, token_id: int) -> str:
-        """How a token is written in a text."""
+        """Text of a token."""
         return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     def expand(self, headers: Sequence[Header]) -> tuple[Expansion, ...]:
-        """What the items of one prompt become, in their order.
+        """Expansions of the items of one prompt, in their order.
 
         Raises:
             ItemRefused: the processor cannot take an item of this size, or these kinds together.
