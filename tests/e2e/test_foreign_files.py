@@ -115,6 +115,8 @@ def test_the_view_names_the_key_and_both_types() -> None:
 
 OWN_TEXT = {
     "demo/questions.py": "a file of the package",
+    "gguf/family.py": "a file of the package",
+    "gguf/vocabulary.py": "a file of the package",
     "job/rows/fingerprint.py": "normalises what it has just written",
     "job/rows/ingest.py": "reads the spool of this job",
     "job/rows/tokenized_cache.py": "reads the spool of this job, whose checksum was compared",
