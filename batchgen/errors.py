@@ -245,7 +245,7 @@ def apart(items: Sequence[_T], work: Callable[[Sequence[_T]], Sequence[_R]], ste
     try:
         return list(work(items))
     except Exception as error:
-        found = row_error(error, step)
+        failure = row_error(error, step)
     if len(items) == 1:
-        return [found]
+        return [failure]
     return [result for item in items for result in apart([item], work, step)]

@@ -10,25 +10,27 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
-from batchgen.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.bench.config import ENGINELESS_WORKLOADS, OPTIONS, BenchConfig, bench_config
+from batchgen.bench.figures import parse_figures, read_figures
 from batchgen.bench.process import parse_peers
-from batchgen.bench.results import parse_figures, read_figures
-from batchgen.bench.table import print_others
+from batchgen.bench.show import check_chart, draw_stored, print_others, write_chart
 from batchgen.errors import BatchgenError, Interrupted, UsageError
+
+_WITHOUT_ENGINES: Final = ("workloads", "repeat", "plan_size", "chart")
+"""Options that have an effect on workloads without engines."""
 
 
 def run_given(
-    given: Mapping[str, Any], figures: Path | None, file: Path | None, emit: Callable[[str], None], console: Console
+    options: Mapping[str, Any], figures: Path | None, file: Path | None, emit: Callable[[str], None], console: Console
 ) -> None:
     """Run the options of a command line, or print and draw the figures of an earlier run.
 
     Args:
-        given: field of `BenchConfig` -> its value; None or empty if it is not given.
+        options: field of `BenchConfig` -> its value; None or empty if it is not given.
         figures: file of the earlier run; only `chart` may be given with it.
         file: TOML file of options.
         emit: called with one JSON line per figure.
@@ -37,17 +39,16 @@ def run_given(
     Raises:
         BatchgenError: as `run_command`, `draw_stored` and `bench_config`.
     """
-    chosen = {name: value for name, value in given.items() if value is not None and value != []}
-    if figures is None:
-        if "workloads" in chosen:
-            chosen["workloads"] = tuple(chosen["workloads"])
-        run_command(bench_config(chosen, file), emit, console)
-    elif file is not None or chosen.keys() - {"chart"}:
+    chosen = {name: value for name, value in options.items() if value is not None and value != []}
+    if figures is not None and (file is not None or chosen.keys() - {"chart"}):
         raise UsageError(
             "--from draws the results in a file; it can be combined with --chart only, remove the other arguments"
         )
+    config = bench_config(chosen, file)
+    if figures is None:
+        run_command(config, emit, console)
     else:
-        draw_stored(figures, chosen.get("chart"), console)
+        draw_stored(figures, config.chart, console)
 
 
 def run_command(config: BenchConfig, emit: Callable[[str], None], console: Console, start: Any = None) -> None:
@@ -62,7 +63,7 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         check_chart(config.chart, bars=engines)
     _reject_unused_options(config, engines=engines)
     if compared:
-        from batchgen.bench.workload_defs import find_workloads  # imports a tokenizer, which --from does not need
+        from batchgen.bench.workloads import find_workloads  # imports a tokenizer, which --from does not need
 
         find_workloads(compared)  # report a wrong name before measuring for minutes
     if engines and len(compared) < len(config.workloads):
@@ -118,7 +119,8 @@ def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:
     Raises:
         UsageError: such an option has a value other than its default.
     """
-    unused = {o.flag: (o.name, ", which run no engines") for o in OPTIONS if o.engines_only and not engines}
+    idle = [option for option in OPTIONS if not engines and option.name not in _WITHOUT_ENGINES]
+    unused = {option.flag: (option.name, ", which run no engines") for option in idle}
     if "plan" not in config.workloads:
         unused["--plan-size"] = "plan_size", "; only workload plan uses it"
     elif set(config.workloads) == {"plan"}:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from batchgen.config.option_types import POSITIVE_DURATION, Group, ValueType, coerce, declared_options, int_range
 from batchgen.errors import UsageError
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_toml
 
@@ -16,104 +16,83 @@ ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job", "eta")
 """Workloads that run no engines: they measure the planner, the start of the command, the cost of a row and how well the
 time left is estimated."""
 
-
-WORKLOADS_HELP: Final = (
-    "Workloads: unique, shared-prefix, few-shot-tree, mixed-lengths (these four by default), multi-turn, n-samples, "
-    "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a .toml file. "
-    "For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup (time to the help and "
-    "to the first token), job (cost of a row outside the model), eta (errors of the estimated time left). "
-    "Example: shared-prefix"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOption:
-    """An option of the command line, and of TOML files unless it names a file."""
-
-    metavar: str
-    help: str
-    value_type: type = str
-    minimum: int | None = None
-    engines_only: bool = True
-    """Whether it has no effect on `ENGINELESS_WORKLOADS`."""
-    name: str = ""
-    """Field of `BenchConfig` and key of TOML files; the flag has hyphens."""
-
-    @property
-    def flag(self) -> str:
-        """The flag of the command line."""
-        return "--" + self.name.replace("_", "-")
-
-
-def _option(default: Any, *about: Any, **more: Any) -> Any:
-    """Field of `BenchConfig` that declares an option; what follows `default` are the arguments of `BenchOption`."""
-    return field(default=default, metadata={"option": BenchOption(*about, **more)})
+_OPTIONS: Final = Group("Options")
+_NAMES: Final = ValueType("NAME", str)
+_MODEL: Final = ValueType("MODEL", str)
+_PEERS: Final = ValueType("PEERS", str, comma_separated=True)
+_DTYPE: Final = ValueType("DTYPE", str)
+_DEVICE: Final = ValueType("DEVICE", str)
+_PLAN_SIZE: Final = ValueType("ROWSxTOKENS", str)
+_FILE: Final = ValueType("FILE", Path, (str, Path), reach="files")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
     """Options of `batchgen bench`, in the order of the help."""
 
-    workloads: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = _OPTIONS.option(
+        (),
+        "Workloads: unique, shared-prefix, few-shot-tree, mixed-lengths (these four by default), multi-turn, "
+        "n-samples, json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), "
+        "or a .toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup "
+        "(time to the help and to the first token), job (cost of a row outside the model), eta (errors of the "
+        "estimated time left). Example: shared-prefix",
+        _NAMES,
+    )
     """Names or .toml files; empty: the defaults of `find_workloads`."""
-    model: str = _option(
-        "random:135m", "MODEL",
+    model: str = _OPTIONS.option(
+        "random:135m",
         "Model folder or id, random weights of a size (random:5m, random:135m, random:0.6b, random:1b, random:8b), or "
-        "demo, the demonstration model. Default: random:135m. Example: --model random:5m",
-    )  # fmt: skip
-    peers: str = _option(
-        "auto", "PEERS",
+        "demo, the demonstration model. Example: --model random:5m",
+        _MODEL,
+    )
+    peers: str = _OPTIONS.option(
+        "auto",
         "Engines to compare with: auto (transformers if it can be imported), none, or names, optionally with the "
         "Python that runs each: transformers, transformers-continuous, vllm, vllm-zentorch, sglang, openvino, "
         "llama.cpp, baseline=FOLDER (another checkout of batchgen), deterministic (batchgen with that option) and "
         "first-come (batchgen with rows in input order). A peer that cannot run is reported on stderr and skipped. "
-        "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
-    )  # fmt: skip
-    repeat: int = _option(
-        5, "N", "Number of interleaved repeats. Default: 5. Example: --repeat 3", int, 1, engines_only=False
+        "Example: --peers transformers=/opt/hf/bin/python",
+        _PEERS,
     )
-    dtype: str = _option(
-        "auto", "DTYPE", "Data type of the weights, as in run. Default: auto. Example: --dtype float32"
-    )
-    peer_dtype: str = _option(
-        "best", "best|asked",
+    repeat: int = _OPTIONS.option(5, "Number of interleaved repeats. Example: --repeat 3", int_range(1))
+    dtype: str = _OPTIONS.option("auto", "Data type of the weights, as in run. Example: --dtype float32", _DTYPE)
+    peer_dtype: Literal["best", "asked"] = _OPTIONS.option(
+        "best",
         "Data type of peers: best uses float32 if the processor computes it faster than --dtype and reports it; asked "
-        "uses --dtype or skips the peer. Default: best. Example: --peer-dtype asked",
-    )  # fmt: skip
-    device: str = _option("auto", "DEVICE", "Device, as in run. Default: auto. Example: --device cpu")
-    cpu_threads: int | None = _option(
-        None, "N", "Number of CPU threads of each engine. Example: --cpu-threads 2", int, 1
+        "uses --dtype or skips the peer. Example: --peer-dtype asked",
     )
-    plan_size: str = _option(
-        "1000000x500", "ROWSxTOKENS",
+    device: str = _OPTIONS.option("auto", "Device, as in run. Example: --device cpu", _DEVICE)
+    cpu_threads: int | None = _OPTIONS.option(
+        None, "Number of CPU threads of each engine. Example: --cpu-threads 2", int_range(1)
+    )
+    plan_size: str = _OPTIONS.option(
+        "1000000x500",
         "Number of prompts of the workload plan and tokens of each; a token uses 4 bytes of temporary disk space. "
-        "Default: 1000000x500. Example: --plan-size 100000x500", engines_only=False,
-    )  # fmt: skip
-    chart: Path | None = _option(  # noqa: RUF009  # makes a field
-        None, "FILE", "Draw the results to a .png or .svg file, with matplotlib. Example: --chart bench.png", Path,
-        engines_only=False,
-    )  # fmt: skip
-    timeout: float = _option(
-        900.0, "SECONDS",
+        "Example: --plan-size 100000x500",
+        _PLAN_SIZE,
+    )
+    chart: Path | None = _OPTIONS.option(  # noqa: RUF009  # makes a field
+        None, "Draw the results to a .png or .svg file, with matplotlib. Example: --chart bench.png", _FILE
+    )
+    timeout: float = _OPTIONS.option(
+        900.0,
         "Most seconds to load and convert a model, or for one pass; a peer that exceeds them is stopped and skipped. "
-        "Default: 900. Example: --timeout 3600", float, 1,
-    )  # fmt: skip
-    tuned: Path | None = _option(  # noqa: RUF009  # makes a field
-        None, "FILE",
+        "Example: --timeout 3600",
+        POSITIVE_DURATION,
+    )
+    tuned: Path | None = _OPTIONS.option(  # noqa: RUF009  # makes a field
+        None,
         "JSON lines of an earlier run whose peer settings are reused for the same workload, model, dtype, device and "
-        "threads; other settings are searched. Example: --tuned figures.jsonl", Path,
-    )  # fmt: skip
+        "threads; other settings are searched. Example: --tuned figures.jsonl",
+        _FILE,
+    )
 
 
-OPTIONS: Final = tuple(replace(f.metadata["option"], name=f.name) for f in fields(BenchConfig) if f.metadata)
-_LISTS: Final = ("workloads", "peers")
-"""Keys of TOML files whose values are lists of texts."""
-_KEYS: Final = {"workloads": str} | {o.name: o.value_type for o in OPTIONS if o.value_type is not Path}
-"""Key of TOML files -> type of its value, or of a list's items."""
-_PEER_DTYPES: Final = ("best", "asked")
-_TYPE_NAMES: Final = {
-    list: 'a list of texts such as ["unique"]', str: 'a text such as "cpu"', int: "a whole number", float: "a number"
-}  # fmt: skip
+OPTIONS: Final = declared_options(BenchConfig, "run")
+_BY_NAME: Final = {option.name: option for option in OPTIONS}
+_KEYS: Final = tuple(option.name for option in OPTIONS if option.reach_of() is None)
+"""Keys of TOML files."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -122,51 +101,44 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
-    """The configuration of a file for `load_bench` or the defaults, overridden by the values in `given` but None.
+def read_definition(path: Path, flag: str, what: str) -> dict[str, Any]:
+    """The table of a TOML file of the user's, named as `what`. Error messages begin with `flag`.
 
     Raises:
-        UsageError: as `load_bench`, or a value is out of range.
-    """
-    config = BenchConfig() if file is None else load_bench(file)
-    config = replace(config, **{name: value for name, value in given.items() if value is not None})
-    for option in OPTIONS:
-        value = getattr(config, option.name)
-        if option.minimum is not None and value is not None:
-            if not value >= option.minimum:
-                raise UsageError(f"{option.flag} must be at least {option.minimum}, got {value}")
-            if value == math.inf:
-                raise UsageError(f"{option.flag} must be finite, got {value}; a day is 86400")
-    if config.peer_dtype not in _PEER_DTYPES:
-        raise UsageError(f"--peer-dtype must be {' or '.join(_PEER_DTYPES)}, got {config.peer_dtype!r}")
-    return config
-
-
-def load_bench(path: Path) -> BenchConfig:
-    """Read a TOML file of options. Keys are named as on the command line; `peers` and `workloads` are lists.
-
-    Raises:
-        UsageError: the file cannot be read, a key is unknown, or a value has the wrong type.
+        UsageError: the file cannot be read, or is not TOML.
     """
     try:
-        values = read_toml(file_content(path))
+        return read_toml(file_content(path))
     except OSError as error:
-        raise UsageError(f"--config: cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"{flag}cannot read {what}{path}: {error.strerror}") from None
     except ForeignTextError as error:
-        raise UsageError(f"--config: {path} {error}") from None
-    for key, value in values.items():
-        if key not in _KEYS:
-            hint = did_you_mean(key, _KEYS)
-            raise UsageError(f"--config: {path}: unknown key `{key}`{hint}; known: {', '.join(_KEYS)}")
-        kind = list if key in _LISTS else _KEYS[key]
-        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-            raise UsageError(
-                f"--config: {path}: `{key}` has the wrong type, got {value!r}; it must be {_TYPE_NAMES[kind]}"
-            )
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-            raise UsageError(f"--config: {path}: `{key}` must be a list of texts, got {value!r}")
-    if "peers" in values:
-        values["peers"] = ",".join(values["peers"]) or "none"
-    if "workloads" in values:
-        values["workloads"] = tuple(values["workloads"])
+        raise UsageError(f"{flag}{path} {error}") from None
+
+
+def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Check that a table has no key but `known` ones. Error messages begin with `where`.
+
+    Raises:
+        UsageError: it has another one.
+    """
+    known = list(known)
+    for key in sorted(table.keys() - set(known)):
+        raise UsageError(f"{where}: unknown key `{key}`{did_you_mean(key, known)}; known: {', '.join(known)}")
+
+
+def bench_config(flags: Mapping[str, Any], file: Path | None) -> BenchConfig:
+    """The configuration of a TOML file or the defaults, overridden by those `flags` that are not None.
+
+    Raises:
+        UsageError: the file cannot be read, a key is unknown, or a value is wrong.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        table = read_definition(file, "--config: ", "")
+        check_keys(table, _KEYS, f"--config: {file}")
+        table |= {"peers": table["peers"] or "none"} if "peers" in table else {}
+        values = {key: coerce(_BY_NAME[key], value, f"{key} in {file}") for key, value in table.items()}
+    for name, value in flags.items():
+        if value is not None:
+            values[name] = coerce(_BY_NAME[name], value, _BY_NAME[name].flag)
     return BenchConfig(**values)

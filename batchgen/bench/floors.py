@@ -176,7 +176,7 @@ def measure_matmul(dtype: torch.dtype, device: torch.device) -> tuple[float, str
     Returns:
         FLOP/s, and the implementation, dtype and size that reached them.
     """
-    found = []
+    measured = []
     sizes = _SIZES | _GPU_SIZES if device.type == "cuda" else _SIZES
     for kind in dict.fromkeys((dtype, torch.float32)):
         too_slow: set[str] = set()
@@ -189,8 +189,8 @@ def measure_matmul(dtype: torch.dtype, device: torch.device) -> tuple[float, str
             }
             too_slow |= {name for name, rate in rates.items() if rate < max(rates.values()) / _GIVE_UP_FACTOR}
             about = f"{str(kind).removeprefix('torch.')}, {size} size"
-            found += [(rate, f"{name}, {about}") for name, rate in rates.items()]
-    return max(found)
+            measured += [(rate, f"{name}, {about}") for name, rate in rates.items()]
+    return max(measured)
 
 
 def measure_bandwidth(device: torch.device, size: int = _MAX_BYTES) -> float:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from batchgen.bench.process import OWN_ENGINES, BenchEngine
-from batchgen.bench.workload_defs import BenchWorkload
-from batchgen.bench.workloads import BenchRow, plain
+from batchgen.bench.workloads import BenchRow, BenchWorkload, plain
 from batchgen.errors import BatchgenError
 from batchgen.text.tokens.tokenizer import Tokenizer
 
@@ -82,10 +81,10 @@ class Check:
             if list(ids) != list(expected):
                 pairs = enumerate(zip(ids, expected, strict=False))
                 at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(expected)))
-                found, wanted = (str(one[at]) if at < len(one) else "missing" for one in (ids, expected))
+                got, wanted = (str(one[at]) if at < len(one) else "missing" for one in (ids, expected))
                 raise self._failure(
                     f"in float32, checked row {number} ({len(row.ids)} prompt tokens): output position {at} is "
-                    f"{found}, the reference has {wanted}"
+                    f"{got}, the reference has {wanted}"
                 )
 
     def equality(self, rows: Sequence[BenchRow], reference: Ids) -> float:
@@ -122,16 +121,16 @@ class Check:
         The output of a row with a JSON schema is the beginning of a JSON text; other rows have the same ids. The number
         of logprobs and hidden states returned is the requested one.
         """
-        found = self.engine.generate(rows, self.setting)
-        for number, (row, ids, same) in enumerate(zip(rows, found.outputs, self._ids(plain(rows)), strict=True)):
+        answer = self.engine.generate(rows, self.setting)
+        for number, (row, ids, same) in enumerate(zip(rows, answer.outputs, self._ids(plain(rows)), strict=True)):
             if "json_schema" in row.fields:
                 if not continues_to_json(text := tokenizer.decode(ids)):
                     raise self._wrong(f"row {number} is held to a JSON schema and begins {text!r}")
             elif "lora_path" not in row.fields and ids != same:
                 raise self._wrong(f"row {number} has other ids with {', '.join(row.fields)} than without")
-        for name, count in returned_counts(rows, found.outputs).items():
-            if found.counted.get(name) != count:
-                raise self._wrong(f"{found.counted.get(name)} {name.replace('_', ' ')} came back, not {count}")
+        for name, count in returned_counts(rows, answer.outputs).items():
+            if answer.counted.get(name) != count:
+                raise self._wrong(f"{answer.counted.get(name)} {name.replace('_', ' ')} came back, not {count}")
 
     def adapter(self, rows: Sequence[BenchRow], merged: Ids, bare: Ids) -> None:
         """Compare rows of one adapter to the reference with that adapter `merged`, which differs from the `bare` ids
@@ -273,5 +272,5 @@ class Gate:
         assert workload.adapters is not None
         name, special = workload.adapters.name(0), self.special[workload.name]
         own = [row for row in special if row.fields["lora_path"] == name]
-        found = own or [replace(special[0], fields={"lora_path": name})]
-        return [replace(row, max_new=self.rows[workload.name][0].max_new) for row in found]
+        rows = own or [replace(special[0], fields={"lora_path": name})]
+        return [replace(row, max_new=self.rows[workload.name][0].max_new) for row in rows]

@@ -113,13 +113,13 @@ def parse_peers(text: str) -> list[EngineSource]:
         return [source for source in map(EngineSource, _AUTO) if not _missing_modules(source)]
     peers: list[EngineSource] = []
     for item in text.split(","):
-        name, given, value = item.strip().partition("=")
+        name, equals, value = item.strip().partition("=")
         if name not in (known := (*PEERS, BASELINE, *VARIANTS)):
             problem = f"unknown peer {name!r}{did_you_mean(name, known)}" if name else "a name is missing"
             raise UsageError(f"--peers: {problem}; known: {', '.join(known)} (or auto, none)")
         if any(peer.name == name for peer in peers):
             raise UsageError(f"--peers: {name} is given more than once")
-        peers.append(_source(name, value if given else None))
+        peers.append(_source(name, value if equals else None))
     return peers
 
 

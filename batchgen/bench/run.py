@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from batchgen.bench.config import BenchConfig
-from batchgen.bench.figures import Figure, Measured, rates, workload_figures
+from batchgen.bench.figures import Figure, Measured, SkippedPeers, print_notice, rates, read_figures, workload_figures
 from batchgen.bench.floors import count_work, measure_bandwidth, measure_matmul
 from batchgen.bench.gate import Gate, check_lengths
 from batchgen.bench.machine import commit_name, cpu_name, versions
@@ -32,7 +32,6 @@ from batchgen.bench.process import (
     LoadSpec,
     parse_peers,
 )
-from batchgen.bench.results import SkippedPeers, print_notice, read_figures
 from batchgen.bench.shapes import (
     DEMO,
     adapter_folders,
@@ -41,9 +40,8 @@ from batchgen.bench.shapes import (
     merge_adapter,
     resolve_bench_model,
 )
-from batchgen.bench.table import print_comparison
-from batchgen.bench.workload_defs import BenchWorkload, find_workloads
-from batchgen.bench.workloads import BenchRow, plain
+from batchgen.bench.show import print_comparison
+from batchgen.bench.workloads import BenchRow, BenchWorkload, find_workloads, plain
 from batchgen.config.engine_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.models.base import ModelSpec
@@ -257,7 +255,7 @@ class _Bench:
 
         The warm-up allocates memory, which would otherwise slow down the first repeat of engines with a single setting.
         """
-        found = []
+        prepared = []
         for engine in engines:
             if self._skips(engine.name, workload):
                 continue
@@ -268,8 +266,8 @@ class _Bench:
                 about = {name: getattr(engine, name) for name in ("version", "dtype", "device", "threads")}
                 about |= {"engine": engine.name, "setting": setting, "agreement": share}
                 about["rows_equal"] = self.gate.equal.get((engine.name, workload.name), 1.0)
-                found.append((engine, Measured(about)))
-        return found
+                prepared.append((engine, Measured(about)))
+        return prepared
 
     def _tuned_setting(self, engine: BenchEngine, workload: BenchWorkload) -> Mapping[str, int] | None:
         """The engine's best setting on a workload in an earlier run; None if there is none."""
@@ -365,11 +363,11 @@ def best_setting(
 
 def distinct_settings(settings: Sequence[Mapping[str, int]], rows: int) -> list[Mapping[str, int]]:
     """Settings without duplicates, where batch sizes of at least `rows` count as equal; the first of each is kept."""
-    found: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
+    distinct: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
     for setting in settings:
         capped = {key: min(value, rows) if key == "batch" else value for key, value in setting.items()}
-        found.setdefault(tuple(sorted(capped.items())), setting)
-    return list(found.values())
+        distinct.setdefault(tuple(sorted(capped.items())), setting)
+    return list(distinct.values())
 
 
 def _some_batches(rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Sequence[BenchRow]:

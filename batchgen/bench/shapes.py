@@ -260,11 +260,11 @@ def merge_adapter(model: str, adapter: str, folder: Path) -> None:
 
 def _linear_sizes(model: str) -> dict[str, tuple[int, int]]:
     """Module name -> (O, I) of the adapted layers."""
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for name, info in check_model_folder(model).tensors.items():
         module, _, kind = name.rpartition(".")
         if kind == "weight" and module.rpartition(".")[2] in _MODULES and len(info.shape) == 2:
-            found[module] = (info.shape[0], info.shape[1])
-    if not found:
+            sizes[module] = (info.shape[0], info.shape[1])
+    if not sizes:
         raise UsageError(f"workloads with adapters need a model with {', '.join(_MODULES)}; {model} has none of them")
-    return dict(sorted(found.items()))
+    return dict(sorted(sizes.items()))

@@ -161,11 +161,6 @@ def _invoke(arguments: Sequence[str]) -> int:
     return status
 
 
-def command_names() -> list[str]:
-    """The subcommands, in the order of the help."""
-    return [str(info.name) for info in app.registered_commands]
-
-
 def _print_error(message: str) -> None:
     """Print one error with control characters escaped, because it may quote a row, a file name or a library.
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from batchgen.bench.config import OPTIONS, WORKLOADS_HELP
-from batchgen.cli.flags import GroupedCommand, gather
+from batchgen.bench.config import OPTIONS
+from batchgen.cli.flags import GroupedCommand, gather, option_parameters
 
 _FROM_HELP = (
     "Compare and draw the results of earlier runs, read from their JSON lines, without measuring. "
@@ -21,10 +21,17 @@ _CONFIG_HELP = (
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("bench", cls=GroupedCommand)(gather(bench, "given", _parameters()))
+    argument = typer.Argument(metavar="WORKLOAD", show_default=False, help=OPTIONS[0].help)
+    parameters = {
+        "workloads": Annotated[list[str] | None, argument],
+        **{parameter.name: parameter.annotation for parameter in option_parameters(OPTIONS[1:])},
+        "figures": Annotated[Path | None, _file("--from", _FROM_HELP)],
+        "config": Annotated[Path | None, _file("--config", _CONFIG_HELP)],
+    }
+    app.command("bench", cls=GroupedCommand)(gather(bench, "options", parameters))
 
 
-def bench(given: dict[str, Any]) -> None:
+def bench(options: dict[str, Any]) -> None:
     """Benchmark workloads, alone and against other engines.
 
     Prints one JSON line per result, with shares of the machine's floor.
@@ -36,21 +43,9 @@ def bench(given: dict[str, Any]) -> None:
     from batchgen.bench.command import run_given  # not needed by --help
     from batchgen.job.display.console import SafeConsole
 
-    figures, config = given.pop("figures"), given.pop("config")
-    run_given(given, figures, config, typer.echo, SafeConsole(stderr=True))
+    figures, config = options.pop("figures"), options.pop("config")
+    run_given(options, figures, config, typer.echo, SafeConsole(stderr=True))
 
 
-def _parameters() -> dict[str, Any]:
-    """Name of each parameter -> its annotation, from which Typer makes its flag."""
-    workloads = typer.Argument(metavar="WORKLOAD", show_default=False, help=WORKLOADS_HELP)
-    found: dict[str, Any] = {"workloads": Annotated[list[str] | None, workloads]}
-    for option in OPTIONS:
-        if option.name == "timeout":
-            found["figures"] = Annotated[Path | None, _option("--from", "FILE", _FROM_HELP)]
-        flag = _option(option.flag, option.metavar, option.help, option.minimum)
-        found[option.name] = Annotated[option.value_type | None, flag]
-    return {**found, "config": Annotated[Path | None, _option("--config", "FILE", _CONFIG_HELP)]}
-
-
-def _option(flag: str, metavar: str, text: str, minimum: int | None = None) -> Any:
-    return typer.Option(flag, min=minimum, metavar=metavar, show_default=False, help=text)
+def _file(flag: str, text: str) -> Any:
+    return typer.Option(flag, metavar="FILE", show_default=False, help=text, rich_help_panel="Options")

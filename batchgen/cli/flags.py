@@ -12,26 +12,27 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from batchgen.config.engine_config import FLAGS_OF_OTHERS, INPUT
+from batchgen.config.engine_config import INPUT
 from batchgen.config.option_types import BOOL, Option
 from batchgen.config.resolve import resolve_config
 from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
+from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
 
 
 def translated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line with the flags of other systems as those here, and a line about each."""
-    found: list[str] = []
+    words: list[str] = []
     notes: dict[str, None] = {}
     for place, word in enumerate(arguments):
         if word == "--":
-            return [*found, *arguments[place:]], list(notes)
+            return [*words, *arguments[place:]], list(notes)
         flag, equals, value = word.partition("=")
         own = FLAGS_OF_OTHERS.get(flag, flag)
         if own != flag:
             notes[f"{flag} is read as {own}"] = None
-        found.append(own + equals + value)
-    return found, list(notes)
+        words.append(own + equals + value)
+    return words, list(notes)
 
 
 _INPUT_HELP = (
@@ -101,15 +102,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return _gathered(
         command,
         "config",
-        [inputs, input_files, *_option_parameters()],
+        [inputs, input_files, *option_parameters(OPTIONS)],
         [],
         lambda values: resolve_config(_given(values), os.environ, Path.cwd()),
     )
 
 
 @cache
-def _option_parameters() -> list[inspect.Parameter]:
-    return [parameter for option in OPTIONS for parameter in _parameters(option)]
+def option_parameters(options: Sequence[Option]) -> list[inspect.Parameter]:
+    """The keyword parameters of options, from which Typer makes their flags."""
+    return [parameter for option in options for parameter in _parameters(option)]
 
 
 def _gathered(
@@ -136,16 +138,16 @@ def _gathered(
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options set on the command line; the flags of a choice become the value of its option."""
-    given: dict[str, Any] = {"inputs": (*(values["inputs"] or ()), *(values["input_file"] or ()))}
+    options: dict[str, Any] = {"inputs": (*(values["inputs"] or ()), *(values["input_file"] or ()))}
     for option in OPTIONS:
         if option.choice_flags:
             chosen = [choice for choice in option.choices if values[_switch_name(option, choice)]]
             if len(chosen) > 1:
                 raise UsageError(f"`--{chosen[0]}` and `--{chosen[1]}` cannot be combined; keep one of them")
-            given |= {option.name: chosen[0]} if chosen else {}
+            options |= {option.name: chosen[0]} if chosen else {}
         elif values[option.name] not in (None, [], ()):
-            given[option.name] = values[option.name]
-    return given
+            options[option.name] = values[option.name]
+    return options
 
 
 def _parameters(option: Option) -> list[inspect.Parameter]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from batchgen.cli.flags import GroupedCommand, gather
+from batchgen.cli.flags import GroupedCommand, gather, option_parameters
+from batchgen.config.run_config import BY_NAME
 from batchgen.config.units import STDIN, check_file_to_write, check_local
 from batchgen.request.printable import printable
 
@@ -114,30 +116,22 @@ Rows: TypeAlias = Annotated[int, _option("K", "Number of rows to replay. Default
 Seed: TypeAlias = Annotated[int, _option("S", "Seed of the row selection. Default: 0. Example: --seed 7")]
 
 REPLACED = {
-    "model": (str, "PATH", "Model of the run if it has moved. Example: --model ./Qwen3-0.6B"),
-    "tokenizer": (str, "PATH", "Tokenizer of the run if it has moved. Example: --tokenizer ./tok"),
-    "lora": (list[str], "NAME=PATH", "LoRA adapters of the run if they have moved. Example: --lora fr=./french"),
-    "logit_processor": (
-        list[str],
-        "NAME=module:function",
-        "Logit processors of the run, which are never read from the output. Example: --logit-processor calm=mine:calm",
-    ),
-    "flash_library": (
-        str,
-        "PATH",
-        "Library of vllm-flash-attn of the run, which is never read from the output. "
-        "Example: --flash-library ./_vllm_fa3_C.abi3.so",
-    ),
-    "device": (str, "auto|cuda|cpu", "Device to run on. Example: --device cpu"),
+    "model": "Model of the run if it has moved. Example: --model ./Qwen3-0.6B",
+    "tokenizer": "Tokenizer of the run if it has moved. Example: --tokenizer ./tok",
+    "lora": "LoRA adapters of the run if they have moved. Example: --lora fr=./french",
+    "logit_processor": "Logit processors of the run, which are never read from the output. "
+    "Example: --logit-processor calm=mine:calm",
+    "flash_library": "Library of vllm-flash-attn of the run, which is never read from the output. "
+    "Example: --flash-library ./_vllm_fa3_C.abi3.so",
+    "device": "Device to run on. Example: --device cpu",
 }
-"""Options of the run that `verify` can replace: type, metavar and help text."""
+"""Options of the run that `verify` can replace -> their help text there."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    replaced = {
-        name: Annotated[kind | None, _option(metavar, text)] for name, (kind, metavar, text) in REPLACED.items()
-    }
+    options = [replace(BY_NAME[name], help=text, default=None, group="Options") for name, text in REPLACED.items()]
+    replaced = {parameter.name: parameter.annotation for parameter in option_parameters(tuple(options))}
     for name, command in (
         ("show", show),
         ("merge", merge),

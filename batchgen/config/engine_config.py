@@ -271,24 +271,3 @@ class EngineConfig:
 
 ENGINE_OPTIONS = declared_options(EngineConfig, "engine")
 _BY_NAME = {option.name: option for option in ENGINE_OPTIONS}
-
-FLAGS_OF_OTHERS = {
-    "--allowed-local-media-path": "--media-root",
-    "--block-size": "--page-size",
-    "--chunked-prefill-size": "--max-tokens-per-step",
-    "--context-length": "--max-model-len",
-    "--enable-deterministic-inference": "--deterministic",
-    "--kv-cache-dtype": "--kv-dtype",
-    "--lora-modules": "--lora",
-    "--lora-paths": "--lora",
-    "--max-num-batched-tokens": "--max-tokens-per-step",
-    "--max-prefill-tokens": "--max-tokens-per-step",
-    "--max-running-requests": "--max-num-seqs",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--model-path": "--model",
-    "--random-seed": "--seed",
-    "--tokenizer-path": "--tokenizer",
-    "--tool-call-parser": "--tool-parser",
-    "--reasoning-parser": "--reasoning",
-}
-"""Flag of vLLM or SGLang -> the flag here that means the same."""

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final, TypeVar
 
-from batchgen.config.engine_config import ENGINE_OPTIONS, FLAGS_OF_OTHERS
+from batchgen.config.engine_config import ENGINE_OPTIONS
 from batchgen.errors import BatchgenError, ErrorInfo, RowError, UnknownArgument
+from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
 from batchgen.request.fields.params import PARAMETERS, SAMPLING_FIELDS
 
 _T = TypeVar("_T")
@@ -37,10 +38,10 @@ def in_python(message: str) -> str:
     """A message for the command line as one for a caller of the Python API."""
     named: list[str] = []
 
-    def argument(found: re.Match[str]) -> str:
-        name, value = (found[1] or found[3]).replace("-", "_"), found[2] or found[4]
+    def argument(match: re.Match[str]) -> str:
+        name, value = (match[1] or match[3]).replace("-", "_"), match[2] or match[4]
         whose = "Engine argument " if name in _ENGINE else "the command's "
-        whose = "" if found[1] or name in PARAMETERS or (name in _ENGINE and named) else whose
+        whose = "" if match[1] or name in PARAMETERS or (name in _ENGINE and named) else whose
         named.append(name)
         return f"{whose}`{name}={value}`" if value else f"{whose}`{name}`"
 
@@ -70,13 +71,13 @@ def with_python_errors(items: Iterator[_T]) -> Iterator[_T]:
         yield from items
 
 
-def refuse_unknown(given: Iterable[str], function: str, known: Sequence[str]) -> None:
+def refuse_unknown(names: Iterable[str], function: str, known: Sequence[str]) -> None:
     """Refuse the arguments of a function that it does not have.
 
     Raises:
         UnknownArgument: there are some; the message names the right one, or where the value belongs.
     """
-    for name in given:
+    for name in names:
         if name in known:
             continue
         close = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)

@@ -52,8 +52,8 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
         UsageError: an unknown key or variable, a wrong or unsupported value, or no default for the output's name.
     """
     inputs = tuple(flags.get("inputs", ()))
-    given = _given_options(flags, env, cwd)
-    values = {name: value for name, (value, _) in given.items() if BY_NAME[name].supported}
+    chosen = _given_options(flags, env, cwd)
+    values = {name: value for name, (value, _) in chosen.items() if BY_NAME[name].supported}
     _check_unicode(values)
     output = values.pop("output", None)
     if "shard" in values:
@@ -67,7 +67,7 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
         output=_output_path(inputs, output, cwd, "shard" in values),
         engine=EngineConfig(**engine),
         sampling=sampling,
-        origins={name: origin for name, (_, origin) in given.items()},
+        origins={name: origin for name, (_, origin) in chosen.items()},
         **values,
     )
 
@@ -187,9 +187,9 @@ def _given_options(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
         UsageError: an unknown key or variable, a wrong value, a file that cannot be read, or an option that runs code
             or names files and is set only by `./batchgen.toml`.
     """
-    given: dict[str, tuple[Any, str]] = {}
+    chosen: dict[str, tuple[Any, str]] = {}
     for option, value, label, origin, explicit in _sources(flags, env, cwd):
-        if option.name in given or option.target == "meta":
+        if option.name in chosen or option.target == "meta":
             continue
         if not explicit and (reach := option.reach_of(value)) is not None:
             flag = f"--{value}" if option.choice_flags and value in option.choices else option.flags[0]
@@ -197,9 +197,9 @@ def _given_options(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
                 f"`{label}` would {_WOULD[reach]} because of a file in the current folder; name it with "
                 f"{flag}, or the file with --config {_DEFAULT_FILE}"
             )
-        if not _overridden_constraint(option, origin, given):
-            given[option.name] = (coerce(option, _read_at_path(option, value, label, cwd), label), origin)
-    return given
+        if not _overridden_constraint(option, origin, chosen):
+            chosen[option.name] = (coerce(option, _read_at_path(option, value, label, cwd), label), origin)
+    return chosen
 
 
 def _sources(
@@ -230,13 +230,13 @@ def _sources(
     if file is not None and named is not None:
         with _reading(str(file[0]), file[1]):
             data = file_content(named)
-        yield from ((*found, True) for found in _options_of(data, str(file[0])))
+        yield from ((*setting, True) for setting in _options_of(data, str(file[0])))
     if os.path.lexists(default) and (named is None or named.resolve() != default.resolve()):
         shown = f"./{_DEFAULT_FILE}"
         with _reading(shown, _DEFAULT_FILE), _open_at_once(default) as stream:
             _check_default_file(stream, default, shown)
             data = stream.read(_DEFAULT_FILE_BYTES)
-        yield from ((*found, False) for found in _options_of(data, shown))
+        yield from ((*setting, False) for setting in _options_of(data, shown))
 
 
 @contextmanager
@@ -273,9 +273,9 @@ def _check_default_file(stream: BinaryIO, path: Path, shown: str) -> None:
         raise UsageError(f"{shown} is larger than 1 MiB, so it is not read unless it is named; {remedy}")
 
 
-def _overridden_constraint(option: Option, origin: str, given: Mapping[str, tuple[Any, str]]) -> bool:
+def _overridden_constraint(option: Option, origin: str, chosen: Mapping[str, tuple[Any, str]]) -> bool:
     """Whether the option is a constraint and a source of higher precedence sets another one: a row has one."""
-    higher = [given[kind][1] for kind in CONSTRAINT_KINDS if kind in given]
+    higher = [chosen[kind][1] for kind in CONSTRAINT_KINDS if kind in chosen]
     return option.name in CONSTRAINT_KINDS and any(_source_of(other) != _source_of(origin) for other in higher)
 
 

@@ -207,16 +207,16 @@ class RunConfig:
         unknown = sorted(values.keys() - BY_NAME.keys())
         if unknown:
             raise UsageError(f"the output was made with `{unknown[0]}`, which this version does not know")
-        given = {
+        values = {
             name: coerce(BY_NAME[name], value, name)
             for name, value in values.items()
             if BY_NAME[name].target != "meta" and value not in (None, _json_value(BY_NAME[name].default))
         }
-        if "shard" in given:
-            given["shard"] = resolve_shard(given["shard"], {})
-        given.pop("output", None)
+        if "shard" in values:
+            values["shard"] = resolve_shard(values["shard"], {})
+        values.pop("output", None)
         by_target: dict[str, dict[str, Any]] = {"engine": {}, "sampling": {}, "run": {}}
-        for name, value in given.items():
+        for name, value in values.items():
             by_target[BY_NAME[name].target or "run"][name] = value
         return RunConfig(
             inputs=tuple(changes.get("inputs") or description["inputs"]),

@@ -308,12 +308,12 @@ def parse_token_ids(text: str) -> tuple[int, ...]:
 
 def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
     """Parse comma-separated `ID=X` into (token id, bias) sorted by id; ids must be unique."""
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for part in text.split(","):
         token, equals, bias = (piece.strip() for piece in part.partition("="))
         if not equals or not re.fullmatch("[0-9]+", token, re.ASCII):
             raise ValueError(f"must be ID=X separated by commas, such as 13=-100 or 13=-100,20=2.5, got {text!r}")
-        if int(token) in found:
+        if int(token) in biases:
             raise ValueError(f"names token {int(token)} twice")
-        found[int(token)] = parse_float(bias)
-    return tuple(sorted(found.items()))
+        biases[int(token)] = parse_float(bias)
+    return tuple(sorted(biases.items()))

@@ -30,14 +30,10 @@ Carry = Literal["all", "none"] | tuple[str, ...]
 
 
 def effective_carry(carry: Carry, *, include_source: bool) -> Carry:
-    """What is carried: with `--include-source` also the row's source, as columns unless all goes to `extra`."""
+    """Fields that are carried: with `--include-source` also the row's source, as columns unless all goes to `extra`."""
     if not include_source or carry == "all":
         return carry
-    return (
-        (*(name for name in carry if name not in SOURCE_COLUMNS), *SOURCE_COLUMNS)
-        if carry != "none"
-        else SOURCE_COLUMNS
-    )
+    return (*(name for name in (() if carry == "none" else carry) if name not in SOURCE_COLUMNS), *SOURCE_COLUMNS)
 
 
 def carried_fields(
@@ -58,9 +54,8 @@ def carried_fields(
         if name in SCHEMA.names:
             raise UsageError(f"`--carry` {name}: the output has a column of that name; rename the field")
         if name in columns or (name in LOOKUP["row"] and name not in free):
-            raise UsageError(
-                f"`--carry` {name}: the row uses that field, and only unused fields are carried; leave it out"
-            )
+            problem = "the row uses that field, and only unused fields are carried; leave it out"
+            raise UsageError(f"`--carry` {name}: {problem}")
     folders = {name for file in files for name, _ in partitions_of(file.path)}
     typed = all(file.format.schema is not None for file in files)
     schemas = [file.schema() for file in files if file.format.schema is not None]
@@ -93,13 +88,9 @@ def _output_type(arrow_type: pa.DataType) -> pa.DataType:
         return arrow_type
     if pat.is_list(arrow_type) or pat.is_large_list(arrow_type) or pat.is_fixed_size_list(arrow_type):
         inner = arrow_type.value_type
-        plain = pat.is_boolean(inner) or pat.is_integer(inner) or pat.is_floating(inner) or _is_text(inner)
-        return pa.list_(_output_type(inner)) if plain else pa.string()
+        kept = (pat.is_boolean, pat.is_integer, pat.is_floating, pat.is_string, pat.is_large_string)
+        return pa.list_(_output_type(inner)) if any(is_kind(inner) for is_kind in kept) else pa.string()
     return pa.string()
-
-
-def _is_text(arrow_type: pa.DataType) -> bool:
-    return bool(pat.is_string(arrow_type) or pat.is_large_string(arrow_type))
 
 
 def carried_columns(extras: Sequence[str | None], fields: Sequence[pa.Field]) -> list[pa.Array]:

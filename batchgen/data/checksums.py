@@ -106,11 +106,8 @@ class ChecksumWriter:
         if self._size % BLOCK:
             self._end_block()
         table = np.array(self._blocks, "<u4").tobytes()
-        return table + _trailer(table, zlib.crc32(footer))
-
-
-def _trailer(table: bytes, footer: int) -> bytes:
-    return _TRAILER.pack(len(table) // 4, footer, zlib.crc32(table, footer), _OWN_MAGIC)
+        crc = zlib.crc32(footer)
+        return table + _TRAILER.pack(len(table) // 4, crc, zlib.crc32(table, crc), _OWN_MAGIC)
 
 
 def read_checksums(stream: BinaryIO) -> Checksums | None:

@@ -85,10 +85,7 @@ def write_durably(
 
 
 def replace_durably(
-    path: Path,
-    write: Callable[[BinaryIO], object],
-    temporary: Path,
-    before_rename: Callable[[], None] | None = None,
+    path: Path, write: Callable[[BinaryIO], object], temporary: Path, before_rename: Callable[[], None] | None = None
 ) -> None:
     """`write_durably`, which raises the errors of the operating system as they are.
 

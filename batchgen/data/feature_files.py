@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.data.files import files_in, free_bytes, make_durably, open_new, open_own, remove_file
+from batchgen.data.states import pack_values, unpack_values
 
 Floats = npt.NDArray[np.float32]
 
@@ -123,7 +124,8 @@ class FeatureFiles:
         if len(data) != record.size or zlib.crc32(data) != record.crc:
             self.remove(number)
             return None
-        return _unpacked(data, record)
+        packed = "float32" if record.number_bytes == 4 else "bfloat16"
+        return unpack_values(data, packed).reshape(record.rows, record.width)
 
     def remove(self, number: int) -> None:
         """Keep the features of an item no longer, if they are kept."""
@@ -175,7 +177,8 @@ class FeatureFiles:
                 self._waiting.pop(name, None)
 
     def _append(self, name: bytes, values: Floats) -> None:
-        (rows, width), (data, number_bytes) = values.shape, _packed(values)
+        (rows, width), (_, numbers) = values.shape, pack_values(np.ascontiguousarray(values), "bfloat16")
+        data, number_bytes = numbers.reshape(-1).view(np.uint8).data, numbers.itemsize
         crc = zlib.crc32(data)
         head = _HEADER.pack(_MAGIC, name, rows, width, number_bytes, crc)
         with self._lock:
@@ -226,8 +229,8 @@ class FeatureFiles:
             )
 
 
-def _read_records(stream: BinaryIO, path: Path, names: set[bytes], found: Callable[[bytes, _Record], None]) -> int:
-    """Call `found` with each whole record of `names`; returns the size of the file. Nothing behind damage is found."""
+def _read_records(stream: BinaryIO, path: Path, names: set[bytes], keep: Callable[[bytes, _Record], None]) -> int:
+    """Call `keep` with each whole record of `names`, up to the first damage; returns the size of the file."""
     end = stream.seek(0, 2)
     at = stream.seek(0)
     while len(head := stream.read(_HEAD_BYTES)) == _HEAD_BYTES:
@@ -239,20 +242,6 @@ def _read_records(stream: BinaryIO, path: Path, names: set[bytes], found: Callab
         if at > end:
             break
         if name in names:
-            found(name, record)
+            keep(name, record)
         stream.seek(at)
     return end
-
-
-def _packed(values: Floats) -> tuple[memoryview, int]:
-    """Bytes of the values, and those of each number."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    found = bits if (bits & 0xFFFF).any() else (bits >> 16).astype(np.uint16)
-    return found.reshape(-1).view(np.uint8).data, found.itemsize
-
-
-def _unpacked(data: bytes, record: _Record) -> Floats:
-    if record.number_bytes == 4:
-        return np.frombuffer(data, np.float32).reshape(record.rows, record.width)
-    bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
-    return bits.view(np.float32).reshape(record.rows, record.width)

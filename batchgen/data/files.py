@@ -251,10 +251,8 @@ def rename(old: Path, new: Path) -> None:
 
 def remove_file(path: Path) -> None:
     """Remove a file, if there is one."""
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         system.unlink(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return
 
 
 def remove_tree(path: Path) -> None:
@@ -319,7 +317,7 @@ def make_free(path: Path) -> Path | None:
 def set_aside(path: Path) -> Path:
     """Rename what is not ours to a free name, `NAME.foreign`, without touching what it is or leads to."""
     names = (f"{path.name}{_FOREIGN}{f'-{number}' if number else ''}" for number in count())
-    target = next(found for found in map(path.with_name, names) if status_of(found, follow=False) is None)
+    target = next(free for free in map(path.with_name, names) if status_of(free, follow=False) is None)
     system.rename(path, target)
     return target
 
@@ -337,7 +335,7 @@ def set_aside_foreign(folder: Path, folders: re.Pattern[str], below: str = "") -
         folders: paths of its folders, relative to the outermost one: everything else is a file.
         below: path of `folder` itself, with a slash, if it is not the outermost one.
     """
-    found = []
+    moved = []
     for path in files_in(folder):
         status = status_of(path, follow=False)
         if status is None or is_set_aside(path):
@@ -345,14 +343,14 @@ def set_aside_foreign(folder: Path, folders: re.Pattern[str], below: str = "") -
         name = below + path.name
         is_folder = stat.S_ISDIR(status.st_mode)
         if is_foreign(path, status) or is_folder != (folders.fullmatch(name) is not None):
-            found.append(set_aside(path))
+            moved.append(set_aside(path))
         elif is_folder:
-            found += set_aside_foreign(path, folders, f"{name}/")
-    return found
+            moved += set_aside_foreign(path, folders, f"{name}/")
+    return moved
 
 
 def followed(path: Path) -> Path:
-    """Where a name leads to that the user gave a file to write: a link's target, unless the link is another user's."""
+    """Target of a name that the user gave a file to write: a link's, unless the link is another user's."""
     status = status_of(path, follow=False)
     if status is None or not stat.S_ISLNK(status.st_mode) or status.st_uid not in (0, os.geteuid()):
         return path

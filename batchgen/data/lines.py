@@ -51,11 +51,6 @@ def lines_of_job(path: Path, fingerprint: str) -> Mapping[str, Any] | None:
     return mark if mark is not None and mark["job"] == fingerprint[:_JOB_DIGITS] else None
 
 
-def written_by(path: Path, fingerprint: str) -> bool:
-    """Whether the job wrote a file of JSON lines, by the first line."""
-    return lines_of_job(path, fingerprint) is not None
-
-
 def line_files(path: Path) -> list[Path]:
     """The files of an output of JSON lines: its own, and that of its errors if batchgen wrote one."""
     errors = errors_path(path)
@@ -94,8 +89,8 @@ def odd_line(file: Path) -> OddLine | None:
             if not jobs and number == _LOOKED_AT:
                 return None
     other = sorted(jobs.values())[1:2]  # the first line of another job than the first
-    found = [*([OddLine(bad, False)] if jobs and bad else []), *(OddLine(number, True) for number in other)]
-    return min(found, default=None)
+    odd_lines = [*([OddLine(bad, False)] if jobs and bad else []), *(OddLine(number, True) for number in other)]
+    return min(odd_lines, default=None)
 
 
 def _first_mark(path: Path) -> Mapping[str, Any] | None:
@@ -113,9 +108,9 @@ def line_mark(line: bytes) -> Mapping[str, Any] | None:
         value = read_json(line)
         if not isinstance(value, dict):
             return None
-        mark, found = value.get(JOB_KEY), value.get("id")
+        mark, line_id = value.get(JOB_KEY), value.get("id")
         if isinstance(mark, dict) and isinstance(mark.get("job"), str):
             return mark
-        if "custom_id" in value and isinstance(found, str) and found.startswith("batch_req_"):
-            return {"job": found.removeprefix("batch_req_")[:_JOB_DIGITS]}
+        if "custom_id" in value and isinstance(line_id, str) and line_id.startswith("batch_req_"):
+            return {"job": line_id.removeprefix("batch_req_")[:_JOB_DIGITS]}
     return None

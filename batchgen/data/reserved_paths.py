@@ -40,10 +40,10 @@ class ReservedPaths:
 
     def is_result(self, path: str) -> bool:
         """Whether a path resolves to a file of the results, existing or not."""
-        found = resolved(Path(path))
-        if found in self._files or found.is_relative_to(self._work):
+        file = resolved(Path(path))
+        if file in self._files or file.is_relative_to(self._work):
             return True
-        return self._shard is not None and found.parent in self._files and self._shard.fullmatch(found.name) is not None
+        return self._shard is not None and file.parent in self._files and self._shard.fullmatch(file.name) is not None
 
 
 def is_run_output(path: Path) -> bool:

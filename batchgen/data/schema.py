@@ -39,6 +39,7 @@ KEY_COLUMNS = ("row_index", "prompt_index", "sample_index")
 
 _IDS = pa.list_(pa.int32())
 _LOGPROBS = pa.list_(pa.float32())
+_SCORE = pa.struct([("sum", pa.float64()), ("mean", pa.float64()), ("tokens", pa.int32()), ("is_greedy", pa.bool_())])
 
 SCHEMA = pa.schema(
     [
@@ -78,14 +79,7 @@ SCHEMA = pa.schema(
         ("output_tokens_text", pa.list_(pa.string())),
         ("input_tokens_text", pa.list_(pa.string())),
         ("routed_experts", _IDS),
-        (
-            "scores",
-            pa.list_(
-                pa.struct(
-                    [("sum", pa.float64()), ("mean", pa.float64()), ("tokens", pa.int32()), ("is_greedy", pa.bool_())]
-                )
-            ),
-        ),
+        ("scores", pa.list_(_SCORE)),
         ("score_logprobs", _LOGPROBS),
         ("constraint_ok", pa.bool_()),
         ("min_new_tokens_unmet", pa.bool_()),
@@ -114,10 +108,6 @@ class OutputRow:
     """Hash of everything that the result depends on; None for failed rows, which are never reused."""
 
 
-def _status(row: OutputRow) -> str:
-    return "ok" if row.completion.error is None else "error"
-
-
 def _error(row: OutputRow) -> dict[str, str | None] | None:
     error = row.completion.error
     return None if error is None else {"code": str(error.code), "message": error.message, "param": error.param}
@@ -135,7 +125,7 @@ def _cached_details(row: OutputRow) -> dict[str, int] | None:
 
 _DERIVED: dict[str, Callable[[OutputRow], Any]] = {
     "id": attrgetter("id"),
-    "status": _status,
+    "status": lambda row: "ok" if row.completion.error is None else "error",
     "error": _error,
     "cached_tokens_details": _cached_details,
     "scores": _scores,

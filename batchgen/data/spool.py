@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -72,9 +71,7 @@ class _Spool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -106,28 +103,24 @@ class BlobSpool(_Spool, Columns):
     def __init__(self, path: Path, kept: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
         self._ends = Column("q", narrowest="i")
         """End offset of each blob."""
-        self._size = 0
+        self.size = 0
+        """Total bytes of all blobs."""
         self._map: _Mapped | None = None
         if kept is not None:
             self.restore_columns(kept)
-            self._size = self._ends[len(self) - 1] if len(self) else 0
+            self.size = self._ends[len(self) - 1] if len(self) else 0
         super().__init__(path, None if kept is None else self.size)
 
     def append(self, blob: bytes) -> int:
         """Append a blob and return its index."""
         self.pack(self._ends)
         self._write(blob)
-        self._size += len(blob)
-        self._ends.append(self._size)
+        self.size += len(blob)
+        self._ends.append(self.size)
         return len(self._ends) - 1
 
     def __len__(self) -> int:
         return len(self._ends)
-
-    @property
-    def size(self) -> int:
-        """Total bytes of all blobs."""
-        return self._size
 
     def __getitem__(self, index: int) -> bytes:
         """The blob at `index`.

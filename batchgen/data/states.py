@@ -97,14 +97,14 @@ def write_states_part(
 def _record_chunks(record: StateRecord) -> tuple[bytes, bytes, memoryview]:
     block = record.block
     assert block.values.ndim == 2
-    packed, values = _pack_values(np.ascontiguousarray(block.values, np.float32), block.dtype)
+    packed, values = pack_values(np.ascontiguousarray(block.values, np.float32), block.dtype)
     header = json.dumps(
         [record.id, block.span, block.token_start, [*block.values.shape], block.dtype, packed], ensure_ascii=False
     ).encode("utf-8", "surrogatepass")
     return _LENGTH.pack(len(header)), header, values.reshape(-1).view(np.uint8).data
 
 
-def _pack_values(values: npt.NDArray[np.float32], dtype: str) -> tuple[str, npt.NDArray[Any]]:
+def pack_values(values: npt.NDArray[np.float32], dtype: str) -> tuple[str, npt.NDArray[Any]]:
     """(dtype, values): in the model's dtype if it represents every value exactly, otherwise float32."""
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
@@ -175,7 +175,7 @@ def read_record(stream: BinaryIO, entry: np.void) -> StateRecord:
     (length,) = _LENGTH.unpack_from(content)
     start = _LENGTH.size + length
     row_id, span, token_start, shape, dtype, packed = json.loads(content[_LENGTH.size : start])
-    values = _unpack_values(memoryview(content)[start:], packed).reshape(shape)
+    values = unpack_values(memoryview(content)[start:], packed).reshape(shape)
     key = (int(entry["row_index"]), int(entry["prompt_index"]), int(entry["sample_index"]))
     return StateRecord(key, row_id, StateBlock(int(entry["layer"]), span, token_start, values, dtype))
 
@@ -188,7 +188,8 @@ def _checked_content(stream: BinaryIO, entry: np.void) -> bytes:
     return content
 
 
-def _unpack_values(content: memoryview, packed: str) -> npt.NDArray[np.float32]:
+def unpack_values(content: bytes | memoryview, packed: str) -> npt.NDArray[np.float32]:
+    """The flat values that `pack_values` gave as `packed`."""
     if packed == "bfloat16":
         return (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(content, np.float16 if packed == "float16" else np.float32).astype(np.float32, copy=False)

@@ -88,11 +88,7 @@ def _checked_index(part: Path) -> Index:
 
 
 def _read_back(path: Path, index: Index) -> None:
-    """Check that a file holds the records of an index, in that order, and that every byte is as it was written.
-
-    Raises:
-        DamagedFile: it does not.
-    """
+    """Raise `DamagedFile` unless a file holds the records of an index, in that order, with every byte as written."""
     with open_parquet(path) as table:
         table.check()
         keys = table.read(_KEYS)

@@ -218,7 +218,7 @@ def few_shot(rng: Random) -> Content:
     kind = rng.choice(sorted(_PATTERNS))
     *shown, (query, answer) = _PATTERNS[kind](rng, rng.randint(3, 6))
     shape = rng.choice(TEMPLATES["shapes"])
-    lines = [shape.format(i=given, o=result) for given, result in shown]
+    lines = [shape.format(i=asked, o=result) for asked, result in shown]
     body = "\n".join([*lines, shape.format(i=query, o="").rstrip()])
     key = f"few_shot {kind} {shown} {query}"
     prompt = body if rng.random() < 0.2 else f"{rng.choice(TEMPLATES['introductions'])}\n{body}"

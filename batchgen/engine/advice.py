@@ -38,8 +38,8 @@ def input_advice(table: RequestTable, tokenizer: Tokenizer, *, is_plain: bool, t
         truncated: number of prompts that were cut.
     """
     plain = _plain_text(table, tokenizer) if is_plain else None
-    found = (plain, _doubled_bos(table, tokenizer), _equal_prompts(table), _truncated(truncated, table))
-    return [line for line in (*found, _open_thought(table, tokenizer)) if line is not None]
+    checks = (plain, _doubled_bos(table, tokenizer), _equal_prompts(table), _truncated(truncated, table))
+    return [line for line in (*checks, _open_thought(table, tokenizer)) if line is not None]
 
 
 def output_advice(counts: AnswerCounts, table: RequestTable) -> list[str]:

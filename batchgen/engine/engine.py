@@ -169,12 +169,12 @@ class Engine:
     @property
     def kernels(self) -> str:
         """Names and versions of the attention and matmul kernels; "auto" before `auto` has chosen."""
-        spec, found = self.model.spec, self.config.attention if self.backend is None else self.backend.description
+        spec, attention = self.model.spec, self.config.attention if self.backend is None else self.backend.description
         products = [describe_weights(self.model, self.quantization)]
         if self.quantization is None:
             products.append(describe_products(spec.dtype, spec.device, spec.numbers.products))
         named = [each for each in products if each is not None]
-        return f"{found}; products: {', others '.join(named)}" if named else found
+        return f"{attention}; products: {', others '.join(named)}" if named else attention
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -312,11 +312,12 @@ class Engine:
         """The workload of a job, with its grammars compiled, so that no step waits for one."""
         spec, dedup = self.model.spec, self.config.dedup
         self.grammars.prepare(table.constraints(done))
-        found = plan_workload(table, done, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
+        adapters = list(spec.adapters)
+        workload = plan_workload(table, done, dedup=dedup, adapters=adapters, bidirectional=spec.bidirectional)
         trim_heap()
         if table.embeds_id is not None and not self.model.accepts_embeds():
-            found.refuse_embeds(spec.name)
-        return found
+            workload.refuse_embeds(spec.name)
+        return workload
 
     def resources(self, workload: JobWorkload, limits: tuple[int, int]) -> EngineResources:
         """What computes a job: all that is on the device but the pool, which takes the memory that is left."""

@@ -102,8 +102,8 @@ class FrontEnd:
         def load(model: Model) -> MediaEncoder:
             return load_media_encoder(folder, model.spec)
 
-        found = MediaSupport(self.spec, partial(find_media_processor, folder), load, self.media_store)
-        return replace(self, media=found)
+        media = MediaSupport(self.spec, partial(find_media_processor, folder), load, self.media_store)
+        return replace(self, media=media)
 
     @property
     def notes(self) -> list[str]:

@@ -284,8 +284,8 @@ class Loop:
         sampled, rows = self._runner.read(in_flight), in_flight.rows
         if rows is None:
             return 0
-        for found in sampled.logprobs:
-            self._logprobs.append(rows, found)
+        for logprobs in sampled.logprobs:
+            self._logprobs.append(rows, logprobs)
         notified, dropped = self._batch.append_tokens(rows, sampled.tokens, sampled.errors.keys() | sampled.exhausted)
         self.state.discarded += dropped
         before, numbers = len(finished), rows.sequence_ids[notified].tolist()

@@ -115,9 +115,9 @@ def _pays(sizes: Mapping[WeightSize, int], config: EngineConfig, spec: ModelSpec
         return True
     rows, tokens = step_limits(config, spec.device)
     step = ProductStep(spec.device, spec.dtype, device_timer(spec.device))
-    found = grouped_weights_pay(sizes, [(rows, _DECODE_STEPS), (tokens, 1.0)], step)
+    pays = grouped_weights_pay(sizes, [(rows, _DECODE_STEPS), (tokens, 1.0)], step)
     torch.cuda.empty_cache()  # weights are read into it next
-    return found
+    return pays
 
 
 def describe_weights(model: Model, loss: QuantizationLoss | None) -> str | None:

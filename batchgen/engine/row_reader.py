@@ -110,7 +110,7 @@ def python_rows(rows: Any) -> Iterator[RawRow]:
 def _raw_rows(items: Iterable[Any], kind: str, *, is_table: bool) -> Iterator[RawRow]:
     for index, item in enumerate(items):
         if isinstance(item, UnreadableRow):
-            yield RawRow(index, error=item.info).with_found(item.found)
+            yield RawRow(index, error=item.info).with_readable(item.readable)
         elif not isinstance(item, str):
             yield RawRow(index, value=item)
         elif is_table:
@@ -223,9 +223,9 @@ class RowReader:
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:
-            (_, extra), line = _known_of(raw.found, raw.index)
+            (_, extra), line = _known_of(raw.readable, raw.index)
             name = f"row-{raw.index}" if raw.id is None else raw.id
-            return ProcessedRow(raw._replace(found={}), name, extra, error=raw.error, is_line=line)
+            return ProcessedRow(raw._replace(readable={}), name, extra, error=raw.error, is_line=line)
         value = raw.value
         try:
             row = self._with_unique_id(parse_row(value, raw.index, self._defaults, raw.displaced))
@@ -341,15 +341,14 @@ def _reported(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterato
 
 def _refused(raw: RawRow, error: ErrorInfo) -> RawRow:
     """A row that is not parsed, with the id and fields that it gives."""
-    found = raw.found if raw.value is None else raw.value
-    return raw._replace(value=None, error=error).with_found(found)
+    return raw._replace(value=None, error=error).with_readable(raw.fields)
 
 
 def _wrong(raw: RawRow, error: Exception) -> ProcessedRow:
     """A row whose fields are wrong."""
     info = row_error(error, "checking the fields of the row")
-    found, line = _known_of(raw.value, raw.index)
-    return ProcessedRow(raw._replace(value=None), *found, error=info, is_line=line)
+    known, line = _known_of(raw.value, raw.index)
+    return ProcessedRow(raw._replace(value=None), *known, error=info, is_line=line)
 
 
 def _size_of(row: ParsedRow | None) -> int:
@@ -389,8 +388,8 @@ class _HashSet:
         slots = self._slots
         mask = len(slots) - 1
         at = value & mask
-        while found := slots[at]:
-            if found == value:
+        while held := slots[at]:
+            if held == value:
                 return False
             at = (at + 1) & mask
         slots[at] = value

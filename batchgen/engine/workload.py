@@ -87,8 +87,8 @@ class JobWorkload:
         """The duplicate requests that copy this one's result, in input order."""
         low = bisect_left(self.followed, leader)
         high = bisect_left(self.followed, leader + 1, low)
-        found: list[int] = self.followers[low:high].tolist()
-        return found
+        followers: list[int] = self.followers[low:high].tolist()
+        return followers
 
     def skip_too_large(self, pages: int, page_size: int) -> None:
         """Move requests that do not fit into `pages` pages even alone to `failed`."""
@@ -140,8 +140,8 @@ class JobWorkload:
         """The requests that are computed for a row: its own, and those whose results it copies."""
         own = np.flatnonzero((self.table.row_index == row) & ~self.done)
         computed = np.unique(np.where(self.samples[own] > 0, own, self.leader[own]))
-        found: npt.NDArray[np.int64] = computed[self.samples[computed] > 0]
-        return found
+        wanted: npt.NDArray[np.int64] = computed[self.samples[computed] > 0]
+        return wanted
 
     def _skip(self, requests: npt.NDArray[np.int64]) -> list[int]:
         """Skip requests, with all other scored texts of their prompts; returns the first request of each prompt."""
@@ -149,8 +149,8 @@ class JobWorkload:
             return []
         first = self.first_text
         self.samples[np.isin(first, first[requests])] = 0
-        found: list[int] = requests[np.unique(first[requests], return_index=True)[1]].tolist()
-        return found
+        skipped: list[int] = requests[np.unique(first[requests], return_index=True)[1]].tolist()
+        return skipped
 
 
 def plan_workload(
@@ -208,18 +208,18 @@ def _spans(table: RequestTable, kind: Bidirectional) -> Spans:
         scored = (lengths > 0) & (table.score_start >= 0)
         lengths[scored] = table.score_start[scored]
         return PromptSpans(lengths)
-    found = (items[number] for number in range(len(items)))
-    features = np.array([item.features if item.kind == "image" else 1 for item in found], np.int64)
+    listed = (items[number] for number in range(len(items)))
+    features = np.array([item.features if item.kind == "image" else 1 for item in listed], np.int64)
     return ItemSpans(table.tokens, table.offsets, items.vocab_size, features)
 
 
 def _equal_prompts(table: RequestTable, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """[N] equal numbers for requests whose first `lengths` tokens are equal; -1 for a length of 0."""
-    found, numbers = np.full(len(table), -1, np.int64), dict[bytes, int]()
+    leaders, numbers = np.full(len(table), -1, np.int64), dict[bytes, int]()
     for request in np.flatnonzero(lengths).tolist():
         ids = table.stored_ids(request)[: lengths[request]]
-        found[request] = numbers.setdefault(blake2b(ids.tobytes(), digest_size=16).digest(), len(numbers))
-    return found
+        leaders[request] = numbers.setdefault(blake2b(ids.tobytes(), digest_size=16).digest(), len(numbers))
+    return leaders
 
 
 def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32] | None:

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from rich.text import Text
 
-from batchgen.config.run_config import RunConfig
 from batchgen.config.units import STDIN
-from batchgen.data.read.input_set import open_inputs
+from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.store.work_folder import output_paths
 from batchgen.engine.machine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
@@ -32,7 +31,7 @@ from batchgen.job.display.reasons import Reasons
 from batchgen.job.estimate import OutputEstimate, estimate_memory, estimate_output
 from batchgen.job.preflight import CheckedJob, wait_for_hashes
 from batchgen.job.rows.fingerprint import identify_job
-from batchgen.job.rows.ingest import ingest
+from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import bytes_by_kind
@@ -175,6 +174,23 @@ def _print_lines(lines: Iterable[str], stream: TextIO) -> None:
         stream.write(f"{line}\n")
 
 
+def _read(setup: Setup, inputs: InputSet, folder: Path, errors: _Errors, progress: Progress) -> Ingested:
+    """Read and check all rows."""
+
+    def on_row(rows: int) -> None:
+        if not rows % _ROWS_PER_UPDATE:
+            progress.update(ProgressState("reading", rows_done=rows, rows_error=errors.counts.total()))
+
+    progress.update(ProgressState("reading"))
+    rows = ingest(setup, inputs, folder, folder, on_row, on_bad=errors.add)
+    rows.close()
+    for note in rows.notes:
+        progress.note(note)
+    setup.note_rows(rows.table, progress.note)
+    progress.update(ProgressState("planning", rows.rows, rows.rows, errors.counts.total()))
+    return rows
+
+
 def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, OutputEstimate]:
     config, began = job.config, time.monotonic()
     setup = prepare(job, progress.note, allow_missing_gpu=True)
@@ -182,27 +198,14 @@ def _build_report(job: CheckedJob, progress: Progress) -> tuple[CheckReport, Out
     wait_for_hashes(job.hashes, progress.note)
     identity = identify_job(setup, inputs)
     set_clock(setup, identity, output_paths(config.output, identity.run.shard))
-    started = time.monotonic()
-    errors = _Errors()
-
-    def on_row(rows: int) -> None:
-        if not rows % _ROWS_PER_UPDATE:
-            progress.update(ProgressState("reading", rows_done=rows, rows_error=errors.counts.total()))
-
-    progress.update(ProgressState("reading"))
+    started, errors = time.monotonic(), _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
-        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_row, on_bad=errors.add)
-        rows.close()
-        for note in rows.notes:
-            progress.note(note)
-        table = rows.table
-        setup.note_rows(table, progress.note)
-        progress.update(ProgressState("planning", rows.rows, rows.rows, errors.counts.total()))
-        read = time.monotonic()
+        rows = _read(setup, inputs, Path(scratch), errors, progress)
+        table, read = rows.table, time.monotonic()
         spec, dedup = setup.spec, config.engine.dedup
         workload = plan_workload(table, dedup=dedup, adapters=list(spec.adapters), bidirectional=spec.bidirectional)
-        counts, steps, peaks = _plan(config, setup, workload)
-        output, towers = estimate_output(rows, config, setup.spec), setup.tower_bytes(table)
+        counts, steps, peaks = _plan(setup, workload)
+        output, towers = estimate_output(rows, setup), setup.tower_bytes(table)
         memory = estimate_memory(setup, workload, sum(peaks.values()), towers)
     phases = {"starting": started - began, "reading": read - started, "planning": time.monotonic() - read}
     report = CheckReport(
@@ -258,13 +261,14 @@ def _model(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats, dict[str, int]]:
+def _plan(setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats, dict[str, int]]:
     """Token counts of the job, its simulation with unlimited pages and every row running to its limit, and the most
     bytes of keys and values by kind of layers.
     """
-    page_size, (sequences, tokens) = config.engine.page_size, step_limits(config.engine, setup.spec.device)
+    engine = setup.config.engine
+    page_size, (sequences, tokens) = engine.page_size, step_limits(engine, setup.spec.device)
     limits = SchedulerConfig(_ALL_PAGES, page_size, sequences, tokens)
-    kinds = workload.kinds(repeats_end=config.engine.stop_on_repeat is not None)
+    kinds = workload.kinds(repeats_end=engine.stop_on_repeat is not None)
     draws = workload.max_tokens
     order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
     groups = cache_groups(with_job_windows(setup.spec, workload, page_size), page_size)
@@ -274,7 +278,7 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
         sized = [replace(group, num_pages=_ALL_PAGES) if isinstance(group, WindowGroup) else group for group in groups]
         limits = replace(limits, cache_groups=tuple(sized))
         scheduler = Scheduler(workload.tree, workload.samples, draws, limits, kinds, workload.spans)
-        scheduler.dry_run(_MOST_TOKENS, _lag(config, setup, len(groups)))
+        scheduler.dry_run(_MOST_TOKENS, _lag(setup, len(groups)))
         pages = scheduler.group_peaks
         if scheduler.unended:
             most = [0 if isinstance(group, WindowGroup) else counts.kv_peak_pages for group in groups]
@@ -282,12 +286,12 @@ def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanC
     return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
 
 
-def _lag(config: RunConfig, setup: Setup, groups: int) -> int:
+def _lag(setup: Setup, groups: int) -> int:
     """Steps that a run plans before it knows how the last one ended: one, where a step runs in the background."""
     if setup.spec.device.type == "cuda":
         return 1
-    compiled = setup.model.native is not None and config.engine.attention != "torch" and torch.get_num_threads() > 1
-    return int(compiled and groups == 1)
+    native = setup.model.native is not None and setup.config.engine.attention != "torch"
+    return int(native and torch.get_num_threads() > 1 and groups == 1)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:

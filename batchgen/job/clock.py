@@ -31,13 +31,13 @@ def set_clock(setup: Setup, identity: JobIdentity, paths: OutputPaths) -> str | 
     if tokenizer.clock_text is None:
         return None
     if config.engine.clock is None:
-        found = _recorded_clock(paths, identity.run, config.existing)
-        if found is None and config.existing != "overwrite":
-            found = _clock_of(paths.result)
-        if found is None and config.reuse is not None:
-            found = _clock_of(Path(config.reuse))
-        if found is not None:
-            tokenizer.clock = datetime.fromisoformat(found)
+        clock = _recorded_clock(paths, identity.run, config.existing)
+        if clock is None and config.existing != "overwrite":
+            clock = _clock_of(paths.result)
+        if clock is None and config.reuse is not None:
+            clock = _clock_of(Path(config.reuse))
+        if clock is not None:
+            tokenizer.clock = datetime.fromisoformat(clock)
     return tokenizer.clock.isoformat()
 
 

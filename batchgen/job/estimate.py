@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from batchgen.config.run_config import RunConfig
 from batchgen.engine.machine import step_limits
 from batchgen.engine.media.job import most_media_bytes
 from batchgen.engine.memory.dummy_run import dummy_run, expected_bytes
@@ -18,7 +17,6 @@ from batchgen.errors import UsageError
 from batchgen.job.rows.ingest import Ingested
 from batchgen.job.setup import Setup
 from batchgen.kernels.linear import repacks, shares_rows
-from batchgen.models.base import ModelSpec
 from batchgen.plan.tree import blocks
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.printable import format_size
@@ -73,9 +71,9 @@ class OutputEstimate:
         raise UsageError(f"{problem}. Raise the limit, or {remedy}.")
 
 
-def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> OutputEstimate:
+def estimate_output(rows: Ingested, setup: Setup) -> OutputEstimate:
     """Estimate both output files of a job from its rows, whose files may be closed."""
-    table = rows.table
+    table, spec, config = rows.table, setup.spec, setup.config
     texts = _ROW_BYTES * (rows.rows - rows.skipped) + int(_TEXT_SHARE * (rows.texts.spool.size + rows.bad.size))
     if not len(table):
         return OutputEstimate(texts, 0)
@@ -135,8 +133,8 @@ class _Requests:
 
     def by_params(self, values: list[int]) -> Int64s:
         """The value of each request's parameter set."""
-        found: Int64s = np.array(values, np.int64)[self.params_id]
-        return found
+        by_request: Int64s = np.array(values, np.int64)[self.params_id]
+        return by_request
 
     @property
     def computed(self) -> Int64s:

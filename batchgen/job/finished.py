@@ -101,7 +101,7 @@ class OpenedCommand:
             (job.model.folder.config_digest, [(file.name, hashes[file]) for file in job.model.folder.files]),
             self.companions,
             [(each.name, each.config_digest, hashes[each.weights]) for each in job.model.adapters],
-            [(name, found.source, found.digest) for name, found in job.processors.items()],
+            [(name, processor.source, processor.digest) for name, processor in job.processors.items()],
             [(file.size, file.sha256, *partitions_of(file.path)) for file in self.inputs.files],
             # A run refuses to reuse an output of another model.
             None if config.reuse is None else (intact_footer(Path(config.reuse)) or {}).get("job"),

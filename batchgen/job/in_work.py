@@ -80,16 +80,16 @@ class _History:
         """The history of this job; empty if there is none, or it is damaged."""
         with suppress(OSError, ForeignTextError, ValueError, TypeError):
             with open_own(work.paths.work / _HISTORY) as stream:
-                found = typed(read_json(stream.read()), _KINDS)
-            if found["job"] == work.identity.key:
-                rows = {int(row): _Row(*values) for row, values in found["rows"].items()}
-                return cls(found["counted"], [(int(low), int(high)) for low, high in found["reading"]], rows)
+                history = typed(read_json(stream.read()), _KINDS)
+            if history["job"] == work.identity.key:
+                rows = {int(row): _Row(*values) for row, values in history["rows"].items()}
+                return cls(history["counted"], [(int(low), int(high)) for low, high in history["reading"]], rows)
         return cls()
 
     def write(self, work: WorkFolder) -> None:
         rows = {str(row): [r.deaths, r.read_alone, r.alone, r.set_aside] for row, r in self.rows.items()}
-        found = {"job": work.identity.key, "counted": self.counted, "reading": self.reading, "rows": rows}
-        write_durably(work.paths.work / _HISTORY, lambda stream: stream.write(json.dumps(found).encode()))
+        history = {"job": work.identity.key, "counted": self.counted, "reading": self.reading, "rows": rows}
+        write_durably(work.paths.work / _HISTORY, lambda stream: stream.write(json.dumps(history).encode()))
 
     def add(self, cells: Sequence[int]) -> None:
         """Learn from what a run has left, dead or not."""

@@ -32,8 +32,7 @@ from batchgen.job.estimate import estimate_output
 from batchgen.job.events import open_events
 from batchgen.job.finished import OpenedCommand
 from batchgen.job.in_work import InWork
-from batchgen.job.opening import OpenedJob
-from batchgen.job.output import write_output
+from batchgen.job.output import OpenedJob, write_output
 from batchgen.job.preflight import wait_for_hashes
 from batchgen.job.rows.fingerprint import identify_job
 from batchgen.job.rows.ingest import Ingested, ingest
@@ -159,7 +158,7 @@ class _Job:
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._rows(job, work, committed, writer)
-            estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
+            estimate_output(rows, setup).check(config.max_output_bytes)
             setup.note_rows(rows.table, self.progress.note)
             with self._phase("reading"):
                 hashes = RequestHashes(setup, rows.table)

@@ -198,31 +198,18 @@ def prepare(
         ModelError: the model cannot be used.
         UsageError: an option does not fit the model.
     """
-    config, engine, folder = job.config, job.config.engine, job.model.folder.path
+    config, engine, folder = job.config, job.config.engine, job.model.folder
     if engine.model is None:
         note(DEMO_NOTE)
     if config.shard is not None:
         _note_other_counts(followed(config.output), config.shard.count, note)
     prepare_device(engine)
-    absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
-    device: DeviceName = "cuda" if absent else engine.device
-    spec = checked_spec(job.model, dtype=engine.dtype, device=device, elsewhere=absent, kv_dtype=engine.kv_dtype)
-    if absent:
-        refuse_anywhere(engine)
-        refuse_kv_dtype(engine, spec)
-        note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
-    else:
-        if spec.device.type == "cpu" and engine.attention != "torch":
-            load_library(compiling)
-        fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
-        if engine.kv_budget is not None:
-            allowed_pages(spec, engine.page_size, engine.kv_budget)  # raises now rather than after all rows are read
-        spec = replace(spec, numbers=choose_numbers(engine, job.model, spec))
-    found = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder
-    tokenizer = Tokenizer.load(found, model=folder, config=job.model.folder.config)
+    spec = _spec(engine, job.model, note, compiling, allow_missing_gpu)
+    source = resolve_model(engine.tokenizer, files=TOKENIZER_FILES) if engine.tokenizer is not None else folder.path
+    tokenizer = Tokenizer.load(source, model=folder.path, config=folder.config)
     front_end = FrontEnd.build(
         engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
-    ).with_media_of(job.model.folder)
+    ).with_media_of(folder)
     if engine.clock is not None and tokenizer.clock_text is None:
         note("--clock has no effect: the model's chat template does not read the time")
     if config.sampling_defaults == "model" and (unapplied := tokenizer.generation.note) is not None:
@@ -238,11 +225,35 @@ def prepare(
     options = CarriedOptions(carried, strict=config.strict_fields)
     defaults = replace(defaults, prompt_column=config.prompt_column, carried_options=options)
     setup = Setup(config, job.model, spec, front_end, defaults, job.hashes)
-    if job.model.folder.note is not None:
-        note(job.model.folder.note)
-    if job.model.folder.plain is not None:
-        note(_quantised_note(job.model.folder.plain, setup))
+    if folder.note is not None:
+        note(folder.note)
+    if folder.plain is not None:
+        note(_quantised_note(folder.plain, setup))
     return setup
+
+
+def _spec(
+    engine: EngineConfig,
+    model: CheckedModel,
+    note: Callable[[str], None],
+    compiling: Callable[[], AbstractContextManager[None]] | None,
+    allow_missing_gpu: bool,
+) -> ModelSpec:
+    """The model's sizes and its numbers on the device; what this machine cannot run is refused before rows are read."""
+    absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
+    device: DeviceName = "cuda" if absent else engine.device
+    spec = checked_spec(model, dtype=engine.dtype, device=device, elsewhere=absent, kv_dtype=engine.kv_dtype)
+    if absent:
+        refuse_anywhere(engine)
+        refuse_kv_dtype(engine, spec)
+        note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
+        return spec
+    if spec.device.type == "cpu" and engine.attention != "torch":
+        load_library(compiling)
+    fixed_kernels(engine, spec)
+    if engine.kv_budget is not None:
+        allowed_pages(spec, engine.page_size, engine.kv_budget)
+    return replace(spec, numbers=choose_numbers(engine, model, spec))
 
 
 def _note_other_counts(out: Path, count: int, note: Callable[[str], None]) -> None:

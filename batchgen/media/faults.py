@@ -46,15 +46,15 @@ def describe(error: object) -> str:
 
 
 def what_else(data: bytes) -> str:
-    """What bytes are that are not in one of the formats that are read."""
+    """Kind of a file that is not in one of the formats that are read."""
     if data[4:8] == b"ftyp":
         return _BRANDS.get(data[8:12], "an MP4 video")
     if data[:4] == b"RIFF" and data[8:12] in _RIFF:
         return _RIFF[data[8:12]]
     head = data[:512].lstrip(b"\xef\xbb\xbf \t\r\n")
-    found = next((what for sign, what in _KINDS if head.startswith(sign)), None)
-    if found is not None:
-        return found
+    kind = next((what for sign, what in _KINDS if head.startswith(sign)), None)
+    if kind is not None:
+        return kind
     if head[:1] == b"<":
         return "an SVG drawing" if b"<svg" in data[:4096] else "a web page or XML"
     return "of an unknown format"

@@ -157,19 +157,19 @@ def _silence() -> None:
 
 
 def _opened(data: bytes) -> Image.Image:
-    found = image_format(data)
-    if found is None:
+    form = image_format(data)
+    if form is None:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
-    if found == "JPEG" and (scans := data.count(_SCAN)) > MAX_SCANS:
+    if form == "JPEG" and (scans := data.count(_SCAN)) > MAX_SCANS:
         raise MediaFault(f"is a JPEG image of {scans} scans; at most {MAX_SCANS} are allowed: convert it")
-    check_parts(data, found)
+    check_parts(data, form)
     _silence()
     try:
         image: Image.Image = _library().open(io.BytesIO(data), formats=_FORMATS)
     except Exception as error:
         if "decompression bomb" in str(error):
             raise MediaFault("has more pixels than the library opens; make it smaller") from None
-        raise MediaFault(f"is a damaged {found} image ({describe(error)}); replace the file") from None
+        raise MediaFault(f"is a damaged {form} image ({describe(error)}); replace the file") from None
     return image
 
 

@@ -31,7 +31,7 @@ def check_parts(data: bytes, form: str) -> None:
 
 
 def png_chunks(data: bytes) -> Iterator[int]:
-    """Where the chunks of a PNG file begin."""
+    """Offsets of the chunks of a PNG file."""
     at = 8
     while at + 8 <= len(data):
         yield at
@@ -39,7 +39,7 @@ def png_chunks(data: bytes) -> Iterator[int]:
 
 
 def riff_chunks(data: bytes, inside: bytes = b"") -> Iterator[int]:
-    """Where the chunks of a RIFF file begin; of chunks called `inside`, those within them."""
+    """Offsets of the chunks of a RIFF file; of chunks called `inside`, those within them."""
     at = 12
     while at + 8 <= len(data):
         yield at

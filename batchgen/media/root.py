@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.errors import ErrorCode, UsageError
 from batchgen.request.checks import error_at, show
+
+_error = partial(error_at, ErrorCode.MEDIA_ERROR)
 
 
 class MediaRoot:
@@ -54,7 +57,3 @@ class MediaRoot:
         if not inside:
             raise _error(place, f"names {show(name)}, but there is no such file under --media-root")
         return path
-
-
-def _error(place: str, problem: str) -> RowError:
-    return error_at(ErrorCode.MEDIA_ERROR, place, problem)

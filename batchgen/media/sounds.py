@@ -47,7 +47,7 @@ Samples = npt.NDArray[np.float32]
 
 
 class SoundHeader(NamedTuple):
-    """What a sound's header says."""
+    """Length and rate in a sound's header."""
 
     frames: int
     rate: int
@@ -117,8 +117,8 @@ def _blocks(file: Any) -> Iterator[Samples]:
 def _mono(channels: Samples) -> Samples:
     """[samples] of [channels, samples]; what is not finite is refused later, without a warning here."""
     with np.errstate(over="ignore", invalid="ignore"):
-        found: Samples = channels.mean(axis=0, dtype=np.float32)
-        return found
+        mean: Samples = channels.mean(axis=0, dtype=np.float32)
+        return mean
 
 
 def array_sound(array: npt.NDArray[Any]) -> Samples:
@@ -148,7 +148,9 @@ def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samp
     """
     out = np.zeros(header.length(rate), np.float32)
     at, left = 0, header.frames
-    stream = None if rate == header.rate else _resampler(header.rate, rate)
+    stream = None
+    if rate != header.rate:
+        stream = _libraries()[1].ResampleStream(header.rate, rate, 1, dtype="float32", quality="soxr_hq")
     for block in blocks:
         left -= len(block)
         made = block if stream is None else stream.resample_chunk(np.ascontiguousarray(block), last=not left)
@@ -159,16 +161,8 @@ def resampled(blocks: Iterable[Samples], header: SoundHeader, rate: int) -> Samp
     return out
 
 
-def _resampler(source: int, target: int) -> Any:
-    return _libraries()[1].ResampleStream(source, target, 1, dtype="float32", quality="soxr_hq")
-
-
 def _libraries() -> tuple[Any, Any]:
-    """Soundfile and soxr.
-
-    Raises:
-        UsageError: one of them is not installed.
-    """
+    """Soundfile and soxr; `UsageError` if one of them is not installed."""
     name = "soundfile"
     try:
         import soundfile
@@ -187,15 +181,19 @@ def _check_finite(samples: Samples) -> None:
 
 def _opened(data: bytes) -> Any:
     soundfile, _ = _libraries()
-    found = sound_format(data)
-    if found is None:
+    form = sound_format(data)
+    if form is None:
         raise MediaFault(f"is {what_else(data)}, not {_NAMES}; convert it")
-    data = _whole(data, found)
+    check_parts(data, form)
+    if form == "OGG":
+        _check_ogg(data)
+    # Of a file that is cut off the library would take what is left.
+    data = _whole_wav(data) if form == "WAV" else data
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:
         reason = describe(getattr(error, "error_string", "") or type(error).__name__)
-        raise MediaFault(f"is a damaged {found} sound ({reason}); replace the file") from None
+        raise MediaFault(f"is a damaged {form} sound ({reason}); replace the file") from None
     if file.format not in _FORMATS or not file.channels:
         kind = file.format
         file.close()
@@ -211,25 +209,8 @@ def sound_format(data: bytes) -> str | None:
         return "FLAC"
     if data[:4] == b"OggS":
         return "OGG"
-    if data[:3] == b"ID3" or _is_layer_three(data[:2]):
-        return "MP3"
-    return None
-
-
-def _is_layer_three(head: bytes) -> bool:
-    return len(head) == 2 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2 and head[1] & 0x18 != 0x08
-
-
-def _whole(data: bytes, kind: str) -> bytes:
-    """The file, if it is as long as it says; else the library would take what is left of it.
-
-    Raises:
-        MediaFault: the file is cut off.
-    """
-    check_parts(data, kind)
-    if kind == "OGG":
-        _check_ogg(data)
-    return _whole_wav(data) if kind == "WAV" else data
+    is_layer_three = data[:1] == b"\xff" and len(data) > 1 and data[1] & 0xE6 == 0xE2 and data[1] & 0x18 != 0x08
+    return "MP3" if is_layer_three or data[:3] == b"ID3" else None
 
 
 def _whole_wav(data: bytes) -> bytes:
@@ -266,11 +247,11 @@ def _quiet() -> Iterator[None]:
     and the file descriptor stay as they are.
     """
     global _depth, _original
-    found = _streams()
-    if found is None:
+    streams = _streams()
+    if streams is None:
         yield
         return
-    variable, nowhere = found
+    variable, nowhere = streams
     with _lock:
         if not _depth:
             _original, variable.value = variable.value, nowhere

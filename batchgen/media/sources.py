@@ -1,4 +1,4 @@
-"""Where the bytes of an item are: in the row, in a file below `--media-root`, or at a URL."""
+"""Places of the bytes of an item: in the row, in a file below `--media-root`, or at a URL."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _STANDARD: Final = bytes.maketrans(b"-_", b"+/")
 
 def scheme_of(source: str) -> str | None:
     """The scheme of a URL in lower case; None for a file name or base64."""
-    found = _SCHEME.match(source)
-    return None if found is None else found[1].lower()
+    match = _SCHEME.match(source)
+    return None if match is None else match[1].lower()
 
 
 def is_url(source: Any) -> TypeGuard[str]:
@@ -75,11 +75,11 @@ def check_bytes(size: int) -> None:
 def _decoded(text: str) -> bytes:
     check_bytes(len(text) * 3 // 4 or 1)
     try:
-        found = _from_base64(text)
+        data = _from_base64(text)
     except ValueError:
         raise MediaFault("is not base64 throughout; encode the whole file again") from None
-    check_bytes(len(found))
-    return found
+    check_bytes(len(data))
+    return data
 
 
 def _from_base64(text: str) -> bytes:

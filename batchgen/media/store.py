@@ -10,10 +10,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from batchgen.media.faults import MediaFault
 from batchgen.media.images import array_pixels, check_pixels, decode_image, image_of, image_size, upright_pixels
@@ -24,9 +23,6 @@ from batchgen.media.urls import FetchedUrls, MediaUrls
 from batchgen.request.checks import show
 from batchgen.request.fields.media import MediaItem, MediaKind
 from batchgen.request.table.unnamed_file import UnnamedFile
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MEDIA_OPTIONS: Final = "media_root", "allow_media_url", "max_image_pixels", "max_audio_seconds", "max_media_items"
 """Options of a run that decide which items are accepted."""
@@ -50,7 +46,7 @@ class MediaLimits:
 
 @dataclass(frozen=True, slots=True)
 class ItemHeader:
-    """What is known of an item without decoding it."""
+    """Properties of an item that need no decoding."""
 
     kind: MediaKind
     digest: str
@@ -165,9 +161,7 @@ class MediaStore:
                 return resampled([np.frombuffer(data, np.float32)], entry.values, self._rate)
             if entry.values is not None:
                 return image_of(data, entry.values)
-            found: Image | npt.NDArray[np.float32]
-            found = decode_image(data) if header.kind == "image" else decode_sound(data, self._rate)
-            return found
+            return decode_image(data) if header.kind == "image" else decode_sound(data, self._rate)
         except MediaFault as fault:
             raise MediaItem(header.kind, None, entry.place).error(str(fault)) from None
 
@@ -181,8 +175,7 @@ class MediaStore:
             return self._add_file(item, self._root.resolve_url(source, item.place))
         if scheme is not None and source.startswith("//", len(scheme) + 1):
             raise MediaFault(f"names {show(source)}; a URL begins with file:, data:, http: or https:")
-        data = inline_bytes(source)
-        if data is not None:
+        if (data := inline_bytes(source)) is not None:
             return self._add_bytes(item, data)
         return self._add_file(item, self._root.resolve(source, item.place))
 
@@ -195,8 +188,7 @@ class MediaStore:
         try:
             state = path.stat()
             where = _FileState(path, state.st_size, state.st_mtime_ns)
-            known = self._known.get((item.kind, where))
-            if known is not None:
+            if (known := self._known.get((item.kind, where))) is not None:
                 return known
             check_bytes(where.size)
             data = path.read_bytes()

@@ -65,10 +65,10 @@ class MediaUrls:
             raise MediaFault(f"is {show(url)}, which may not be fetched; {remedy}")
         deadline, target = _Deadline(), url
         for _ in range(_MAX_REDIRECTS + 1):
-            found = _get(target, deadline, self._large)
-            if isinstance(found, bytes):
-                return found
-            target = urljoin(target, found)
+            answer = _get(target, deadline, self._large)
+            if isinstance(answer, bytes):
+                return answer
+            target = urljoin(target, answer)
             if not self.allows(target):
                 raise MediaFault(f"is redirected to {show(target)}, which may not be fetched; download the file")
         raise MediaFault(f"is redirected more than {_MAX_REDIRECTS} times; download the file")
@@ -99,12 +99,12 @@ class FetchedUrls:
     def __init__(self, urls: MediaUrls, file: UnnamedFile) -> None:
         self._urls = urls
         self._file = file
-        self._found: dict[str, Future[tuple[int, int]]] = {}
+        self._fetches: dict[str, Future[tuple[int, int]]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def begin(self, url: str) -> bool:
         """Begin to fetch a URL, if it may be fetched and was not begun before; whether that is still going on."""
-        future = self._found.get(url)
+        future = self._fetches.get(url)
         if future is None and self._urls.allows(url):
             future = self._begin(url)
         return future is not None and not future.done()
@@ -116,21 +116,23 @@ class FetchedUrls:
             MediaFault: it is not below a prefix, or cannot be fetched within the limits.
             OutputError: the disk is full or cannot be written.
         """
-        return (self._found.get(url) or self._begin(url)).result()
+        return (self._fetches.get(url) or self._begin(url)).result()
 
     def close(self) -> None:
         """Forget what is not fetched yet."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
-        self._found = {url: future for url, future in self._found.items() if future.done() and not future.cancelled()}
+        self._fetches = {
+            url: future for url, future in self._fetches.items() if future.done() and not future.cancelled()
+        }
 
     def _begin(self, url: str) -> Future[tuple[int, int]]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
-        if len(self._found) >= _MAX_KNOWN:
-            self._found = {known: future for known, future in self._found.items() if not future.done()}
-        future = self._found[url] = self._threads.submit(self._fetch, url)
+        if len(self._fetches) >= _MAX_KNOWN:
+            self._fetches = {known: future for known, future in self._fetches.items() if not future.done()}
+        future = self._fetches[url] = self._threads.submit(self._fetch, url)
         return future
 
     def _fetch(self, url: str) -> tuple[int, int]:
@@ -174,9 +176,9 @@ class _Deadline:
     def connect(self, address: tuple[str, int], *_: Any) -> socket.socket:
         """A connection to one of the host's addresses; its timeout is what is left."""
         problem = OSError("the host has no address")
-        for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        for address_info in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
             try:
-                sock = socket.create_connection((str(found[4][0]), address[1]), self.left())
+                sock = socket.create_connection((str(address_info[4][0]), address[1]), self.left())
                 sock.settimeout(self.left())
                 return sock
             except OSError as error:
@@ -248,15 +250,15 @@ def _read(answer: http.client.HTTPResponse, deadline: _Deadline, large: Lock) ->
     promised = answer.headers.get("Content-Length", "")
     if promised.isdecimal():
         check_bytes(int(promised) or 1)
-    found = bytearray()
+    data = bytearray()
     with ExitStack() as held:
         while block := answer.read1(_BLOCK):
-            if len(found) <= _LARGE_BYTES < len(found) + len(block):
+            if len(data) <= _LARGE_BYTES < len(data) + len(block):
                 began = time.monotonic()
                 held.enter_context(large)
                 deadline.end += time.monotonic() - began
-            found += block
-            check_bytes(len(found))
-    if promised.isdecimal() and len(found) < int(promised):
-        raise MediaFault(f"ended after {len(found):,} of {promised} bytes while it was fetched; run the job again")
-    return bytes(found)
+            data += block
+            check_bytes(len(data))
+    if promised.isdecimal() and len(data) < int(promised):
+        raise MediaFault(f"ended after {len(data):,} of {promised} bytes while it was fetched; run the job again")
+    return bytes(data)

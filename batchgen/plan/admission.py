@@ -15,14 +15,7 @@ import numpy.typing as npt
 from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import LengthPredictor
-from batchgen.plan.page_forecast import (
-    Candidate,
-    Int64s,
-    PageForecast,
-    Samples,
-    WithCandidate,
-    with_new_samples,
-)
+from batchgen.plan.page_forecast import Candidate, Int64s, PageForecast, Samples, WithCandidate, with_new_samples
 from batchgen.plan.sequences import ScheduledSequence, SequenceScheduler
 
 
@@ -119,12 +112,7 @@ class WindowForecast(PageForecast):
     """
 
     def __init__(
-        self,
-        number: int,
-        nodes: BlockManager,
-        sequences: SequenceScheduler,
-        ends: LengthPredictor,
-        chunk_tokens: int,
+        self, number: int, nodes: BlockManager, sequences: SequenceScheduler, ends: LengthPredictor, chunk_tokens: int
     ) -> None:
         """`number`: of the group in `nodes.held`; `chunk_tokens`: most tokens of a step, whose pages are kept free for
         the chunks in progress.
@@ -238,11 +226,11 @@ class Admission:
             self.blocked_until = ceil(self._next_begin)
             return None
         if self.uses_forecast and not self._fits_at_full_length(candidate, waiting):
-            found = self._admit_by_forecast(candidate, waiting, nothing_running)
-            if found is None:
+            admitted = self._admit_by_forecast(candidate, waiting, nothing_running)
+            if admitted is None:
                 self.blocked_until = step + self._page_size
                 return None
-            candidate = found
+            candidate = admitted
         self._next_begin = max(self._next_begin, step - 1) + self._interval * len(candidate.requests)
         return candidate
 
@@ -254,11 +242,9 @@ class Admission:
             for forecast in (self._forecast, *self._windows):
                 forecast.update(candidates)
             self._forecast_step = self._block_manager.step
-        fewest = (
-            1
-            if nothing_running
-            else max(1, min(len(candidate.requests), self._start_together, len(self._max_pages) // _WAIT_FRACTION))
-        )
+        fewest = max(1, min(len(candidate.requests), self._start_together, len(self._max_pages) // _WAIT_FRACTION))
+        if nothing_running:
+            fewest = 1
         while not all(window.fits(candidate) for window in self._windows) or not self._forecast.admit(candidate):
             if len(candidate.requests) == fewest:
                 if not nothing_running:
@@ -286,10 +272,8 @@ class Admission:
         """Most pages that a candidate can hold."""
         pages = sum(self._own_pages(request, candidate.node) for request in candidate.requests)
         if candidate.path:
-            pages += (
-                -(-self._block_manager.end[candidate.node] // self._page_size)
-                - self._block_manager.start_of(candidate.path[0]) // self._page_size
-            )
+            start, end = self._block_manager.start_of(candidate.path[0]), self._block_manager.end[candidate.node]
+            pages += -(-end // self._page_size) - start // self._page_size
         return pages
 
     def _page_counts(self, candidate: Candidate) -> Iterator[int]:

@@ -129,8 +129,10 @@ class BlockManager:
         """Begin to plan a step: nodes let go of the held pages that only the last step read."""
         self.step = step
         for node in self._advanced:
+            # Users of the node may recompute its last page.
+            restart = max(0, node.next_position - 1) // self._page_size * self._page_size
             for hold in node.holds:
-                hold.slide(self._restart(node.next_position))
+                hold.slide(restart)
         self._advanced.clear()
 
     def advance(self, node: Node, end: int) -> None:
@@ -215,10 +217,10 @@ class BlockManager:
     def _branch(self, page_table: list[int], begin: int, in_place: bool, node: Node | None) -> Branch:
         """A branch of `node`, holding the pages that its user needs of the node."""
         if node is None:
-            return Branch(page_table, begin, in_place, [pages.hold(page_table) for pages in self.held])
+            return Branch(page_table, begin, in_place, [Hold(pages, page_table) for pages in self.held])
         assert not node.window_lost, f"node {node.id} has lost its window"
         # What the user computes in the node's own chunk attends to all that this chunk holds.
-        holds = [hold.pages.hold(page_table, hold.low, begin) for hold in node.holds]
+        holds = [Hold(hold.pages, page_table, hold.low, begin) for hold in node.holds]
         return Branch(page_table, begin, in_place, holds)
 
     def _copy(self, source: int, target: int, tokens: int) -> PageCopy:
@@ -233,8 +235,7 @@ class BlockManager:
 
     def admit(self, node_id: int, copies: list[PageCopy]) -> Node:
         """Allocate the pages of a node that will be computed; its parent is complete, or it is a root."""
-        lost = self.active.get(node_id)
-        if lost is not None:
+        if (lost := self.active.get(node_id)) is not None:
             return self._reopen(lost)
         parent = self._parent_of(node_id)
         start, end = self.start_of(node_id), self.end[node_id]
@@ -268,7 +269,7 @@ class BlockManager:
         if node.parent is not None and node.parent.last_used_step == self.step:
             lows = [min(low, hold.low) for low, hold in zip(lows, node.parent.holds, strict=True)]
         node.holds = [
-            pages.hold(node.page_table, low, node.next_position) for pages, low in zip(self.held, lows, strict=True)
+            Hold(pages, node.page_table, low, node.next_position) for pages, low in zip(self.held, lows, strict=True)
         ]
         if node.parent is not None:
             self.drop_unused(node.parent)
@@ -284,10 +285,6 @@ class BlockManager:
         return node_id not in self.active or (
             self.start_of(node_id) % self._page_size == 0 and self.computable(node_id)
         )
-
-    def _restart(self, position: int) -> int:
-        """Where users of a node that ends at `position` begin at the earliest: they may recompute its last page."""
-        return max(0, position - 1) // self._page_size * self._page_size
 
     def drop_unused(self, node: Node) -> None:
         """Free the tail and the window once no further user can branch off."""
@@ -315,8 +312,7 @@ class BlockManager:
 
     def add_waiting(self, node_id: int, change: int) -> None:
         """Change the number of sequences begun at the node's end that hold no pages."""
-        count = self.waiting.get(node_id, 0) + change
-        if count:
+        if count := self.waiting.get(node_id, 0) + change:
             self.waiting[node_id] = count
         else:
             del self.waiting[node_id]

@@ -42,7 +42,7 @@ ONE_BYTE_PAGES: Final = (CacheGroup((), 1),)
 
 def bytes_by_kind(groups: Sequence[CacheGroup], pages: Sequence[int]) -> dict[str, int]:
     """Bytes by kind of group; `pages`: number of pages of each group."""
-    found = dict.fromkeys((group.kind for group in groups), 0)
+    sizes = dict.fromkeys((group.kind for group in groups), 0)
     for group, count in zip(groups, pages, strict=True):
-        found[group.kind] += count * group.page_bytes
-    return found
+        sizes[group.kind] += count * group.page_bytes
+    return sizes

@@ -135,7 +135,7 @@ class _Columns:
         )
 
     def pages(self, page_size: int, max_num_seqs: int) -> _Pages:
-        """Their pages."""
+        """Pages of the rows."""
         prompt = self.length // page_size
         total = -(-(self.length + self.limit - 1) // page_size)
         return _Pages(prompt, total, np.minimum(self.shared // page_size, prompt), np.minimum(self.count, max_num_seqs))

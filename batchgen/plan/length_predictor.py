@@ -119,7 +119,7 @@ class LengthPredictor:
         self._limits = limits.data
         self._kind_of = (np.zeros(len(limits), np.int32) if kinds is None else kinds).data
         self._kinds = _Kinds(1 + int(np.max(self._kind_of, initial=EXACT)))
-        self._limits_array, self._kind_column = np.asarray(self._limits), np.asarray(self._kind_of)
+        self.limits, self._kind_column = np.asarray(self._limits), np.asarray(self._kind_of)
         self._running: dict[int, tuple[int, int]] = {}
         self._begun = tuple(_Column(0.0, self._kinds.all_kinds + 1) for _ in range(2))
         self._limit_means: Float64s | None = None
@@ -138,7 +138,7 @@ class LengthPredictor:
     def shares(self, step: int) -> Float64s:
         """[K + 1] expected share of its limit that a sample generates, by kind, `EXACT` last."""
         if self._limit_means is None:
-            sums, counts = self.by_kind(slice(None), self._limits_array, np.ones_like(self._limits_array))
+            sums, counts = self.by_kind(slice(None), self.limits, np.ones_like(self.limits))
             self._limit_means = np.maximum(1.0, sums / np.maximum(1.0, counts))[:-1]
         limits: Any = self._limit_means
         means = self._kinds.means(np.arange(len(limits)), limits, step)
@@ -147,15 +147,10 @@ class LengthPredictor:
     @property
     def expected(self) -> npt.NDArray[np.int32]:
         """[N] expected tokens of a sample before any has ended."""
-        limits = self._limits_array
+        limits = self.limits
         if limits.max(initial=0) <= _DEFAULT_LENGTH:
             return limits
         return np.where(self._kind_column == EXACT, limits, np.minimum(limits, _DEFAULT_LENGTH))
-
-    @property
-    def limits(self) -> npt.NDArray[np.int32]:
-        """[N] maximum tokens of a sample of each request."""
-        return self._limits_array
 
     def uncertain(self, requests: Int64s) -> npt.NDArray[np.bool_]:
         """[R] `is_uncertain` of each request."""
@@ -169,7 +164,7 @@ class LengthPredictor:
         """
         every = self._kinds.all_kinds
         ended, shares = self._kinds.finished.one[every], self._kinds.shares.one[every]
-        before = float(np.minimum(1.0, _DEFAULT_LENGTH / np.maximum(self._limits_array, 1)).mean())
+        before = float(np.minimum(1.0, _DEFAULT_LENGTH / np.maximum(self.limits, 1)).mean())
         variance = self._kinds.spread.one[every] * (1.0 / (ended + 0.5) + 1.0 / max(1, samples))
         factor = exp(_DEVIATIONS * sqrt(variance + (before / (before + shares)) ** 2))
         return 1.0 / factor, factor
@@ -177,7 +172,7 @@ class LengthPredictor:
     @property
     def all_exact(self) -> bool:
         """Whether all samples run to their limit."""
-        return bool((np.asarray(self._kind_of) == EXACT).all())
+        return bool((self._kind_column == EXACT).all())
 
     @property
     def uncertain_count(self) -> int:
@@ -225,7 +220,7 @@ class LengthPredictor:
 
     def remaining_of(self, sequences: Int64s, requests: Int64s, generated: Int64s, step: int) -> Int64s:
         """[R] `remaining` of each row."""
-        limits, of = self._limits_array[requests], self._kind_column[requests]
+        limits, of = self.limits[requests], self._kind_column[requests]
         left = np.maximum(1, limits - generated)
         exact = of == EXACT
         if exact.all():

@@ -197,33 +197,33 @@ class PageForecast:
 
     def admit(self, candidate: Candidate) -> bool:
         """Add the candidate and return True if it fits, else return False."""
-        found = self._with_candidate(candidate)
-        if not self._holds(candidate, found):
+        added = self._with_candidate(candidate)
+        if not self._holds(candidate, added):
             return False
-        self._apply(candidate, found)
+        self._apply(candidate, added)
         return True
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the pool holds all samples until their ends if the candidate begins."""
         return self._holds(candidate, self._with_candidate(candidate))
 
-    def _holds(self, candidate: Candidate, found: WithCandidate) -> bool:
-        """See `fits`. One page is kept in reserve for every second sample that may end later than expected."""
+    def _holds(self, candidate: Candidate, added: WithCandidate) -> bool:
+        """Whether all pages fit, with one in reserve for every second sample that may end later than expected."""
         spare = (self._uncertain + sum(map(self._predictor.is_uncertain, candidate.requests))) // 2
         held = max(self._allocator.used_count, self._used_pages + self._admitted_pages)
-        return held + found.pages + peak_pages(found.usage) + spare <= self._capacity
+        return held + added.pages + peak_pages(added.usage) + spare <= self._capacity
 
     def add(self, candidate: Candidate) -> None:
         """Add a candidate that begins now."""
         self._apply(candidate, self._with_candidate(candidate))
 
-    def _apply(self, candidate: Candidate, found: WithCandidate) -> None:
+    def _apply(self, candidate: Candidate, added: WithCandidate) -> None:
         self._next_id += len(candidate.requests)
         self._uncertain += sum(map(self._predictor.is_uncertain, candidate.requests))
-        self._curve = found.usage
-        self._admitted_pages += found.pages
-        self._unresolved.update(found.unresolved)
-        self._last_end.update(found.last_end)
+        self._curve = added.usage
+        self._admitted_pages += added.pages
+        self._unresolved.update(added.unresolved)
+        self._last_end.update(added.last_end)
 
     def _samples(self, columns: Int64s, nodes: Int64s) -> Samples:
         """The samples, given their first columns [4, R] and nodes [R], and the nodes that are freed after them."""
@@ -340,15 +340,15 @@ class _NodeColumns:
         self._ids.sort()
         self._unresolved, self._last_end = self._refs[self._ids].astype(np.int64), np.zeros(len(self._ids), np.int64)
         self._resolve(at, ends)
-        found = []
+        resolved = []
         done = np.flatnonzero(self._unresolved == 0)
         while len(done) > _MAX_SCALAR:
-            found.append(done)
+            resolved.append(done)
             self._resolve(self._parent[self._ids[done]], self._last_end[done])
             self._unresolved[done] = -1
             done = np.flatnonzero(self._unresolved == 0)
-        found.append(np.array(self._resolve_parents(done.tolist()), np.int64))
-        gone = np.concatenate(found)
+        resolved.append(np.array(self._resolve_parents(done.tolist()), np.int64))
+        gone = np.concatenate(resolved)
         return self._ids[gone], self._last_end[gone]
 
     def _resolve(self, nodes: Int64s, ends: Int64s) -> None:

@@ -141,8 +141,7 @@ class PrefillScheduler:
 
     def recompute(self, node_id: int, builder: StepBuilder, force: bool) -> None:
         """Schedule the missing path down to an evicted node, unless pages are short or its top cannot begin yet."""
-        run = self._recompute_run(node_id, builder, force)
-        if run is not None:
+        if (run := self._recompute_run(node_id, builder, force)) is not None:
             self._runs.append(run)
 
     def on_finished(self, sequences: Collection[int]) -> None:

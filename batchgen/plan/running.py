@@ -130,16 +130,16 @@ class Running(Generic[Row]):
     def at_capacity(self) -> list[int]:
         """Indices of the rows that need another page for their position."""
         columns = self._columns[:, : len(self._rows)]
-        found: list[int] = (columns[_POSITION] == columns[_CAPACITY]).nonzero()[0].tolist()
-        return found
+        places: list[int] = (columns[_POSITION] == columns[_CAPACITY]).nonzero()[0].tolist()
+        return places
 
     def leaving_page(self, group: WindowGroup, page_size: int) -> list[tuple[Row, int]]:
         """Rows that have just ceased to see a page of a group, with the position that they feed next."""
         positions = self.positions
         first = group.first_visible(positions)
         before = group.first_visible(positions - 1)
-        found = ((first > 0) & (first // page_size > before // page_size)).nonzero()[0]
-        return [(self._rows[i], p) for i, p in zip(found.tolist(), positions[found].tolist(), strict=True)]
+        leaving = ((first > 0) & (first // page_size > before // page_size)).nonzero()[0]
+        return [(self._rows[i], p) for i, p in zip(leaving.tolist(), positions[leaving].tolist(), strict=True)]
 
     def index_of(self, row: Row) -> int:
         """Index of a row."""

@@ -21,7 +21,7 @@ from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
 from batchgen.plan.unbegun import UnbegunSamples
-from batchgen.plan.window_pages import WindowGroup
+from batchgen.plan.window_pages import WindowGroup, WindowPages
 from batchgen.plan.work import Work, WorkForecast, WorkLeft, work_done
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -69,7 +69,8 @@ class Scheduler:
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         self._pages = [
-            group.pages(config.page_size) if isinstance(group, WindowGroup) else None for group in config.cache_groups
+            WindowPages(group, config.page_size) if isinstance(group, WindowGroup) else None
+            for group in config.cache_groups
         ]
         self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats, self._pages)
         self._groups = PrefixGroups(
@@ -83,19 +84,10 @@ class Scheduler:
         self._spans = self._sequences.spans = self._prefill.spans = spans
         self._forecast = WorkForecast(order, self._samples, self._block_manager, self._sequences, predictor)
         self._rows: npt.NDArray[np.int32] | None = None
-        self._unended = self._unbegun = int(self._samples.sum(dtype=np.int64))
-        self.stats.slots = min(config.max_num_seqs, self._unended)
-        self._open = False
-
-    @property
-    def unended(self) -> int:
+        self.unended = self._unbegun = int(self._samples.sum(dtype=np.int64))
         """Number of samples that have not ended, whether they have begun or not."""
-        return self._unended
-
-    @property
-    def pages_in_use(self) -> int:
-        """Number of pages of page tables in use now."""
-        return self._allocator.used_count
+        self.stats.slots = min(config.max_num_seqs, self.unended)
+        self._open = False
 
     @property
     def group_pages_in_use(self) -> list[int]:
@@ -153,7 +145,7 @@ class Scheduler:
             ValueError: at the first step, a request is too large for the pool and was not cancelled.
         """
         assert not self._open, "commit the last step first"
-        if not self._unended:
+        if not self.unended:
             return None
         if not self.stats.steps:
             self._check_sizes()
@@ -183,7 +175,7 @@ class Scheduler:
         self.stats.sampled_tokens -= dropped
         self._sequences.commit()
         if finished:
-            self._unended -= len(finished)
+            self.unended -= len(finished)
             self._sequences.finish(finished)
             self._prefill.on_finished(finished)
 
@@ -217,7 +209,7 @@ class Scheduler:
         node_id = int(self.tree.node_of_request[request])
         never = self._unbegun_samples.cancel(request, int(self._rows[request]), node_id)
         self._unbegun -= never
-        self._unended -= len(begun) + never
+        self.unended -= len(begun) + never
         self._sequences.finish(begun)
         self._prefill.on_finished(begun)
         return begun

@@ -263,9 +263,8 @@ class SequenceScheduler:
 
         One page per other sequence stays free for their growth, so that a recomputed sequence is not preempted at once.
         """
-        spare = (
-            0 if nothing_running or sequence.position <= sequence.prompt_len else len(self.running) + len(self.resuming)
-        )
+        is_recomputed = sequence.position > sequence.prompt_len
+        spare = len(self.running) + len(self.resuming) if is_recomputed and not nothing_running else 0
 
         def need() -> int:
             return spare + self._block_manager.pages_to_branch(node, sequence.prompt_len, sequence.position + 1)

@@ -31,7 +31,7 @@ _GROUPS_AT_ONCE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What has begun when a simulation starts."""
+    """Samples and prompts that have begun when a simulation starts."""
 
     remaining: Int64s
     """[R] tokens that each running sample has yet to generate, at least 1."""

@@ -104,7 +104,7 @@ class ItemSpans:
         if not len(places):
             return []
         edges = np.flatnonzero((np.diff(places) != 1) | (np.diff(ids[places]) != 0)) + 1
-        found = []
+        parts = []
         for run in np.split(places, edges):
             low, high, token = int(run[0]), int(run[-1]) + 1, int(ids[run[0]])
             size = int(self.features[token - self.first_id])
@@ -113,6 +113,6 @@ class ItemSpans:
             begun = int((ids[:low] == token).sum()) % size
             while low < high:
                 stop = min(high, low + size - begun)
-                found.append((low, stop))
+                parts.append((low, stop))
                 low, begun = stop, 0
-        return found
+        return parts

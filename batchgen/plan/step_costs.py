@@ -97,8 +97,8 @@ def _nonnegative(matrix: Float64s, right: Float64s) -> Float64s:
     """The solution of `matrix @ x = right`, with negative values set to 0 one after the other."""
     used = np.ones(len(right), np.bool_)
     while True:
-        found = np.zeros(len(right))
-        found[used] = np.linalg.solve(matrix[np.ix_(used, used)], right[used])
-        if found.min() >= 0.0:
-            return found
-        used[int(found.argmin())] = False
+        solution = np.zeros(len(right))
+        solution[used] = np.linalg.solve(matrix[np.ix_(used, used)], right[used])
+        if solution.min() >= 0.0:
+            return solution
+        used[int(solution.argmin())] = False

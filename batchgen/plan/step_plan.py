@@ -204,9 +204,5 @@ def _slice_groups(groups: list[PrefixGroup], low: int, high: int) -> list[Prefix
     Groups of a single row are dropped: the row's own part then begins earlier. Deeper groups are subsets of those
     above, so no row keeps a group after losing one above it.
     """
-    found = []
-    for group in groups:
-        rows = [row - low for row in group.rows if low <= row < high]
-        if len(rows) > 1:
-            found.append(replace(group, rows=rows))
-    return found
+    among = (replace(group, rows=[row - low for row in group.rows if low <= row < high]) for group in groups)
+    return [group for group in among if len(group.rows) > 1]

@@ -58,13 +58,8 @@ class PrefixTree:
 
     @property
     def start(self) -> Int32s:
-        """[M] first position of the segment: the parent's `end`. Made at each call, as the next two."""
+        """[M] first position of the segment: the parent's `end`. Made at each call, as the next one."""
         return np.where(self.parent >= 0, self.end[self.parent], np.int32(0))
-
-    @property
-    def request(self) -> Int32s:
-        """[M] a request below the node, whose ids give the segment's tokens."""
-        return self.order[self.first_row]
 
     @property
     def last_row(self) -> Int32s:
@@ -222,14 +217,14 @@ def _nearest_less(values: Int32s, places: Int32s) -> Int32s:
     `values[0]` is 0, and the values at the places are positive. Uses the minima of blocks of 2, 4, 8, ...: ascends
     until the previous block holds a smaller value, then descends into that block.
     """
-    found = np.empty(len(places), np.int32)
+    nearest = np.empty(len(places), np.int32)
     least = [values]
     while len(least[-1]) > 1:
         pairs = least[-1][: len(least[-1]) & ~1]
         least.append(np.minimum(pairs[::2], pairs[1::2]))
     for part in blocks(len(places)):
-        found[part] = _in_blocks(least, places[part])
-    return found
+        nearest[part] = _in_blocks(least, places[part])
+    return nearest
 
 
 def _in_blocks(least: list[Int32s], places: Int32s) -> Int32s:
@@ -245,9 +240,9 @@ def _in_blocks(least: list[Int32s], places: Int32s) -> Int32s:
     for level, more in zip(least[-2::-1], hits[-2::-1], strict=True):
         blocks = 2 * blocks + (level[2 * blocks + 1] < wanted)
         numbers, blocks, wanted = (np.concatenate(both) for both in zip((numbers, blocks, wanted), more, strict=True))
-    found = np.empty(len(places), np.int32)
-    found[numbers] = blocks
-    return found
+    nearest = np.empty(len(places), np.int32)
+    nearest[numbers] = blocks
+    return nearest
 
 
 def user_counts(tree: PrefixTree, samples: npt.NDArray[np.int32]) -> tuple[array[int], array[int]]:

@@ -50,10 +50,6 @@ class WindowGroup(CacheGroup):
         """See `CacheGroup.pool_pages`."""
         return self.num_pages
 
-    def pages(self, page_size: int) -> WindowPages:
-        """The group's pages while a job is planned."""
-        return WindowPages(self, page_size)
-
 
 def held_groups(groups: Sequence[CacheGroup]) -> list[WindowGroup]:
     """The groups that have their own pages."""
@@ -61,7 +57,7 @@ def held_groups(groups: Sequence[CacheGroup]) -> list[WindowGroup]:
 
 
 class WindowPages:
-    """Pages of a group.
+    """Pages of a group while a job is planned.
 
     Args:
         group: with its number of pages.
@@ -89,10 +85,6 @@ class WindowPages:
         """Index of the first page that a token at `position` or later sees."""
         return max(0, self.group.first_visible(position)) // self.page_size
 
-    def hold(self, table: list[int], low: int = 0, end: int = 0) -> Hold:
-        """Hold the pages of a page table from index `low` to those of positions before `end`."""
-        return Hold(self, table, low, end)
-
     def take(self, page: int) -> None:
         """Add a holder of a page, which is allocated if need be."""
         if page in self._held:
@@ -112,11 +104,11 @@ class WindowPages:
 
 
 class Hold:
-    """Indices [low, high) of a page table whose pages of a group are held. See `WindowPages.hold`."""
+    """Indices [low, high) of a page table whose pages of a group are held, at first those of positions before `end`."""
 
     __slots__ = ("high", "low", "pages", "table")
 
-    def __init__(self, pages: WindowPages, table: list[int], low: int, end: int) -> None:
+    def __init__(self, pages: WindowPages, table: list[int], low: int = 0, end: int = 0) -> None:
         self.pages, self.table, self.low, self.high = pages, table, low, low
         self.extend(end)
 

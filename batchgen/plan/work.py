@@ -171,10 +171,7 @@ class WorkForecast:
     def _saved(self, pending: Int32s, lengths: Int32s, running: _Running) -> float:
         """Reads that prefix groups will save, if they go on saving the same fraction of what is shared.
 
-        Args:
-            pending: [N] samples of each request that have not begun.
-            lengths: [N] tokens that each will generate.
-            running: the samples that have begun.
+        `pending`: [N] samples of each request that have not begun; `lengths`: [N] tokens that each will generate.
         """
         if self._shared is None:
             self._shared = _shared_positions(self._order.tree, self._samples)
@@ -193,7 +190,7 @@ class WorkForecast:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What was left when the steps to come were simulated. Columns are by kind, as in `LengthPredictor`."""
+    """Work that was left when the steps to come were simulated. Columns are by kind, as in `LengthPredictor`."""
 
     done: Work
     """Work that was done before."""

@@ -168,17 +168,17 @@ class Number:
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
     """Check a string or a list of strings, none of them empty."""
-    found = (value,) if type(value) is str else tuple(value) if type(value) in (list, tuple) else None
-    if found is None or any(type(item) is not str for item in found):
+    texts = (value,) if type(value) is str else tuple(value) if type(value) in (list, tuple) else None
+    if texts is None or any(type(item) is not str for item in texts):
         raise invalid(name, f"must be a string or a list of strings, got {show(value)}")
-    if "" in found:
+    if "" in texts:
         raise invalid(name, "must not contain an empty string")
-    return found
+    return texts
 
 
-def short_strings(name: str, found: tuple[str, ...]) -> None:
+def short_strings(name: str, texts: tuple[str, ...]) -> None:
     """Refuse stop strings, or words, longer than `MAX_STOP_CHARACTERS`."""
-    if any(len(text) > MAX_STOP_CHARACTERS for text in found):
+    if any(len(text) > MAX_STOP_CHARACTERS for text in texts):
         raise invalid(name, f"has a string of more than {MAX_STOP_CHARACTERS} characters; shorten it")
 
 
@@ -194,16 +194,15 @@ def ids(name: str, value: Any) -> tuple[int, ...]:
         value = [int(item) for item in value]
     if value and (min(value) < 0 or max(value) > _MAX_TOKEN_ID):
         odd = next(item for item in value if not 0 <= item <= _MAX_TOKEN_ID)
-        raise RowError(ErrorCode.TOKEN_OUT_OF_RANGE, f"`{name}` has {show(odd)}, which is not a token id", name)
+        raise error_at(ErrorCode.TOKEN_OUT_OF_RANGE, name, f"has {show(odd)}, which is not a token id")
     return tuple(value)
 
 
 def nonempty_ids(name: str, value: Any) -> tuple[int, ...]:
     """Check a non-empty list of token ids."""
-    found = ids(name, value)
-    if not found:
+    if not (tokens := ids(name, value)):
         raise invalid(name, "must not be empty")
-    return found
+    return tokens
 
 
 def token_id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
@@ -298,5 +297,5 @@ def _check_text(text: str, name: str) -> None:
 
 def out_of_range(param: str, token: int, vocab_size: int) -> RowError:
     """The `token_out_of_range` error of a field."""
-    message = f"`{param}` holds token {token}; the model's vocabulary ends at {vocab_size - 1}"
-    return RowError(ErrorCode.TOKEN_OUT_OF_RANGE, message, param)
+    problem = f"holds token {token}; the model's vocabulary ends at {vocab_size - 1}"
+    return error_at(ErrorCode.TOKEN_OUT_OF_RANGE, param, problem)

@@ -36,7 +36,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """What `cached_tokens` consists of. Field names are those of the column `cached_tokens_details`."""
+    """Parts of `cached_tokens`. Field names are those of the column `cached_tokens_details`."""
 
     prefix: int = 0
     """Tokens shared with a prompt that goes on differently."""

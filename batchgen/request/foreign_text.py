@@ -58,14 +58,14 @@ def read_json(text: bytes | str, *, constants: bool = True, unique_keys: bool = 
             digits or half of a surrogate pair.
     """
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text.removeprefix(_BOM)
-    value = None if unique_keys else _quickly(data)
+    value = None if unique_keys else read_quickly(data)
     if value is None:
         value = _decoded(data, constants, unique_keys, unwritable)
     check_depth(value, data.count(b"[") + data.count(b"{"))
     return value
 
 
-def _quickly(data: bytes) -> Any:
+def read_quickly(data: bytes) -> Any:
     """The value of a text that the fast decoder reads as Python's does; None for any other, and for null."""
     try:
         value = orjson.loads(data)
@@ -87,8 +87,10 @@ def _decoded(data: bytes, constants: bool, unique_keys: bool, unwritable: bool) 
         raise ForeignTextError(f"is not JSON: {error}") from None
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # the interpreter limits the digits of an integer that it converts
-        raise _limit_of(error) from None
+    except ForeignTextError:
+        raise
+    except ValueError:  # the interpreter limits the digits of an integer that it converts
+        raise _too_long() from None
     if not unwritable:
         _check_values(value, text)
     return value
@@ -116,9 +118,8 @@ def repeated_key(pairs: list[tuple[str, Any]]) -> str | None:
     return None
 
 
-def _limit_of(error: ValueError) -> ForeignTextError:
-    long = ForeignTextError(f"has an integer of more than {MAX_DIGITS} digits", is_limit=True)
-    return error if isinstance(error, ForeignTextError) else long
+def _too_long() -> ForeignTextError:
+    return ForeignTextError(f"has an integer of more than {MAX_DIGITS} digits", is_limit=True)
 
 
 def _too_deep() -> ForeignTextError:
@@ -126,13 +127,9 @@ def _too_deep() -> ForeignTextError:
 
 
 def _check_values(value: Any, text: str) -> None:
-    """Check the integers and strings of a decoded text.
-
-    Raises:
-        ForeignTextError: an integer is too long, or a string has half of a surrogate pair.
-    """
+    """Refuse an integer that is too long, and a string with half of a surrogate pair."""
     if _has_long_integer(value, text):
-        raise ForeignTextError(f"has an integer of more than {MAX_DIGITS} digits", is_limit=True)
+        raise _too_long()
     if ESCAPED_SURROGATE.search(text) and has_surrogate(value):
         problem = "has a \\u escape that is half of a surrogate pair without the other half"
         raise ForeignTextError(problem, is_limit=True)
@@ -162,10 +159,10 @@ def _has_long_integer(value: Any, text: str) -> bool:
     """Whether the value of `text` has an integer of more than `MAX_DIGITS` digits."""
     waiting, most = [value] if _LONG_INTEGER.search(text) else [], 10**MAX_DIGITS
     while waiting:
-        found = waiting.pop()
-        if type(found) is int and abs(found) >= most:
+        item = waiting.pop()
+        if type(item) is int and abs(item) >= most:
             return True
-        waiting += _children(found)
+        waiting += _children(item)
     return False
 
 
@@ -215,10 +212,10 @@ def read_toml(data: bytes) -> dict[str, Any]:
         raise _too_deep() from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ForeignTextError(f"is not valid TOML: {error}") from None
-    except ValueError as error:
-        raise _limit_of(error) from None
+    except ValueError:
+        raise _too_long() from None
     if _has_long_integer(table, text):
-        raise _limit_of(ValueError())
+        raise _too_long()
     check_depth(table, text.count("[") + text.count("{") + text.count("."))
     return table
 

@@ -19,6 +19,7 @@ from batchgen.request.foreign_text import (
     check_depth,
     has_surrogate,
     read_json,
+    read_quickly,
     repeated_key,
 )
 from batchgen.request.printable import printable
@@ -30,15 +31,10 @@ _CUT = re.compile(r"(?:-|t(?:ru?)?|f(?:al?|als)?|n(?:ul?)?|\.|[eE][+-]?|\\?|\\?u
 _ONE_BY_ONE = "write one object per line (jq -c . FILE), or run the file with --input-format json"
 
 
-class _StrictJSONError(ValueError):
-    """JSON that Python's decoder accepts and batchgen does not."""
-
-
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise _StrictJSONError(f"the key {(repeated_key(pairs) or '')[:80]!r} occurs twice in one object")
-    return result
+    if (key := repeated_key(pairs)) is not None:
+        raise RowError(ErrorCode.INVALID_JSON, f"the key {key[:80]!r} occurs twice in one object")
+    return dict(pairs)
 
 
 class _BadNumberError(ValueError):
@@ -57,7 +53,7 @@ def _finite(literal: str) -> float:
 
 
 def _place_of_bad_number(text: str) -> str:
-    """Where the first number is that is not finite, as in `body.logit_bias.5` or `scores[2]`."""
+    """Place of the first number that is not finite, such as `body.logit_bias.5` or `scores[2]`."""
     try:
         open_values: list[tuple[str, Iterator[tuple[str, Any]]]] = [("", iter([("", read_json(text))]))]
     except ForeignTextError:  # JSON that has further faults
@@ -78,9 +74,6 @@ def _place_of_bad_number(text: str) -> str:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite)
-_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
-_LONG_INTEGER = b"0" * 19
-"""Found in an integer of more than 64 bits after every digit is replaced by zero."""
 
 
 def parse_json_object(line: bytes) -> dict[str, Any]:
@@ -97,7 +90,8 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
             problem = f"expected a JSON object, got an array of {len(value)} objects; {_ONE_BY_ONE}"
             raise RowError(ErrorCode.INVALID_JSON, problem)
         if type(value) is not dict:
-            raise RowError(ErrorCode.INVALID_JSON, f"expected a JSON object, got {_article_type(value)}")
+            kind = {list: "an array", int: "a number"}.get(type(value), json_type(value))
+            raise RowError(ErrorCode.INVALID_JSON, f"expected a JSON object, got {kind}")
     return value
 
 
@@ -124,10 +118,10 @@ def text_remedy(error: RowError, check: Check, name: str, value: Any, other: str
     if type(value) is not str or value.lstrip()[:1] not in ("[", "{"):
         return error
     try:
-        check(name, found := parse_json(value.encode()))
+        check(name, parsed := parse_json(value.encode()))
     except (RowError, UnicodeEncodeError):
         return error
-    remedy = f"which is JSON text: write the {'list' if type(found) is list else 'object'} itself{other}"
+    remedy = f"which is JSON text: write the {'list' if type(parsed) is list else 'object'} itself{other}"
     return RowError(error.info.code, f"{error.info.message}, {remedy}", error.info.param)
 
 
@@ -145,7 +139,7 @@ def is_cut(line: bytes) -> bool:
         return error.msg.startswith("Unterminated string") or (
             error.msg != "Extra data" and _CUT.match(text, error.pos) is not None
         )
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, RowError):
         pass
     return False
 
@@ -154,16 +148,11 @@ def _parse_quickly(text: bytes) -> Any:
     """Result of `_parse_strictly` for text that a fast check finds valid; None for any other text, valid or not.
 
     To find repeated keys the value is serialised again and the colons counted: a dropped key loses one. Texts with
-    escaped colons are therefore left to the strict parser, and so are integers past 64 bits, which orjson reads as
-    floats. orjson itself refuses lone surrogates and numbers too large for a double.
+    escaped colons are therefore left to the strict parser. orjson refuses lone surrogates and numbers too large for a
+    double.
     """
-    try:
-        value = orjson.loads(text)
-    except ValueError:
-        return None
-    if text.count(b"[") + text.count(b"{") > MAX_DEPTH:
-        return None
-    if b"\\u003" in text or _LONG_INTEGER in text.translate(_DIGITS_TO_ZERO):
+    value = read_quickly(text)
+    if value is None or text.count(b"[") + text.count(b"{") > MAX_DEPTH or b"\\u003" in text:
         return None
     return value if orjson.dumps(value).count(b":") == text.count(b":") else None
 
@@ -176,8 +165,6 @@ def _parse_strictly(line: bytes) -> Any:
         raise RowError(ErrorCode.INVALID_JSON, _described(error)) from None
     except _BadNumberError as error:
         raise RowError(ErrorCode.INVALID_JSON, f"{_place_of_bad_number(text)} {error}") from None
-    except _StrictJSONError as error:
-        raise RowError(ErrorCode.INVALID_JSON, str(error)) from None
     except RecursionError:
         raise RowError(ErrorCode.INVALID_JSON, f"nested more than {MAX_DEPTH} deep") from None
     except ValueError:
@@ -215,7 +202,3 @@ def decode_utf8(line: bytes) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         raise RowError(ErrorCode.INVALID_UNICODE, f"byte {error.start + 1} of the line is not UTF-8") from None
-
-
-def _article_type(value: object) -> str:
-    return {list: "an array", int: "a number"}.get(type(value), json_type(value))

@@ -7,7 +7,7 @@ through it: see `EscapedText`. JSON is escaped by `json_printable`, which keeps 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, BinaryIO, TextIO
 from unicodedata import category
@@ -27,11 +27,7 @@ def printable(text: str, keep: str = "") -> str:
         text: any text.
         keep: characters that are not escaped, such as a newline.
     """
-
-    def escape(found: re.Match[str]) -> str:
-        return "".join(c if c in keep or _is_visible(c) else c.encode("unicode_escape").decode() for c in found[0])
-
-    return text if text.isprintable() else _UNUSUAL.sub(escape, text)
+    return _escaped(text, keep, lambda character: character.encode("unicode_escape").decode())
 
 
 def json_printable(text: str) -> str:
@@ -40,15 +36,14 @@ def json_printable(text: str) -> str:
     Lone surrogates, such as the bytes of a file name that are not UTF-8, are escaped, so that the text is UTF-8 and the
     name still finds the file.
     """
-
-    def escape(found: re.Match[str]) -> str:
-        return "".join(c if c == "\n" or _is_visible(c) else _json_escape(c) for c in found[0])
-
-    return text if text.isprintable() else _UNUSUAL.sub(escape, text)
+    return _escaped(text, "\n", _json_escape)
 
 
-def _is_visible(character: str) -> bool:
-    return character.isprintable() or category(character) == "Zs"  # a space of any width
+def _escaped(text: str, keep: str, escape: Callable[[str], str]) -> str:
+    if text.isprintable():
+        return text
+    kept = {*keep, *(c for c in set(text) if c.isprintable() or category(c) == "Zs")}  # a space of any width
+    return _UNUSUAL.sub(lambda match: "".join(c if c in kept else escape(c) for c in match[0]), text)
 
 
 def _json_escape(character: str) -> str:

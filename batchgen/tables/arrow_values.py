@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.types as pat
 
-from batchgen.errors import ErrorCode, InputError, RowError, UsageError, row_error
+from batchgen.errors import ErrorCode, ErrorInfo, InputError, RowError, UsageError, row_error
 from batchgen.request.fields.declared import ID_NAMES, LOOKUP
 from batchgen.request.fields.media import MEDIA_FIELDS
 from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
@@ -57,7 +57,7 @@ _Values = list[Any]
 Value = dict[str, Any] | UnreadableRow
 """A row, or why it cannot be read."""
 
-_BAD_NAME = RowError(
+_BAD_NAME = ErrorInfo(
     ErrorCode.INVALID_UNICODE,
     "a name in the type of a column, such as that of a time zone, is not UTF-8; write the file with another type",
 )
@@ -81,19 +81,19 @@ def read_rows(batch: pa.RecordBatch, fields: TextFields, columns: NamedColumns =
         return [fields.read(row) for row in _dicts(batch, columns)]
     except Exception as error:
         is_name = isinstance(error, UnicodeDecodeError)  # of a type: values are looked at one by one
-        info = _BAD_NAME.info if is_name else row_error(error, "reading the row's columns")
+        info = _BAD_NAME if is_name else row_error(error, "reading the row's columns")
         if batch.num_rows == 1:
-            return [UnreadableRow(RowError(info.code, info.message, info.param), _readable(batch, columns))]
+            return [UnreadableRow(info, _readable(batch, columns))]
     return [read_rows(batch.slice(i, 1), fields, columns)[0] for i in range(batch.num_rows)]
 
 
 def _readable(row: pa.RecordBatch, columns: NamedColumns) -> dict[str, Any]:
     """The values of a row's columns that can be read."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for place in range(row.num_columns):
         with suppress(Exception):
-            found |= _dicts(row.select([place]), columns)[0]
-    return found
+            values |= _dicts(row.select([place]), columns)[0]
+    return values
 
 
 def table_items(table: Any) -> Iterator[Any]:
@@ -134,8 +134,9 @@ def columns_of_text(schema: pa.Schema) -> list[str]:
 def _dicts(batch: pa.RecordBatch, columns: NamedColumns) -> list[dict[str, Any]]:
     names, read_as = batch.schema.names, columns.fields()
     values = [
-        _json_values(column, _place(name, read_as.get(name, name)))
+        _json_values(column, _Place(name, field in _KNOWN, not field or field in _TEXT_COLUMNS, field in _MEDIA))
         for name, column in zip(names, batch.columns, strict=True)
+        for field in [read_as.get(name, name)]
     ]
     if not values:
         return [{} for _ in range(batch.num_rows)]
@@ -143,11 +144,6 @@ def _dicts(batch: pa.RecordBatch, columns: NamedColumns) -> list[dict[str, Any]]
         {name: value for name, value in zip(names, row, strict=True) if value is not None}
         for row in zip(*values, strict=True)
     ]
-
-
-def _place(name: str, field: str) -> _Place:
-    """The place of a column that is read as a field."""
-    return _Place(name, field in _KNOWN, not field or field in _TEXT_COLUMNS, field in _MEDIA)
 
 
 def _json_values(array: pa.Array, place: _Place) -> _Values:
@@ -163,10 +159,6 @@ def _plain(array: pa.Array, place: _Place) -> _Values:
     return values
 
 
-def _nulls(array: pa.Array, place: _Place) -> _Values:
-    return [None] * len(array)
-
-
 def _valid(array: pa.Array) -> Iterable[bool]:
     """Whether each value is not null."""
     return array.is_valid().to_pylist() if array.null_count else repeat(True, len(array))
@@ -177,10 +169,6 @@ def _text(array: pa.Array, place: _Place) -> _Values:
         return list(array.to_pylist())
     except UnicodeDecodeError:
         raise RowError(ErrorCode.INVALID_UNICODE, "a string of this row is not UTF-8") from None
-
-
-def _temporal(array: pa.Array, place: _Place) -> _Values:
-    return list(temporal_to_text(array).to_pylist())
 
 
 def _each(values: _Values, convert: Callable[[Any], Any]) -> _Values:
@@ -198,11 +186,7 @@ def _decimals(array: pa.Array, place: _Place) -> _Values:
         return _each(values, int)
     if place.known:
         return _each(values, _integer_or_float)
-    return _each(values, float if array.type.precision <= _FLOAT_DIGITS else _decimal_text)
-
-
-def _decimal_text(value: Decimal) -> str:
-    return f"{value:f}"
+    return _each(values, float if array.type.precision <= _FLOAT_DIGITS else "{:f}".format)
 
 
 def _binary(array: pa.Array, place: _Place) -> _Values:
@@ -272,10 +256,10 @@ def _maps(array: pa.Array, place: _Place) -> _Values:
 
 def _map(keys: Sequence[Any], items: Sequence[Any]) -> dict[str, Any]:
     pairs = [(str(key), item) for key, item in zip(keys, items, strict=True) if item is not None]
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise RowError(ErrorCode.INVALID_FIELD, "a map holds the same key twice")
-    return found
+    return values
 
 
 def _dictionaries(array: pa.Array, place: _Place) -> _Values:
@@ -320,13 +304,13 @@ _CONVERSIONS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.Array, _Pl
     (lambda kind: pat.is_string(kind) or pat.is_large_string(kind) or pat.is_string_view(kind), _text),
     (pat.is_float16, lambda array, place: _each(array.to_pylist(), float)),  # pyarrow 18 gives numbers of numpy
     (lambda kind: pat.is_integer(kind) or pat.is_floating(kind) or pat.is_boolean(kind), _plain),
-    (pat.is_null, _nulls),
+    (pat.is_null, lambda array, place: [None] * len(array)),
     (pat.is_struct, _structs),
     (lambda kind: any(is_kind(kind) for is_kind in _IS_LIST), _lists),
     (pat.is_map, _maps),
     (pat.is_dictionary, _dictionaries),
     (pat.is_decimal, _decimals),
-    (pat.is_temporal, _temporal),
+    (pat.is_temporal, lambda array, place: list(temporal_to_text(array).to_pylist())),
     (lambda kind: pat.is_binary(kind) or pat.is_large_binary(kind) or pat.is_binary_view(kind), _binary),
     (pat.is_fixed_size_binary, _binary),
     (pat.is_run_end_encoded, _runs),

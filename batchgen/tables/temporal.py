@@ -26,7 +26,8 @@ def temporal_to_text(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chunke
     if pat.is_duration(kind):
         return _mapped(column.cast(pa.int64()), lambda ticks: "P" + _seconds(ticks, _DIGITS[kind.unit]))
     if pat.is_interval(kind):
-        return _mapped(column, _interval)
+        digits = _DIGITS["ns"]
+        return _mapped(column, lambda value: f"P{value.months}M{value.days}D{_seconds(value.nanoseconds, digits)}")
     return column.cast(pa.string()) if pat.is_temporal(kind) else column
 
 
@@ -38,7 +39,3 @@ def _seconds(ticks: int, digits: int) -> str:
     whole, rest = divmod(abs(ticks), 10**digits)
     fraction = f".{rest:0{digits}}" if digits else ""
     return f"T{'-' if ticks < 0 else ''}{whole}{fraction}S"
-
-
-def _interval(value: Any) -> str:
-    return f"P{value.months}M{value.days}D{_seconds(value.nanoseconds, _DIGITS['ns'])}"

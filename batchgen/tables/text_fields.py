@@ -55,16 +55,16 @@ class TextFields:
         Raises:
             RowError: `invalid_field` for text that may be a string or JSON; `invalid_json` for a broken object.
         """
-        found = row
+        values = row
         for name in self._fields:
             value = row.get(name)
             if type(value) is str and (value[:1] in _STARTS or self._scalars or value == "null"):
                 read = self._value(name, self._fields[name], value)
-                found = found if read is value else {**found, name: read}
+                values = values if read is value else {**values, name: read}
         for name in self._containers:
             contained = _contained(name, row)
-            found = found if contained is None else {**found, name: contained}
-        return found
+            values = values if contained is None else {**values, name: contained}
+        return values
 
     def _value(self, name: str, field: Field, text: str) -> Any:
         structured = text.lstrip(_BLANK)[:1] in ("[", "{")
@@ -75,9 +75,9 @@ class TextFields:
             return _structured(name, field, text)
         if not (self._scalars or text[:1] == '"' or text == "null") or _accepts(field, name, text):
             return text
-        found = _WORDS.get(text, _parsed(text))
-        whole = type(found) is float and found.is_integer() and isinstance(field.check, Integer)
-        return int(found) if whole else found
+        value = _WORDS.get(text, _parsed(text))
+        whole = type(value) is float and value.is_integer() and isinstance(field.check, Integer)
+        return int(value) if whole else value
 
 
 def _structured(name: str, field: Field, text: str) -> Any:
@@ -88,11 +88,11 @@ def _structured(name: str, field: Field, text: str) -> Any:
         except RowError as error:
             problem = f"`{name}` is text that is not JSON ({error.info.message})"
             raise RowError(error.info.code, problem, name) from None
-    found = text if field.json_text == "text" else _parsed(text)
-    if found is text or not _accepts(field, name, found):
+    value = text if field.json_text == "text" else _parsed(text)
+    if value is text or not _accepts(field, name, value):
         return text
-    if type(found) is dict or field.json_text == "value":
-        return found
+    if type(value) is dict or field.json_text == "value":
+        return value
     raise invalid(name, "is a string that is also JSON; give a list in a list column (Parquet), or in JSON lines")
 
 
@@ -104,8 +104,8 @@ def _contained(name: str, row: dict[str, Any]) -> dict[str, Any] | None:
         line, prompt = (any(row.get(key) is not None for key in keys) for keys in (_LINE, SOURCES))
         if name == _BODY and prompt and not line:
             return None
-        found = _parsed(value)
-        return found if type(found) is dict else None
+        value = _parsed(value)
+        return value if type(value) is dict else None
     if type(value) is not dict or not any(type(item) is str and item[:1] in _STARTS for item in value.values()):
         return None
     place: Place = "params" if name == _PARAMS else "completions" if "prompt" in value else "chat"

@@ -340,7 +340,7 @@ def test_baseline_runs_another_checkout(tmp_path: Path, folder: Path) -> None:
         (["--plan-size", "9x9"], "--plan-size has no effect on the default workloads"),
         (["plan", "unique", "--peers", "vlm"], "unknown peer 'vlm' (did you mean vllm?)"),
         (["plan", "unique", "--tuned", "none.jsonl"], "--tuned: cannot read none.jsonl"),
-        (["plan", "unique", "--timeout", "inf"], "--timeout must be finite, got inf"),
+        (["plan", "unique", "--timeout", "inf"], "`--timeout` must be a duration such as 90,"),
         (["--model", "random:1t"], "unknown random model"),
         (["--dtype", "int3"], "dtype"),
         (["--repeat", "0"], "--repeat"),

@@ -10,13 +10,20 @@ from typing import Any
 
 import pytest
 
-from batchgen.bench import chart as chart_module
-from batchgen.bench.chart import check_chart, draw_stored, write_chart
-from batchgen.bench.figures import Figure, Measured, Spread, ours_over, workload_figures
+from batchgen.bench import show
+from batchgen.bench.figures import (
+    Figure,
+    Measured,
+    SkippedPeer,
+    Spread,
+    StoredFigures,
+    ours_over,
+    read_figures,
+    workload_figures,
+)
 from batchgen.bench.floors import FloorWork
 from batchgen.bench.process import Generated
-from batchgen.bench.results import SkippedPeer, StoredFigures, read_figures
-from batchgen.bench.table import print_comparison, print_others
+from batchgen.bench.show import check_chart, draw_stored, print_comparison, print_others, write_chart
 from batchgen.cli.app import run_command
 from batchgen.errors import OutputError, UsageError
 from tests.bench.fakes import console_text, silent_console
@@ -200,7 +207,7 @@ def test_a_narrow_terminal_truncates_nothing(width: int) -> None:
 def test_charts_are_checked_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chart_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(show, "find_spec", lambda name: name)
     check_chart(tmp_path / "x.png")
     check_chart(tmp_path / "x.SVG")
     with pytest.raises(UsageError, match=r"must end in .png or .svg, got x.html"):
@@ -212,7 +219,7 @@ def test_charts_are_checked_before_anything_is_measured(
         captured = capsys.readouterr()
         assert "there are no bars to draw" in captured.err
         assert captured.out == ""
-    monkeypatch.setattr(chart_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(show, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"needs matplotlib, .* pip install 'batchgen\[report\]'"):
         check_chart(tmp_path / "x.png")
 

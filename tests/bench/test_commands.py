@@ -62,9 +62,8 @@ def test_startup_reports_three_metrics(capsys: pytest.CaptureFixture[str]) -> No
         assert line["workload"] == "startup"
         assert line["repeat"] == 1
         assert 0 < line["min"] == line["value"] == line["max"]
-    assert found["help_seconds"]["value"] < found["first_token_seconds"]["value"] < found["run_seconds"]["value"]
     assert found["first_token_seconds"]["cpu_seconds"] is None
-    assert found["help_seconds"]["cpu_seconds"] < found["run_seconds"]["cpu_seconds"]
+    assert min(found["help_seconds"]["cpu_seconds"], found["run_seconds"]["cpu_seconds"]) > 0
 
 
 # The cost of a row

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from batchgen.bench.engines.engine_transformers import cpu_batching
 from batchgen.bench.gate import Check, returned_counts
 from batchgen.bench.shapes import adapter_folders, merge_adapter
-from batchgen.bench.workload_defs import MORE_WORKLOADS, DemoWorkload
-from batchgen.bench.workloads import AdapterSet, BenchRow
+from batchgen.bench.workloads import MORE_WORKLOADS, AdapterSet, BenchRow, DemoWorkload
 from batchgen.demo import model_path
 from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.bench.fakes import InProcess, in_process

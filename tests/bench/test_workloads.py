@@ -9,26 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.bench import workload_defs
+from batchgen.bench import workloads
 from batchgen.bench.floors import count_work
 from batchgen.bench.shapes import adapter_folders, adapter_parameters
-from batchgen.bench.workload_defs import (
+from batchgen.bench.workloads import (
     GPU_WORKLOADS,
     MORE_WORKLOADS,
     WORKLOADS,
+    AdapterSet,
+    BenchRow,
     BenchWorkload,
+    Level,
+    Workload,
     find_workload,
     find_workloads,
     load_workload,
+    plain,
 )
-from batchgen.bench.workloads import AdapterSet, BenchRow, Level, Workload, plain
 from batchgen.demo import model_path
 from batchgen.errors import UsageError
 from batchgen.models.lora.config import read_adapters
 from tests.bench.fakes import TOY
 from tests.models.loading import inspect_model
 
-DEFINITIONS = Path(workload_defs.__file__).parent / "definitions"
+DEFINITIONS = Path(workloads.__file__).parent / "definitions"
 
 
 def distinct(rows: Sequence[BenchRow]) -> int:
@@ -138,8 +142,8 @@ def test_every_definition_has_the_name_of_its_file() -> None:
         ("[2, 3]", "3", "`output` must be"),
         ("[2, 3]", "[2, true]", "`output` must be a whole number"),
         ("[8, 8]", "[8]", "`tokens` must be"),
-        ("[8, 8]", "[0, 8]", r"`levels\[0\].tokens`"),
-        ("children = 2", "children = 0", r"`levels\[1\].children`"),
+        ("[8, 8]", "[0, 8]", r"`levels\[0\]`: `tokens` must be"),
+        ("children = 2", "children = 0", r"`levels\[1\]`: `children` must be at least 1"),
         ("children = 2", "child = 2", r"unknown key `child` \(did you mean children\?\)"),
         ("", "rows = 1", "unknown key `rows`"),
         ("", "samples = 0", "`samples` must be at least 1"),
@@ -147,7 +151,7 @@ def test_every_definition_has_the_name_of_its_file() -> None:
         ("", "fields = 1", "`fields` must be a table"),
         ("", 'rows_at = "ends"', "`rows_at` must be one of leaves, nodes"),
         ("", "adapters = { rank = 2 }", "`adapters`: `count` is missing"),
-        ("", "adapters = { count = 0 }", "`adapters` needs a `count`"),
+        ("", "adapters = { count = 0 }", "`adapters`: `count` must be at least 1"),
         ("", "task_rows = 3", "unknown key `levels`"),
         ("", "fields = { temperature = 1 }", "cannot check 'temperature'; it can check"),
         ("", "fields = { top_logprob_num = 1 }", r"\(did you mean top_logprobs_num\?\)"),

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 
 from batchgen import __version__
-from batchgen.cli.app import _replace_closed_streams, command_names, run_command
+from batchgen.cli.app import _replace_closed_streams, run_command
 from batchgen.cli.flags import translated
-from batchgen.cli.reference import reference
-from batchgen.config.engine_config import FLAGS_OF_OTHERS
 from batchgen.config.run_config import OPTIONS, RunConfig
 from batchgen.config.units import Shard
 from batchgen.errors import (
@@ -36,6 +34,7 @@ from batchgen.errors import (
 from batchgen.job.finished import OpenedCommand
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.summary import RunSummary
+from batchgen.request.fields.other_systems import FLAGS_OF_OTHERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,13 +143,6 @@ def test_help_never_truncates_an_option(
     text = capsys.readouterr().out
     assert "…" not in text
     assert "--skip-special-tokens / --no-skip-special-tokens" in text
-
-
-def test_reference_has_every_command_whatever_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = reference()
-    assert re.findall(r"^## (batchgen \w+)$", text, re.M) == [f"batchgen {name}" for name in command_names()]
-    monkeypatch.setenv("COLUMNS", "37")
-    assert reference() == text
 
 
 # Delegation

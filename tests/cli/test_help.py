@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.cli.app import run_command
+from batchgen.cli.app import app, run_command
 from batchgen.cli.help import TOPICS, page_path
+from batchgen.models.model_types import COMPARED
+from tests.models.test_media_towers import CASES
+from tests.models.tiny_media import FAMILIES
+from tests.models.tiny_media_more import MORE, REFUSED
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +31,41 @@ def test_topics_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_pipe_gets_the_page_as_it_is(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["help", topic]) == 0
     assert capsys.readouterr().out == page_path(topic).read_text(encoding="utf-8")
+
+
+def test_the_reference_has_every_command_whatever_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_command(["help", "reference"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^## batchgen (\w+)$", text, re.M) == [command.name for command in app.registered_commands]
+    assert "- `--skip-special-tokens, --no-skip-special-tokens`: " in text
+    assert text.count("--max-num-seqs N`") == 1, "`check` names what `run` does not have"
+    monkeypatch.setenv("COLUMNS", "37")
+    assert run_command(["help", "reference"]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_the_names_of_other_systems_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each outcome: what runs, other names of fields, then what is refused."""
+    assert run_command(["help", "other-systems"]) == 0
+    text = capsys.readouterr().out
+    assert "<!--" not in text
+    assert "| `--context-length` | `--max-model-len` |\n" in text
+    lines = text.split("### SGLang\n\n")[1].split("\n\n")[0].splitlines()
+    assert lines[:2] == ["| name | here |", "|---|---|"]
+    assert re.fullmatch(r"\| (`\w+`, )+`\w+` \| runs \|", lines[2])
+    for row in ("| `rid` | another name of `id` |", "| `sampling_seed` | refused: use `seed` |"):
+        assert row in lines
+    refused = [line.partition(" | ")[2].startswith("refused") for line in lines[2:]]
+    assert refused == sorted(refused)
+    assert "| `guided_json` | another name of `json_schema` |\n" in text
+    for end in (
+        "`verbosity`, `timeout`, `extra_headers`, `extra_query` | accepted in the body of an OpenAI line |\n",
+        "`prompt_cache_retention`, `safety_identifier` | carried in the body of an OpenAI line |\n",
+        "| `function_call`, `functions` | refused in the body of an OpenAI line, unless it asks for nothing: use",
+    ):
+        assert end in text
 
 
 def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +102,13 @@ def test_a_terminal_gets_a_rendered_page(columns: int) -> None:
         ("llava", ["llava", "native", "image", "text, of `llama`"]),
         ("Qwen3-VL", ["qwen3_vl", "transformers", "image", "text, of `qwen3_vl_text`"]),
         ("mamba2", ["mamba2", "no", "it keeps a recurrent state in addition to keys and values"]),
+        ("bert", ["bert-generation", "no", "it is an encoder, or needs one"]),
+        ("ctrl", ["ctrl", "no", "its attention in transformers does not go through the attention interface"]),
+        ("chameleon", ["chameleon", "transformers", "no: its images become tokens of a codebook", "text"]),
+        ("idefics2", ["idefics2", "native", "no: its processor changes the text around images", "text, of `mistral`"]),
+        ("blip_2", ["blip-2", "transformers", "not compared", "text, of `opt`"]),
+        ("jamba", ["jamba", "transformers", "where the configuration names layers of attention alone"]),
+        ("phi3", ["phi3", "transformers"]),
     ],
 )
 def test_model_types_are_listed(name: str, row: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,3 +121,14 @@ def test_model_types_are_listed(name: str, row: list[str], capsys: pytest.Captur
 def test_a_model_type_that_no_library_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["models", "nothing-like-it"]) == 2
     assert "`nothing-like-it`" in capsys.readouterr().err
+
+
+def test_images_and_audio_are_those_that_tests_compare() -> None:
+    kinds: dict[str, set[str]] = {}
+    for name, family in {**FAMILIES, **MORE}.items():
+        kinds.setdefault(family.model_type or name, set()).update(family.kinds)
+    for case in CASES:
+        kinds.setdefault(case.name, set()).add(case.kind)
+    compared = {name: ", ".join(sorted(items, reverse=True)) for name, items in kinds.items()}
+    refused = {name: f"no: {family.refused}" for name, family in REFUSED.items()}
+    assert {name: words for words, names in COMPARED.items() for name in names.split()} == compared | refused

@@ -1,21 +1,16 @@
-"""The conformance page: each field of a row with the test files that cover it.
+"""Each field of a row with the test files that cover it: `python -m tests.docs.conformance` prints them.
 
 Tests name fields with `@pytest.mark.field("name", ...)`; the marks are read from the source, no test is imported.
-`tests.docs.generated` writes the page.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from batchgen.request.fields.declared import FIELDS
-from batchgen.request.fields.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -23,36 +18,15 @@ TESTS = ROOT / "tests"
 ENVELOPE = ("sampling_params", "method", "url", "body")
 """Keys of a row that contain fields but are not fields."""
 NAMES = tuple(dict.fromkeys([*(field.name for field in FIELDS), *ENVELOPE]))
-"""Names that a test may be tagged with, each a row of the table."""
+"""Names that a test may be tagged with."""
 
 EVERY_FIELD = "request/test_every_field.py"
 """Test file that runs wrong values of every sampling field through every entrance, without tags."""
-
-_DEFAULTS = {
-    "id": "`row-<index>`",
-    "max_new_tokens": "128; 16 in `/v1/completions`; to the context's end in `/v1/chat/completions`",
-    "temperature": "the model's, then 1.0",
-    "top_p": "the model's, then 1.0",
-    "top_k": "the model's, then -1",
-    "min_p": "the model's, then 0.0",
-    "add_generation_prompt": "true",
-    "continue_final_message": "false",
-    "logprobs": "false",
-    "top_logprobs": "0",
-    "return_hidden_states": "false",
-}
-"""Defaults that `SamplingParams` does not define."""
 
 
 def unsupported() -> frozenset[str]:
     """Names of fields that are rejected with an error."""
     return frozenset(field.name for field in FIELDS if not field.supported)
-
-
-def refused() -> str:
-    """Table of the refused fields, with what to do instead."""
-    lines = [f"| `{field.name}` | {field.remedy} |" for field in FIELDS if not field.supported]
-    return "\n".join(["| field | instead |", "|---|---|", *lines, ""])
 
 
 @cache
@@ -89,37 +63,12 @@ def _names(tree: ast.AST, path: Path) -> Iterator[str]:
                 yield argument.value
 
 
-_INTRO = """# Conformance
-
-Every field of a row with its default and the tests that prove it.
-
-The table is generated from the tests' marks. Files are below `tests/`. A field that is refused by name has tests of its
-refusal.
-
-"""
+def main() -> None:
+    """Print a line for each field: whether it is refused by name, and its test files below `tests/`."""
+    for name in NAMES:
+        refused = "refused by name: " if name in unsupported() else ""
+        print(f"{name:<30} {refused}{' '.join(tagged()[name])}")
 
 
-def page() -> str:
-    """The whole page as Markdown."""
-    lines = ["| field | default | tests |", "|---|---|---|"]
-    return _INTRO + "\n".join([*lines, *(_row(name) for name in NAMES)]) + "\n"
-
-
-def _row(name: str) -> str:
-    aliases = dict.fromkeys(alias for field in FIELDS if field.name == name for alias in field.aliases)
-    spelled = f"`{name}`" + (f" ({', '.join(f'`{alias}`' for alias in aliases)})" if aliases else "")
-    files = ", ".join(map(_file, tagged().get(name, ())))
-    if name in unsupported():
-        return f"| {spelled} | | refused by name: {files} |"
-    return f"| {spelled} | {_default(name)} | {files} |"
-
-
-def _file(file: str) -> str:
-    return f"`{file}`"
-
-
-def _default(name: str) -> str:
-    if name in _DEFAULTS:
-        return _DEFAULTS[name]
-    default: Any = {item.name: item.default for item in fields(SamplingParams)}.get(name)
-    return "" if default is None or default is MISSING or default == () else json.dumps(default)
+if __name__ == "__main__":
+    main()

@@ -106,14 +106,6 @@ def layers(graph: Mapping[str, set[str]] | None = None) -> list[list[str]]:
     return found
 
 
-def table() -> str:
-    """Table of what each node imports, the highest layer first, for the page of architecture."""
-    imported = nodes()
-    found = [node for layer in reversed(layers()) for node in layer]
-    lines = [f"| `{node}` | {', '.join(sorted(imported[node])) or 'nothing'} |" for node in found]
-    return "\n".join(["| folder or module | imports |", "|---|---|", *lines, ""])
-
-
 def single_importers() -> dict[str, str]:
     """Module with exactly one importer in the package -> that importer."""
     importers = defaultdict(list)

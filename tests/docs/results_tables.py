@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchgen.bench.figures import Figure
-from batchgen.bench.results import read_figures
+from batchgen.bench.figures import Figure, read_figures
 
 RESULTS = Path(__file__).parents[2] / "configs" / "bench" / "results"
 _SHORT = "cpu-135m-zen5.jsonl"

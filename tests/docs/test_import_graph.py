@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "user_cache", "request", "config", "kernels", "plan", "text", "media", "data", "demo", "models",
         "engine", "__init__",
     },
-    "cli": {"errors", "library_settings", "request", "config", "engine", "data", "job", "bench", "__init__"},
+    "cli": {"errors", "library_settings", "request", "config", "models", "engine", "data", "job", "bench", "__init__"},
     "__main__": {"cli"},
 }  # fmt: skip
 """Folder, or module of the package's root -> those that it may import."""

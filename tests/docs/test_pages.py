@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,13 @@ def test_every_page_is_a_topic_with_a_summary() -> None:
     for topic in TOPICS:
         assert page_path(topic).read_text(encoding="utf-8").startswith("# ")
         assert 10 < len(summary_of(topic)) <= 90, f"{topic}: {summary_of(topic)}"
+
+
+def test_every_optional_set_of_packages_is_in_the_page_of_installation() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "batchgen" / "docs" / "install.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(project["optional-dependencies"])
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in page
 
 
 def test_jobs_that_are_queued_again_keep_their_log() -> None:

@@ -10,13 +10,12 @@ PAGE = ROOT / "batchgen" / "docs" / "contributing.md"
 _FIELD = """
 from pathlib import Path
 from batchgen.cli.app import run_command
-from batchgen.cli.reference import reference
 from batchgen.config.resolve import resolve_config
 from batchgen.errors import RowError
 from batchgen.request.rows.parser import parse_row
 from batchgen.request.rows.values import RowDefaults
 from tests.docs import test_conformance
-from tests.docs.conformance import page
+from tests.docs.conformance import tagged
 from tests.request import test_every_field
 
 assert parse_row({"text": "a", "strip_text": True}, 0, RowDefaults()).params.strip_text
@@ -27,8 +26,7 @@ except RowError as error:
     assert "`strip_text` must be true or false, got 'yes'" in str(error)
 else:
     raise AssertionError("a wrong value is accepted")
-assert "- `--strip-text, --no-strip-text`: Remove white space" in reference()
-assert "| `strip_text` | false | `engine/test_strip_text.py`, `request/test_every_field.py` |" in page()
+assert tagged()["strip_text"] == ("engine/test_strip_text.py", "request/test_every_field.py")
 assert run_command(["run", "--help"]) == 0
 test_every_field.test_options(tmp_path=Path())
 for name, test in {**vars(test_conformance), **vars(test_every_field)}.items():

@@ -52,6 +52,7 @@ def kinds(vocabulary: int, letters: list[int]) -> dict[str, dict[str, Any]]:
 KINDS = list(kinds(10, []))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_row_does_not_hold_the_others(engine: Engine, kind: str) -> None:
     letters = [engine.tokenizer.encode([letter])[0][-1] for letter in "ab"]

@@ -174,7 +174,7 @@ def test_a_row_that_never_fits_fails_alone(model: Path) -> None:
         failing = engine_with(engine, low, LateDevice(poison_uploads=True))
         assert_only_failed(completions(failing), want, {18})
         assert failing.last_run is not None
-        assert failing.last_run.scheduler.pages_in_use == 0
+        assert failing.last_run.scheduler.group_pages_in_use[0] == 0
         assert failing.last_run.scheduler.stats.tokens_per_step == 64, "the limit is not lowered for one row"
 
 
@@ -194,7 +194,7 @@ def test_all_rows_that_share_a_position_that_never_fits_fail(model: Path) -> Non
     failing.order, failing.admission = "tree", "free"  # others sample first, which shows that the device has memory
     assert_only_failed(completions(failing), want, {*range(12), 18})
     assert failing.last_run is not None
-    assert failing.last_run.scheduler.pages_in_use == 0
+    assert failing.last_run.scheduler.group_pages_in_use[0] == 0
     assert failing.last_run.scheduler.unended == 0
 
 

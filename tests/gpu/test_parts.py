@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchgen.bench.shapes import SHAPES, Shape
-from batchgen.bench.workload_defs import GPU_WORKLOADS
-from batchgen.bench.workloads import BenchRow, Level, Workload
+from batchgen.bench.workloads import GPU_WORKLOADS, BenchRow, Level, Workload
 from tests.gpu.engines import part_of
 from tests.gpu.floors import H200, DeviceRates, device_floor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from tests.docs.versions import PROJECT
 from tests.gpu.goals import GOALS, with_goal
 from tests.gpu.report import Measure
 from tests.gpu.table import markdown, stored, unmeasured
@@ -96,6 +96,7 @@ def test_the_page_names_what_the_stages_import(stage: str, more: str) -> None:
     kernels, others = page.split("`parity`, `flash`, `bench` and `tune` need ")[1].split(".")[:2]
     named = kernels + (others if more else "")
     done = subprocess.run([sys.executable, "-c", _IMPORTS, stage], capture_output=True, text=True, check=True)
-    required = {need.name for need in map(Requirement, PROJECT["dependencies"])}
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {need.name for need in map(Requirement, project["dependencies"])}
     with_transformers = {"tokenizers", "safetensors"} if more else set()
     assert {name for name in set(done.stdout.split()) & required if name not in named} <= with_transformers

@@ -99,7 +99,7 @@ def test_errors_name_the_column(tmp_path: Path) -> None:
     assert wrong.error is not None
     assert wrong.error.param == "pic"
     assert "line 1: `pic` must be a file below --media-root" in wrong.error.message
-    assert (wrong.id, wrong.found["k"]) == ("a", 1)
+    assert (wrong.id, wrong.readable["k"]) == ("a", 1)
     assert two.value is not None
     assert [item.place for item in two.value["image_data"].items] == ["pic[0]", "pic[1]"]
     assert none.value == {"text": "a"}

@@ -57,7 +57,7 @@ def counted(
     left: dict[int, int] = {}
     while (plan := scheduler.step()) is not None:
         left.update((start.sequence, ends[start.request]) for start in plan.starts)
-        run.pages.append(scheduler.pages_in_use)
+        run.pages.append(scheduler.group_pages_in_use[0])
         run.drawn.append(len(plan.samples))
         for row in plan.samples:
             left[row.sequence] -= 1

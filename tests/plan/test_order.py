@@ -40,7 +40,8 @@ def naive_order(prompts: list[list[int]], values: list[int]) -> list[int]:
 
 
 def paths(tree: PrefixTree, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    return [tuple(prompts[r][:e]) for r, e in zip(tree.request.tolist(), tree.end.tolist(), strict=True)]
+    requests = tree.order[tree.first_row].tolist()
+    return [tuple(prompts[r][:e]) for r, e in zip(requests, tree.end.tolist(), strict=True)]
 
 
 @examples(300)

@@ -54,7 +54,8 @@ def test_tree_equals_dict_trie(rows: list[tuple[list[int], int]], keyed: bool) -
     assert tree.order.tolist() == sorted(range(len(rows)), key=lambda i: (keys[i], prompts[i], i))
     assert tree.distinct_tokens == len(trie_edges(prompts, keys))
     assert tree.prompt_tokens == sum(map(len, prompts))
-    paths = [(keys[r], *prompts[r][:e]) for r, e in zip(tree.request.tolist(), tree.end.tolist(), strict=True)]
+    requests = tree.order[tree.first_row].tolist()
+    paths = [(keys[r], *prompts[r][:e]) for r, e in zip(requests, tree.end.tolist(), strict=True)]
     assert len(set(paths)) == len(paths)
     assert set(paths) == compressed(prompts, keys)
     for i, path in enumerate(paths):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchgen.config.run_config import OPTIONS
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.fields import other_systems
 from batchgen.request.fields.declared import LOOKUP
 from batchgen.request.fields.field import Place
-from batchgen.request.fields.other_systems import _IDLE, _REFUSE, _USE, ANSWERS, NAMES, ORDINARY, snake_case
+from batchgen.request.fields.other_systems import ANSWERS, NAMES, ORDINARY, snake_case
 from batchgen.request.rows.unknown_keys import carried_hint
 from batchgen.request.rows.values import RowDefaults
 from tests.cases import each
@@ -38,7 +41,10 @@ def test_every_name_is_a_field_or_has_an_answer(system: str) -> None:
 
 
 def test_a_name_has_one_answer() -> None:
-    names = [name for table in (_USE, _REFUSE, _IDLE) for words in table.values() for name in words.split()]
+    data = tomllib.loads(Path(other_systems.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    names = [
+        name for verdict in ("use", "refuse", "idle") for words in data[verdict].values() for name in words.split()
+    ]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
     assert [name for name in names if name != snake_case(name)] == []
 

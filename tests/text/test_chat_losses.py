@@ -260,6 +260,7 @@ def test_a_row_is_judged_by_its_own_values(render: Render) -> None:
     assert isinstance(render("two roles", SYSTEM, ASK), ErrorInfo)
 
 
+@pytest.mark.slow
 def test_a_long_conversation_costs_a_few_renderings(render: Render) -> None:
     """Not one for each of its messages: old thoughts are judged once by the kind of message."""
     turns = [ASK, {**ANSWER, "reasoning_content": "Look."}] * 1500

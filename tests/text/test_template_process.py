@@ -56,6 +56,7 @@ def test_a_row_beyond_a_limit_is_refused_alone(name: str, tmp_path: Path) -> Non
     assert tokenizer.render_chats(rows[:2]) == [first, refused], "the next process renders on"
 
 
+@pytest.mark.slow
 def test_a_row_beyond_a_limit_takes_as_long_among_others_as_alone(tmp_path: Path) -> None:
     loops = "{% for i in range(messages[0].content | length) %}{% for j in range(20000) %}{% endfor %}{% endfor %}"
     tokenizer = load(tmp_path, EACH + loops, seconds=0.3)

@@ -118,7 +118,7 @@ def _without_prefix_groups() -> Iterator[None]:
 
     names = vars(engine)  # of the module that plans jobs
     before = names["group_min_saving"]
-    names["group_min_saving"] = lambda *given: _UNREACHABLE_SAVING
+    names["group_min_saving"] = lambda *_: _UNREACHABLE_SAVING
     try:
         yield
     finally:

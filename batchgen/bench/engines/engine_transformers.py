@@ -99,8 +99,8 @@ class _Static(_Engine):
             self._processor = transformers.AutoProcessor.from_pretrained(
                 self._folder, local_files_only=True, trust_remote_code=False
             )
-        found = self._processor.image_processor([Image.open(io.BytesIO(file)) for file in files], return_tensors="pt")
-        tensors: dict[str, torch.Tensor] = found.to(self.device, self._model.dtype)
+        inputs = self._processor.image_processor([Image.open(io.BytesIO(file)) for file in files], return_tensors="pt")
+        tensors: dict[str, torch.Tensor] = inputs.to(self.device, self._model.dtype)
         return tensors
 
 

@@ -218,17 +218,17 @@ def _command(name: str, out: str, options: Sequence[str]) -> list[str]:
 
 def _run(folder: Path, name: str, out: str, options: Sequence[str] = ()) -> dict[str, float]:
     """Run a job and return the microseconds of each phase, from its report."""
-    report = folder / f"{out}.json"
-    run_batchgen(_command(name, out, ["--report", report.name, *options]), folder)
-    found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-    if found["rows_error"]:
-        raise CommandFailed(f"{found['rows_error']} of {found['rows']} rows of the demonstration failed")
-    engine, spent = found["engine"], {phase: 1e6 * seconds for phase, seconds in found["seconds"].items()}
+    file = folder / f"{out}.json"
+    run_batchgen(_command(name, out, ["--report", file.name, *options]), folder)
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if report["rows_error"]:
+        raise CommandFailed(f"{report['rows_error']} of {report['rows']} rows of the demonstration failed")
+    engine, spent = report["engine"], {phase: 1e6 * seconds for phase, seconds in report["seconds"].items()}
     spent["reading"] += spent.pop("loading")  # loading runs in parallel; jobs of few rows wait for it
     spent["model"] = 1e3 * (engine["compute_ms"] + engine["overlapped_compute_ms"])
     spent["writing"] += 1e3 * engine["output_ms"]
     spent["between_steps"] = 1e3 * (engine["host_ms"] - engine["output_ms"])
-    return {**spent, "rows_resumed": found["rows_resumed"]}
+    return {**spent, "rows_resumed": report["rows_resumed"]}
 
 
 def _killed_and_resumed(folder: Path, name: str, out: str, count: int) -> dict[str, float]:

@@ -20,11 +20,11 @@ import numpy as np
 from batchgen.bench.jobs.commands import CommandFailed, run_batchgen, run_half, write_rows
 from batchgen.bench.machine import machine
 from batchgen.bench.shapes import resolve_bench_model
+from batchgen.bench.workloads import Level, Workload
 
 Row = Mapping[str, Any]
 MakeRows = Callable[[np.random.Generator], Iterable[Row]]
 _VOCABULARY: Final = 2048
-_FIRST_ID: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,83 +41,60 @@ class EtaJob:
     """Whether the job is killed after half of its rows are committed, and its second run is judged."""
 
 
-def _ids(rng: np.random.Generator, least: int, most: int | None = None) -> list[int]:
-    """A random prompt of a random length."""
-    size = int(rng.integers(least, (least if most is None else most) + 1))
-    found: list[int] = rng.integers(_FIRST_ID, _VOCABULARY, size=size).tolist()
-    return found
-
-
-def _row(ids: list[int], tokens: int, **more: object) -> Row:
-    return {"input_ids": ids, "max_new_tokens": int(tokens), "ignore_eos": True, "temperature": 0, **more}
-
-
-def _plain(count: int, prompt: tuple[int, int], output: tuple[int, int]) -> MakeRows:
-    """Rows of random lengths, uniformly distributed."""
+def _rows(count: int, prompt: tuple[int, int], output: tuple[int, int], *above: Level, **more: object) -> MakeRows:
+    """Rows of random lengths; prompts begin with those of the levels `above`, of which each has `count` rows below."""
 
     def rows(rng: np.random.Generator) -> Iterator[Row]:
-        for _ in range(count):
-            yield _row(_ids(rng, *prompt), int(rng.integers(*output, endpoint=True)))
+        seed = int(rng.integers(1 << 32))
+        for row in Workload("", "", (*above, Level(count, prompt)), output, seed).rows(_VOCABULARY):
+            yield {"input_ids": row.ids, "max_new_tokens": row.max_new, "ignore_eos": True, "temperature": 0, **more}
 
     return rows
 
 
-def _sorted(rng: np.random.Generator) -> Iterator[Row]:
+def _sorted(rng: np.random.Generator) -> Iterable[Row]:
     """The rows of `_MIXED` with the shortest outputs first."""
-    for tokens in np.sort(rng.integers(8, 513, size=1500)).tolist():
-        yield _row(_ids(rng, 32, 256), tokens)
-
-
-def _tree(levels: tuple[tuple[int, int], ...], output: int, **more: object) -> MakeRows:
-    """Rows at the leaves of a tree; `levels` is (children, tokens) per level."""
-
-    def rows(rng: np.random.Generator) -> Iterator[Row]:
-        prompts: list[list[int]] = [[]]
-        for children, tokens in levels:
-            prompts = [prompt + _ids(rng, tokens) for prompt in prompts for _ in range(children)]
-        for i in rng.permutation(len(prompts)).tolist():
-            yield _row(prompts[i], output, **more)
-
-    return rows
+    return sorted(_MIXED(rng), key=lambda row: int(row["max_new_tokens"]))
 
 
 def _long_tail(rng: np.random.Generator) -> Iterator[Row]:
-    for number in range(150):
-        yield _row(_ids(rng, 32, 256), 10000 if number % 16 == 3 else 64)
+    for number, row in enumerate(_rows(150, (32, 256), (64, 64))(rng)):
+        yield {**row, "max_new_tokens": 10000} if number % 16 == 3 else row
 
 
 def _scored(rng: np.random.Generator) -> Iterator[Row]:
-    for _ in range(2800):
-        yield {"input_ids": _ids(rng, 200, 600), "completions": [_ids(rng, 40) for _ in range(3)]}
+    texts = iter(_rows(8400, (40, 40), (1, 1))(rng))
+    for row in _rows(2800, (200, 600), (1, 1))(rng):
+        yield {"input_ids": row["input_ids"], "completions": [next(texts)["input_ids"] for _ in range(3)]}
 
 
 def _repeated(rng: np.random.Generator) -> Iterator[Row]:
     """Every third row copies another one, and every seventh is invalid."""
-    rows = list(_plain(3200, (32, 256), (50, 300))(rng))
+    rows = list(_rows(3200, (32, 256), (50, 300))(rng))
     for number in range(6400):
         yield {"text": 5} if number % 7 == 0 else rows[number // 2]
 
 
-_MIXED: Final = _plain(1500, (32, 256), (8, 512))
+_MIXED: Final = _rows(1500, (32, 256), (8, 512))
 _MIXED_TEXT: Final = "1,500 prompts of 32-256 tokens, 8-512 out"
 
 ETA_JOBS: Final = (
-    EtaJob("short-in-long-out", "1,000 prompts of 8-16 tokens, 512 out", _plain(1000, (8, 16), (512, 512))),
-    EtaJob("long-in-short-out", "700 prompts of 1,000-1,900 tokens, 8 out", _plain(700, (1000, 1900), (8, 8))),
+    EtaJob("short-in-long-out", "1,000 prompts of 8-16 tokens, 512 out", _rows(1000, (8, 16), (512, 512))),
+    EtaJob("long-in-short-out", "700 prompts of 1,000-1,900 tokens, 8 out", _rows(700, (1000, 1900), (8, 8))),
     EtaJob("shared-prefix", "3,500 prompts of 32 tokens after one prefix of 1,024, 128 out",
-           _tree(((1, 1024), (3500, 32)), 128)),
+           _rows(3500, (32, 32), (128, 128), Level(1, (1024, 1024)))),
     EtaJob("tree", "a root of 300, 20 groups of 500, 10 of 120 in each, 20 prompts of 30 in each, 96 out",
-           _tree(((1, 300), (20, 500), (10, 120), (20, 30)), 96)),
+           _rows(20, (30, 30), (96, 96), Level(1, (300, 300)), Level(20, (500, 500)), Level(10, (120, 120)))),
     EtaJob("mixed", _MIXED_TEXT, _MIXED),
     EtaJob("mixed-sorted", f"{_MIXED_TEXT}, the shortest outputs first", _sorted),
     EtaJob("n-samples", "600 prompts of 200 tokens, 8 samples of 128 each",
-           _tree(((600, 200),), 128, n=8, temperature=1.0)),
+           _rows(600, (200, 200), (128, 128), n=8, temperature=1.0)),
     EtaJob("long-tail", "150 prompts of 32-256 tokens, 64 out, but ten of 10,000 out", _long_tail),
     EtaJob("scoring", "2,800 prompts of 200-600 tokens, three texts of 40 tokens each to score", _scored, "demo"),
     EtaJob("copies", "6,400 rows, of which half copy another one and a seventh is invalid", _repeated, "demo"),
     EtaJob("few-pages", f"{_MIXED_TEXT}, in a small KV cache", _MIXED, options=("--kv-memory", "64MiB")),
     EtaJob("resumed", "3,600 prompts of 32-256 tokens, 8-512 out, half of them committed before",
-           _plain(3600, (32, 256), (8, 512)), resumed=True),
+           _rows(3600, (32, 256), (8, 512)), resumed=True),
 )  # fmt: skip
 """Jobs in order."""
 

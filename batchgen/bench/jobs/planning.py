@@ -57,10 +57,10 @@ class PlanSize:
         Raises:
             UsageError: the text does not have that form.
         """
-        found = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
-        if not found:
+        size = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
+        if not size:
             raise UsageError(f"--plan-size must be ROWSxTOKENS, for example 1000000x500, got {text!r}")
-        return PlanSize(int(found[1]), int(found[2]))
+        return PlanSize(int(size[1]), int(size[2]))
 
 
 def plan_lines(size: PlanSize) -> Iterator[dict[str, Any]]:
@@ -136,12 +136,12 @@ def _measure(shape: str, size: PlanSize, path: Path) -> dict[str, Any]:
 def _anonymous_memory() -> Iterator[list[int]]:
     """Resident bytes without file mappings while the block runs, at short intervals; empty if not on Linux."""
     process, ended = psutil.Process(), threading.Event()
-    found: list[int] = []
+    samples: list[int] = []
 
     def sample() -> None:
         memory = process.memory_info()
         if hasattr(memory, "shared"):
-            found.append(memory.rss - memory.shared)
+            samples.append(memory.rss - memory.shared)
 
     def watch() -> None:
         while not ended.wait(0.01):
@@ -151,7 +151,7 @@ def _anonymous_memory() -> Iterator[list[int]]:
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield found
+        yield samples
     finally:
         ended.set()
         thread.join()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pat
 
@@ -19,21 +18,14 @@ from batchgen.data.schema import SCHEMA
 
 Row = Mapping[str, Any]
 
-_NOT_COMPARED = frozenset(
-    {
-        *("id", "row_index", "cached_tokens", "cached_tokens_details", "dedup_of"),
-        *("request_hash", "prompt", "prompt_ids", "extra"),
-    }
-)
+_NOT_COMPARED = {
+    *("id", "row_index", "cached_tokens", "cached_tokens_details", "dedup_of"),
+    *("request_hash", "prompt", "prompt_ids", "extra"),
+}
 """Columns that depend on the job rather than on the row's result."""
-
-
-def _is_number(arrow_type: pa.DataType) -> bool:
-    return bool(pat.is_floating(arrow_type.value_type if pat.is_list(arrow_type) else arrow_type))
-
-
 _COMPARED = tuple(field.name for field in SCHEMA if field.name not in _NOT_COMPARED and field.name != "output_ids")
-_NUMERIC = frozenset(field.name for field in SCHEMA if _is_number(field.type))
+_TYPES = {field.name: field.type.value_type if pat.is_list(field.type) else field.type for field in SCHEMA}
+_NUMERIC = frozenset(name for name, kind in _TYPES.items() if pat.is_floating(kind))
 
 
 def choose_rows(file: Path, count: int, seed: int) -> list[int]:
@@ -57,7 +49,7 @@ def _ok_and_failed_rows(stored: StoredTable) -> Iterator[tuple[npt.NDArray[np.in
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a replayed row differs from the recorded one."""
+    """Differences of a replayed row from the recorded one."""
 
     columns: tuple[str, ...]
     """Names of the columns that differ."""

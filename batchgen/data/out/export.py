@@ -81,22 +81,19 @@ def write_as_given(results: Results, output: BinaryIO, errors: BinaryIO | None, 
     first_mark = {JOB_KEY: job_mark(run, first=True)}
     shapes = iter(row_shapes(results))
     for _, rows in groupby(results.rows(), itemgetter("row_index")):
-        found, shape = list(rows), next(shapes, RowShape(False, False))
-        good = all(row["error"] is None for row in found)
+        samples, shape = list(rows), next(shapes, RowShape(False, False))
+        first_error = samples[0]["error"]
+        good = all(row["error"] is None for row in samples)
         # What cannot be read may have been either, and is answered as the job's other rows.
-        if errors is not None and (shape.line or _is_unreadable(found[0])):
-            _, line = batch_line(found, shape, run, piece)
+        if errors is not None and (shape.line or (first_error is not None and first_error["code"] in _UNREADABLE)):
+            _, line = batch_line(samples, shape, run, piece)
             (output if good else errors).write(orjson.dumps(line | line_mark) + b"\n")
         else:
-            for row in found:
+            for row in samples:
                 output.write(_jsonl_line(row | (mark if counts.lines else first_mark)))
         counts.lines += 1
         counts.errors += not good
     return counts
-
-
-def _is_unreadable(row: Mapping[str, Any]) -> bool:
-    return row["error"] is not None and row["error"]["code"] in _UNREADABLE
 
 
 def row_shapes(results: Results) -> list[RowShape]:

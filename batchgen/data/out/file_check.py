@@ -37,7 +37,7 @@ _OLD: Final = "without checksums over every byte (an earlier version or another 
 
 @dataclass(slots=True)
 class Finding:
-    """What was found of one file."""
+    """Result of the check of one file."""
 
     path: Path
     problems: list[str] = field(default_factory=list)
@@ -68,10 +68,8 @@ def check_files(out: Path) -> Iterator[Finding]:
         raise InputError(f"{out} is a folder without results. Name a result file, or a folder of shards.")
     work = output_paths(out).work
     if is_folder(out):
-        shards, folders = (
-            files_in(out, "part-*.parquet"),
-            [out, *files_in(out, "part-*-of-*"), *files_in(work, "part-*")],
-        )
+        shards = files_in(out, "part-*.parquet")
+        folders = [out, *files_in(out, "part-*-of-*"), *files_in(work, "part-*")]
         folders = [folder for folder in folders if exists(folder / STATE_NAME) or part_files(folder)]
         if not shards and not folders:
             raise InputError(f"{out} is a folder without results. Name a result file, or a folder of shards.")
@@ -182,9 +180,8 @@ def _states(path: Path, run: Mapping[str, Any] | None) -> Finding:
         finding.problems.append(f"damaged ({problem.reason})")
         return finding
     expected = own if run is None else {**run, "rows": run["states"]}
-    if any(own.get(name) != expected.get(name) for name in ("fingerprint", "shard", "rows")) or own["rows"] != len(
-        table
-    ):
+    same = all(own.get(name) == expected.get(name) for name in ("fingerprint", "shard", "rows"))
+    if not same or own["rows"] != finding.rows:
         finding.problems.append("they are not the hidden states of the output")
     return finding
 
@@ -209,31 +206,26 @@ def _lines(path: Path) -> Iterator[Finding]:
     for file in line_files(path):
         finding = Finding(file, notes=["JSON lines have no checksums"])
         last = (-1, 0, 0)
-        for number, line in enumerate(_read_lines(file), 1):
-            key, failed, mark = _line_key(line)
-            if key is None or mark is None:
-                finding.problems.append(f"line {number} is not a whole line of batchgen's")
-                break
-            jobs.add(mark["job"])
-            states = mark.get("states", states)
-            if key <= last or (key[0] != last[0] and key[0] in seen):
-                finding.problems.append(f"line {number} is not in order, or is there twice")
-            finding.rows, finding.errors, last = finding.rows + 1, finding.errors + failed, key
-            seen.add(key[0])
+        with open_named(file) as stream:
+            for number, line in enumerate(stream, 1):
+                key, failed, mark = _line_key(line)
+                if key is None or mark is None:
+                    finding.problems.append(f"line {number} is not a whole line of batchgen's")
+                    break
+                jobs.add(mark["job"])
+                states = mark.get("states", states)
+                if key <= last or (key[0] != last[0] and key[0] in seen):
+                    finding.problems.append(f"line {number} is not in order, or is there twice")
+                finding.rows, finding.errors, last = finding.rows + 1, finding.errors + failed, key
+                seen.add(key[0])
         if len(jobs) > 1:
             finding.problems.append("its lines are of several jobs")
         yield finding
     if states:
-        found = output_paths(path).states
-        finding = _states(found, None)
+        finding = _states(output_paths(path).states, None)
         if not finding.problems and finding.rows != states:
             finding.problems.append("they are not the hidden states of the output")
         yield finding
-
-
-def _read_lines(file: Path) -> Iterator[bytes]:
-    with open_named(file) as stream:
-        yield from stream
 
 
 def _line_key(line: bytes) -> tuple[tuple[int, int, int] | None, bool, Mapping[str, Any] | None]:
@@ -242,10 +234,10 @@ def _line_key(line: bytes) -> tuple[tuple[int, int, int] | None, bool, Mapping[s
     if mark is None:
         return None, False, None
     value = read_json(line)
-    if (found := _BATCH_ID.fullmatch(str(value.get("id")))) is not None and "custom_id" in value:
+    if (batch_id := _BATCH_ID.fullmatch(str(value.get("id")))) is not None and "custom_id" in value:
         response = value.get("response")
         body = response.get("body") if isinstance(response, dict) else None
-        return ((int(found[1], 16), 0, 0), "error" in body, mark) if isinstance(body, dict) else (None, False, mark)
+        return ((int(batch_id[1], 16), 0, 0), "error" in body, mark) if isinstance(body, dict) else (None, False, mark)
     key = tuple(value.get(name) for name in KEY_COLUMNS)
     whole = all(isinstance(number, int) for number in key) and (value.get("status") == "error") == ("error" in value)
     return (key if whole else None), "error" in value, mark

@@ -172,11 +172,7 @@ def _written_back(path: Path) -> Iterator[None]:
 
 
 def _read_back(path: Path, keys: Committed, expected: Counter[str]) -> None:
-    """Check that a finished file holds what was committed: every byte, the keys in order, the nulls of each column.
-
-    Raises:
-        DamagedFile: it does not.
-    """
+    """Raise `DamagedFile` unless a file holds what was committed: every byte, keys in order, nulls of each column."""
     nulls: Counter[str] = Counter()
     start = 0
     with open_parquet(path) as table:

@@ -38,9 +38,9 @@ def refuse_duplicate_ids(files: Sequence[Path], *, whole_jobs: bool = False) -> 
         DamagedFile: a file is damaged.
         OSError: a file cannot be read.
     """
-    found = [_id_hashes(file, failed=whole_jobs) for file in files]
-    hashes, rows = (np.concatenate(columns) for columns in zip(*found, strict=True))
-    ends = np.cumsum([len(file_hashes) for file_hashes, _ in found])
+    columns_of_files = [_id_hashes(file, failed=whole_jobs) for file in files]
+    hashes, rows = (np.concatenate(columns) for columns in zip(*columns_of_files, strict=True))
+    ends = np.cumsum([len(file_hashes) for file_hashes, _ in columns_of_files])
     order = np.lexsort((rows, hashes))
     same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
     # In input order. Different ids may have equal hashes, so the ids are read and compared.
@@ -135,11 +135,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
 
 
 def _refuse_unfinished(paths: OutputPaths, overwrite: bool) -> None:
-    """Refuse to write over hidden states, and while the work of a run to the same output exists.
-
-    Raises:
-        OutputError: one of them exists.
-    """
+    """Refuse to write over hidden states, and while the work of a run to the same output exists."""
     refuse_existing(paths.states, overwrite)
     # A killed merge leaves a lock and scratch files only; the folder of a run has run.json or parts.
     if exists(paths.work / "run.json") or part_files(paths.work):
@@ -209,12 +205,7 @@ def _finished_footer(file: Path) -> dict[str, Any]:
 
 
 def _states_file(shard: Path, footer: dict[str, Any]) -> Path:
-    """Path of the hidden states of a shard: `OUT.hidden.parquet/part-...` for `OUT/part-...`.
-
-    Raises:
-        InputError: the states are missing or incomplete.
-        FingerprintError: the file belongs to another job or another shard.
-    """
+    """Path of the hidden states of a shard, which are complete: `OUT.hidden.parquet/part-...` for `OUT/part-...`."""
     states = output_paths(shard.absolute().parent).states / shard.name
     own = read_footer(states, STATES_CONTENTS)
     if own is None:
@@ -234,7 +225,7 @@ def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> 
     for file, footer in zip(files, footers, strict=True):
         if footer["fingerprint"] != first["fingerprint"] or footer["shard"][1] != first["shard"][1]:
             was, now = first.get("job") or {}, footer.get("job") or {}
-            what = f" ({describe_changes(found, was, now)})" if (found := changes(was, now)) else ""
+            what = f" ({describe_changes(names, was, now)})" if (names := changes(was, now)) else ""
             raise FingerprintError(
                 f"{file} and {files[0]} are shards of different jobs{what}. Merge shards of one job."
             )

@@ -154,11 +154,7 @@ def _renumber_leaders(table: pa.Table, *, rows: Rows, start: int) -> pa.Table:
 
 
 def _check_states(file: Path, footer: Mapping[str, Any]) -> None:
-    """Check that the hidden states of an output, if it has any, are its own.
-
-    Raises:
-        InputError: they are missing, or not those of the output.
-    """
+    """Check that the hidden states of an output, if it has any, are its own."""
     if not footer.get("states"):
         return
     states = output_paths(file).states
@@ -184,7 +180,7 @@ def merged_record(footers: Sequence[Mapping[str, Any]], rows: Sequence[Rows], co
     backends = [footer["grammar_backends"] for footer in footers if "grammar_backends" in footer]
     return {
         **footers[0],
-        **{name: None if None in found else sum(found) for name, found in counts.items()},
+        **{name: None if None in values else sum(values) for name, values in counts.items()},
         **({"grammar_backends": sorted(set().union(*backends))} if backends else {}),
         "shard": None,
         "rows": count,

@@ -69,18 +69,15 @@ class ResultWriter:
                 self._bytes += int(ends[fit - 1])
                 start += fit
             if self._rows == ROW_GROUP_ROWS or start < len(table):
-                self._end_group()
+                self.flush()
 
-    def _end_group(self) -> None:
+    def flush(self) -> None:
+        """End the row group and write it, if it has rows."""
         if self._pending:
             group = pa.concat_tables(self._pending).combine_chunks()
             group = group.replace_schema_metadata(self._writer.schema.metadata)
             self._writer.write_table(group, row_group_size=len(group))
         self._pending, self._rows, self._bytes = [], 0, 0
-
-    def flush(self) -> None:
-        """Write the pending rows as the last row group."""
-        self._end_group()
 
 
 def _row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
@@ -108,11 +105,7 @@ def _value_bytes(column: pa.ChunkedArray) -> npt.NDArray[np.int64] | int:
 
 
 def merge_sort(
-    paths: Sequence[Path],
-    keys: Committed,
-    writer: ResultWriter,
-    scratch: Path,
-    memory_bytes: int = MEMORY_BYTES,
+    paths: Sequence[Path], keys: Committed, writer: ResultWriter, scratch: Path, memory_bytes: int = MEMORY_BYTES
 ) -> Counter[str]:
     """Write all rows of the files in key order; returns how many nulls each column of theirs has.
 
@@ -229,10 +222,7 @@ class _Bucket:
 
 
 def _write_buckets(
-    tables: Iterable[pa.Table],
-    order: npt.NDArray[np.int64],
-    buckets: npt.NDArray[np.uint8],
-    scratch: Path,
+    tables: Iterable[pa.Table], order: npt.NDArray[np.int64], buckets: npt.NDArray[np.uint8], scratch: Path
 ) -> list[_Bucket]:
     """Write each row, with its position in the final order, to its bucket's Arrow file. Returns them in order."""
     ranks = np.empty(len(order), np.int64)
@@ -258,9 +248,9 @@ def _write_buckets(
 def _bucket_slices(table: pa.Table, buckets: npt.NDArray[np.uint8]) -> Iterator[tuple[int, pa.Table]]:
     order = np.argsort(buckets, kind="stable")
     table = table.take(pa.array(order))
-    found, starts = np.unique(buckets[order], return_index=True)
+    present, starts = np.unique(buckets[order], return_index=True)
     ends = np.append(starts[1:], len(buckets))
-    for bucket, start, end in zip(found.tolist(), starts.tolist(), ends.tolist(), strict=True):
+    for bucket, start, end in zip(present.tolist(), starts.tolist(), ends.tolist(), strict=True):
         yield bucket, table.slice(start, end - start)
 
 

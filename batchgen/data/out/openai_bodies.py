@@ -67,12 +67,7 @@ def batch_line(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], pie
     else:
         status, body = _error(failed)
     response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
-    return failed is None, {
-        "id": f"batch_req_{digest}",
-        "custom_id": first["id"],
-        "response": response,
-        "error": None,
-    }
+    return failed is None, {"id": f"batch_req_{digest}", "custom_id": first["id"], "response": response, "error": None}
 
 
 def _error(error: Mapping[str, Any]) -> tuple[int, Any]:
@@ -96,7 +91,7 @@ def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: P
                 "finish_reason": _finish_reason(row),
                 "stop_reason": _stop_reason(row),
                 **({} if row["constraint_ok"] is None else {"constraint_ok": row["constraint_ok"]}),
-                **({} if row["scores"] is None else {"scores": row["scores"], "score_logprobs": _score_logprobs(row)}),
+                **({} if row["scores"] is None else _scores(row)),
             }
             for index, row in enumerate(rows)
         ],
@@ -125,9 +120,9 @@ def finish_reason(choice: Mapping[str, Any]) -> str:
     return str(stop) if reason == "length" and stop is not None else reason
 
 
-def _score_logprobs(row: Row) -> list[float]:
-    """Token logprobs of the scored texts, flat; an extension, since those endpoints have no scoring."""
-    return [_finite(logprob) for logprob in row["score_logprobs"]]
+def _scores(row: Row) -> dict[str, Any]:
+    """Scores and flat token logprobs of the scored texts; an extension, since those endpoints have no scoring."""
+    return {"scores": row["scores"], "score_logprobs": [_finite(logprob) for logprob in row["score_logprobs"]]}
 
 
 def _stop_reason(row: Row) -> str | None:
@@ -144,7 +139,8 @@ def _usage(rows: Sequence[Row]) -> dict[str, Any]:
     dropped = sum(row["dropped_tokens"] or 0 for row in rows)
     copied = sum(row["completion_tokens"] for row in rows if row["dedup_of"] is not None)
     completion_tokens = sum(row["completion_tokens"] for row in rows) + dropped
-    counts = {"reasoning_tokens": _reasoning_tokens(rows), "copied_tokens": copied, "dropped_tokens": dropped}
+    thoughts = sum(row.get("reasoning_tokens") or 0 for row in rows)  # outputs of older versions have no such column
+    counts = {"reasoning_tokens": thoughts, "copied_tokens": copied, "dropped_tokens": dropped}
     details = {name: count for name, count in counts.items() if count}
     media = sum(row.get("media_tokens") or 0 for row in prompts)
     return {
@@ -159,16 +155,14 @@ def _usage(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _reasoning_tokens(rows: Sequence[Row]) -> int:
-    """Tokens of thoughts; outputs of older versions have none."""
-    return sum(row.get("reasoning_tokens") or 0 for row in rows)
-
-
 def _chat_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any]:
-    found = None
+    logprobs = None
     if row["output_logprobs"] is not None:
-        content = [_chat_token(token, logprob, top, piece) for token, logprob, top in _tokens(row, "output")]
-        found = {"content": content, "refusal": None}
+        content = [
+            {**_chat_piece(piece, token, logprob), "top_logprobs": [_chat_piece(piece, *pair) for pair in top or ()]}
+            for token, logprob, top in _tokens(row, "output")
+        ]
+        logprobs = {"content": content, "refusal": None}
     message: dict[str, Any] = {"role": "assistant", "content": row["text"] or "", "refusal": None}
     if row.get("reasoning") is not None:
         message["reasoning"] = row["reasoning"]
@@ -177,36 +171,28 @@ def _chat_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any
         message["tool_calls"] = read_json(row["tool_calls"], unwritable=True)
     if row.get("tool_calls_error") is not None:
         message["tool_calls_error"] = row["tool_calls_error"]
-    return {"message": message, "logprobs": found}
+    return {"message": message, "logprobs": logprobs}
 
 
-def _chat_token(token: int, logprob: float, top: _TopLogprobs, piece: PieceLookup) -> dict[str, Any]:
-    return {**_chat_piece(token, logprob, piece), "top_logprobs": [_chat_piece(*pair, piece) for pair in top or ()]}
-
-
-def _chat_piece(token: int, logprob: float, piece: PieceLookup) -> dict[str, Any]:
-    found = piece(token)
-    text = found.text
-    return {
-        "token": _escaped(found.data) if text is None else text,
-        "logprob": _finite(logprob),
-        "bytes": list(found.data),
-    }
+def _chat_piece(piece: PieceLookup, token: int, logprob: float) -> dict[str, Any]:
+    own = piece(token)
+    text = _escaped(own.data) if own.text is None else own.text
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(own.data)}
 
 
 def _completion_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any]:
     text = row["text"] or ""
     if row["output_logprobs"] is None:
         return {"text": text, "logprobs": None}
-    found = [*_prompt_tokens(row), *_tokens(row, "output")] if shape.echo else list(_tokens(row, "output"))
-    pieces = [piece(token) for token, _, _ in found]
+    tokens = [*_prompt_tokens(row), *_tokens(row, "output")] if shape.echo else list(_tokens(row, "output"))
+    pieces = [piece(token) for token, _, _ in tokens]
     # Echoed prompt tokens without logprobs, with which the text begins.
     before = [piece(token) for token in _prompt_ids_without_logprobs(row)] if shape.echo else []
     has_top = bool(row["output_top_ids"] or row["input_top_ids"])
     logprobs = {
         "tokens": [_completion_token(item) for item in pieces],
-        "token_logprobs": [_finite(logprob) for _, logprob, _ in found],
-        "top_logprobs": [_alternatives(*token, piece=piece) for token in found] if has_top else None,
+        "token_logprobs": [_finite(logprob) for _, logprob, _ in tokens],
+        "top_logprobs": [_alternatives(*token, piece=piece) for token in tokens] if has_top else None,
         "text_offset": _text_offsets(text, [*before, *pieces], row.get("reasoning_tokens"))[len(before) :],
     }
     return {"text": text, "logprobs": logprobs}
@@ -248,11 +234,11 @@ def _completion_token(piece: TokenPiece) -> str:
 
 def _alternatives(token: int, logprob: float | None, top: _TopLogprobs, *, piece: PieceLookup) -> dict[str, float]:
     """Text -> logprob of the top tokens and the token itself; of tokens with equal text, the most likely."""
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     chosen = [] if logprob is None else [(token, logprob)]
     for each, value in [*(top or ()), *chosen]:
-        found.setdefault(_completion_token(piece(each)), _finite(value))
-    return found
+        logprobs.setdefault(_completion_token(piece(each)), _finite(value))
+    return logprobs
 
 
 def _escaped(data: bytes) -> str:

@@ -120,13 +120,12 @@ def _folder(out: Path, finished: bool) -> Results:
 def _shard_results(shards: dict[str, list[Path]], footers: list[dict[str, Any]], recomputed: int) -> Results:
     """The results of all existing shards; complete if all shards are finished and none is being recomputed."""
     files = [file for name in sorted(shards) for file in shards[name]]
-    counts = [int(found[1]) for name in shards if (found := _SHARD.fullmatch(name))]
+    counts = [int(match[1]) for name in shards if (match := _SHARD.fullmatch(name))]
     finished_count, count = len(footers) - recomputed, max(counts, default=len(footers))
     notes = [] if finished_count >= count else [f"{finished_count} of {count} shards are finished"]
     if recomputed:
-        notes.append(
-            f"{recomputed} being computed again: unfinished work is shown; --finished shows the finished files"
-        )
+        what = "unfinished work is shown; --finished shows the finished files"
+        notes.append(f"{recomputed} being computed again: {what}")
     complete = not notes and len(shards) == len(footers)
     return Results(files, complete, footers[0] if footers else None, ", ".join(notes) or None)
 
@@ -222,13 +221,11 @@ def _file_rows(file: Path, row: int | None, errors: bool, columns: Sequence[str]
             if matching is not None and not len(matching):
                 continue
             table = stored.group(group, names)
-            for batch in _temporal_as_text(table if matching is None else table.take(matching)).to_batches(256):
+            table = table if matching is None else table.take(matching)
+            # Dates and timestamps as strings: JSON has neither, and Python's lack nanoseconds.
+            columns_as_text = [temporal_to_text(column) for column in table.columns]
+            for batch in pa.table(columns_as_text, names=table.schema.names).to_batches(256):
                 yield from batch.to_pylist()
-
-
-def _temporal_as_text(table: pa.Table) -> pa.Table:
-    """The table with carried dates and timestamps as strings: JSON has neither, and Python's lack nanoseconds."""
-    return pa.table([temporal_to_text(column) for column in table.columns], names=table.schema.names)
 
 
 def _may_contain(group: pq.RowGroupMetaData, row: int | None, errors: bool) -> bool:
@@ -320,8 +317,8 @@ def read_totals(path: Path) -> Totals:
 
 def _counts(values: pa.Array) -> dict[str, int]:
     """Number of occurrences of each value that is not null."""
-    found = pc.cast(values, pa.string()).drop_null().value_counts().to_pylist()
-    return {str(item["values"]): item["counts"] for item in found}
+    counts = pc.cast(values, pa.string()).drop_null().value_counts().to_pylist()
+    return {str(item["values"]): item["counts"] for item in counts}
 
 
 def first_answer(path: Path) -> str | None:

@@ -111,7 +111,7 @@ class _Cells:
         self._row_characters = 0
         if self._reader is None:
             first = self._next_line()
-            self._delimiter = self._delimiter or _separator(first)
+            self._delimiter = self._delimiter or (";" if ";" in first and "," not in first else ",")
             self._reader = csv.reader(_Lines(first, self._next_line), delimiter=self._delimiter, strict=True)
         while True:
             self.line = self._reader.line_num + 1
@@ -123,33 +123,23 @@ class _Cells:
     def before_break(self) -> list[str]:
         """The cells of a malformed row before the one that it breaks in."""
         cell = re.compile(_CELL.format(re.escape(self._delimiter or ",")))
-        text, at, found = "".join(self._read), 0, list[str]()
+        text, at, cells = "".join(self._read), 0, list[str]()
         while match := cell.match(text, at):
             quoted, plain = match.groups()
-            found.append(plain if quoted is None else quoted.replace('""', '"'))
+            cells.append(plain if quoted is None else quoted.replace('""', '"'))
             at = match.end()
-        return found
-
-
-def _separator(header: str) -> str:
-    return ";" if ";" in header and "," not in header else ","
+        return cells
 
 
 def _header(cells: _Cells, source: str) -> list[str]:
-    """Names of the columns; none for an empty file.
-
-    Raises:
-        InputError: the header is malformed, or names a column twice.
-        DamagedStream: the file ends early.
-    """
+    """Names of the columns; none for an empty file. A malformed header, or a column named twice, is refused."""
     try:
         names = [name.strip() for name in cells.next() or ()]
     except csv.Error as error:
         raise InputError(f"{source}: the first row, which names the columns, cannot be read ({error}).") from None
     if any(_undecoded(name) for name in names):
         raise InputError(f"{source} is not UTF-8. Convert it, for example: iconv -f WINDOWS-1252 -t UTF-8.")
-    twice = named_twice(names)
-    if twice is not None:
+    if (twice := named_twice(names)) is not None:
         raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
     return names
 
@@ -180,17 +170,10 @@ def delimited_rows(
     *,
     delimiter: str | None = None,
 ) -> Iterator[RawRow | None]:
-    """Rows of a CSV stream, read in bounded memory; None for a row that `keep` rejects.
+    """Rows of a CSV stream, as a `RowsOfStream`, read in bounded memory.
 
     A row with another number of cells than the header is an error row; so is a last row that the file ends in.
-
-    Args:
-        stream: the file.
-        source: name of the file in messages.
-        first_index: index of the file's first row.
-        keep: predicate of wanted row indexes; None for all rows.
-        columns: the fields that options name.
-        delimiter: separator of the cells; None for a comma, or a semicolon if the header has no comma.
+    `delimiter`: separator of the cells; None for a comma, or a semicolon if the header has no comma.
     """
     with closing(_Cells(stream, delimiter)) as cells:
         yield from _raw_rows(cells, source, first_index, keep, columns)
@@ -217,10 +200,11 @@ def _raw_rows(
             return
         except csv.Error as error:
             if wanted:
-                found = _readable(names, cells.before_break())
-                yield RawRow.failed(index, source, cells.line, *_described(error)).with_found(found)
+                failed = RawRow.failed(index, source, cells.line, *_described(error))
+                yield failed.with_readable(_readable(names, cells.before_break()))
         except UnreadableRow as error:
-            yield RawRow.failed(index, source, cells.line, error.info.code, error.info.message).with_found(error.found)
+            failed = RawRow.failed(index, source, cells.line, error.info.code, error.info.message)
+            yield failed.with_readable(error.readable)
         if not wanted:
             yield None
         index += 1
@@ -233,16 +217,11 @@ def _described(error: csv.Error) -> tuple[ErrorCode, str]:
 
 
 def _value(names: list[str], cells: list[str], ended: bool, fields: TextFields) -> dict[str, Any]:
-    """The fields of a row.
-
-    Raises:
-        UnreadableRow: a cell cannot be read, or there are too many or too few.
-    """
+    """The fields of a row; `UnreadableRow` if a cell cannot be read, or there are too many or too few."""
     try:
         return fields.read(_row(names, cells, ended))
     except Exception as error:
-        info = row_error(error, "reading the row's cells")
-        raise UnreadableRow(RowError(info.code, info.message, info.param), _sure(names, cells, ended)) from None
+        raise UnreadableRow(row_error(error, "reading the row's cells"), _sure(names, cells, ended)) from None
 
 
 def _sure(names: list[str], cells: list[str], ended: bool) -> dict[str, str]:

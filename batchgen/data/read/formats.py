@@ -18,7 +18,7 @@ from batchgen.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class InputFormat:
-    """How the files of one format are recognised and read."""
+    """Recognition and readers of the files of one format."""
 
     key: str
     """Its name as the value of `--input-format`."""
@@ -37,23 +37,15 @@ class InputFormat:
     """Whether files may also end in .gz or .zst; otherwise the stream is seekable."""
 
 
-def _no_columns(stream: BinaryIO, source: str) -> pa.Schema:
-    return pa.schema([])
-
-
 JSON_LINES = InputFormat("jsonl", "JSON lines", (".jsonl", ".ndjson"), json_line_rows)
 FORMATS = (
     JSON_LINES,
     InputFormat("json", "JSON", (".json",), json_document_rows, json_rows),
     InputFormat("csv", "CSV", (".csv",), delimited_rows, schema=delimited_schema),
     InputFormat(
-        "tsv",
-        "TSV",
-        (".tsv",),
-        partial(delimited_rows, delimiter=TAB),
-        schema=partial(delimited_schema, delimiter=TAB),
+        "tsv", "TSV", (".tsv",), partial(delimited_rows, delimiter=TAB), schema=partial(delimited_schema, delimiter=TAB)
     ),
-    InputFormat("txt", "text", (".txt",), prompt_line_rows, text_rows, _no_columns),
+    InputFormat("txt", "text", (".txt",), prompt_line_rows, text_rows, lambda stream, source: pa.schema([])),
     InputFormat("parquet", "Parquet", (".parquet",), parquet_rows, None, parquet_schema, b"PAR1", compressed=False),
 )
 SUFFIXES = {suffix: format for format in FORMATS for suffix in format.suffixes}
@@ -68,8 +60,8 @@ def format_of(path: str, suffix: str, compressed: bool) -> InputFormat:
     Raises:
         InputError: there is no such format, or it cannot be compressed.
     """
-    found = SUFFIXES.get(suffix)
-    if found is None or (compressed and not found.compressed):
+    known = SUFFIXES.get(suffix)
+    if known is None or (compressed and not known.compressed):
         plain, others = (
             ", ".join(name for name, format in SUFFIXES.items() if format.compressed == flag) for flag in (True, False)
         )
@@ -77,4 +69,4 @@ def format_of(path: str, suffix: str, compressed: bool) -> InputFormat:
             f"{path}: unknown kind of file; batchgen reads {plain} (each also .gz or .zst) and {others}. "
             f"Name its format with --input-format {'|'.join(BY_KEY)}."
         )
-    return found
+    return known

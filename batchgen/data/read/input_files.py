@@ -21,8 +21,8 @@ import pyarrow as pa
 
 from batchgen.config.units import STDIN
 from batchgen.data.read.formats import BY_KEY, FORMATS, JSON_LINES, InputFormat, format_of
-from batchgen.data.read.input_paths import expand
-from batchgen.data.read.streams import COMPRESSIONS, Compression, PositionedFile, decompressed, sniff_compression
+from batchgen.data.read.input_paths import expand, suffix_of
+from batchgen.data.read.streams import Compression, PositionedFile, decompressed, sniff_compression
 from batchgen.errors import InputError
 
 AUTO_FORMAT = "auto"
@@ -126,27 +126,27 @@ def find_inputs(
     return [_inspect(path, format) for path in expand(paths, reserved, format and BY_KEY[format.key])]
 
 
-def describe_input(found: FoundInput) -> InputFile:
+def describe_input(source: FoundInput) -> InputFile:
     """Hash an input; the content of a pipe is kept.
 
     Raises:
         InputError: the input cannot be read.
     """
-    path = found.path
+    path = source.path
     if path == STDIN:
         if sys.stdin is None:
             raise InputError("Standard input (-) is closed. Name a file, or give the input with <.")
-        return _spooled(found, sys.stdin.buffer)
+        return _spooled(source, sys.stdin.buffer)
     try:
         with Path(path).open("rb") as stream:
-            if found.is_pipe:
-                return _spooled(found, stream)
+            if source.is_pipe:
+                return _spooled(source, stream)
             stamp = _stamp(os.fstat(stream.fileno()))
             size, digest = _hash(stream)
     except OSError as error:
         raise _unreadable(path, error) from None
-    assert found.format is not None
-    return InputFile(path, found.format, found.compression, size, digest, None, stamp)
+    assert source.format is not None
+    return InputFile(path, source.format, source.compression, size, digest, None, stamp)
 
 
 def _inspect(path: str, format: InputFormat | None) -> FoundInput:
@@ -159,16 +159,14 @@ def _inspect(path: str, format: InputFormat | None) -> FoundInput:
         with Path(path).open("rb") as stream:
             head = stream.read(_BLOCK)
         if format is not None:
-            found = FoundInput(path, format, sniff_compression(head) if format.compressed else None)
+            file = FoundInput(path, format, sniff_compression(head) if format.compressed else None)
         else:
-            inner, last = os.path.splitext(path.lower())  # noqa: PTH122 - Path handles one suffix only
-            compression = COMPRESSIONS.get(last)
-            suffix = os.path.splitext(inner)[1] if compression else last  # noqa: PTH122
-            found = FoundInput(path, format_of(path, suffix, compression is not None), compression)
-        _check_head(found, head)
+            suffix, compression = suffix_of(path)
+            file = FoundInput(path, format_of(path, suffix, compression is not None), compression)
+        _check_head(file, head)
     except OSError as error:
         raise _unreadable(path, error) from None
-    return found
+    return file
 
 
 def _check_head(file: FoundInput, head: bytes) -> None:
@@ -179,21 +177,21 @@ def _check_head(file: FoundInput, head: bytes) -> None:
         raise InputError(f"{path} is not a {format.name} file. Check where it came from, or rename it.")
     if not format.compressed:
         return
-    found = sniff_compression(head)
-    if head and found != compression:
+    actual = sniff_compression(head)
+    if head and actual != compression:
         claim = f"a {compression} file" if compression else "uncompressed"
-        fact = f"it is {found}" if found else "it is not"
+        fact = f"it is {actual}" if actual else "it is not"
         raise InputError(f"{path} is named as {claim}, but {fact}. Rename it.")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{path} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8.")
 
 
-def _spooled(found: FoundInput, stream: BinaryIO) -> InputFile:
+def _spooled(source: FoundInput, stream: BinaryIO) -> InputFile:
     """Copy a pipe into an unlinked temporary file, since the input is read more than once.
 
     It holds JSON lines, unless its format is named, or its first bytes are those of another one.
     """
-    path = found.path
+    path = source.path
     try:
         with tempfile.TemporaryFile() as file:
             size, digest = _hash(stream, file)
@@ -207,7 +205,7 @@ def _spooled(found: FoundInput, stream: BinaryIO) -> InputFile:
             "Set TMPDIR to a folder with room, or save the input to a file."
         ) from None
     known = next((format for format in FORMATS if format.magic and head.startswith(format.magic)), JSON_LINES)
-    format = found.format or known
+    format = source.format or known
     compression = sniff_compression(head) if format.compressed else None
     _check_head(FoundInput(path, format, compression), head)
     return InputFile(path, format, compression, size, digest, spool, (size, 0, 0))

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from batchgen.config.units import STDIN, check_local
 from batchgen.data.read.formats import SUFFIXES, InputFormat
-from batchgen.data.read.streams import COMPRESSIONS
+from batchgen.data.read.streams import COMPRESSIONS, Compression
 from batchgen.errors import InputError, UsageError
 from batchgen.request.printable import encodable
 
@@ -54,14 +54,14 @@ def partitions_of(path: str) -> tuple[tuple[str, str | None], ...]:
     Raises:
         InputError: a key occurs twice with different values.
     """
-    found: dict[str, str | None] = {}
+    values: dict[str, str | None] = {}
     for folder in PurePath(path).parts[:-1]:
         key, sign, text = folder.partition("=")
         if key and sign:
             name, value = encodable(unquote(key)), None if text == _NULL_PARTITION else encodable(unquote(text))
-            if found.setdefault(name, value) != value:
+            if values.setdefault(name, value) != value:
                 raise InputError(f"{path}: two of its folders give different values of {name!r}; rename one of them.")
-    return tuple(found.items())
+    return tuple(values.items())
 
 
 def _expand(pattern: str, reserved: Container[str], format: InputFormat | None) -> Iterator[str]:
@@ -74,41 +74,38 @@ def _expand(pattern: str, reserved: Container[str], format: InputFormat | None) 
         yield pattern
         return
     matches = glob.glob(pattern, recursive=True)  # noqa: PTH207 - absolute patterns and strings as given
-    files = sorted(path for path in matches if not Path(path).is_dir())
-    found = [path for path in files if path not in reserved]
-    if not found:
-        exception = " but the job's own output" if files else ""
+    matches = sorted(path for path in matches if not Path(path).is_dir())
+    files = [path for path in matches if path not in reserved]
+    if not files:
+        exception = " but the job's own output" if matches else ""
         raise InputError(f"{pattern}: no file matches{exception}. Check the pattern and the working directory.")
-    yield from found
+    yield from files
 
 
 def _files_of(folder: str, reserved: Container[str], format: InputFormat | None) -> list[str]:
-    """The input files in a folder and those below it, sorted.
+    """The input files, of one format, in a folder and those below it, sorted.
 
     Hidden files and folders are left out: names that begin with a dot or an underscore, as `_SUCCESS`.
-
-    Raises:
-        InputError: there are none, several formats, or other files.
     """
-    found: dict[str, InputFormat | None] = {}
+    files: dict[str, InputFormat | None] = {}
     for path in _walk(folder):
-        suffix = _suffix(path)
+        suffix, _ = suffix_of(path)
         known = SUFFIXES.get(suffix)
         document = suffix in _DOCUMENTS or PurePath(path).stem.lower() in _DOCUMENT_NAMES
         if path not in reserved and not document and (format is None or known is format):
-            found[path] = known
+            files[path] = known
     pattern = f"{folder.rstrip('/')}/**/*"
-    if not found:
+    if not files:
         what = "input files" if format is None else f"{format.name} files"
         raise InputError(f"{folder} is a folder that holds no {what}. Check its name, or name files: '{pattern}'.")
-    unknown = next((path for path, known in found.items() if known is None), None)
+    unknown = next((path for path, known in files.items() if known is None), None)
     if unknown is not None:
         raise InputError(f"{unknown} is of an unknown kind. Name the files of the folder, as '{pattern}.parquet'.")
-    names = sorted({known.name for known in found.values() if known is not None})
+    names = sorted({known.name for known in files.values() if known is not None})
     if len(names) > 1:
         remedy = "choose with --input-format, or name files with a pattern"
         raise InputError(f"{folder} holds files of several formats ({', '.join(names)}); {remedy}, as '{pattern}'.")
-    return sorted(found, key=lambda path: PurePath(path).parts)
+    return sorted(files, key=lambda path: PurePath(path).parts)
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -122,7 +119,7 @@ def _walk(folder: str) -> Iterator[str]:
         seen.add(real)
 
 
-def _suffix(path: str) -> str:
-    """Suffix in lower case, without that of a compression."""
+def suffix_of(path: str) -> tuple[str, Compression | None]:
+    """(suffix in lower case, without that of a compression; the compression that this names)."""
     inner, last = os.path.splitext(path.lower())  # noqa: PTH122 - Path handles one suffix only
-    return os.path.splitext(inner)[1] if last in COMPRESSIONS else last  # noqa: PTH122
+    return os.path.splitext(inner)[1] if last in COMPRESSIONS else last, COMPRESSIONS.get(last)  # noqa: PTH122

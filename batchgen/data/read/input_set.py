@@ -38,7 +38,7 @@ class NamedFields:
         """Whether a field has not been found yet."""
         return bool(self._missing)
 
-    def found(self, names: Collection[str]) -> None:
+    def add(self, names: Collection[str]) -> None:
         """Add the names of columns, or of the fields of a row."""
         for name in [name for name in self._missing if name in names]:
             del self._missing[name]
@@ -47,23 +47,20 @@ class NamedFields:
 
     def problems(self, whose: str) -> list[tuple[str, str]]:
         """(option, message) of each field that is missing, unless no row could be read. `whose`: what was read."""
+        there = [*self._there]
         return [
-            (
-                option,
-                f"{whose} has no field `{printable(name)}`, which {option} names; {fields_there([*self._there], name)}",
-            )
-            for name, option in self._missing.items()
-            if self._there
+            (option, f"{whose} has no field `{printable(name)}`, which {option} names; {fields_there(there, name)}")
+            for name, option in (self._missing.items() if there else ())
         ]
 
 
-def open_inputs(found: Iterable[FoundInput], *, include_source: bool = False) -> InputSet:
+def open_inputs(inputs: Iterable[FoundInput], *, include_source: bool = False) -> InputSet:
     """Hash the inputs, in order. `include_source`: as in `InputSet`.
 
     Raises:
         InputError: a file is missing or unreadable, or two of its columns have the same name.
     """
-    files = [describe_input(one) for one in found]
+    files = [describe_input(one) for one in inputs]
     for file in files:
         file.schema()  # raises before a row is read
     return InputSet(files, include_source=include_source)
@@ -112,9 +109,9 @@ class InputSet:
         stop = selection.stop
         if wanted is not None:
             for file in self.files:
-                wanted.found(dict(partitions_of(file.path)))
+                wanted.add(dict(partitions_of(file.path)))
                 schema = file.schema() if wanted else None
-                wanted.found(() if schema is None else schema.names)
+                wanted.add(() if schema is None else schema.names)
         return self._selected(keep, stop, columns, wanted)
 
     def rows_at(self, indexes: Collection[int], columns: NamedColumns = UNNAMED) -> Iterator[RawRow]:
@@ -131,8 +128,8 @@ class InputSet:
         for index, row in enumerate(self._items(keep, columns)):
             if row is not None:
                 if wanted:
-                    wanted.found(row.found if row.value is None else row.value)
-                    wanted.found(row.displaced)
+                    wanted.add(row.fields)
+                    wanted.add(row.displaced)
                 yield row if columns == UNNAMED else _renamed(row, columns)
             if stop is not None and index + 1 >= stop:
                 return
@@ -142,11 +139,13 @@ class InputSet:
         for file in self.files:
             try:
                 partitions = dict(partitions_of(file.path))
-                for row in _file_items(file, index, keep, columns):
-                    index += 1
-                    if row is not None and (partitions or self._include_source):
-                        row = _with_origin(row, partitions, self._include_source)
-                    yield row
+                source = "standard input" if file.path == STDIN else encodable(file.path)
+                with file.open() as stream:
+                    for row in file.format.rows(stream, source, index, keep, columns):
+                        index += 1
+                        if row is not None and (partitions or self._include_source):
+                            row = _with_origin(row, partitions, self._include_source)
+                        yield row
                 file.check_unchanged()
             except OSError as error:
                 raise InputError(f"{file.path} cannot be read ({error.strerror or error}). Check the disk.") from None
@@ -165,28 +164,20 @@ class InputSet:
                 raise UsageError(f"{file.path} has no column {name!r}; {there}{end} Correct {options[name]}.")
 
 
-def _file_items(
-    file: InputFile, first_index: int, keep: RowFilter | None, columns: NamedColumns
-) -> Iterator[RawRow | None]:
-    source = "standard input" if file.path == STDIN else encodable(file.path)
-    with file.open() as stream:
-        yield from file.format.rows(stream, source, first_index, keep, columns)
-
-
 def _with_origin(row: RawRow, partitions: Mapping[str, str | None], include_source: bool) -> RawRow:
     """The row with the values of its file's folders, and its source, as carried fields unless it has them."""
     source = dict(zip(SOURCE_COLUMNS, (row.source, row.line), strict=True)) if include_source else {}
-    own = row.found if row.value is None else row.value
+    own = row.fields
     problem = _conflict(own, partitions, source) if row.error is None else None
     if problem is not None:
         own = {name: value for name, value in own.items() if name not in source}  # those have types that a row may lack
-        row = row.with_error(ErrorCode.INVALID_FIELD, problem).with_found(own)
+        row = row.with_error(ErrorCode.INVALID_FIELD, problem).with_readable(own)
     origin: dict[str, Any] = {name: value for name, value in partitions.items() if value is not None} | source
     return row._replace(displaced={name: value for name, value in origin.items() if name not in own})
 
 
 def _conflict(own: Mapping[str, Any], partitions: Mapping[str, str | None], source: Mapping[str, Any]) -> str | None:
-    """Why fields of a row clash with those of its folders or its source; None if they do not."""
+    """Reason why fields of a row clash with those of its folders or its source; None if they do not."""
     for name, value in partitions.items():
         if own.get(name) is not None and str(own[name]) != value:
             return f"the row has {name!r}, and its folder {name}={value} another value; rename one of them"
@@ -203,25 +194,25 @@ def _renamed(row: RawRow, columns: NamedColumns) -> RawRow:
 
 
 def _rename(row: RawRow, columns: NamedColumns) -> RawRow:
-    value, problem = dict(row.found if row.value is None else row.value), row.error
-    given = {name: value.pop(name) for name in columns.options() if name in value}
+    value, problem = dict(row.fields), row.error
+    named = {name: value.pop(name) for name in columns.options() if name in value}
     displaced = {**row.displaced, **{name: value.pop(name) for name in columns.replaced() if name in value}}
-    if columns.prompt in given:
-        prompt = given[columns.prompt]
+    if columns.prompt in named:
+        prompt = named[columns.prompt]
         if type(prompt) is str:
             prompt = conversation(prompt) or prompt
         chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         value["messages" if chat else "text"] = prompt
-    if columns.id in given:
-        value["id"] = given[columns.id]
+    if columns.id in named:
+        value["id"] = named[columns.id]
     try:
         for name, field in columns.media():
-            if name in given:
-                value[field] = LOOKUP["row"][field].check(name, given[name])  # errors name the column
+            if name in named:
+                value[field] = LOOKUP["row"][field].check(name, named[name])  # errors name the column
     except RowError as error:
         problem = problem or row.locate(error.info)
     if problem is None:
         return row._replace(value=value, displaced=displaced)
     # The id of a text that cannot be parsed was read from a field that may not be the named one.
     own = given_id(value) if value else row.id if columns.id is None else None
-    return row._replace(value=None, error=problem, found=value, displaced=displaced, id=own)
+    return row._replace(value=None, error=problem, readable=value, displaced=displaced, id=own)

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.read.pieces import RowFilter
-from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, InputError
 from batchgen.request.fields.named_columns import UNNAMED, NamedColumns
 from batchgen.request.rows.raw_row import RawRow, UnreadableRow
 from batchgen.request.rows.row_memory import ROW_MEMORY
@@ -55,11 +55,7 @@ def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
 
 
 def _check_json_columns(file: pq.ParquetFile, source: str) -> None:
-    """Refuse columns of JSON for which pyarrow has no type: their text would be taken for plain text.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Refuse columns of JSON for which pyarrow has no type: their text would be taken for plain text."""
     leaves = [file.schema.column(i) for i in range(len(file.schema))]
     column = next((leaf.path for leaf in leaves if leaf.logical_type.type == "JSON"), None)
     if column is not None and JSON_EXTENSION not in file.schema_arrow.to_string(truncate_metadata=False):
@@ -79,23 +75,12 @@ def _field_named_twice(kind: pa.DataType) -> str | None:
 
 
 def parquet_rows(
-    stream: BinaryIO,
-    source: str,
-    first_index: int = 0,
-    keep: RowFilter | None = None,
-    columns: NamedColumns = UNNAMED,
+    stream: BinaryIO, source: str, first_index: int = 0, keep: RowFilter | None = None, columns: NamedColumns = UNNAMED
 ) -> Iterator[RawRow | None]:
-    """Rows of a Parquet file, read in bounded batches; None for a row that `keep` rejects.
+    """Rows of a Parquet file, as a `RowsOfStream`, read in bounded batches from a seekable stream.
 
     A file without a readable footer, or with one that contradicts itself, gives one `truncated_input` row; a damaged
     row group gives one for each row that cannot be read. What pyarrow cannot do is `unsupported_field`, never damage.
-
-    Args:
-        stream: the file, seekable.
-        source: name of the file in messages.
-        first_index: index of the file's first row.
-        keep: predicate of wanted row indexes; None for all rows.
-        columns: the fields that options name.
     """
     try:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
@@ -133,28 +118,23 @@ def parquet_rows(
                     yield None
                 elif isinstance(value, UnreadableRow):
                     raw = RawRow(index, source, row, unit="row")
-                    yield raw.with_error(value.info.code, value.info.message).with_found(value.found)
+                    yield raw.with_error(value.info.code, value.info.message).with_readable(value.readable)
                 else:
                     yield RawRow(index, source, row, value, unit="row")
 
 
 def _check_counts(metadata: pq.FileMetaData) -> None:
-    """Check that the row groups have as many rows as the file: else rows would be missing, or too many, unseen.
-
-    Raises:
-        ArrowInvalid: they have not.
-    """
+    """Raise `ArrowInvalid` unless the row groups have as many rows as the file: rows would be missing, or too many."""
     counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
         raise pa.ArrowInvalid(f"its footer counts {metadata.num_rows} rows, and {sum(counts)} in its row groups")
 
 
 def _read(batch: pa.RecordBatch, fields: TextFields, columns: NamedColumns) -> list[Value]:
-    """As `read_rows`; a row whose values would take too much memory has an error."""
-    try:
-        _check_memory(batch)
-    except RowError as error:
-        return [UnreadableRow(error, {})]
+    """As `read_rows`; a row whose values would take more than `ROW_MEMORY` has an error."""
+    if batch.num_rows == 1 and batch.nbytes > ROW_MEMORY >> 5 and (size := _memory(batch.columns)) > ROW_MEMORY:
+        problem = f"the row's values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
+        return [UnreadableRow(ErrorInfo(ErrorCode.INVALID_FIELD, f"{problem}: split the row"), {})]
     return read_rows(batch, fields, columns)
 
 
@@ -169,40 +149,25 @@ def _batches(file: pq.ParquetFile, group: int, size: int) -> Iterator[pa.RecordB
             yield batch.slice(start, step)
 
 
-def _check_memory(batch: pa.RecordBatch) -> None:
-    """Refuse a row whose values would take more than `ROW_MEMORY`.
-
-    Raises:
-        RowError: `invalid_field`.
-    """
-    if batch.num_rows == 1 and batch.nbytes > ROW_MEMORY >> 5 and (size := _memory(batch.columns)) > ROW_MEMORY:
-        problem = f"the row's values take about {size >> 20} MiB; at most {ROW_MEMORY >> 20} MiB are allowed"
-        raise RowError(ErrorCode.INVALID_FIELD, f"{problem}: split the row")
-
-
 def _memory(arrays: Sequence[pa.Array]) -> int:
     """Bytes of memory that the values of arrays take as Python's."""
-    found = 0
+    size = 0
     for array in arrays:
         kind = array.type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
             wide = 1 if pc.all(pc.string_is_ascii(array)).as_py() is not False else 4
-            found += len(array) * _COSTS[0] + wide * (pc.sum(pc.utf8_length(array)).as_py() or 0)
+            size += len(array) * _COSTS[0] + wide * (pc.sum(pc.utf8_length(array)).as_py() or 0)
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            found += len(array) * _COSTS[0] + _memory([array.flatten()])
+            size += len(array) * _COSTS[0] + _memory([array.flatten()])
         elif pa.types.is_struct(kind):
-            found += len(array) * _COSTS[1] + _memory(array.flatten())
+            size += len(array) * _COSTS[1] + _memory(array.flatten())
         else:
-            found += len(array) * _COSTS[0] + array.nbytes
-    return found
+            size += len(array) * _COSTS[0] + array.nbytes
+    return size
 
 
 def _unreadable(group: int, error: Exception) -> tuple[ErrorCode, str]:
-    """Error of the rows of a row group that cannot be read.
-
-    Raises:
-        MemoryError: there was no memory for it.
-    """
+    """Error of the rows of a row group that cannot be read, unless memory is short."""
     _raise_memory(error)
     if isinstance(error, pa.ArrowNotImplementedError):
         remedy = f"pyarrow {pa.__version__} cannot read it ({_first_line(error)}); write the file with other types"
@@ -221,10 +186,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _wanted(
-    batch: pa.RecordBatch,
-    indexes: range,
-    keep: RowFilter | None,
-    read: Callable[[pa.RecordBatch], list[Value]],
+    batch: pa.RecordBatch, indexes: range, keep: RowFilter | None, read: Callable[[pa.RecordBatch], list[Value]]
 ) -> Iterator[Value | None]:
     """Value or error of each row; None for one that is not wanted."""
     if keep is None:
@@ -234,7 +196,6 @@ def _wanted(
     try:
         values = iter(read(batch if all(wanted) else batch.filter(pa.array(wanted))))
     except pa.ArrowException:  # some types have no kernel that filters
-        parts = (read(batch.slice(i, 1)) for i, is_wanted in enumerate(wanted) if is_wanted)
-        values = chain.from_iterable(parts)
+        values = chain.from_iterable(read(batch.slice(i, 1)) for i, is_wanted in enumerate(wanted) if is_wanted)
     for is_wanted in wanted:
         yield next(values) if is_wanted else None

@@ -93,17 +93,13 @@ class Peeked:
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; empty at the end only."""
-        if found := self._head.read(size):
-            return found
+        if data := self._head.read(size):
+            return data
         self._rest()
         return self._read_some(size)
 
     def _rest(self) -> BinaryIO:
-        """The stream after the head.
-
-        Raises:
-            DamagedStream: the damage was found while the head was read.
-        """
+        """The stream after the head; raises the damage that was found while the head was read."""
         if self._damage is not None:
             raise self._damage
         return self._stream

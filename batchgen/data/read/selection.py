@@ -33,12 +33,9 @@ class Selection:
     """(0-based index, count)."""
 
     def __post_init__(self) -> None:
-        if self.offset < 0:
-            raise UsageError(f"--offset must not be negative, got {self.offset}.")
-        if self.limit is not None and self.limit < 0:
-            raise UsageError(f"--limit must not be negative, got {self.limit}.")
-        if self.sample is not None and self.sample < 0:
-            raise UsageError(f"--sample must not be negative, got {self.sample}.")
+        for name, value in (("offset", self.offset), ("limit", self.limit), ("sample", self.sample)):
+            if value is not None and value < 0:
+                raise UsageError(f"--{name} must not be negative, got {value}.")
         if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
             index, count = self.shard
             raise UsageError(f"--shard {index}/{count}: the index must be between 0 and {count - 1}.")
@@ -82,8 +79,8 @@ def _sample(start: int, end: int, size: int, seed: int) -> npt.NDArray[np.int64]
 def smallest_hashes(indexes: npt.NDArray[np.int64], size: int, seed: int) -> npt.NDArray[np.int64]:
     """Up to `size` of `indexes` [N] with the smallest hashes under `seed`, in the order of their hashes."""
     order = np.lexsort((indexes, _hash(indexes, seed)))
-    found: npt.NDArray[np.int64] = indexes[order[:size]]
-    return found
+    smallest: npt.NDArray[np.int64] = indexes[order[:size]]
+    return smallest
 
 
 def _hash(indexes: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.uint64]:

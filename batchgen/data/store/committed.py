@@ -66,7 +66,7 @@ class Committed:
         keys = intact_parts(work, whole=True)
         work.forget_aside()  # this run computes their rows
         if retry_errors:
-            keys = {part: found for part in keys if (found := _drop_errors(part, keys[part])) is not None}
+            keys = {part: good for part in keys if (good := _drop_errors(part, keys[part])) is not None}
         return cls.of_files(keys.values())
 
     @classmethod

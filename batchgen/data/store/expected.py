@@ -43,16 +43,16 @@ class ExpectedKeys(Columns):
         Returns:
             Row -> prompt index of its error row, for rows with committed results.
         """
-        found: dict[int, int] = {}
+        error_prompts: dict[int, int] = {}
         for row in refused:
             places = np.flatnonzero(committed.row_index == row)
             prompts, samples = np.unique(committed.prompt_index[places], return_counts=True)
             if len(places) and committed.is_error[places[-1]] and samples[-1] == 1:  # the error row itself
                 prompts, samples = prompts[:-1], samples[:-1]
             if len(prompts):
-                found[row] = int(prompts[-1]) + 1
-                self._replace(row, [*zip(prompts.tolist(), samples.tolist(), strict=True), (found[row], 1)])
-        return found
+                error_prompts[row] = int(prompts[-1]) + 1
+                self._replace(row, [*zip(prompts.tolist(), samples.tolist(), strict=True), (error_prompts[row], 1)])
+        return error_prompts
 
     def _replace(self, row: int, prompts: Sequence[tuple[int, int]]) -> None:
         """Expect (prompt index, samples) of a row instead of what was expected of it."""
@@ -93,9 +93,8 @@ class ExpectedKeys(Columns):
         """
         row, prompt, samples = self._sorted()
         starts = committed.starts
-        if not (
-            np.array_equal(committed.row_index[starts], row) and np.array_equal(committed.prompt_index[starts], prompt)
-        ):
+        same_rows = np.array_equal(committed.row_index[starts], row)
+        if not same_rows or not np.array_equal(committed.prompt_index[starts], prompt):
             raise _mismatch(committed, row, prompt)
         wrong = np.flatnonzero(_incomplete(committed, starts, samples))
         if len(wrong):
@@ -139,8 +138,8 @@ def _counts(committed: Committed, starts: npt.NDArray[np.int64]) -> npt.NDArray[
 
 def _mismatch(committed: Committed, row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> BatchgenError:
     expected = set(zip(row.tolist(), prompt.tolist(), strict=True))
-    found = set(zip(committed.row_index.tolist(), committed.prompt_index.tolist(), strict=True))
-    missing, unexpected = sorted(expected - found), sorted(found - expected)
+    committed_prompts = set(zip(committed.row_index.tolist(), committed.prompt_index.tolist(), strict=True))
+    missing, unexpected = sorted(expected - committed_prompts), sorted(committed_prompts - expected)
     example = (missing or unexpected or [(-1, -1)])[0]
     return _bug(
         f"{len(missing)} prompts are missing and {len(unexpected)} are not in this job, for example row {example[0]}, "

@@ -1,4 +1,4 @@
-"""What differs between two jobs, for messages: the values that their fingerprints were computed from."""
+"""Differences between two jobs, for messages: of the values that their fingerprints were computed from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe_changes(
         new: values of the later job.
         inputs: names of the later job's input files.
     """
-    found = [
+    texts = [
         _describe_inputs(old.get(name) or [], new.get(name) or [], inputs)
         if name == INPUT_FILES
         else _describe_files(_FILES[name], old.get(name) or {}, new.get(name) or {})
@@ -42,7 +42,7 @@ def describe_changes(
         else f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}"
         for name in names
     ]
-    return "; ".join(found) or "the shard"
+    return "; ".join(texts) or "the shard"
 
 
 def _describe_inputs(old: Sequence[Any], new: Sequence[Any], inputs: Sequence[str]) -> str:

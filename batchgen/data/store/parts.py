@@ -70,11 +70,7 @@ class PartWriter:
     """
 
     def __init__(
-        self,
-        work: WorkFolder,
-        commit_every: int = 2000,
-        commit_seconds: float = 30.0,
-        max_bytes: int | None = None,
+        self, work: WorkFolder, commit_every: int = 2000, commit_seconds: float = 30.0, max_bytes: int | None = None
     ) -> None:
         assert commit_every > 0
         assert commit_seconds > 0
@@ -87,7 +83,8 @@ class PartWriter:
         """Called before each part is written, to make durable what has to be there before it."""
         self.after_part: Callable[[Sequence[OutputRow]], None] | None = None
         """Called with the rows of each part when it is committed, on the writer's thread."""
-        self._number = _next_number(work.part_files())
+        numbers = (int(path.stem.removeprefix("part-")) for path in work.part_files())
+        self._number = 1 + max(numbers, default=-1)
         self._changed = threading.Condition()
         self._buffer: list[OutputRow] = []
         self._buffered_bytes = 0
@@ -282,10 +279,6 @@ def _table(rows: list[OutputRow], carried: Sequence[pa.Field]) -> pa.Table:
     plain = completions_to_table([replace(row, extra=None) for row in rows])
     columns = carried_columns([row.extra for row in rows], carried)
     return pa.Table.from_arrays([*plain.columns, *columns], schema=results_schema(carried))
-
-
-def _next_number(parts: list[Path]) -> int:
-    return 1 + max((int(path.stem.removeprefix("part-")) for path in parts), default=-1)
 
 
 def _row_bytes(row: OutputRow) -> int:

@@ -33,9 +33,9 @@ Prompts = npt.NDArray[np.void]
 
 def prompts_of(row: Int64s, prompt: npt.NDArray[np.int32], hashes: Int64s | int = 0) -> Prompts:
     """Prompts from their columns."""
-    found = np.zeros(len(row), PROMPTS)
-    found["row_index"], found["prompt_index"], found["hash"] = row, prompt, hashes
-    return found
+    prompts = np.zeros(len(row), PROMPTS)
+    prompts["row_index"], prompts["prompt_index"], prompts["hash"] = row, prompt, hashes
+    return prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,15 @@ def find_moves(files: Sequence[Path], wanted: Prompts) -> list[Moves]:
     Raises:
         DamagedFile: a file is damaged.
     """
-    found = []
+    moves = []
     for file in files:
         old = good_prompts(file)
         old_places, new_places = _pairs(old["hash"], wanted["hash"])
         if len(old_places):
             order = np.argsort(old_places)
-            found.append(Moves(file, old[old_places[order]], wanted[new_places[order]]))
+            moves.append(Moves(file, old[old_places[order]], wanted[new_places[order]]))
             wanted = np.delete(wanted, new_places)
-    return found
+    return moves
 
 
 def _pairs(old: Int64s, new: Int64s) -> tuple[Int64s, Int64s]:

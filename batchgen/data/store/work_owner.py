@@ -1,4 +1,4 @@
-"""What a run does with the output and the work that exist: the table in docs/resume.md."""
+"""Actions of a run on the output and the work that exist: the table in docs/resume.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchgen.data.files import (
     size_of,
     sync_folder,
 )
-from batchgen.data.lines import errors_path, is_lines, written_by
+from batchgen.data.lines import errors_path, is_lines, lines_of_job
 from batchgen.data.results_file import intact_footer, open_parquet
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.data.store.damage import Note, ignore, output_damage, set_outputs_aside, set_parts_aside, set_state_aside
@@ -227,9 +227,9 @@ def _refuse_other_output(paths: OutputPaths, identity: RunIdentity) -> None:
     result, states = paths.result, paths.states
     if is_lines(result):
         # Empty files, which a job without rows leaves, name no job; errors without results are left by a killed run.
-        found = next((file for file in (result, errors_path(result)) if exists(file) and size_of(file)), None)
-        if found == result or (found is not None and not written_by(found, identity.fingerprint)):
-            other, why = found, " JSON lines do not say what was asked for, so none of its rows can be reused."
+        written = next((file for file in (result, errors_path(result)) if exists(file) and size_of(file)), None)
+        if written == result or (written is not None and lines_of_job(written, identity.fingerprint) is None):
+            other, why = written, " JSON lines do not say what was asked for, so none of its rows can be reused."
     elif exists(result):
         other, job = result, (intact_footer(result) or {}).get("job")
     if other is None and exists(states):

@@ -46,8 +46,8 @@ def part_owners(work: Path) -> set[str]:
     Raises:
         OutputError: a part that may be intact cannot be read.
     """
-    found = set()
+    owners = set()
     for part in part_files(work):
         with suppress(DamagedFile, KeyError), open_part(part) as table:
-            found.add(table.about[FINGERPRINT_KEY].decode())
-    return found
+            owners.add(table.about[FINGERPRINT_KEY].decode())
+    return owners

@@ -54,7 +54,7 @@ def read_state(work: Path) -> dict[str, Any] | None:
 
 
 def state_damage(work: Path) -> str | None:
-    """Why `run.json` cannot be used; None if it is intact or missing.
+    """Reason why `run.json` cannot be used; None if it is intact or missing.
 
     Raises:
         OutputError: the file cannot be read now.

@@ -107,9 +107,9 @@ class NodeBuffers:
 
         The caller must store their values with `put`, or in `node(span.node)`.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         if not self:
-            return found
+            return spans
         flat = 0
         for chunk in plan.prefills:
             for node in self._nodes_between(chunk.request, chunk.start, chunk.end):
@@ -119,11 +119,11 @@ class NodeBuffers:
                 end = min(rows.high, chunk.end)
                 if end > rows.filled:
                     assert chunk.start <= rows.filled, "positions are computed in order"
-                    found.append(Span(node, rows.filled, end, flat + rows.filled - chunk.start))
+                    spans.append(Span(node, rows.filled, end, flat + rows.filled - chunk.start))
                     self.positions += end - rows.filled
                     rows.filled = end
             flat += chunk.end - chunk.start
-        return found
+        return spans
 
     def undo(self, spans: list[Span]) -> None:
         """Undo the last call of `spans`, because its step has failed; a later call returns them again."""
@@ -144,16 +144,16 @@ class NodeBuffers:
 
     def path(self, request: int) -> list[tuple[NodeRows, slice]]:
         """The nodes with the request's needed positions, root first, and the request's slice of their rows."""
-        found: list[tuple[NodeRows, slice]] = []
+        path: list[tuple[NodeRows, slice]] = []
         if not self.needs(request):
-            return found
+            return path
         first, last = int(self._first[request]), int(self._last[request])
         for node in self._nodes_between(request, first, last):
             rows = self._kept[node]
             low, high = max(first, rows.low), min(last, rows.high)
             assert high <= rows.filled, "a position of a finished prompt was not computed"
-            found.append((rows, slice(low - rows.low, high - rows.low)))
-        return found
+            path.append((rows, slice(low - rows.low, high - rows.low)))
+        return path
 
     def gather(self, request: int, name: str) -> npt.NDArray[np.generic]:
         """[last - first, ...] copy of the request's rows of the arrays `name`."""

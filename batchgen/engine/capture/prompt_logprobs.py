@@ -125,8 +125,8 @@ class PromptLogprobs:
             uploaded = iter(d2h_queue.device.upload(*(array for chunk in chunks for array in chunk.arrays)))
             for chunk in chunks:
                 index = [next(uploaded) for _ in chunk.arrays]
-                found = self._gather(chunk, index, logits(index[0]))
-                pending.sent = d2h_queue.send(found, partial(self._store, chunk))
+                gathered = self._gather(chunk, index, logits(index[0]))
+                pending.sent = d2h_queue.send(gathered, partial(self._store, chunk))
         except BaseException:
             self.cancel(pending)
             raise
@@ -160,15 +160,15 @@ class PromptLogprobs:
         params, index = request.params, request.index
         start = params.logprob_start_len
         missing = int(start == 0)
-        found: dict[str, Any] = {"input_logprobs": _with_nulls(self.target_logprobs(index), missing)}
+        columns: dict[str, Any] = {"input_logprobs": _with_nulls(self.target_logprobs(index), missing)}
         if k := params.top_logprobs_num:
             for name in ("top_ids", "top_logprobs"):
-                found[f"input_{name}"] = _with_nulls(self._top(index, name, k).ravel(), missing * k)
+                columns[f"input_{name}"] = _with_nulls(self._top(index, name, k).ravel(), missing * k)
         if ids := params.token_ids_logprob:
-            found["input_ids_logprobs"] = _with_nulls(self._ids_logprobs(index, ids).ravel(), missing * len(ids))
+            columns["input_ids_logprobs"] = _with_nulls(self._ids_logprobs(index, ids).ravel(), missing * len(ids))
         if params.return_text_in_logprobs:
-            found["input_tokens_text"] = [self._token_text(token) for token in request.prompt_ids[start:].tolist()]
-        return found
+            columns["input_tokens_text"] = [self._token_text(token) for token in request.prompt_ids[start:].tolist()]
+        return columns
 
     def target_logprobs(self, request: int) -> Floats:
         """[last - first] logprobs of the tokens after the request's needed positions.
@@ -252,15 +252,15 @@ class PromptLogprobs:
         # Rows with a NaN or infinite normalizer get NaN everywhere.
         nan_mask = torch.where(torch.isfinite(gathered.normalizers), 0.0, torch.nan)  # [r]
         normalizers = gathered.normalizers + nan_mask
-        found = [
+        tensors = [
             gathered.targets + nan_mask,
             logits[child_rows, child_tokens].float() - normalizers[child_rows],
             gathered.top_ids.to(torch.int32),
             gathered.top + nan_mask[:, None],
         ]
         for (row_range, _), ids in zip(chunk.id_ranges, id_ranges, strict=True):
-            found.append(logits[row_range][:, ids].float() - normalizers[row_range, None])
-        return found
+            tensors.append(logits[row_range][:, ids].float() - normalizers[row_range, None])
+        return tensors
 
     def _store(self, chunk: _LogitsChunk, arrays: list[Array]) -> None:
         """Store a chunk's values in the nodes that unfinished requests still need."""
@@ -328,8 +328,8 @@ class PromptLogprobs:
             if above >= 0:
                 tops[above] = max(tops[above], tops[node])
                 ids[above] = _union(ids[above], ids[node])
-        ordered = {found: tuple(sorted(found)) for found in set(ids)}
-        return tops, [ordered[found] for found in ids]
+        ordered = {wanted: tuple(sorted(wanted)) for wanted in set(ids)}
+        return tops, [ordered[wanted] for wanted in ids]
 
 
 def _starts(workload: JobWorkload) -> npt.NDArray[np.int64]:
@@ -348,8 +348,8 @@ def _starts(workload: JobWorkload) -> npt.NDArray[np.int64]:
 def _first_token_logprob(rows: NodeRows, child: int) -> np.float32:
     """Logprob of a child's first token."""
     place = np.searchsorted(rows.arrays["children"], child)
-    found: np.float32 = rows.arrays["child_logprobs"][place]
-    return found
+    logprob: np.float32 = rows.arrays["child_logprobs"][place]
+    return logprob
 
 
 def _union(a: frozenset[int], b: frozenset[int]) -> frozenset[int]:

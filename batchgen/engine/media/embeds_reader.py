@@ -75,8 +75,8 @@ class TensorFiles:
             raise _incomplete(field, name) from None
         info = tensors.get(tensor[1:]) if tensor else next(iter(tensors.values())) if len(tensors) == 1 else None
         if info is None:
-            found = f"no tensor {show(tensor[1:])}" if tensor else f"{len(tensors)} tensors; name one of them"
-            raise _media_error(field, f"{show(name)}: the file has {found}")
+            held = f"no tensor {show(tensor[1:])}" if tensor else f"{len(tensors)} tensors; name one of them"
+            raise _media_error(field, f"{show(name)}: the file has {held}")
         return info
 
     def _header(self, path: Path) -> Mapping[str, TensorInfo]:

@@ -134,13 +134,13 @@ class FeatureStore:
         """Have the features of an item in a memory; False if there are none, or a file that has them is damaged."""
         if number in self._on_device or number in self._held:
             return True
-        found = self._read(number)
-        if found is None:
+        features = self._read(number)
+        if features is None:
             return False
         if number not in self._known:
             self._known.add(number)
             self.reused += 1
-        self._hold(number, found)
+        self._hold(number, features)
         return True
 
     def get(self, number: int) -> Floats | Tensor:
@@ -162,9 +162,9 @@ class FeatureStore:
         values = self._on_device.pop(number, None)
         if values is not None:
             self.device_bytes -= values.nbytes
-        found = self._held.pop(number, None)
-        if found is not None:
-            self.held_bytes -= found.nbytes
+        features = self._held.pop(number, None)
+        if features is not None:
+            self.held_bytes -= features.nbytes
         place = self._spilled.pop(number, None)
         if place is not None:
             self._free[_size(place[1])].append(place[0])

@@ -165,12 +165,12 @@ class MediaFeed:
         """[n, W] features of an item by their index, where `FeatureStore.get` has them."""
         if number in self.errors:
             return np.zeros((len(rows), self._settings.width), np.float32)
-        found = self.store.get(number)
-        if isinstance(found, np.ndarray):
-            return found[rows]
+        features = self.store.get(number)
+        if isinstance(features, np.ndarray):
+            return features[rows]
         first = int(rows[0])
         in_order = int(rows[-1]) - first == len(rows) - 1  # as all indexes but those of an item that a prompt repeats
-        return found[first : first + len(rows)] if in_order else found[self._settings.device.upload(rows)[0]]
+        return features[first : first + len(rows)] if in_order else features[self._settings.device.upload(rows)[0]]
 
     def fail(self, number: int, problem: str) -> None:
         """Make an item unusable: `problem` follows its name in the errors of its rows."""
@@ -182,8 +182,8 @@ class MediaFeed:
         while self._broken:
             if (number := self._broken.popleft()) in self._ahead:
                 self._take(number)
-        found, self._new_errors = self._new_errors, []
-        return [(number, self.errors[number]) for number in found]
+        failed, self._new_errors = self._new_errors, []
+        return [(number, self.errors[number]) for number in failed]
 
     def report_again(self) -> None:
         """Have `failed` name all unusable items once more, for a further run over the same job."""
@@ -259,7 +259,7 @@ class MediaFeed:
         if isinstance(prepared, np.ndarray):
             self.store.put(first, prepared)  # features that a row gives
             return []
-        found, features = [(first, prepared)], self._items[first].features
+        batch, features = [(first, prepared)], self._items[first].features
         for number in list(self._ahead) if self._settings.together else ():
             future, more = self._ahead[number], self._items[number].features
             if features + more > BATCH_FEATURES or not future.done():
@@ -267,9 +267,9 @@ class MediaFeed:
             ready = None if future.exception() is not None else future.result()
             if isinstance(ready, PreparedItem) and ready.shape == prepared.shape:
                 features += more
-                found.append((number, ready))
+                batch.append((number, ready))
                 self._take(number)
-        return found
+        return batch
 
     def _encode(self, batch: Sequence[tuple[int, PreparedItem]]) -> None:
         """Encode prepared items; after an error in halves, and what cannot be encoded alone fails."""
@@ -278,7 +278,7 @@ class MediaFeed:
         began = time.perf_counter()
         try:
             # Copied, because a part of a batch's features would hold the memory of all.
-            found = [each.clone() for each in self._encoder.encode([prepared for _, prepared in batch])]
+            encoded = [each.clone() for each in self._encoder.encode([prepared for _, prepared in batch])]
         except (RuntimeError, MemoryError, ModelError) as error:
             too_large = is_out_of_memory(error)
             if not too_large and not isinstance(error, ModelError):
@@ -291,7 +291,7 @@ class MediaFeed:
             self._encode(batch[:half])
             self._encode(batch[half:])
             return
-        for (number, _), features in zip(batch, found, strict=True):
+        for (number, _), features in zip(batch, encoded, strict=True):
             self.store.put_computed(number, features)
         self.counts.encode_seconds += time.perf_counter() - began
         self.counts.encoded += len(batch)

@@ -50,7 +50,7 @@ class ItemUses:
     def of(cls, table: RequestTable, wanted: npt.NDArray[np.bool_]) -> ItemUses:
         """Those of the `wanted` [N] requests of a table."""
         assert table.media is not None
-        first_id, offsets, found = table.media.vocab_size, table.offsets.astype(np.int64), [np.zeros(0, np.int64)]
+        first_id, offsets, parts = table.media.vocab_size, table.offsets.astype(np.int64), [np.zeros(0, np.int64)]
         for part in blocks(len(table)):
             begin, end = int(offsets[part.start]), int(offsets[min(part.stop, len(table))])
             tokens = table.tokens[begin:end]
@@ -58,8 +58,8 @@ class ItemUses:
             requests = np.searchsorted(offsets, places + begin, side="right") - 1
             inside = wanted[requests]
             pairs = requests[inside] << 32 | (tokens[places[inside]] - first_id)
-            found.append(np.unique(pairs))
-        pairs = np.concatenate(found)
+            parts.append(np.unique(pairs))
+        pairs = np.concatenate(parts)
         return cls(pairs >> 32, pairs & 0xFFFFFFFF)
 
     def of_request(self, request: int) -> list[int]:
@@ -83,8 +83,8 @@ class ItemUses:
         rank[order] = np.arange(len(order))
         numbers = self.numbers[np.argsort(rank[self.requests], kind="stable")]
         _, first = np.unique(numbers, return_index=True)
-        found: list[int] = numbers[np.sort(first)].tolist()
-        return found
+        ordered: list[int] = numbers[np.sort(first)].tolist()
+        return ordered
 
 
 class JobMedia(StepObserver):
@@ -267,8 +267,8 @@ def open_media(
     )
 
     def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:
-        found, following = encoder.positions(torch.from_numpy(ids), layouts)
-        return found.numpy(), following
+        positions, following = encoder.positions(torch.from_numpy(ids), layouts)
+        return positions.numpy(), following
 
     step = StepMedia(table, feed, workload.spans, spec.rope_axes, find)
     return JobMedia(workload, uses, samples, feed, step)
@@ -295,17 +295,17 @@ def plan_media(table: RequestTable, audio_rate: int) -> MediaPlan | None:
         numbers = tokens[tokens >= items.vocab_size] - items.vocab_size
         prompt_tokens += len(numbers)
         used[numbers] = True
-    found = [items[number] for number in np.flatnonzero(used).tolist()]
-    images = [item for item in found if item.kind == "image"]
-    decoded = [item for item in found if item.source.size]
+    distinct = [items[number] for number in np.flatnonzero(used).tolist()]
+    images = [item for item in distinct if item.kind == "image"]
+    decoded = [item for item in distinct if item.source.size]
     pixels = sum(math.prod(item.source.size) for item in decoded if item.kind == "image")
     samples = sum(math.prod(item.source.size) for item in decoded if item.kind == "audio")
     return MediaPlan(
-        items=len(found),
+        items=len(distinct),
         images=len(images),
-        sounds=len(found) - len(images),
+        sounds=len(distinct) - len(images),
         megapixels=round(pixels / 1e6, 3),
         audio_seconds=round(samples / max(1, audio_rate), 1),
-        encoded_tokens=sum(item.features for item in found if not isinstance(item.source, GivenFeatures)),
+        encoded_tokens=sum(item.features for item in distinct if not isinstance(item.source, GivenFeatures)),
         prompt_tokens=prompt_tokens,
     )

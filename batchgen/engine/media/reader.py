@@ -51,14 +51,14 @@ class MediaSupport:
         self._encoder: MediaEncoder | None = None
 
     @cached_property
-    def found(self) -> MediaProcessor | str:
+    def processor(self) -> MediaProcessor | str:
         """The processor, or why there is none."""
         return self._find()
 
     @property
     def audio_rate(self) -> int:
         """Samples per second of decoded sounds; 0 if the model takes none."""
-        return 0 if isinstance(self.found, str) else self.found.audio_rate
+        return 0 if isinstance(self.processor, str) else self.processor.audio_rate
 
     def encoder(self, model: Model) -> MediaEncoder:
         """The towers, loaded once.
@@ -72,9 +72,9 @@ class MediaSupport:
 
     def prepare(self, item: DistinctItem) -> PreparedItem | Floats:
         """An item as its tower reads it, or the features that its row gives."""
-        assert not isinstance(self.found, str)
+        assert not isinstance(self.processor, str)
         source: Source = item.source
-        made = source.prepare(self.found, item)
+        made = source.prepare(self.processor, item)
         return replace(made, adapter=item.adapter) if isinstance(made, PreparedItem) else made
 
     def adapter_of(self, name: str | None) -> int | None:
@@ -120,19 +120,19 @@ class MediaReader:
 
     @cached_property
     def _given(self) -> GivenItems:
-        spec, processor = self._support.spec, self._support.found
+        spec, processor = self._support.spec, self._support.processor
         assert spec is not None
         assert not isinstance(processor, str)
         return GivenItems(spec, processor, self._files, self._folder)
 
     def begin(self, row: ParsedRow) -> int:
         """Begin to fetch the items of a row that are at URLs; returns how many are not fetched yet."""
-        found, processor = 0, self._support.found
+        begun, processor = 0, self._support.processor
         for prompt in row.prompts:
             items = [item for item in getattr(prompt, "media", ()) if item.form == "raw"]
             if any(is_url(item.source) for item in items) and not isinstance(processor, str):
-                found += self._store.begin_all(items) if all(item.kind in processor.kinds for item in items) else 0
-        return found
+                begun += self._store.begin_all(items) if all(item.kind in processor.kinds for item in items) else 0
+        return begun
 
     def end_fetching(self) -> None:
         """Fetch nothing any more that `read` does not ask for."""
@@ -157,7 +157,7 @@ class MediaReader:
         return prompt._replace(media=placed)
 
     def _placed(self, prompt: Prompt, items: Sequence[MediaItem], adapter: int | None) -> list[PlacedItem]:
-        processor, spec = self._support.found, self._support.spec
+        processor, spec = self._support.processor, self._support.spec
         for item in items:
             _check(item, processor)
         assert not isinstance(processor, str)
@@ -165,21 +165,22 @@ class MediaReader:
         raw = iter(self._raw([item for item in items if item.form == "raw"], processor))
         if self._table.media is None:
             self._table.media = MediaItems(spec.vocab_size)
-        found = []
+        placed = []
         for item in items:
             distinct, text = next(raw) if item.form == "raw" else self._given.read(item, prompt, items)
             if adapter is not None and not isinstance(distinct.source, GivenFeatures):
                 distinct = replace(distinct, adapter=adapter)
             number = self._table.media.add(distinct)
-            found.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), text))
-        return [*found[:-1], found[-1]._replace(text=found[-1].text + processor.closing[0], end=processor.closing[1])]
+            placed.append(PlacedItem(number, item.place, distinct, processor.placeholder(item.kind), text))
+        closing, end = processor.closing
+        return [*placed[:-1], placed[-1]._replace(text=placed[-1].text + closing, end=end)]
 
     def _raw(self, items: Sequence[MediaItem], processor: MediaProcessor) -> list[tuple[DistinctItem, str]]:
         """The images and sounds themselves of a prompt, and the text that each becomes."""
         if not items:
             return []
         headers = self._store.add_all(items)
-        found = []
+        distinct = []
         try:
             expansions = processor.expand(headers)
         except ItemRefused as refused:
@@ -187,8 +188,8 @@ class MediaReader:
         for item, header, made in zip(items, headers, expansions, strict=True):
             kind, digest, place, source = item.kind, header.digest, item.place, StoredItem(self._store, header)
             shape = (made.features, made.token_id, made.layout, made.grouped)
-            found.append((DistinctItem(kind, digest, place, *shape, source), made.text))
-        return found
+            distinct.append((DistinctItem(kind, digest, place, *shape, source), made.text))
+        return distinct
 
 
 def _check(item: MediaItem, processor: MediaProcessor | str) -> None:

@@ -175,10 +175,10 @@ class GivenItems:
         if self._spec.rope_axes:
             problem = "of format precomputed_embedding has no size, which this model computes positions from"
             raise error_at(ErrorCode.UNSUPPORTED_FIELD, item.place, f"{problem}; give the {item.kind}")
-        found = embeddings(item.place, item.source["feature"])
-        if len(found) != 1:
-            raise invalid(item.place, f"has {len(found)} matrices; give one, [tokens, values]")
-        values = matrix_of(item.place, found[0], self._features.size, self._files)
+        matrices = embeddings(item.place, item.source["feature"])
+        if len(matrices) != 1:
+            raise invalid(item.place, f"has {len(matrices)} matrices; give one, [tokens, values]")
+        values = matrix_of(item.place, matrices[0], self._features.size, self._files)
         if not len(values):
             raise invalid(item.place, "has no features")
         digest = hashlib.sha256(f"features {item.kind}".encode() + values.tobytes()).hexdigest()
@@ -197,10 +197,10 @@ class GivenItems:
             raise item.error(f"has no token in `input_ids`: none is {usual.token_id}, the id of its features")
         arrays, layout = dict[str, npt.NDArray[Any]](), dict[str, npt.NDArray[np.int64]]()
         digest = hashlib.sha256(f"output {item.kind} {features}".encode())
-        for name, given in sorted(item.source.items()):
+        for name, value in sorted(item.source.items()):
             if name == "format" or name in OF_TEXT:
                 continue
-            values = arrays[name] = self._array(f"{item.place}.{name}", item, given)
+            values = arrays[name] = self._array(f"{item.place}.{name}", item, value)
             digest.update(f" {name} {values.shape} {values.dtype} ".encode() + values.tobytes())
             if values.dtype == np.int64 and values.size <= MOST_OF_LAYOUT:
                 layout[name] = values
@@ -214,15 +214,15 @@ class GivenItems:
         made = DistinctItem(item.kind, known, item.place, features, usual.token_id, layout, False, source)
         return made, usual.text
 
-    def _array(self, place: str, item: MediaItem, given: Any) -> npt.NDArray[Any]:
+    def _array(self, place: str, item: MediaItem, value: Any) -> npt.NDArray[Any]:
         """An array of a processor's output, int64 or float32."""
-        if isinstance(given, str):
-            given = self._files.read(place, given)
-        elif hasattr(given, "detach"):  # a torch tensor; numpy has no bfloat16
-            given = given.detach().cpu()
-            given = given.float().numpy() if given.is_floating_point() else given.numpy()
+        if isinstance(value, str):
+            value = self._files.read(place, value)
+        elif hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
+            value = value.detach().cpu()
+            value = value.float().numpy() if value.is_floating_point() else value.numpy()
         try:
-            values = np.asarray(given)
+            values = np.asarray(value)
         except ValueError:  # lists of different lengths
             values = np.asarray(None)
         if values.dtype.kind not in "fiub":

@@ -95,7 +95,7 @@ class StepMedia:
         self._features = features
         self._spans = spans
         self._find = find_positions
-        self._found: OrderedDict[int, Int64] = OrderedDict()
+        self._known: OrderedDict[int, Int64] = OrderedDict()
         """Request -> [A, P] positions of its prompt"""
         self._axes = axes
         self._blocks: dict[Hashable, _Block | None] = {}
@@ -152,42 +152,42 @@ class StepMedia:
         """
         if not self._axes:
             return None
-        found = np.tile(positions, (self._axes, 1))
+        axes = np.tile(positions, (self._axes, 1))
         at = 0
         for chunk in chunks:
             length = chunk.end - chunk.start
             prompt = self._prompt(chunk.request)
             if prompt is not None:
                 inside = prompt[:, chunk.start : chunk.end]
-                found[:, at : at + inside.shape[1]] = inside
-                found[:, at + inside.shape[1] : at + length] += self._shifts[chunk.request]
+                axes[:, at : at + inside.shape[1]] = inside
+                axes[:, at + inside.shape[1] : at + length] += self._shifts[chunk.request]
             at += length
         shifts = self._shifts[decoding]
         if (shifts == _UNKNOWN).any():
             for request in np.unique(decoding[shifts == _UNKNOWN]).tolist():
                 self._prompt(request)
             shifts = self._shifts[decoding]
-        found[:, at:] += shifts
-        return found
+        axes[:, at:] += shifts
+        return axes
 
     def _prompt(self, request: int) -> Int64 | None:
         """[A, P] positions of a prompt; None for one without items. Sets its shift."""
         if request in self._plain:
             return None
-        found = self._found.get(request)
-        if found is None:
+        positions = self._known.get(request)
+        if positions is None:
             numbers = self._table.media_of(request)
             if not numbers:
                 self._shifts[request] = 0
                 self._plain.add(request)
                 return None
-            found, following = self._positions(request, numbers)
-            self._shifts[request] = following - found.shape[1]
-            self._found[request] = found
-            if len(self._found) > _KEPT:
-                self._found.popitem(last=False)
-        self._found.move_to_end(request)
-        return found
+            positions, following = self._positions(request, numbers)
+            self._shifts[request] = following - positions.shape[1]
+            self._known[request] = positions
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(request)
+        return positions
 
     def _positions(self, request: int, numbers: Sequence[int]) -> tuple[Int64, int]:
         """Rotary positions of a prompt with items, and that of the token behind it.
@@ -198,7 +198,7 @@ class StepMedia:
         """
         places = np.flatnonzero(self._table.stored_ids(request) >= self._items.vocab_size)
         length, at, position, used = len(self._table.stored_ids(request)), 0, 0, 0
-        found = np.empty((self._axes, length), np.int64)
+        rotary = np.empty((self._axes, length), np.int64)
         for number in numbers:
             own = places[used : used + self._items[number].features]
             try:
@@ -210,12 +210,12 @@ class StepMedia:
                 self._features.fail(number, "has values from which the model's positions cannot be computed")
                 break
             first = int(own[0])
-            found[:, at:first] = np.arange(position, position + first - at)
+            rotary[:, at:first] = np.arange(position, position + first - at)
             position += first - at
-            found[:, own] = block.positions + position
+            rotary[:, own] = block.positions + position
             at, position, used = first + len(own), position + block.advance, used + len(own)
-        found[:, at:] = np.arange(position, position + length - at)
-        return found, position + length - at
+        rotary[:, at:] = np.arange(position, position + length - at)
+        return rotary, position + length - at
 
     def _block(self, number: int) -> _Block | None:
         """Positions of an item that begins at 0; None if those of a second one in a prompt are others."""
@@ -225,10 +225,10 @@ class StepMedia:
             text = np.array([[int(not item.token_id)]])  # any id but the item's
             one = np.full((1, item.features), item.token_id)
             ids = np.concatenate((text, one, text, one, text), axis=1)[0]
-            found, after = self._find(ids, [item.layout, item.layout])
-            first, second = found[:, 1 : item.features + 1], found[:, item.features + 2 : -1]
+            positions, after = self._find(ids, [item.layout, item.layout])
+            first, second = positions[:, 1 : item.features + 1], positions[:, item.features + 2 : -1]
             advance, rest = divmod(after - 3, 2)
-            plain = not rest and (found[:, [0, item.features + 1, -1]] == [0, advance + 1, after - 1]).all()
+            plain = not rest and (positions[:, [0, item.features + 1, -1]] == [0, advance + 1, after - 1]).all()
             same = plain and (second - first == advance + 1).all()
             self._blocks[key] = _Block(first - 1, advance) if same else None
         return self._blocks[key]

@@ -191,15 +191,15 @@ def blocked_requests(plan: StepPlan, tree: PrefixTree) -> list[int]:
     If the token's keys and values were to be stored, these are all requests whose prompt contains the position; for a
     sequence that is recomputed, only its own request.
     """
-    found: list[int] = []
+    requests: list[int] = []
     for chunk in plan.prefills:
         if not chunk.store:
             continue
         if chunk.sequence is not None:
-            found.append(chunk.request)
+            requests.append(chunk.request)
             continue
         node = int(tree.node_of_request[chunk.request])
         while tree.start_of(node) > chunk.start:
             node = int(tree.parent[node])
-        found += tree.requests_below(node).tolist()
-    return found
+        requests += tree.requests_below(node).tolist()
+    return requests

@@ -91,18 +91,18 @@ class OutputProcessor:
         failed = [done for _, done in samples if done.error is not None]
         if failed:
             # A failed prompt yields one error row: that of its first failed sample.
-            found = [replace(min(failed, key=lambda done: done.sample_index), sample_index=0)]
+            completions = [replace(min(failed, key=lambda done: done.sample_index), sample_index=0)]
         elif params.best_of is not None:
-            found = keep_best(samples, params.n, lambda i: self._workload.tree.cached_tokens(index, i))
+            completions = keep_best(samples, params.n, lambda i: self._workload.tree.cached_tokens(index, i))
         else:
-            found = sorted((done for _, done in samples), key=lambda done: done.sample_index)
+            completions = sorted((done for _, done in samples), key=lambda done: done.sample_index)
         if not failed and params.return_logprob:
-            found = self.prompts.add_to_completions(request, found)
+            completions = self.prompts.add_to_completions(request, completions)
         leader = int(self._workload.leader[index])
         if leader == index:
-            return found
+            return completions
         # It duplicates a row that an earlier run has committed, so it was generated, but `dedup_of` names that row.
-        return [replace(done, dedup_of=int(self._workload.table.row_index[leader])) for done in found]
+        return [replace(done, dedup_of=int(self._workload.table.row_index[leader])) for done in completions]
 
     def copy_for_follower(self, follower: int, samples: list[Completion]) -> list[Completion]:
         """The completions of a duplicate request, copied from those of its leader."""

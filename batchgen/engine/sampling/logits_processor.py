@@ -338,19 +338,19 @@ def _device_arrays(
     """Arrays to upload for a set of rows, by name."""
     biased = [(i, s.rules) for i, s in rows if len(s.rules.bias_ids)]
     kept = [(i, s.rules.allowed) for i, s in rows if s.rules.allowed is not None]
-    found: dict[str, npt.NDArray[Any]] = {}
-    found["bias_rows"], found["bias_ids"] = _row_id_pairs([(i, rules.bias_ids) for i, rules in biased])
-    found["bias_values"] = np.concatenate([np.zeros(0, np.float32), *(rules.bias_values for _, rules in biased)])
-    found["banned_rows"], found["banned_ids"] = _row_id_pairs(
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays["bias_rows"], arrays["bias_ids"] = _row_id_pairs([(i, rules.bias_ids) for i, rules in biased])
+    arrays["bias_values"] = np.concatenate([np.zeros(0, np.float32), *(rules.bias_values for _, rules in biased)])
+    arrays["banned_rows"], arrays["banned_ids"] = _row_id_pairs(
         [(i, s.rules.banned_ids) for i, s in rows if len(s.rules.banned_ids)]
     )
-    found["allowed_rows"], found["allowed_ids"] = _row_id_pairs(kept)
-    found["only"] = np.array([i for i, _ in kept], np.int64)
-    found["penalised"] = np.array([i for i, _ in penalised], np.int64)
-    found["slots"] = np.array([s.slot for _, s in penalised], np.int64)
+    arrays["allowed_rows"], arrays["allowed_ids"] = _row_id_pairs(kept)
+    arrays["only"] = np.array([i for i, _ in kept], np.int64)
+    arrays["penalised"] = np.array([i for i, _ in penalised], np.int64)
+    arrays["slots"] = np.array([s.slot for _, s in penalised], np.int64)
     for name in _PENALTIES:
-        found[name] = np.array([getattr(s.rules.params, name) for _, s in penalised], np.float32)
-    return found
+        arrays[name] = np.array([getattr(s.rules.params, name) for _, s in penalised], np.float32)
+    return arrays
 
 
 def _row_id_pairs(ids: list[tuple[int, Int64]]) -> tuple[Int64, Int64]:

@@ -121,18 +121,18 @@ class CudaGraphExecutor(Executor):
             return None
         capture = context.capture_states(step)
         context.begin(step)
-        found = self._run_or_disable(step.arrays, step.last, sampling.plain, capture)
-        if found is None:
+        replayed = self._run_or_disable(step.arrays, step.last, sampling.plain, capture)
+        if replayed is None:
             context.cancel(step.captured)
             return None
         context.send_states(step)
         if sampling.needs_host:
             step.read_last()
-        if found.sampled is not None:
-            samples = sampling.collect(found.sampled)
+        if replayed.sampled is not None:
+            samples = sampling.collect(replayed.sampled)
         else:
-            assert found.logits is not None
-            samples = sampling.sample(found.logits, found.num_sampled)
+            assert replayed.logits is not None
+            samples = sampling.sample(replayed.logits, replayed.num_sampled)
         return InFlight(samples, step.captured, pending=True)
 
     def _run_or_disable(

@@ -149,8 +149,8 @@ class InputBatch:
 
     def slots(self, sequence_ids: Int64) -> Int64:
         """[R] the slots of running sequences."""
-        found: Int64 = self._slot_of[sequence_ids]
-        return found
+        slots: Int64 = self._slot_of[sequence_ids]
+        return slots
 
     def rows(self, sequence_ids: Int64) -> BatchView:
         """A view of running sequences; the same object for the same array."""

@@ -53,27 +53,27 @@ class LogprobColumns:
         """Number of tokens that the allocated memory holds."""
         return len(self._logprobs)
 
-    def append(self, rows: BatchView, found: StepLogprobs) -> None:
+    def append(self, rows: BatchView, logprobs: StepLogprobs) -> None:
         """Append a step's logprobs; those of ended sequences are discarded."""
-        slots = rows.slots[found.rows]
-        running = rows.batch.sequence_id[slots] == rows.sequence_ids[found.rows]
+        slots = rows.slots[logprobs.rows]
+        running = rows.batch.sequence_id[slots] == rows.sequence_ids[logprobs.rows]
         if not running.all():
-            slots, found = slots[running], found.of(running)
+            slots, logprobs = slots[running], logprobs.of(running)
         if not len(slots):
             return
-        self._reserve(int(slots.max()) + 1, found)
+        self._reserve(int(slots.max()) + 1, logprobs)
         length = self._length[slots]
         offset = length % self._block
         opens_block = offset == 0
         if opens_block.any():
             self._allocate_blocks(slots[opens_block], length[opens_block] // self._block)
         at = self._blocks[slots, length // self._block] * self._block + offset
-        self._logprobs[at] = found.logprobs
-        if found.top_logprobs.shape[1]:
-            self._top_ids[at, : found.top_logprobs.shape[1]] = found.top_ids
-            self._top_logprobs[at, : found.top_logprobs.shape[1]] = found.top_logprobs
-        if found.ids_logprobs.shape[1]:
-            self._ids_logprobs[at, : found.ids_logprobs.shape[1]] = found.ids_logprobs
+        self._logprobs[at] = logprobs.logprobs
+        if logprobs.top_logprobs.shape[1]:
+            self._top_ids[at, : logprobs.top_logprobs.shape[1]] = logprobs.top_ids
+            self._top_logprobs[at, : logprobs.top_logprobs.shape[1]] = logprobs.top_logprobs
+        if logprobs.ids_logprobs.shape[1]:
+            self._ids_logprobs[at, : logprobs.ids_logprobs.shape[1]] = logprobs.ids_logprobs
         self._length[slots] = length + 1
 
     def last_logprob(self, slot: int) -> float:
@@ -109,16 +109,16 @@ class LogprobColumns:
         self._blocks[slots, places] = self._free[-len(slots) :]
         del self._free[-len(slots) :]
 
-    def _reserve(self, slots: int, found: StepLogprobs) -> None:
+    def _reserve(self, slots: int, logprobs: StepLogprobs) -> None:
         """Grow the columns to `slots` slots and to the widths of a step's logprobs."""
         if slots > len(self._length):
             self._length = _grown(self._length, 2 * slots)
             self._blocks = _grown(self._blocks, 2 * slots, self._blocks.shape[1])
-        if found.top_logprobs.shape[1] > self._top_logprobs.shape[1]:
-            size = (len(self._logprobs), found.top_logprobs.shape[1])
+        if logprobs.top_logprobs.shape[1] > self._top_logprobs.shape[1]:
+            size = (len(self._logprobs), logprobs.top_logprobs.shape[1])
             self._top_ids, self._top_logprobs = _grown(self._top_ids, *size), _grown(self._top_logprobs, *size)
-        if found.ids_logprobs.shape[1] > self._ids_logprobs.shape[1]:
-            self._ids_logprobs = _grown(self._ids_logprobs, len(self._logprobs), found.ids_logprobs.shape[1])
+        if logprobs.ids_logprobs.shape[1] > self._ids_logprobs.shape[1]:
+            self._ids_logprobs = _grown(self._ids_logprobs, len(self._logprobs), logprobs.ids_logprobs.shape[1])
 
 
 def _grown(array: Column, *shape: int) -> Column:

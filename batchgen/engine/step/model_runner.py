@@ -163,8 +163,8 @@ class ModelRunner:
 
         The step's hidden states and prompt logprobs go to their collectors.
         """
-        found = [_read_part(part) for part in in_flight.parts]
-        return found[0] if len(found) == 1 else StepSamples.join(found)
+        parts = [_read_part(part) for part in in_flight.parts]
+        return parts[0] if len(parts) == 1 else StepSamples.join(parts)
 
     def close(self) -> None:
         """Wait for steps that use the host's memory; after that, it may be freed."""
@@ -174,7 +174,7 @@ class ModelRunner:
     def counts(self) -> dict[str, int]:
         """Counters of all steps, by report key."""
         context = self._context
-        found = {
+        counts = {
             "in_flight_peak_bytes": context.outputs.peak_bytes,
             "forced_syncs": context.outputs.forced_syncs,
             **context.times.milliseconds(),
@@ -182,8 +182,8 @@ class ModelRunner:
             **GraphCounts().by_key(),
         }
         for executor in self._executors:
-            found |= executor.counts()
-        return found
+            counts |= executor.counts()
+        return counts
 
     def notes(self) -> list[str]:
         """Remarks for the user on executors that do not run what they should."""
@@ -192,16 +192,16 @@ class ModelRunner:
 
 def executors_for(context: ExecutorContext) -> list[Executor]:
     """The executors that the backend offers for the context's device, in order of preference."""
-    found: list[Executor] = []
+    executors: list[Executor] = []
     for support in context.backend.executors:
         match support:
             case Graphs():
                 if context.device.captures:
-                    found.append(CudaGraphExecutor(context, support))
+                    executors.append(CudaGraphExecutor(context, support))
             case CommandBuffers():
                 if not context.device.asynchronous:  # an asynchronous device needs no thread
-                    found.append(OverlappedCpuExecutor(context, support))
-    return [*found, EagerExecutor(context)]
+                    executors.append(OverlappedCpuExecutor(context, support))
+    return [*executors, EagerExecutor(context)]
 
 
 def _read_part(part: Part[Issued]) -> StepSamples:

@@ -55,7 +55,7 @@ class StepSamples:
             joined = StepSamples(
                 np.concatenate([joined.tokens, part.tokens]),
                 joined.errors | {at + row: error for row, error in part.errors.items()},
-                (*joined.logprobs, *(found.shifted(at) for found in part.logprobs)),
+                (*joined.logprobs, *(logprobs.shifted(at) for logprobs in part.logprobs)),
                 joined.exhausted.union(at + row for row in part.exhausted),
             )
         return joined
@@ -163,10 +163,10 @@ class EarlyMask:
             self._masked = [row for row in self._masked if row.masks_early]
         if not self._masked:
             return None
-        found = MaskedLogits(self._rows, self._ids, logits[self._rows, self._ids])
-        masked = found.logits.masked_fill(positions[self._rows] < self._until, -torch.inf)
+        original = MaskedLogits(self._rows, self._ids, logits[self._rows, self._ids])
+        masked = original.logits.masked_fill(positions[self._rows] < self._until, -torch.inf)
         logits.index_put_((self._rows, self._ids), masked)
-        return found
+        return original
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,9 +283,9 @@ def _source_rows(sequence_ids: Int64, slots: Int64, unread: BatchView) -> Int64:
         return np.arange(len(sequence_ids))
     place = np.full(1 + max(int(slots.max()), int(unread.slots.max())), -1, np.int64)
     place[unread.slots] = np.arange(len(unread))
-    found = place[slots]
+    rows = place[slots]
     # Another sequence may have used the slot in the last step.
-    placed: Int64 = np.where((found >= 0) & (unread.sequence_ids[found] == sequence_ids), found, -1)
+    placed: Int64 = np.where((rows >= 0) & (unread.sequence_ids[rows] == sequence_ids), rows, -1)
     return placed
 
 

@@ -48,5 +48,5 @@ class StepTimes:
 
     def milliseconds(self) -> dict[str, int]:
         """All times in whole milliseconds, by report key."""
-        found = {"compute_ms": self.compute, "host_ms": self.host, "overlapped_compute_ms": self.overlapped}
-        return {name: round(1e3 * seconds) for name, seconds in found.items()}
+        times = {"compute_ms": self.compute, "host_ms": self.host, "overlapped_compute_ms": self.overlapped}
+        return {name: round(1e3 * seconds) for name, seconds in times.items()}

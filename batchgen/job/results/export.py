@@ -84,11 +84,11 @@ def write_files(
     files = [followed(path) for path in files]
     for path in files:
         refuse_existing(path, overwrite)
-    found: list[ExportCounts] = []
+    counts: list[ExportCounts] = []
 
     def write_next(streams: list[BinaryIO]) -> None:
         if len(streams) == len(files):
-            found.append(write(streams))
+            counts.append(write(streams))
         else:
             path = files[len(streams)]
             write_durably(path, lambda stream: write_checked(path, streams, stream), temporary(path))
@@ -105,7 +105,7 @@ def write_files(
             ) from problem
 
     write_next([])
-    return found[0]
+    return counts[0]
 
 
 def _refuse_overwriting_sources(targets: Sequence[Path], out: Path, run: Mapping[str, Any]) -> None:

@@ -75,16 +75,16 @@ def show_row(out: Path, row_index: int, *, finished: bool = False, console: Cons
     """
     console = console or SafeConsole()
     results = _open_with_note(out, finished)
-    found = False
+    shown = False
     for row in results.rows(row=row_index):
-        found = True
+        shown = True
         present = {name: value for name, value in row.items() if value is not None}
         if console.is_terminal:
             console.print(_block(present))
         else:
             line = json.dumps(non_finite_to_none(present), ensure_ascii=False, allow_nan=False)
             sys.stdout.write(json_printable(line) + "\n")
-    if not found:
+    if not shown:
         state = "is not in the results" if results.complete else "is not finished yet, or not in the input"
         raise InputError(f"row {row_index} {state}: {out}")
 

@@ -67,12 +67,13 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     config = RunConfig.restore(run["configuration"], out, changes)
     clock = run.get("clock") or config.engine.clock  # the rows are rendered with the time that the job saw
     config = replace(config, engine=replace(config.engine, max_num_seqs=1, clock=clock))
-    found = _found_inputs(config, run)
-    inputs = _same_inputs(found, run)
-    processors = _same_processors(config, run["logit_processors"])
-    _check_library(config, run)
+    files = _found_inputs(config, run)
+    inputs = _same_inputs(files, run)
+    processors = load_processors(config.engine.logit_processor)
+    _check_processors(processors, run["logit_processors"])
+    _check_library(config.engine.flash_library, run)
     model = check_engine_model(config.engine)
-    job = CheckedJob(config, model, found, processors, model.hashes())
+    job = CheckedJob(config, model, files, processors, model.hashes())
     setup = prepare(job, lambda note: None)
     _check_model(setup, run)
     chosen = choose_rows(out, rows, seed)
@@ -101,13 +102,13 @@ def _found_inputs(config: RunConfig, run: Mapping[str, Any]) -> tuple[FoundInput
     return tuple(find_inputs(paths, reserved_paths(config), config.input_format))
 
 
-def _same_inputs(found: Sequence[FoundInput], run: Mapping[str, Any]) -> InputSet:
+def _same_inputs(files: Sequence[FoundInput], run: Mapping[str, Any]) -> InputSet:
     """The input files of the run, with unchanged content.
 
     Raises:
         InputError: a file is missing or has changed.
     """
-    inputs, recorded = open_inputs(found), run["inputs"]
+    inputs, recorded = open_inputs(files), run["inputs"]
     if len(inputs.files) != len(recorded):
         raise InputError(f"the run had {len(recorded)} input files, not {len(inputs.files)}. {_NAME_INPUTS}")
     for file, was in zip(inputs.files, recorded, strict=True):
@@ -116,14 +117,13 @@ def _same_inputs(found: Sequence[FoundInput], run: Mapping[str, Any]) -> InputSe
     return inputs
 
 
-def _same_processors(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, LoadedProcessor]:
-    """The logit processors of the run, which must be named again and unchanged.
+def _check_processors(named: Mapping[str, LoadedProcessor], recorded: Mapping[str, Any]) -> None:
+    """Check that the logit processors of the run are named again and unchanged.
 
     Raises:
         UsageError: one is missing, or cannot be imported.
         FingerprintError: one has changed.
     """
-    named = load_processors(config.engine.logit_processor)
     for name, (source, digest) in recorded.items():
         if name not in named:
             message = (
@@ -132,17 +132,16 @@ def _same_processors(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str
             raise UsageError(f"{message} --logit-processor {name}={source}")
         if named[name].digest != digest:
             raise FingerprintError(f"the logit processor {name} ({source}) has changed since the run")
-    return named
 
 
-def _check_library(config: RunConfig, run: Mapping[str, Any]) -> None:
+def _check_library(library: str | None, run: Mapping[str, Any]) -> None:
     """Check that the attention library of the run is named again, if it computed the attention.
 
     Raises:
         UsageError: no library is named.
     """
     path = run["configuration"]["options"].get("flash_library", {}).get("value")
-    if config.engine.flash_library is None and path is not None and f" of {path}" in str(run.get("kernels")):
+    if library is None and path is not None and f" of {path}" in str(run.get("kernels")):
         message = "the run used an attention library, which is code and not loaded from a file's record. Name it again:"
         raise UsageError(f"{message} --flash-library {path}")
 
@@ -195,8 +194,8 @@ def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, 
 
 def _with_id(value: Mapping[str, Any], row_id: str) -> dict[str, Any]:
     """The row with the id that the output has for it, which `--on-duplicate-id suffix` may have changed."""
-    given = next((key for key in ID_NAMES if value.get(key) is not None), ID_NAMES[0])
-    return {**value, given: row_id}
+    name = next((key for key in ID_NAMES if value.get(key) is not None), ID_NAMES[0])
+    return {**value, name: row_id}
 
 
 def _verdict(difference: Difference | None) -> str:

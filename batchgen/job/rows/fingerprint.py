@@ -58,6 +58,24 @@ class JobIdentity:
     record: Mapping[str, Any]
 
 
+def _options(setup: Setup) -> dict[str, Any]:
+    """The options that change results or the job, by name; new ones are left out at their defaults, for equal
+    fingerprints with older versions.
+    """
+    config, rounding = setup.config, setup.spec.numbers.rounding
+    options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
+    options |= {name: getattr(config, name) for name in _RUN_FIELDS}
+    news = {
+        "quantization": rounding if rounding != "none" else None,
+        "kv_dtype": config.engine.kv_dtype if config.engine.kv_dtype != "auto" else None,
+        "clock": config.engine.clock,  # the creation time of the job, the default, cannot identify it
+        "input_format": config.input_format if config.input_format != AUTO_FORMAT else None,
+        **{name: getattr(config.engine, name) for name in ("chat_template_name", "ignore_template_options")},
+        **{name: getattr(config, name) for name in ("include_source", "strict_fields", "image_column", "audio_column")},
+    }
+    return options | {name: value for name, value in news.items() if value}
+
+
 def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
     """Compute the fingerprint of a job from its options, its model and its opened input files; loads no weights.
 
@@ -65,31 +83,15 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         UsageError: a name given by `--carry` cannot be a column of the output.
         ModelError: a file of weights cannot be hashed.
     """
-    config, model, sampling, numbers = setup.config, setup.identity, setup.sampling, setup.spec.numbers
-    options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
-    options |= {name: getattr(config, name) for name in _RUN_FIELDS}
-    if numbers.rounding != "none":  # "none" is left out, for equal fingerprints with older versions
-        options["quantization"] = numbers.rounding
-    if config.engine.kv_dtype != "auto":
-        options["kv_dtype"] = config.engine.kv_dtype
-    if config.engine.clock is not None:  # the creation time of the job, the default, cannot identify it
-        options["clock"] = config.engine.clock
-    # Options that are new are left out at their defaults, too.
-    options |= {"input_format": config.input_format} if config.input_format != AUTO_FORMAT else {}
-    options |= {name: True for name in ("include_source", "strict_fields") if getattr(config, name)}
-    for owner, name in (
-        *((config.engine, name) for name in ("chat_template_name", "ignore_template_options")),
-        *((config, name) for name in ("image_column", "audio_column")),
-    ):
-        options |= {name: value} if (value := getattr(owner, name)) else {}
+    config, model, sampling = setup.config, setup.identity, setup.sampling
     # Source and digest: a processor whose code changes makes another job.
-    processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
+    processors = {name: [processor.source, processor.digest] for name, processor in setup.front_end.processors.items()}
     info = {
         "schema_version": SCHEMA_VERSION,
         # The digests identify the model; the path of its folder may differ between machines.
         **{f"model {name}": value for name, value in model.items() if name not in ("model", "model_digest")},
         **{f"sampling default {name}": value for name, value in sampling.items()},
-        **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in _options(setup).items()},
         **setup.model.folder.overrides.options,
         "--logit-processor": processors,
         # A file may be moved before a run is resumed: its content counts, its name does not.
@@ -102,7 +104,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         "version": __version__,
         **model,
         "deterministic": config.engine.deterministic,
-        "quantization": numbers.quantization,
+        "quantization": setup.spec.numbers.quantization,
         **({"checkpoint_format": form} if (form := setup.checkpoint_format) is not None else {}),
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batchgen.config.run_config import RunConfig
 from batchgen.data.carry import Carry, effective_carry
 from batchgen.data.read.input_set import InputSet, NamedFields
 from batchgen.data.row_shapes import RowShapes
@@ -145,12 +144,12 @@ def ingest(
     wanted = NamedFields({**dict.fromkeys(carried_names, "--carry"), **named})
     decode = setup.decode_prompt if config.include_prompt else None
     try:
-        given = inputs.rows(config.columns, selection, wanted)
-        for row in reader.read(given, lambda row: _prepared(row, carry, decode), record):
+        raw = inputs.rows(config.columns, selection, wanted)
+        for row in reader.read(raw, lambda row: _prepared(row, carry, decode), record):
             result.rows += 1
             on_row(result.rows)
             if row.error is not None:
-                _add_bad(result, row, config, on_bad)
+                _add_bad(result, row, config.on_bad_row, on_bad)
             else:
                 _add_good(result, row)
             del row  # so that a large row is gone when the next is read
@@ -190,14 +189,14 @@ def _prepared(row: ProcessedRow, carry: Carry, decode: Callable[[list[int]], str
     return _Prepared(extra, orjson.dumps([row.id, extra, prompts]))
 
 
-def _add_bad(result: Ingested, row: ProcessedRow, config: RunConfig, on_bad: OnBadRow) -> None:
+def _add_bad(result: Ingested, row: ProcessedRow, action: str, on_bad: OnBadRow) -> None:
     assert row.error is not None
     error, index = row.raw.locate(row.error), row.raw.index
     extra = None if row.prepared is None else row.prepared.extra
-    if config.on_bad_row == "fail":
+    if action == "fail":
         what = f"{error.code}: {printable(error.message)}"
         raise InputError(f"row {index} (id {row.id!r}) is invalid: {what}")
-    if config.on_bad_row == "skip":
+    if action == "skip":
         result.skipped += 1
     else:
         result.errors[error.code] += 1

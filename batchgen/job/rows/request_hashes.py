@@ -47,17 +47,17 @@ def environment(setup: Setup) -> dict[str, Any]:
     Other options act on the request of a row (its prompt, its parameters, its limits), which is compared itself.
     """
     facts, config = setup.identity, setup.config
-    found = {f"model {name}": facts[name] for name in MODEL_FACTS}
-    found |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in RESULT_OPTIONS}
+    settings = {f"model {name}": facts[name] for name in MODEL_FACTS}
+    settings |= {f"--{name.replace('_', '-')}": getattr(config.engine, name) for name in RESULT_OPTIONS}
     # Left out otherwise, for equal hashes with older versions.
-    found |= {f"model {name}": facts[name] for name in ("reasoning", "processor_digest") if name in facts}
-    found["--quantization"] = setup.spec.numbers.rounding  # "auto" is one of the other ways to compute
+    settings |= {f"model {name}": facts[name] for name in ("reasoning", "processor_digest") if name in facts}
+    settings["--quantization"] = setup.spec.numbers.rounding  # "auto" is one of the other ways to compute
     if config.engine.kv_dtype != "auto":
-        found["--kv-dtype"] = config.engine.kv_dtype
-    found["--include-prompt-ids"] = config.include_prompt_ids
+        settings["--kv-dtype"] = config.engine.kv_dtype
+    settings["--include-prompt-ids"] = config.include_prompt_ids
     if _context_changes_positions(setup.model):
-        found["--max-model-len"] = config.engine.max_model_len
-    return found
+        settings["--max-model-len"] = config.engine.max_model_len
+    return settings
 
 
 def _context_changes_positions(model: CheckedModel) -> bool:
@@ -110,8 +110,8 @@ class RequestHashes:
             assert table.media is not None
             item = table.media[number]
             digest.update(f"{item.digest} {item.features}".encode())
-        found: bytes = digest.digest()
-        return found if table.embeds_id is None else _with_embeds(table, request, found)
+        hashed: bytes = digest.digest()
+        return hashed if table.embeds_id is None else _with_embeds(table, request, hashed)
 
 
 def output_rows(group: Sequence[Completion], texts: RowTexts, hashes: RequestHashes) -> list[OutputRow]:
@@ -121,12 +121,12 @@ def output_rows(group: Sequence[Completion], texts: RowTexts, hashes: RequestHas
     try:
         row_id, extra, prompts = texts[first.row_index]
         prompt = prompts[first.prompt_index] if prompts else None
-        found = None if first.error is not None else hashes.of(first.row_index, first.prompt_index)
+        request_hash = None if first.error is not None else hashes.of(first.row_index, first.prompt_index)
     except Exception as error:
         info = row_error(error, "reading the row's id and carried fields again")
         done = Completion(first.row_index, first.prompt_index, error=info, seed=first.seed)
         return [OutputRow(done, row_id)]
-    return [OutputRow(completion, row_id, extra, prompt, found) for completion in group]
+    return [OutputRow(completion, row_id, extra, prompt, request_hash) for completion in group]
 
 
 def _hash_of_params(setup: Setup, facts: Mapping[str, Any], adapters: Mapping[str, str], params: SamplingParams) -> Any:

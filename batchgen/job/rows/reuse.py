@@ -55,14 +55,14 @@ def intact_files(
     parts: Iterable[Path], on_damage: Callable[[Path, DamagedFile], None] = lambda part, problem: None
 ) -> list[Path]:
     """The parts that are not damaged; `on_damage` is called for the others."""
-    found = []
+    intact = []
     for part in parts:
         try:
             checked_keys(part, None, whole=True)
-            found.append(part)
+            intact.append(part)
         except DamagedFile as problem:
             on_damage(part, problem)
-    return found
+    return intact
 
 
 def reusable_files(work: WorkFolder, named: Path | None) -> list[Path]:
@@ -71,13 +71,13 @@ def reusable_files(work: WorkFolder, named: Path | None) -> list[Path]:
     An output that `--overwrite` replaces is not among them.
     """
     state, result = read_state(work.paths.work) or {}, work.paths.result
-    found = intact_files(work.earlier_parts(), work.set_part_aside)
+    files = intact_files(work.earlier_parts(), work.set_part_aside)
     replaced = state.get("overwrite") and state.get("emptied_by") != work.identity.key
     if replaced and not is_lines(result) and read_footer(result) is not None:
-        found.append(result)
+        files.append(result)
     if named is not None and resolved(named) not in {resolved(result), resolved(work.paths.work)}:
-        found += files_of(named)
-    return found
+        files += files_of(named)
+    return files
 
 
 def rows_of(moves: Sequence[Moves]) -> int:

@@ -148,7 +148,7 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
         for name in _KEPT:
             setattr(rows, name, metadata[name])
         rows.errors.update({ErrorCode(code): count for code, count in metadata["errors"].items()})
-        table.restore_params([SamplingParams(**given) for given in metadata["params"]])
+        table.restore_params([SamplingParams(**values) for values in metadata["params"]])
         opened.pop_all()
     return rows
 

@@ -38,15 +38,15 @@ def check_one(values: Any) -> None:
     Raises:
         RowError: `invalid_field`, naming the second one.
     """
-    given = [kind for kind in CONSTRAINT_KINDS if getattr(values, kind) is not None]
-    if len(given) > 1:
-        raise invalid(given[1], f"cannot be combined with `{given[0]}`: a row has one constraint")
+    kinds = [kind for kind in CONSTRAINT_KINDS if getattr(values, kind) is not None]
+    if len(kinds) > 1:
+        raise invalid(kinds[1], f"cannot be combined with `{kinds[0]}`: a row has one constraint")
 
 
 def constraint_of(values: Any) -> Constraint | None:
     """The constraint that a parameter set gives in the attribute of its kind, if it has one."""
-    given = _values(values)
-    if given == _NOTHING:  # of most rows, so found fast
+    held = _values(values)
+    if held == _NOTHING:  # of most rows, so found fast
         return None
-    kind, value = next(pair for pair in zip(CONSTRAINT_KINDS, given, strict=True) if pair[1] is not None)
+    kind, value = next(pair for pair in zip(CONSTRAINT_KINDS, held, strict=True) if pair[1] is not None)
     return Constraint(kind, json.dumps(value, ensure_ascii=False) if kind == "choice" else value)

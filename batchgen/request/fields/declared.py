@@ -7,6 +7,7 @@ Its value is checked first, so a wrong value is always `invalid_field`.
 from __future__ import annotations
 
 from functools import partial
+from operator import not_
 from typing import Any
 
 from batchgen.request.checks import (
@@ -38,11 +39,7 @@ _TOP = Integer(0, 1 << 20)
 
 
 def _noop_if(*values: Any) -> NoOpTest:
-    return lambda value, given: value in values
-
-
-def _noop_if_empty(value: Any, given: Any) -> bool:
-    return not value
+    return lambda value: value in values
 
 
 _unsupported = partial(Field, supported=False)
@@ -96,10 +93,8 @@ _OPENAI = (
     *(Field(name, string, BODIES, carried=True) for name in _CALLER),
     *(Field(name, mapping, BODIES, carried=True) for name in ("metadata", "prompt_cache_options")),
     *(Field(name, field_checks.anything, BODIES, json_text="text") for name in HANDLING),
-    _unsupported(
-        "extra_body", mapping, BODIES, requests_nothing=_noop_if_empty, remedy="write its fields in `body` itself"
-    ),
-    _unsupported("functions", field_checks.functions, _IN_CHAT, requests_nothing=_noop_if_empty, remedy="use `tools`"),
+    _unsupported("extra_body", mapping, BODIES, requests_nothing=not_, remedy="write its fields in `body` itself"),
+    _unsupported("functions", field_checks.functions, _IN_CHAT, requests_nothing=not_, remedy="use `tools`"),
     _unsupported("function_call", string_or_mapping, _IN_CHAT, requests_nothing=_noop_if("none"), remedy="use `tools`"),
     _unsupported(
         "modalities",
@@ -126,9 +121,8 @@ CONSTRAINTS = (
 """Canonical names of the constraint fields; a row has at most one."""
 
 
-def _spellings(place: Place) -> dict[str, Field]:
-    return {spelling: field for field in FIELDS if place in field.places for spelling in field.spellings}
-
-
-LOOKUP: dict[Place, dict[str, Field]] = {place: _spellings(place) for place in EVERYWHERE}
+LOOKUP: dict[Place, dict[str, Field]] = {
+    place: {spelling: field for field in FIELDS if place in field.places for spelling in field.spellings}
+    for place in EVERYWHERE
+}
 """Fields by place and spelling."""

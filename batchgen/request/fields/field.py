@@ -26,8 +26,8 @@ JsonText = Literal["object", "value", "text"]
 "object": an object is read, and a list is refused, since either reading may be wrong. "value": it is read. "text": it
 stays text, which is a prompt, or means the same as the value.
 """
-NoOpTest = Callable[[Any, Mapping[str, Any]], bool]
-"""(value, all values of the row by canonical name) -> whether the value requests nothing."""
+NoOpTest = Callable[[Any], bool]
+"""Value -> whether it requests nothing."""
 _T = TypeVar("_T")
 _KEY = "fields"
 """Key of the declared fields in the metadata of an attribute of `SamplingParams`."""
@@ -44,7 +44,7 @@ class Field:
     """(name as spelled, value) -> normalised value; raises `invalid_field`."""
     places: tuple[Place, ...] = EVERYWHERE
     aliases: tuple[str, ...] = ()
-    requests_nothing: NoOpTest = lambda value, given: False
+    requests_nothing: NoOpTest = lambda value: False
     """For fields that are unsupported or unread: the test of values that request nothing, which alone are accepted."""
     supported: bool = True
     to_template: bool = False
@@ -108,29 +108,25 @@ def accepting_aliases(params: type[_T]) -> type[_T]:
     construct = params.__init__
 
     @wraps(construct)
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        construct(self, *args, **(given if given.keys() <= own else _by_name(given, names)))
+    def init(self: Any, *args: Any, **values: Any) -> None:
+        construct(self, *args, **(values if values.keys() <= own else _by_name(values, names)))
 
     params.__init__ = init  # type: ignore[method-assign]
     return params
 
 
-def _by_name(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The values by the names of their fields.
-
-    Raises:
-        RowError: `unknown_field` for an unknown name, `invalid_field` for a field that is given twice.
-    """
-    found: dict[str, Any] = {}
-    for key, value in given.items():
+def _by_name(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The values by the names of their fields; `RowError` for an unknown name or a field that is given twice."""
+    by_name: dict[str, Any] = {}
+    for key, value in values.items():
         if key not in names:
             meant = meaning_of(key, names) or close_meaning(key, names) or "remove it or correct its name"
             meant = "it is set for a whole run" if "--" in meant else meant  # by a flag
             raise RowError(ErrorCode.UNKNOWN_FIELD, f"`{key}` is not a field of SamplingParams; {meant}", key)
-        if names[key] in found:
+        if names[key] in by_name:
             raise invalid(key, "is given together with its alias; keep one of them")
-        found[names[key]] = value
-    return found
+        by_name[names[key]] = value
+    return by_name
 
 
 def stored_value(name: str, check: Check, value: Any) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import (
     Check,
     Integer,
@@ -23,6 +22,7 @@ from batchgen.request.checks import (
     show,
     string_or_mapping,
     strings,
+    token_id_lists,
     whole,
 )
 from batchgen.request.fields.media import MediaMessages, media_part
@@ -67,7 +67,7 @@ _RESERVED_KWARGS = {
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """Which events of a sample have token counts (`usage`)."""
+    """Events of a sample that have token counts (`usage`)."""
 
     include_usage: bool = False
     """The last one."""
@@ -108,10 +108,8 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
     """Check the `prompt` of `/v1/completions`: a string, strings, token ids, or lists of token ids."""
-    if type(value) is list and value and type(value[0]) in (int, float):
-        return (ids(name, value),)
-    if type(value) is list and value and type(value[0]) is list:
-        return tuple(ids(name, item) for item in value)
+    if type(value) is list and value and type(value[0]) in (int, float, list):
+        return token_id_lists(name, value)
     return texts(name, value)
 
 
@@ -129,7 +127,7 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
     A tuple of (id, bias), the result of an earlier check, is accepted, too.
     """
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     if type(value) is dict:
         value = without_nulls(name, value)
     checked = type(value) is tuple and all(type(item) in (tuple, list) and len(item) == 2 for item in value)
@@ -138,10 +136,10 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         if not (text.isascii() and text.isdigit() and len(text) <= 10):
             raise invalid(name, f"must have token ids as keys, got {show(key)}")
         token = _bias_id(name, int(key))
-        if token in found:
+        if token in biases:
             raise invalid(name, f"names token {token} twice")
-        found[token] = _bias_value(name, bias)
-    return tuple(sorted(found.items()))
+        biases[token] = _bias_value(name, bias)
+    return tuple(sorted(biases.items()))
 
 
 def bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -163,18 +161,18 @@ def choice(name: str, value: Any) -> tuple[str, ...]:
 
 def response_format(name: str, value: Any) -> dict[str, Any]:
     """Check `{"type": ...}` and the other keys that this type requires."""
-    found: dict[str, Any] = schema_without_nulls(name, mapping(name, value))
-    kind = one_of(*_FORMAT_KEYS)(name, found.get("type"))
-    if kind == "json_schema" and type(found.get("json_schema")) is not dict:
+    cleaned: dict[str, Any] = schema_without_nulls(name, mapping(name, value))
+    kind = one_of(*_FORMAT_KEYS)(name, cleaned.get("type"))
+    if kind == "json_schema" and type(cleaned.get("json_schema")) is not dict:
         raise invalid(name, "of type json_schema needs a `json_schema` object")
-    if found.get("json_schema") == {} and "schema" in value["json_schema"]:
-        found = {**found, "json_schema": {"schema": None}}  # OpenAI's wrapper without a schema, not the schema {}
-    _reject_other_keys(found, _FORMAT_KEYS[kind], name, f"of type {kind} has no key")
-    inner = found.get("json_schema") or {}
+    if cleaned.get("json_schema") == {} and "schema" in value["json_schema"]:
+        cleaned = {**cleaned, "json_schema": {"schema": None}}  # OpenAI's wrapper without a schema, not the schema {}
+    _reject_other_keys(cleaned, _FORMAT_KEYS[kind], name, f"of type {kind} has no key")
+    inner = cleaned.get("json_schema") or {}
     if "schema" in inner or "name" in inner:
         problem = "has a `json_schema` with `name`, `description`, `schema` and `strict`, not"
         _reject_other_keys(inner, _JSON_SCHEMA_KEYS, name, problem)
-    return found
+    return cleaned
 
 
 _STRUCTURED: dict[str, tuple[str, Check]] = {
@@ -190,12 +188,12 @@ _STRUCTURED: dict[str, tuple[str, Check]] = {
 
 def structured_outputs(name: str, value: Any) -> dict[str, Any]:
     """Check vLLM's object with one constraint, and give that constraint by its name here."""
-    given = {key: item for key, item in mapping(name, value).items() if item is not None and item is not False}
+    present = {key: item for key, item in mapping(name, value).items() if item is not None and item is not False}
     known = ", ".join(_STRUCTURED)
-    _reject_other_keys(given, set(_STRUCTURED), name, f"has one of the keys {known}, not")
-    if len(given) != 1:
-        raise invalid(name, f"must have one of the keys {known}, got {len(given)} of them")
-    ((key, item),) = given.items()
+    _reject_other_keys(present, set(_STRUCTURED), name, f"has one of the keys {known}, not")
+    if len(present) != 1:
+        raise invalid(name, f"must have one of the keys {known}, got {len(present)} of them")
+    ((key, item),) = present.items()
     kind, check = _STRUCTURED[key]
     checked = check(name, item)
     return {kind: {"type": "object"} if key == "json_object" else checked}
@@ -235,15 +233,15 @@ def stream_options(name: str, value: Any) -> StreamOptions | None:
     """Check an object of `include_usage` and `continuous_usage_stats`; None if it asks for nothing."""
     if type(value) is StreamOptions:
         return value
-    given = {key: item for key, item in mapping(name, value).items() if item is not None}
+    present = {key: item for key, item in mapping(name, value).items() if item is not None}
     known = StreamOptions.__dataclass_fields__
-    for key, item in given.items():
+    for key, item in present.items():
         if key not in known and key not in _NO_STREAM_OPTIONS:
             raise invalid(name, f"has the keys `include_usage` and `continuous_usage_stats`, got {show(key)}")
         if type(item) is not bool:
             raise invalid(name, f"has `{key}`, which must be true or false, got {show(item)}")
-    found = StreamOptions(**{key: item for key, item in given.items() if key in known})
-    return found if found != StreamOptions() else None
+    options = StreamOptions(**{key: item for key, item in present.items() if key in known})
+    return options if options != StreamOptions() else None
 
 
 def functions(name: str, value: Any) -> Any:
@@ -264,7 +262,7 @@ def messages(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
     if type(value) not in (list, tuple):
         remedy = "; write the message as a list of one" if type(value) is dict and "role" in value else ""
         raise invalid(name, f"must be a list of messages, got {json_type(value)}{remedy}")
-    media, found = False, list(value)
+    media, cleaned = False, list(value)
     for index, message in enumerate(value):
         # A role with a string as content needs no further check.
         if type(message) is dict and len(message) == 2 and type(message.get("content")) is str:
@@ -272,44 +270,40 @@ def messages(name: str, value: Any) -> tuple[Mapping[str, Any], ...]:
             if type(role) is str and role:
                 continue
         checked = message_without_padding(name, message)
-        parts = _content_parts(name, index, checked)
-        found[index] = checked if parts is None else {**checked, "content": parts}
+        parts = _content_parts(f"{name}[{index}]", checked)
+        cleaned[index] = checked if parts is None else {**checked, "content": parts}
         media = media or any(part["type"] != "text" for part in parts or ())
-    return MediaMessages(found) if media else tuple(found)
+    return MediaMessages(cleaned) if media else tuple(cleaned)
 
 
-def _content_parts(name: str, index: int, message: Any) -> list[Any] | None:
+def _content_parts(where: str, message: Any) -> list[Any] | None:
     """Check one message and return the parts of its content; None if they stay as they are."""
-    where = f"{name}[{index}]"
     if type(message) is not dict:
-        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}` must be an object, got {json_type(message)}", name)
+        raise invalid(where, f"must be an object, got {json_type(message)}")
     role, content = message.get("role"), message.get("content")
     if type(role) is not str or not role:
         remedy = "; rename `from` to `role` and `value` to `content`" if "from" in message and role is None else ""
-        problem = f"`{where}.role` must be a string such as user, got {show(role)}{remedy}"
-        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
+        raise invalid(f"{where}.role", f"must be a string such as user, got {show(role)}{remedy}")
     if type(content) is str or (content is None and message.get("tool_calls")):
         return None
     if not isinstance(content, list | tuple):
-        problem = f"`{where}.content` must be a string or a list of parts, got {json_type(content)}"
-        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
-    parts = [_part(name, f"{where}.content[{number}]", part) for number, part in enumerate(content)]
-    return parts if any(own is not given for own, given in zip(parts, content, strict=True)) else None
+        raise invalid(f"{where}.content", f"must be a string or a list of parts, got {json_type(content)}")
+    parts = [_part(f"{where}.content[{number}]", part) for number, part in enumerate(content)]
+    return parts if any(checked is not part for checked, part in zip(parts, content, strict=True)) else None
 
 
-def _part(name: str, where: str, part: Any) -> Any:
+def _part(where: str, part: Any) -> Any:
     """Check one part of a message's content; what is not `text` is returned in the form that templates know."""
     kind = part.get("type") if type(part) is dict else None
     if type(kind) is not str:
-        problem = f'`{where}` must be an object such as {{"type": "text", "text": "..."}}'
-        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
+        raise invalid(where, 'must be an object such as {"type": "text", "text": "..."}')
     if kind not in _TEXTS:
-        if (found := media_part(where, part)) is not None:
-            return found
-        problem = f"`{where}.type` must be text, image_url, input_audio or another part of media, got {show(kind)}"
-        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
+        if (media := media_part(where, part)) is not None:
+            return media
+        problem = f"must be text, image_url, input_audio or another part of media, got {show(kind)}"
+        raise invalid(f"{where}.type", problem)
     if type(part.get("text")) is not str:
-        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.text` must be a string", name)
+        raise invalid(f"{where}.text", "must be a string")
     return part if kind == "text" else {**part, "type": "text"}
 
 
@@ -329,16 +323,18 @@ def standard_tool(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     is_wrapped = type(function) is dict
     inner: Mapping[str, Any] = function if type(function) is dict else tool
-    found = [(part, key) for part in ((inner, tool) if is_wrapped else (tool,)) for key in _TOOL_SCHEMAS if key in part]
+    schemas = [
+        (part, key) for part in ((inner, tool) if is_wrapped else (tool,)) for key in _TOOL_SCHEMAS if key in part
+    ]
     odd = next((key for key, value in inner.items() if type(value) is dict and "properties" in value), None)
-    if not found and odd is not None:
+    if not schemas and odd is not None:
         raise invalid(name, f"has a tool with its schema in {show(odd)}; name it `parameters`")
-    if not found or (found[0][0] is inner and [key for _, key in found] == ["parameters"]):
+    if not schemas or (schemas[0][0] is inner and [key for _, key in schemas] == ["parameters"]):
         return tool
-    if len(found) > 1:
-        shown = [f"`{'function.' * (is_wrapped and part is inner)}{key}`" for part, key in found[:2]]
+    if len(schemas) > 1:
+        shown = [f"`{'function.' * (is_wrapped and part is inner)}{key}`" for part, key in schemas[:2]]
         raise invalid(name, f"has a tool with {' and '.join(shown)}; keep one of them")
-    part, key = found[0]
+    part, key = schemas[0]
     described = {known: item for known, item in inner.items() if known not in ("type", key)} | {"parameters": part[key]}
     others = {known: item for known, item in tool.items() if known not in (*inner, key)} if is_wrapped else {}
     return {**others, "type": "function", "function": described}
@@ -346,8 +342,7 @@ def standard_tool(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def template_kwargs(name: str, value: Any) -> dict[str, Any]:
     """Check extra variables for the chat template; parameters of the renderer are refused."""
-    found: dict[str, Any] = without_nulls(name, mapping(name, value))
-    reserved = sorted(_RESERVED_KWARGS & found.keys())
-    if reserved:
+    variables: dict[str, Any] = without_nulls(name, mapping(name, value))
+    if reserved := sorted(_RESERVED_KWARGS & variables.keys()):
         raise invalid(name, f"must not have `{reserved[0]}`: only variables of the chat template are allowed")
-    return dict(found)
+    return dict(variables)

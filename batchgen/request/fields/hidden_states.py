@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import Integer, boolean, invalid, one_of, plain, show
+from batchgen.errors import ErrorCode
+from batchgen.request.checks import Integer, boolean, error_at, invalid, one_of, plain, show
 
 _LAYER = Integer(-1, 1 << 20)
 _MAX_NUMBERS = 2**31 - 1
@@ -52,11 +52,11 @@ def hidden_states(name: str, value: Any) -> HiddenStates | None:
         return value
     if type(value) is not dict:
         return HiddenStates() if boolean(name, value) else None
-    given = {key: item for key, item in value.items() if item is not None}
-    odd = next((key for key in given if key not in HiddenStates.__dataclass_fields__), None)
+    present = {key: item for key, item in value.items() if item is not None}
+    odd = next((key for key in present if key not in HiddenStates.__dataclass_fields__), None)
     if odd is not None:
         raise invalid(name, f"has the keys `layers`, `tokens` and `pool`, got {show(odd)}")
-    return HiddenStates(**given)
+    return HiddenStates(**present)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +86,16 @@ class CaptureSupport:
             self._check_states(states, states.max_rows(prompt, output))
         if experts and not self.experts:
             problem = "needs a mixture of experts whose routing can be read, which this model is not; remove it"
-            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`return_routed_experts` {problem}", "return_routed_experts")
+            raise error_at(ErrorCode.UNSUPPORTED_FIELD, "return_routed_experts", problem)
 
     def _check_states(self, states: HiddenStates, rows: int) -> None:
         name = "return_hidden_states"
         if self.layers is None:
             problem = "is not supported for this model, because its decoder blocks cannot be identified; remove it"
-            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{name}` {problem}", name)
+            raise error_at(ErrorCode.UNSUPPORTED_FIELD, name, problem)
         if max(states.layers) > self.layers:
-            raise invalid(
-                name,
-                f"names layer {max(states.layers)}; the model has 0 (embeddings) to {self.layers}, and -1 (after the "
-                "final norm)",
-            )
+            layers = f"0 (embeddings) to {self.layers}, and -1 (after the final norm)"
+            raise invalid(name, f"names layer {max(states.layers)}; the model has {layers}")
         if rows * self.hidden_size > _MAX_NUMBERS:
-            raise invalid(
-                name, f"may have more than {_MAX_NUMBERS} numbers per layer; pool the states or shorten the row"
-            )
+            problem = f"may have more than {_MAX_NUMBERS} numbers per layer; pool the states or shorten the row"
+            raise invalid(name, problem)

@@ -91,11 +91,7 @@ class MediaData(NamedTuple):
             return [tuple(entry for entry in self.items if isinstance(entry, MediaItem))]
         if len(self.items) != count:
             what = "a list of lists has one list for each prompt" if nested else "a list has one item for each prompt"
-            raise RowError(
-                ErrorCode.INVALID_FIELD,
-                f"`{self.name}` has {len(self.items)} entries, but the row has {count} prompts: {what}",
-                self.name,
-            )
+            raise invalid(self.name, f"has {len(self.items)} entries, but the row has {count} prompts: {what}")
         return [_group(entry) for entry in self.items]
 
 
@@ -116,16 +112,16 @@ class MediaField:
         if not isinstance(value, list | tuple) or _is_sound(self.kind, value):
             item = self._item(name, value)
             return MediaData(name, () if item is None else (item,), is_list=False)
-        found = tuple(self._entry(f"{name}[{index}]", entry) for index, entry in enumerate(value))
-        if any(type(entry) is tuple for entry in found):
-            found = tuple(_group(entry) for entry in found)
-        return MediaData(name, found, is_list=True)
+        entries = tuple(self._entry(f"{name}[{index}]", entry) for index, entry in enumerate(value))
+        if any(type(entry) is tuple for entry in entries):
+            entries = tuple(_group(entry) for entry in entries)
+        return MediaData(name, entries, is_list=True)
 
     def _entry(self, place: str, value: Any) -> MediaItem | tuple[MediaItem, ...] | None:
         if not isinstance(value, list | tuple) or _is_sound(self.kind, value):
             return self._item(place, value)
-        found = (self._item(f"{place}[{index}]", item) for index, item in enumerate(value))
-        return tuple(item for item in found if item is not None)
+        items = (self._item(f"{place}[{index}]", item) for index, item in enumerate(value))
+        return tuple(item for item in items if item is not None)
 
     def _item(self, place: str, value: Any) -> MediaItem | None:
         if value is None or (isinstance(value, str | bytes) and not value):
@@ -145,16 +141,17 @@ def media_part(place: str, part: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         RowError: `invalid_field`; `unsupported_field` for video and files.
     """
-    found = _PARTS.get(part["type"])
-    if found is None:
-        if part["type"] in _REFUSED:
-            raise _unsupported_part(place, part["type"])
+    if part["type"] in _REFUSED:
+        remedy = "send frames of it as images" if part["type"] in _VIDEO else "send text, images or audio"
+        problem = f"is a part of type {part['type']}, which is not supported; {remedy}"
+        raise error_at(ErrorCode.UNSUPPORTED_FIELD, place, problem)
+    if part["type"] not in _PARTS:
         return None
-    kind, holders = found
-    given = {key: value for key, value in part.items() if key not in _NOTES and value is not None}
-    detail = given.pop("detail", None) if kind == "image" else None
-    held = [key for key in holders if key in given]
-    odd = next((key for key in given if key not in holders), held[1] if len(held) > 1 else None)
+    kind, holders = _PARTS[part["type"]]
+    values = {key: value for key, value in part.items() if key not in _NOTES and value is not None}
+    detail = values.pop("detail", None) if kind == "image" else None
+    held = [key for key in holders if key in values]
+    odd = next((key for key in values if key not in holders), held[1] if len(held) > 1 else None)
     if odd is not None:
         raise invalid(place, f"is a part of type {part['type']}, which has no key {show(odd)} next to its item")
     if not held:
@@ -163,14 +160,7 @@ def media_part(place: str, part: Mapping[str, Any]) -> dict[str, Any] | None:
         if detail is not None:
             raise invalid(place, "has `detail`, but no image")
         return {"type": kind}
-    item = media_item(kind, place, given[held[0]], detail)
-    return {"type": kind, "item": item}
-
-
-def _unsupported_part(place: str, kind: str) -> RowError:
-    remedy = "send frames of it as images" if kind in _VIDEO else "send text, images or audio"
-    problem = f"`{place}` is a part of type {kind}, which is not supported; {remedy}"
-    return RowError(ErrorCode.UNSUPPORTED_FIELD, problem, place.partition("[")[0])
+    return {"type": kind, "item": media_item(kind, place, values[held[0]], detail)}
 
 
 def media_item(kind: MediaKind, place: str, value: Any, detail: Any = None) -> MediaItem:
@@ -203,13 +193,13 @@ def _prepared(kind: MediaKind, place: str, value: Mapping[str, Any]) -> MediaIte
 
 def _held(kind: MediaKind, place: str, value: Mapping[str, Any]) -> Any:
     """The item that an object holds: {url, detail}, {data, format}, {bytes, path}, {array, sampling_rate}."""
-    given = {key: item for key, item in value.items() if item is not None and key != "detail"}
-    held = [key for key in _HOLDERS if key in given]
+    fields = {key: item for key, item in value.items() if item is not None and key != "detail"}
+    held = [key for key in _HOLDERS if key in fields]
     if held[:1] == ["array"] or held[:1] == ["bytes"]:
-        given.pop("path", None)  # where the values came from
+        fields.pop("path", None)  # where the values came from
         held = [key for key in held if key != "path"]
-    rate, file_format = given.pop("sampling_rate", None), given.pop("format", None)
-    odd = next((key for key in given if key not in held[:1]), None)
+    rate, file_format = fields.pop("sampling_rate", None), fields.pop("format", None)
+    odd = next((key for key in fields if key not in held[:1]), None)
     if odd is not None or not held:
         known = ", ".join(_HOLDERS)
         what = f"has the key {show(odd)}" if odd is not None else "is an object without an item"
@@ -217,12 +207,12 @@ def _held(kind: MediaKind, place: str, value: Mapping[str, Any]) -> Any:
     if file_format is not None and (kind != "audio" or not _is_one_of(file_format, _SOUND_FORMATS)):
         raise invalid(place, f"has a `format` of {show(file_format)}; it is one of {', '.join(_SOUND_FORMATS)}")
     if held == ["array"] and kind == "audio":
-        return _sound(place, (given["array"], rate))
+        return _sound(place, (fields["array"], rate))
     if rate is not None:
         raise invalid(place, "has a `sampling_rate`, which only the `array` of a sound has")
-    if type(given[held[0]]) is not str and held[0] in ("url", "path", "base64", "data"):
-        raise invalid(place, f"has `{held[0]}`, which must be a string, got {json_type(given[held[0]])}")
-    return given[held[0]]
+    if type(fields[held[0]]) is not str and held[0] in ("url", "path", "base64", "data"):
+        raise invalid(place, f"has `{held[0]}`, which must be a string, got {json_type(fields[held[0]])}")
+    return fields[held[0]]
 
 
 def _source(kind: MediaKind, place: str, value: Any) -> Any:

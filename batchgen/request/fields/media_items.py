@@ -119,12 +119,12 @@ class MediaItems:
     def in_prompt(self, ids: Ints) -> list[int]:
         """Numbers of the items of a prompt with these ids [P], in order, once for each time that it has one."""
         numbers = ids[ids >= self.vocab_size] - self.vocab_size
-        found, at = [], 0
+        items, at = [], 0
         while at < len(numbers):
             number = int(numbers[at])
-            found.append(number)
+            items.append(number)
             at += self._items[number].features
-        return found
+        return items
 
 
 @dataclass(frozen=True, slots=True)

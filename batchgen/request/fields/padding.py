@@ -77,15 +77,15 @@ def _schema(value: Any) -> Any:
         return [_schema(item) for item in value]
     if type(value) is not dict:
         return value
-    found = {}
+    schema = {}
     for key, item in value.items():
         if key in _SCHEMA_VALUES:
-            found[key] = item
+            schema[key] = item
         elif key in _SCHEMA_NAMES and type(item) is dict:
-            found[key] = {name: _schema(part) for name, part in item.items() if part is not None}
+            schema[key] = {name: _schema(part) for name, part in item.items() if part is not None}
         elif item is not None:
-            found[key] = _schema(item)
-    return found
+            schema[key] = _schema(item)
+    return schema
 
 
 def _message(value: Any) -> Any:
@@ -104,12 +104,12 @@ def _optional(value: Any) -> Any:
         return [_optional(item) for item in value]
     if type(value) is not dict:
         return value
-    found = {}
+    kept = {}
     for key, item in value.items():
         if key == "arguments":
             item = _data(item)
             if item is not None:
-                found[key] = item
+                kept[key] = item
         elif not _is_empty(item := _optional(item)):
-            found[key] = item
-    return found
+            kept[key] = item
+    return kept

@@ -49,20 +49,13 @@ class SamplingParams(_HashedOnce):
     """
 
     temperature: float = sampling(
-        1.0,
-        Number(0.0),
-        "Sampling temperature; 0 is greedy. Example: --temperature 0.7",
-        body_check=Number(0.0, 2.0),
+        1.0, Number(0.0), "Sampling temperature; 0 is greedy. Example: --temperature 0.7", body_check=Number(0.0, 2.0)
     )
     top_p: float = sampling(
-        1.0,
-        Number(0.0, 1.0, low_open=True),
-        "Probability mass of nucleus sampling, in (0, 1]. Example: --top-p 0.95",
+        1.0, Number(0.0, 1.0, low_open=True), "Probability mass of nucleus sampling, in (0, 1]. Example: --top-p 0.95"
     )
     top_k: int = sampling(
-        -1,
-        Integer(-1, 1 << 31),
-        "Number of likeliest tokens to sample from; -1 or 0 is all. Example: --top-k 40",
+        -1, Integer(-1, 1 << 31), "Number of likeliest tokens to sample from; -1 or 0 is all. Example: --top-k 40"
     )
     """-1 keeps all tokens (0 is accepted and normalised to -1)."""
     min_p: float = sampling(
@@ -92,9 +85,7 @@ class SamplingParams(_HashedOnce):
     ignore_eos: bool = sampling(False, boolean, "Continue after the end-of-sequence token. Example: --ignore-eos")
     no_stop_trim: bool = sampling(False, boolean, "Keep the matched stop in the text. Example: --no-stop-trim")
     skip_special_tokens: bool = sampling(
-        True,
-        boolean,
-        "Remove special tokens from the text; on by default. Example: --no-skip-special-tokens",
+        True, boolean, "Remove special tokens from the text; on by default. Example: --no-skip-special-tokens"
     )
     spaces_between_special_tokens: bool = sampling(
         True,
@@ -173,9 +164,7 @@ class SamplingParams(_HashedOnce):
     )
     """(token id, bias) sorted by id. A mapping is accepted, too."""
     bad_words: tuple[str | tuple[int, ...], ...] = sampling(
-        (),
-        field_checks.bad_words,
-        "String that must not be generated; repeatable. Example: --bad-words sorry",
+        (), field_checks.bad_words, "String that must not be generated; repeatable. Example: --bad-words sorry"
     )
     """Strings, or sequences of ids, that must not be generated: their last token is masked."""
     suppress_tokens: tuple[int, ...] = sampling(
@@ -185,9 +174,7 @@ class SamplingParams(_HashedOnce):
         (), ids, "Token ids that are not sampled first. Example: --begin-suppress-tokens 2,13"
     )
     allowed_token_ids: tuple[int, ...] | None = sampling(
-        None,
-        nonempty_ids,
-        "The only token ids that may be sampled. Example: --allowed-token-ids 2,13",
+        None, nonempty_ids, "The only token ids that may be sampled. Example: --allowed-token-ids 2,13"
     )
     json_schema: str | None = sampling(
         None,
@@ -269,9 +256,7 @@ class SamplingParams(_HashedOnce):
         None, nonempty_string, "Name of the --lora adapter to apply to rows. Example: --lora-path fr", metavar="NAME"
     )
     stream: bool = sampling(
-        False,
-        boolean,
-        "Write an event for each token of rows to --events. Example: --events events.jsonl --stream",
+        False, boolean, "Write an event for each token of rows to --events. Example: --events events.jsonl --stream"
     )
     stream_options: field_checks.StreamOptions | None = sampling(  # noqa: RUF009 as above
         None, field_checks.stream_options
@@ -308,9 +293,9 @@ class SamplingParams(_HashedOnce):
             raise invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
 
     def _check_stops(self) -> None:
-        for name, given, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
-            if len(given) > MAX_STOPS:
-                raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(given)}")
+        for name, stops, what in (("stop", self.stop, "strings"), ("stop_regex", self.stop_regex, "patterns")):
+            if len(stops) > MAX_STOPS:
+                raise invalid(name, f"must have at most {MAX_STOPS} {what}, got {len(stops)}")
         checks.short_strings("stop", self.stop)
         if self.stop_regex:
             from batchgen.request.fields.stop_patterns import check_patterns  # imports regex, which is slow to start
@@ -322,9 +307,8 @@ class SamplingParams(_HashedOnce):
         if states is not None and states.tokens == "output" and states.pool != "none" and self.max_new_tokens == 0:
             raise invalid("return_hidden_states", "pools the output, which is empty with max_new_tokens 0")
         if self.stream and (self.best_of or 1) > 1:
-            raise invalid(
-                "stream", "cannot be true with `best_of` above 1: the samples to keep are known only at the end"
-            )
+            problem = "cannot be true with `best_of` above 1: the samples to keep are known only at the end"
+            raise invalid("stream", problem)
         if self.custom_params is not None and self.custom_logit_processor is None:
             raise invalid("custom_params", "needs `custom_logit_processor`")
 
@@ -332,9 +316,8 @@ class SamplingParams(_HashedOnce):
         try:
             return self._hash
         except AttributeError:
-            found = hash(tuple([getattr(self, name) for name, *_ in _CHECKS]))
-            object.__setattr__(self, "_hash", found)
-            return found
+            object.__setattr__(self, "_hash", hash(tuple([getattr(self, name) for name, *_ in _CHECKS])))
+            return self._hash
 
     @property
     def greedy(self) -> bool:

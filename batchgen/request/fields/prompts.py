@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import invalid, json_type, nonempty_string
+from batchgen.request.checks import error_at, invalid, json_type, nonempty_string
 from batchgen.request.fields.media import MEDIA_FIELDS, MediaData, MediaItem, MediaKind, items_of
 from batchgen.request.fields.media_items import PlacedItem
 from batchgen.request.fields.params import SamplingParams
@@ -104,9 +105,9 @@ def _is_array(value: Any) -> bool:
 def _matrix(name: str, value: Any) -> npt.NDArray[np.float32]:
     """[P, H] float32 array of one nested list or array."""
     if _is_array(value):
-        found = embeddings(name, value)[0]
-        assert not isinstance(found, str)
-        return found
+        array = embeddings(name, value)[0]
+        assert not isinstance(array, str)
+        return array
     if not _is_list(value) or not all(_is_list(row) for row in value):
         raise invalid(name, "must be a list of lists of numbers, one list for each token")
     for row in value:
@@ -144,8 +145,8 @@ def refuse_with_embeds(params: SamplingParams) -> None:
         "logprob_start_len": params.return_logprob and params.logprob_start_len >= 0,
     }
     for name in (name for name, value in asked.items() if value):
-        message = f"`{name}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
+        problem = "needs a prompt of text or ids, which `input_embeds` is not; leave it out"
+        raise error_at(ErrorCode.UNSUPPORTED_FIELD, name, problem)
 
 
 def with_media(prompts: Sequence[Prompt], values: Mapping[str, Any]) -> tuple[Prompt, ...]:
@@ -158,12 +159,9 @@ def with_media(prompts: Sequence[Prompt], values: Mapping[str, Any]) -> tuple[Pr
     Raises:
         RowError: `invalid_field` for items that belong to no prompt, `media_error` for parts without an item.
     """
-    data: list[MediaData] = [found for name in MEDIA_FIELDS.values() if (found := values.get(name)) and found.items]
-    groups = [
-        tuple(item for one in found for item in one)
-        for found in zip(*(one.of_prompts(len(prompts)) for one in data), strict=True)
-    ] or [()] * len(prompts)
-    return tuple(map(_with_items, prompts, groups))
+    fields: list[MediaData] = [data for name in MEDIA_FIELDS.values() if (data := values.get(name)) and data.items]
+    groups = zip(*(data.of_prompts(len(prompts)) for data in fields), strict=True) if fields else [()] * len(prompts)
+    return tuple(_with_items(prompt, tuple(chain(*group))) for prompt, group in zip(prompts, groups, strict=True))
 
 
 def _with_items(prompt: Prompt, items: tuple[MediaItem, ...]) -> Prompt:
@@ -183,22 +181,25 @@ def _chat_with_items(prompt: ChatPrompt, items: tuple[MediaItem, ...]) -> ChatPr
     """
     parts = [part for message in prompt.messages for part in _media_parts(message)]
     for kind, name in MEDIA_FIELDS.items():
-        given, own = items_of(items, kind), [part for part in parts if part["type"] == kind]
+        listed, own = items_of(items, kind), [part for part in parts if part["type"] == kind]
         bare = [part for part in own if "item" not in part]
-        if own and not bare and given:
+        if own and not bare and listed:
             raise invalid(name, f"is given together with parts of `messages` that have their {kind}; keep one of them")
-        if len(bare) != len(given) and (own or not given):
-            raise _unmatched(name, kind, len(bare), len(given))
+        if len(bare) != len(listed) and (own or not listed):
+            raise _unmatched(name, kind, len(bare), len(listed))
     loose = [item for item in items if not any(part["type"] == item.kind for part in parts)]
     messages = _with_parts_in_front(prompt.messages, loose) if loose else prompt.messages
     rest = {kind: iter(items_of(items, kind)) for kind in MEDIA_FIELDS}
-    found: list[MediaItem] = []
+    media: list[MediaItem] = []
     plain = []
     for message in messages:
         own = _media_parts(message)
-        found += [part["item"] if "item" in part else next(rest[part["type"]]) for part in own]
-        plain.append(message if not own else {**message, "content": [*map(_without_item, message["content"])]})
-    return prompt._replace(messages=tuple(plain), media=tuple(found))
+        media += [part["item"] if "item" in part else next(rest[part["type"]]) for part in own]
+        if own:
+            content = [{"type": part["type"]} if "item" in part else part for part in message["content"]]
+            message = {**message, "content": content}
+        plain.append(message)
+    return prompt._replace(messages=tuple(plain), media=tuple(media))
 
 
 def _media_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -206,10 +207,6 @@ def _media_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if not isinstance(content, list | tuple):
         return []
     return [part for part in content if part["type"] in MEDIA_FIELDS]
-
-
-def _without_item(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"type": part["type"]} if "item" in part else part
 
 
 def _with_parts_in_front(messages: Sequence[Mapping[str, Any]], items: Sequence[MediaItem]) -> list[Mapping[str, Any]]:
@@ -225,13 +222,12 @@ def _with_parts_in_front(messages: Sequence[Mapping[str, Any]], items: Sequence[
 
 def _unmatched(name: str, kind: MediaKind, parts: int, items: int) -> RowError:
     if not items:
-        problem = f"`messages` has a part of type {kind} without an item; give it `{kind}`, or the row `{name}`"
-        return RowError(ErrorCode.MEDIA_ERROR, problem, "messages")
+        problem = f"has a part of type {kind} without an item; give it `{kind}`, or the row `{name}`"
+        return error_at(ErrorCode.MEDIA_ERROR, "messages", problem)
     problem = f"has {items} items for {parts} parts of type {kind} without an item in `messages`; give as many"
-    return RowError(ErrorCode.MEDIA_ERROR, f"`{name}` {problem}", name)
+    return error_at(ErrorCode.MEDIA_ERROR, name, problem)
 
 
 def placed_items(prompt: Prompt) -> tuple[PlacedItem, ...]:
     """The items of a prompt that were read and numbered."""
-    found = getattr(prompt, "media", ())
-    return tuple(item for item in found if isinstance(item, PlacedItem)) if found else ()
+    return tuple(item for item in getattr(prompt, "media", ()) if isinstance(item, PlacedItem))

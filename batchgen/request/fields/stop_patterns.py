@@ -47,7 +47,11 @@ def compile_pattern(pattern: str) -> Any:
         raise ValueError(f"cannot be compiled: {type(error).__name__}") from None
     if compiled.flags & regex.REVERSE:
         raise ValueError("searches backwards (?r), but a stop is the leftmost match; remove the flag")
-    if _matches_empty_text(compiled):
+    try:
+        is_empty = compiled.search("", timeout=_EMPTY_TEXT_TIMEOUT) is not None
+    except TimeoutError:
+        raise ValueError("takes too long even for an empty text; simplify it") from None
+    if is_empty:
         raise ValueError("matches the empty text, so every row would end at once; make it match at least one character")
     return compiled
 
@@ -63,13 +67,6 @@ def check_patterns(name: str, patterns: Iterable[str]) -> None:
             compile_pattern(pattern)
         except ValueError as problem:
             raise invalid(name, f"{show(pattern)} {problem}") from None
-
-
-def _matches_empty_text(compiled: Any) -> bool:
-    try:
-        return compiled.search("", timeout=_EMPTY_TEXT_TIMEOUT) is not None
-    except TimeoutError:
-        raise ValueError("takes too long even for an empty text; simplify it") from None
 
 
 def is_plain(pattern: str) -> bool:

@@ -11,7 +11,7 @@ from batchgen.request.foreign_text import ForeignTextError, read_json
 
 
 class ToolChoice(NamedTuple):
-    """What a row says about calls of its tools."""
+    """A row's rule for calls of its tools."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     """Whether there are no calls, calls as the model decides, or at least one call."""
@@ -54,7 +54,7 @@ def _allowed(name: str, value: Any) -> ToolChoice:
 
 def _function_name(name: str, value: Any) -> str:
     function = value.get("function", value) if isinstance(value, Mapping) else None
-    found = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(found, str) or not found:
+    named = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(named, str) or not named:
         raise invalid(name, f"must name a function, got {show(value)}")
-    return found
+    return named

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import check_unicode, invalid, show
+from batchgen.request.checks import check_unicode, error_at, invalid, show
 from batchgen.request.completion import Dialect
 from batchgen.request.fields.field import Place
 
@@ -77,18 +77,18 @@ def endpoint_of(line: Mapping[str, Any]) -> tuple[Endpoint, str | None]:
 
 def _by_body(body: Any) -> Endpoint:
     names = ("messages", "prompt", "input") if isinstance(body, Mapping) else ()
-    found = [name for name in names if body.get(name) is not None]
-    if found == ["input"]:
+    sources = [name for name in names if body.get(name) is not None]
+    if sources == ["input"]:
         problem = "`body` has `input`, which belongs to endpoints that this version does not run; "
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, problem + f"{_supported('and')} run", "input")
-    return COMPLETIONS if found == ["prompt"] else CHAT
+    return COMPLETIONS if sources == ["prompt"] else CHAT
 
 
 def _refused(url: str, segments: list[str]) -> RowError:
     ends = ("/".join(segments[-1:]), "/".join(segments[-2:]))
     if any(end in _KNOWN for end in ends):
-        message = f"`url` is {show(url)}, which this version does not run; {_supported('and')} run"
-        return RowError(ErrorCode.UNSUPPORTED_FIELD, message, "url")
+        problem = f"is {show(url)}, which this version does not run; {_supported('and')} run"
+        return error_at(ErrorCode.UNSUPPORTED_FIELD, "url", problem)
     return invalid("url", f"must be {_supported('or')}, got {show(url)}")
 
 

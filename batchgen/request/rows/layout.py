@@ -1,4 +1,4 @@
-"""What the keys of a row mean: derived once from their names, since most rows of a job have the same keys."""
+"""Meaning of the keys of a row, derived once from their names, since most rows of a job have the same keys."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ _CONTAINERS: dict[Kind, tuple[str, ...]] = {
     "chat": ("prompt",),
 }
 """Keys that are not fields by kind."""
-_OPTIONS = (frozenset(item.name for item in SAMPLING_FIELDS) - {"seed"}) | {
-    *CONSTRAINTS,
-    "logprobs",
-    "top_logprobs",
-    "model",
-}
+_OPTIONS = {item.name for item in SAMPLING_FIELDS} - {"seed"} | {*CONSTRAINTS, "logprobs", "top_logprobs", "model"}
 """Fields of a row that determine its parameter set. The seed is separate: rows with different seeds share one."""
 CHAT_FIELDS = (
     *("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
@@ -46,7 +41,7 @@ _PLAIN_MARSHAL = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What the keys of a mapping with fields are, derived from their names."""
+    """Fields and other keys of a mapping, derived from their names."""
 
     place: Place
     fields: tuple[tuple[str, Field | None], ...]
@@ -87,7 +82,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         entries,
         others=tuple(entry for entry in entries if entry[0] not in options),
         names=tuple(options),
-        options=itemgetter(*options) if options else _no_values,
+        options=itemgetter(*options) if options else lambda source: None,
         containers=tuple(name for name in names if name in _CONTAINERS[kind]),
         sources=tuple(name for name in SOURCES if any(field.name == name for field in known)),
         scoring=tuple(key for key, field in entries if field is not None and field.name in _SCORING),
@@ -101,14 +96,10 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
     )
 
 
-def _no_values(source: Mapping[str, Any]) -> None:
-    return None
-
-
 def params_key(
     layout: Layout, source: Mapping[str, Any], inner: Layout | None = None, nested: Any = None
 ) -> Hashable | None:
-    """What determines the parameter set of a row in a run; None for values that are not plain JSON.
+    """Key of a row's parameter set in a run; None for values that are not plain JSON.
 
     Types are part of it, because `logprobs: true` and `logprobs: 1` are equal in Python but differ in meaning. The
     layouts are not: with their unknown keys, which may be long, they would live as long as the cached set.

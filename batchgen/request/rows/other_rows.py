@@ -40,7 +40,11 @@ def _holds(value: Any, *keys: str) -> bool:
 
 def _list_of(value: Any, *keys: str) -> bool:
     """Whether a value is a list whose first item is an object with these keys."""
-    return isinstance(value, list | tuple) and bool(value) and _holds(value[0], *keys)
+    return _is_list(value) and _holds(value[0], *keys)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value)
 
 
 FORMATS = (
@@ -107,14 +111,12 @@ def missing_prompt(row: Row, fields: Sequence[str], column: str | None) -> RowEr
             there = fields_there([*row, *fields], column)
             message = f"the row has no field `{_shown(column)}`, which --prompt-column names; {there}"
         return RowError(ErrorCode.MISSING_PROMPT, message, column)
-    found = next((known for known in FORMATS if known.matches(row)), None)
-    if found is not None:
-        message = (
-            f"the row has no prompt; it looks like {found.name}: {found.remedy}; see `batchgen help other-systems`"
-        )
+    known = next((known for known in FORMATS if known.matches(row)), None)
+    if known is None:
+        remedy = _remedy(row, fields)
     else:
-        message = f"the row has no prompt; {_remedy(row, fields)}"
-    return RowError(ErrorCode.MISSING_PROMPT, message)
+        remedy = f"it looks like {known.name}: {known.remedy}; see `batchgen help other-systems`"
+    return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; {remedy}")
 
 
 def _remedy(row: Row, fields: Sequence[str]) -> str:
@@ -132,18 +134,14 @@ def _remedy(row: Row, fields: Sequence[str]) -> str:
 def _likely_prompt(row: Row) -> str | None:
     """The key that most likely holds the prompt: messages, a usual name, or the only text."""
     messages = [key for key, value in row.items() if _list_of(value, "role", "content")]
-    texts = [key for key, value in row.items() if isinstance(value, str) or _is_list_of_texts(value)]
+    texts = [key for key, value in row.items() if isinstance(value[0] if _is_list(value) else value, str)]
     usual = [name for name in _COLUMNS if name in texts]
-    found = messages or usual or (texts if len(texts) == 1 else [])
-    return found[0] if found else None
-
-
-def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], str)
+    likely = messages or usual or (texts if len(texts) == 1 else [])
+    return likely[0] if likely else None
 
 
 def fields_there(names: Sequence[str], wanted: str = "") -> str:
-    """What a row or a file has, as part of a message: `it has `a`, `b`; did you mean `b`?` for a `wanted` name."""
+    """Fields of a row or a file, as part of a message: `it has `a`, `b`; did you mean `b`?` for a `wanted` name."""
     if not names:
         return "it has no fields"
     more = len(names) - _SHOWN_FIELDS

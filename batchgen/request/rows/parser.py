@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import invalid, json_type, mapping
+from batchgen.request.checks import error_at, invalid, json_type, mapping
 from batchgen.request.fields.declared import CONSTRAINTS, SOURCES
 from batchgen.request.fields.media import MediaMessages
 from batchgen.request.fields.params import SamplingParams
@@ -104,21 +104,19 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults, displaced: Mapp
     if layout.unsupported:
         row.reject_unsupported(layout)
     if new is not None:
-        params = defaults.share(key, _scoring_params(new) if texts else new)
+        if texts:  # only the adapter counts
+            new = SamplingParams(max_new_tokens=0, temperature=0.0, lora_path=new.lora_path)
+        params = defaults.share(key, new)
     assert params is not None
     if layout.suspects or row.extra or displaced:
         defaults.carried_options.add(layout.suspects, value, {**displaced, **row.extra})
-    given = row.values
-    name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
-    return ParsedRow(row_index, name, prompts, params, row.extra, "native", texts, given.get("seed", defaults.seed))
+    values = row.values
+    name = values["id"] if "id" in values else f"row-{row_index}"  # noqa: SIM401 most rows need no text
+    return ParsedRow(row_index, name, prompts, params, row.extra, "native", texts, values.get("seed", defaults.seed))
 
 
 def _completions_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
-    """The row's texts to score; empty for a row that generates.
-
-    Raises:
-        RowError: `invalid_field` if the row has both fields, or a field that has no effect on scoring.
-    """
+    """The row's texts to score, with no field that has no effect on them; empty for a row that generates."""
     if not row.is_scoring:
         return ()
     if "completions" in row.values and "completion" in row.values:
@@ -127,13 +125,8 @@ def _completions_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
     for name, spelled in row.spelled.items():
         if name in _DEFAULTS and name not in _SCORING_FIELDS and not _is_default(name, row.values[name]):
             raise invalid(spelled, f"has no effect with `{source}`, which is scored without sampling; remove it")
-    found: Any = row.values[source]
-    return found if source == "completions" else (found,)
-
-
-def _scoring_params(params: SamplingParams) -> SamplingParams:
-    """Parameter set of a scoring row: only the adapter of `params` is kept."""
-    return SamplingParams(max_new_tokens=0, temperature=0.0, lora_path=params.lora_path)
+    texts: Any = row.values[source]
+    return texts if source == "completions" else (texts,)
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -145,19 +138,18 @@ def _is_default(name: str, value: Any) -> bool:
 
 def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: Mapping[str, Any]) -> tuple[Prompt, ...]:
     """The row's prompts, as conversations if the run or the row uses chat."""
-    found: Sequence[str] = layout.sources
-    if len(found) != 1 or found[0] not in row.values:  # null is absent
-        found = [name for name in found if name in row.values]
-        if not found:
+    sources: Sequence[str] = layout.sources
+    if len(sources) != 1 or sources[0] not in row.values:  # null is absent
+        sources = [name for name in sources if name in row.values]
+        if not sources:
             others = [key for key, field in layout.fields if field is not None and field.name not in SOURCES]
             raise missing_prompt({**displaced, **row.extra}, others, defaults.prompt_column)
-        if len(found) != 1:
-            raise row.prompt_error(found, "`text`, `input_ids`, `input_embeds` or `messages`")
-    source = found[0]
+        if len(sources) != 1:
+            raise row.prompt_error(sources, "`text`, `input_ids`, `input_embeds` or `messages`")
+    source = sources[0]
     values = row.values[source]
     if not values or (source == "input_ids" and () in values):
-        spelled = row.spelled[source]
-        raise RowError(ErrorCode.EMPTY_PROMPT, f"`{spelled}` is empty; give at least one prompt", spelled)
+        raise error_at(ErrorCode.EMPTY_PROMPT, row.spelled[source], "is empty; give at least one prompt")
     _check_count(row, source, len(values))
     if source == "messages":
         return (chat_prompt(row, layout, values, defaults),)
@@ -173,11 +165,7 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: M
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:
-    """A container of fields, which must be an object.
-
-    Raises:
-        RowError: `invalid_field`.
-    """
+    """A container of fields; `invalid_field` unless it is an object."""
     try:
         return mapping(name, value)
     except RowError as error:
@@ -190,10 +178,8 @@ def _check_count(row: RowValues, source: str, prompts: int) -> None:
         problem = f"has {prompts} prompts; a row may have {MAX_ROW_PROMPTS}: give them in several rows"
         raise invalid(row.spelled[source], problem)
     if texts is not None and (pairs := prompts * len(texts)) > MAX_ROW_PROMPTS:
-        problem = (
-            f"and the row's prompts make {pairs} pairs; a row may have {MAX_ROW_PROMPTS}: give them in several rows"
-        )
-        raise invalid("completions", problem)
+        problem = f"make {pairs} pairs; a row may have {MAX_ROW_PROMPTS}: give them in several rows"
+        raise invalid("completions", f"and the row's prompts {problem}")
 
 
 def is_openai_line(value: Mapping[str, Any]) -> bool:
@@ -213,11 +199,7 @@ def is_openai_line(value: Mapping[str, Any]) -> bool:
 def _parse_openai_line(
     value: Mapping[str, Any], row_index: int, defaults: RowDefaults, displaced: Mapping[str, Any]
 ) -> ParsedRow:
-    """Parse one batch line. `user`, `metadata` and similar fields are carried to the output under `body`.
-
-    Raises:
-        RowError: as for native rows, and for a `method` or `url` that cannot be run.
-    """
+    """Parse one batch line. `user`, `metadata` and similar fields are carried to the output under `body`."""
     endpoint, deployment = endpoint_of(value)
     if deployment is not None and not defaults.names.split(deployment)[0]:
         raise defaults.names.refusal(deployment, "url")
@@ -244,10 +226,10 @@ def _parse_openai_line(
         row.reject_unsupported(layout)
     if envelope.suspects or row.extra or displaced:
         defaults.carried_options.add(envelope.suspects, value, {**displaced, **row.extra})
-    given = row.values
-    name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
+    values = row.values
+    name = values["id"] if "id" in values else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(
-        row_index, name, prompts, params, row.carried(layout), endpoint.dialect, (), given.get("seed", defaults.seed)
+        row_index, name, prompts, params, row.carried(layout), endpoint.dialect, (), values.get("seed", defaults.seed)
     )
 
 
@@ -266,14 +248,14 @@ def _body_prompts(row: RowValues, layout: Layout, body: Mapping[str, Any], defau
     needed, other = ("messages", "prompt") if layout.place == "chat" else ("prompt", "messages")
     if needed not in row.values or (layout.containers and body[other] is not None):
         raise _source_error(row, [name for name in ("prompt", "messages") if body.get(name) is not None], needed)
-    found = row.values[needed]
-    if not found or () in found:
+    prompts = row.values[needed]
+    if not prompts or () in prompts:
         what = "at least one message" if needed == "messages" else "text or token ids"
-        raise RowError(ErrorCode.EMPTY_PROMPT, f"`{needed}` is empty; give {what}", needed)
+        raise error_at(ErrorCode.EMPTY_PROMPT, needed, f"is empty; give {what}")
     if needed == "messages":
-        return (chat_prompt(row, layout, found, defaults),)
-    _check_count(row, "prompt", len(found))
-    return tuple([TextPrompt(item) if type(item) is str else TokenPrompt(item) for item in found])
+        return (chat_prompt(row, layout, prompts, defaults),)
+    _check_count(row, "prompt", len(prompts))
+    return tuple([TextPrompt(item) if type(item) is str else TokenPrompt(item) for item in prompts])
 
 
 def _source_error(row: RowValues, sources: list[str], needed: str) -> RowError:

@@ -16,10 +16,10 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 class UnreadableRow(RowError):
     """A row that cannot be read as a whole."""
 
-    def __init__(self, error: RowError, found: Mapping[str, Any]) -> None:
-        """`found`: the fields that can be read."""
-        super().__init__(error.info.code, error.info.message, error.info.param)
-        self.found = found
+    def __init__(self, error: ErrorInfo, readable: Mapping[str, Any]) -> None:
+        """`readable`: the fields that can be read."""
+        super().__init__(error.code, error.message, error.param)
+        self.readable = readable
 
 
 class RawRow(NamedTuple):
@@ -37,8 +37,8 @@ class RawRow(NamedTuple):
     """Fields replaced by a named prompt or id column; they are carried as data and not parsed."""
     id: str | None = None
     """The id of a row that cannot be read, if that can be."""
-    found: Mapping[str, Any] = _EMPTY
-    """The fields of a row that cannot be read which could be: its id is taken from them, and carried fields."""
+    readable: Mapping[str, Any] = _EMPTY
+    """Of a row that cannot be read as a whole: the fields that can be, among them its id and carried fields."""
     unit: Literal["line", "row"] = "line"
     """What `line` counts, for messages."""
 
@@ -55,9 +55,14 @@ class RawRow(NamedTuple):
     def _place(self) -> str:
         return f"{self.source}, {self.unit} {self.line}: "
 
-    def with_found(self, found: Mapping[str, Any]) -> RawRow:
-        """The failed row with what could be read of it."""
-        return self._replace(found=found, id=given_id(found))
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The row's fields, as far as they can be read."""
+        return self.readable if self.value is None else self.value
+
+    def with_readable(self, fields: Mapping[str, Any]) -> RawRow:
+        """The failed row with the fields that can be read."""
+        return self._replace(readable=fields, id=given_id(fields))
 
     def locate(self, error: ErrorInfo) -> ErrorInfo:
         """The error with the row's file and line in front of its message, unless the reader has named them."""

@@ -11,7 +11,7 @@ from typing import Any
 from batchgen.errors import RowError
 from batchgen.request.fields import field_checks
 from batchgen.request.fields.declared import ID_NAMES
-from batchgen.request.foreign_text import ForeignTextError, read_json
+from batchgen.request.foreign_text import ForeignTextError, has_surrogate, read_json
 
 _MAX_BYTES = 1 << 20
 """Longest line that is read again."""
@@ -21,15 +21,15 @@ _FIRST_KEY = re.compile(rf'\s*\{{\s*"({"|".join(ID_NAMES)})"\s*:\s*("(?:[^"\\]|\
 
 def row_id(value: Any, row_index: int) -> str:
     """Id of an output row, also for an invalid input row: the row's id if valid, otherwise `row-<index>`."""
-    found = given_id(value) if isinstance(value, Mapping) else None
-    return f"row-{row_index}" if found is None else found
+    own = given_id(value) if isinstance(value, Mapping) else None
+    return f"row-{row_index}" if own is None else own
 
 
 def given_id(row: Mapping[str, Any]) -> str | None:
     """The id that a valid or invalid row gives; None if it has no valid one, or two."""
     with suppress(RowError):
-        found = {field_checks.row_id(name, row[name]) for name in ID_NAMES if row.get(name) is not None}
-        if len(found) == 1 and not _has_surrogate(text := found.pop()):
+        ids = {field_checks.row_id(name, row[name]) for name in ID_NAMES if row.get(name) is not None}
+        if len(ids) == 1 and ((text := ids.pop()).isascii() or not has_surrogate(text)):
             return text
     return None
 
@@ -45,19 +45,9 @@ def readable_id(line: bytes) -> str | None:
     text = line.decode(errors="surrogateescape")
     try:
         value = json.loads(text, object_pairs_hook=_Pairs)
-        found = [pair for pair in value if pair[0] in ID_NAMES] if type(value) is _Pairs else []
+        pairs = [pair for pair in value if pair[0] in ID_NAMES] if type(value) is _Pairs else []
     except (ValueError, RecursionError):  # whatever is wrong with it: only its id is looked for
-        start = _FIRST_KEY.match(text)
-        found = [(start[1], _value(start[2]))] if start else []
-    return given_id(dict(found)) if len(found) == 1 else None
-
-
-def _value(text: str) -> Any:
-    try:
-        return read_json(text)
-    except ForeignTextError:
-        return None
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text) if not text.isascii() else False
+        start, pairs = _FIRST_KEY.match(text), []
+        with suppress(ForeignTextError):
+            pairs = [(start[1], read_json(start[2]))] if start else []
+    return given_id(dict(pairs)) if len(pairs) == 1 else None

@@ -1,4 +1,4 @@
-"""What the values of a line or cell of JSON will take in memory, estimated from its bytes before it is parsed.
+"""Memory of the values of a line or cell of JSON, estimated from its bytes before it is parsed.
 
 Three bytes of text such as `[],` become a hundred bytes of values, and one character outside the basic plane makes all
 others of its string four times as wide. Lines whose values would take more than `ROW_MEMORY` are refused.
@@ -56,8 +56,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     Raises:
         RowError: see both.
     """
-    if len(line) * _PER_BYTE > ROW_MEMORY:
-        check_memory(line)
+    check_memory(line)
     return parse_json_object(line)
 
 

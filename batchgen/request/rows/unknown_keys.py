@@ -1,4 +1,4 @@
-"""What an unknown key most likely means: an option of another system, a misspelt field, or a column of the user's.
+"""Most likely meaning of an unknown key: an option of another system, a misspelt field, or a column of the user's.
 
 Hints come from the table of other systems' names first and from the spelling second.
 """
@@ -88,19 +88,19 @@ def suspects(names: tuple[Any, ...]) -> tuple[str, ...]:
     unknown = set(names) - _KNOWN - _ordinary
     if not unknown:
         return ()
-    found = []
+    asking = []
     for key in [name for name in names if name in unknown and type(name) is str]:
         if carried_hint(key) is not None:
-            found.append(key)
+            asking.append(key)
         elif len(key) <= _LONGEST:
             if len(_ordinary) >= 2 * _MAX_NAMES:
                 _ordinary.clear()
             _ordinary.add(key)
-    return tuple(found)
+    return tuple(asking)
 
 
 def carried_hint(key: str) -> str | None:
-    """What a key at the top level of a native row is probably meant to be; None for a column of the user's."""
+    """Probable meaning of a key at the top level of a native row; None for a column of the user's."""
     return _carried_hint(key) if len(key) <= _LONGEST else None
 
 
@@ -133,8 +133,8 @@ def close_name(key: str, names: Iterable[str]) -> str | None:
         and abs(len(name) - len(written)) <= _MAX_DIFFERENCE
         and len(letters.symmetric_difference(name)) <= 2 * _MAX_DIFFERENCE
     ]
-    found = difflib.get_close_matches(written, alike, n=1, cutoff=_CLOSENESS) if alike else []
-    return found[0] if found else None
+    closest = difflib.get_close_matches(written, alike, n=1, cutoff=_CLOSENESS) if alike else []
+    return closest[0] if closest else None
 
 
 class CarriedOptions:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError, UsageError
-from batchgen.request.checks import check_unicode, invalid, show
+from batchgen.request.checks import check_unicode, error_at, invalid, show
 from batchgen.request.fields.declared import CONSTRAINTS, Place
 from batchgen.request.fields.field_checks import DTYPE_PATTERNS
 from batchgen.request.fields.params import PARAMETERS, SamplingParams
@@ -96,14 +96,14 @@ class RowDefaults:
     def layout(self, kind: Kind, source: Mapping[str, Any]) -> Layout:
         """The layout of a mapping's keys; the layouts of common rows are cached."""
         key = (kind, tuple(source))
-        found = self._layouts.get(key)
-        if found is None:
-            found = new_layout(kind, key[1])
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = new_layout(kind, key[1])
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             if sum(map(len, map(str, source))) <= _MAX_NAME_CHARS:
-                self._layouts[key] = found
-        return found
+                self._layouts[key] = layout
+        return layout
 
     def share(self, key: Hashable | None, params: SamplingParams) -> SamplingParams:
         """The shared set that equals `params`, found by `cached_params` under `key` from now on."""
@@ -149,14 +149,16 @@ class RowValues:
                     check_unicode(value, key)
                 name = known.name
                 if name in spelled:
-                    raise self._given_twice(name, key)
+                    other = spelled[name]
+                    flat = "twice (flat and in `sampling_params`)"
+                    where = flat if other == key else f"together with its alias `{other}`"
+                    raise invalid(key, f"is given {where}; keep one of them")
                 spelled[name] = key
                 try:
                     values[name] = known.check(key, value)
                 except RowError as error:
-                    column = (
-                        f", or run with --prompt-column {key}" if key == "messages" and layout.place == "row" else ""
-                    )
+                    is_native = key == "messages" and layout.place == "row"
+                    column = f", or run with --prompt-column {key}" if is_native else ""
                     raise text_remedy(error, known.check, key, value, column) from None
 
     def carry(self, layout: Layout, source: Mapping[str, Any]) -> None:
@@ -167,7 +169,7 @@ class RowValues:
                     self.collect(replace(layout, fields=(entry,)), source)
 
     def carried(self, layout: Layout) -> dict[str, Any]:
-        """What the row carries to the output: unknown fields, and the carried fields of a `layout` of a body."""
+        """Fields that the row carries to the output: unknown ones, and the carried fields of a `layout` of a body."""
         body = {self.spelled[name]: self.values[name] for name in layout.carried if name in self.values}
         return {**self.extra, "body": body} if body else self.extra
 
@@ -183,11 +185,6 @@ class RowValues:
         elif value is not None:
             raise unknown_field(key, place)
 
-    def _given_twice(self, name: str, key: str) -> RowError:
-        other = self.spelled[name]
-        where = "twice (flat and in `sampling_params`)" if other == key else f"together with its alias `{other}`"
-        return invalid(key, f"is given {where}; keep one of them")
-
     def reject_unsupported(self, layout: Layout) -> None:
         """Refuse the first unsupported field whose value requests something.
 
@@ -195,10 +192,9 @@ class RowValues:
             RowError: `unsupported_field`.
         """
         for known in layout.unsupported:
-            if known.name in self.values and not known.requests_nothing(self.values[known.name], self.values):
-                spelled = self.spelled[known.name]
-                message = f"`{spelled}` is not supported by this version; {known.remedy}"
-                raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, spelled)
+            if known.name in self.values and not known.requests_nothing(self.values[known.name]):
+                problem = f"is not supported by this version; {known.remedy}"
+                raise error_at(ErrorCode.UNSUPPORTED_FIELD, self.spelled[known.name], problem)
 
     def imply(self, name: str, value: Any, reason: str) -> None:
         """Set the field `name` as a consequence of the field `reason`, unless the row sets it."""
@@ -221,14 +217,13 @@ class RowValues:
         if not is_known:
             raise defaults.names.refusal(model or "", adapters=defaults.adapters)
         if adapter_of_model is not None and adapter != adapter_of_model:
-            raise invalid(
-                "lora_path", f"is {show(adapter)}, but `model` names the adapter {show(adapter_of_model)}; keep one"
-            )
+            problem = f"is {show(adapter)}, but `model` names the adapter {show(adapter_of_model)}; keep one"
+            raise invalid("lora_path", problem)
         if adapter is not None and adapter not in defaults.adapters:
             field = "model" if adapter_of_model is not None else self.spelled.get("lora_path", "lora_path")
             known = ", ".join(sorted(defaults.adapters)) or "none"
-            message = f"`{field}` names the adapter {show(adapter)}, but the adapters of this run are: {known}"
-            raise RowError(ErrorCode.UNKNOWN_ADAPTER, f"{message}; add it with --lora NAME=PATH", field)
+            problem = f"names the adapter {show(adapter)}, but the adapters of this run are: {known}"
+            raise error_at(ErrorCode.UNKNOWN_ADAPTER, field, f"{problem}; add it with --lora NAME=PATH")
 
     def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         """The row's parameter set, without its seed, merged with all defaults; `endpoint` has those of its endpoint.
@@ -254,30 +249,28 @@ class RowValues:
             params = SamplingParams(**merged)
         except RowError as error:
             raise self._respelled(error) from None
-        self._check_processor(params.custom_logit_processor, defaults.processors)
+        processor = params.custom_logit_processor
+        if processor is not None and processor not in defaults.processors:
+            available = ", ".join(sorted(defaults.processors)) or "none"
+            problem = f"names {show(processor)}, but the processors of this run are: {available}"
+            remedy = f"add it with --logit-processor {processor[:60]}=module:function"
+            raise error_at(ErrorCode.UNKNOWN_PROCESSOR, "custom_logit_processor", f"{problem}; {remedy}")
         if params.stream and not defaults.events:
-            raise invalid(
-                "stream",
-                "needs a destination for events: `on_event` of generate() in Python, or --events PATH (- is stdout)",
-            )
+            remedy = "`on_event` of generate() in Python, or --events PATH (- is stdout)"
+            raise invalid("stream", f"needs a destination for events: {remedy}")
         return params
 
-    def _check_processor(self, name: str | None, known: frozenset[str]) -> None:
-        if name is not None and name not in known:
-            available = ", ".join(sorted(known)) or "none"
-            message = f"`custom_logit_processor` names {show(name)}, but the processors of this run are: {available}"
-            remedy = f"add it with --logit-processor {name[:60]}=module:function"
-            raise RowError(ErrorCode.UNKNOWN_PROCESSOR, f"{message}; {remedy}", "custom_logit_processor")
-
     def _merge_logprobs(self, merged: dict[str, Any]) -> None:
-        """Translate OpenAI's `logprobs` and `top_logprobs`, and refuse a number of alternatives without logprobs."""
+        """Translate OpenAI's `logprobs` and `top_logprobs`.
+
+        Without logprobs, the row's fields that depend on them are refused and the run-wide ones dropped.
+        """
         logprobs, top = self.values.get("logprobs"), self.values.get("top_logprobs")
         native = [self.spelled[name] for name in ("return_logprob", "top_logprobs_num") if name in self.spelled]
         openai = [name for name in ("logprobs", "top_logprobs") if name in self.spelled]
         if native and openai:
-            raise invalid(
-                openai[0], f"is given together with `{native[0]}`, which has the same meaning; keep one of them"
-            )
+            problem = f"is given together with `{native[0]}`, which has the same meaning; keep one of them"
+            raise invalid(openai[0], problem)
         if type(logprobs) is int:
             if top is not None:
                 raise invalid("top_logprobs", "is given together with a number in `logprobs`; keep one of them")
@@ -291,37 +284,33 @@ class RowValues:
             if dependent:
                 needed = "logprobs" if dependent == "top_logprobs" else "return_logprob"
                 raise invalid(dependent, f"needs `{needed}: true`")
-            self._drop_logprob_fields(merged)
-
-    def _drop_logprob_fields(self, merged: dict[str, Any]) -> None:
-        """Without logprobs, refuse the row's logprob fields and drop the run-wide ones."""
-        for name, no_op in _LOGPROB_FIELDS:
-            if self.values.get(name, no_op) != no_op:
-                raise invalid(self.spelled[name], "needs `return_logprob: true`")
-            merged[name] = no_op
-        merged["top_logprobs_num"] = 0
+            for name, no_op in _LOGPROB_FIELDS:
+                if self.values.get(name, no_op) != no_op:
+                    raise invalid(self.spelled[name], "needs `return_logprob: true`")
+                merged[name] = no_op
+            merged["top_logprobs_num"] = 0
 
     def _merge_constraint(self, merged: dict[str, Any]) -> None:
         """Check that the row has one constraint at most, replace a run-wide one by it, translate `response_format`."""
-        given = [name for name in CONSTRAINTS if self.values.get(name, False) is not False]
+        constraints = [name for name in CONSTRAINTS if self.values.get(name, False) is not False]
         response_format = self.values.get("response_format")
-        if len(given) > 1 and response_format is not None and response_format["type"] == "text":
-            given.remove("response_format")
-        if len(given) > 1:
-            first, second = (self.spelled[name] for name in given[:2])
+        if len(constraints) > 1 and response_format is not None and response_format["type"] == "text":
+            constraints.remove("response_format")
+        if len(constraints) > 1:
+            first, second = (self.spelled[name] for name in constraints[:2])
             raise invalid(second, f"cannot be combined with `{first}`: a row has one constraint")
-        if not given:
+        if not constraints:
             return
         for name in CONSTRAINTS:
-            if name not in given:
+            if name not in constraints:
                 merged.pop(name, None)
-        if given == ["response_format"] and response_format is not None:
+        if constraints == ["response_format"] and response_format is not None:
             merged.update(_from_response_format(response_format))
-        elif given == ["dtype"]:
+        elif constraints == ["dtype"]:
             merged["regex"] = DTYPE_PATTERNS[self.values["dtype"]]
-        elif given == ["structured_outputs"]:
+        elif constraints == ["structured_outputs"]:
             merged.update(self.values["structured_outputs"])
-        elif given == ["guided_json_object"]:
+        elif constraints == ["guided_json_object"]:
             merged["json_schema"] = {"type": "object"}
 
     def _respelled(self, error: RowError) -> RowError:
@@ -343,12 +332,14 @@ class RowValues:
         if unused is not None:
             raise invalid(unused, f"needs `messages`; it has no effect on a prompt in `{prompt}`, remove it")
 
-    def prompt_error(self, found: Sequence[str], needed: str) -> RowError:
+    def prompt_error(self, sources: Sequence[str], needed: str) -> RowError:
         """Error for a row with no prompt field or several, listed in `found`."""
-        if not found:
+        if not sources:
             return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
-        names = " and ".join(f"`{self.spelled.get(name, name)}`" for name in found)
-        return RowError(ErrorCode.AMBIGUOUS_PROMPT, f"the row has several prompts, {names}; keep one of them", found[1])
+        names = " and ".join(f"`{self.spelled.get(name, name)}`" for name in sources)
+        return RowError(
+            ErrorCode.AMBIGUOUS_PROMPT, f"the row has several prompts, {names}; keep one of them", sources[1]
+        )
 
 
 def _from_response_format(response_format: Mapping[str, Any]) -> dict[str, Any]:
@@ -399,22 +390,17 @@ def chat_prompt(
 
 
 def _template_variables(row: RowValues, layout: Layout, defaults: RowDefaults) -> Mapping[str, Any]:
-    """The row's variables for the chat template, with the fields of a body that are such variables.
-
-    Raises:
-        RowError: `unsupported_field` for a field that the template does not read and whose value requests something,
-            `invalid_field` for a variable that is given twice.
-    """
-    found: dict[str, Any] = dict(row.values.get("chat_template_kwargs", {}))
+    """The row's variables for the chat template; one that the template does not read, or given twice, is refused."""
+    variables: dict[str, Any] = dict(row.values.get("chat_template_kwargs", {}))
     for known in layout.to_template:
         name = known.name
         if name not in row.values:
             continue
-        if name in found:
+        if name in variables:
             raise invalid(name, "is given twice (also in `chat_template_kwargs`); keep one of them")
         if defaults.template_reads(name):
-            found[name] = row.values[name]
-        elif not (defaults.ignore_template_options or known.requests_nothing(row.values[name], row.values)):
-            message = f"`{name}` cannot reach the prompt: the model's chat template does not read it; leave it out"
-            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
-    return found
+            variables[name] = row.values[name]
+        elif not (defaults.ignore_template_options or known.requests_nothing(row.values[name])):
+            problem = "cannot reach the prompt: the model's chat template does not read it; leave it out"
+            raise error_at(ErrorCode.UNSUPPORTED_FIELD, name, problem)
+    return variables

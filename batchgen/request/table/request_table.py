@@ -128,7 +128,8 @@ class RequestTable(Columns):
         self._seed = Column("q")
         self._max_new = Column("i")
         self._score_start = Column("i")
-        self._params: list[SamplingParams] = []
+        self.params: list[SamplingParams] = []
+        """Distinct parameter sets, without seeds."""
         self._params_numbers: dict[SamplingParams, int] = {}
 
     def append(
@@ -148,8 +149,8 @@ class RequestTable(Columns):
         self._tokens.append(prompt_ids)
         params_id = self._params_numbers.get(params)
         if params_id is None:
-            params_id = self._params_numbers[params] = len(self._params)
-            self._params.append(params)
+            params_id = self._params_numbers[params] = len(self.params)
+            self.params.append(params)
         self.pack(self._row_index)
         self._end += len(prompt_ids)
         self._offsets.append(self._end)
@@ -176,7 +177,7 @@ class RequestTable(Columns):
 
     def restore_params(self, params: Sequence[SamplingParams]) -> None:
         """Complete `restore_columns` with the parameter sets of the saved table, whose token store this table has."""
-        self._params = list(params)
+        self.params = list(params)
         self._end = self._offsets[len(self)]
 
     def stored_ids(self, index: int) -> npt.NDArray[np.int32]:
@@ -235,7 +236,7 @@ class RequestTable(Columns):
             row_index=self._row_index[index],
             prompt_index=self._prompt_index[index],
             prompt_ids=self.prompt_ids(index),
-            params=self._params[self._params_id[index]],
+            params=self.params[self._params_id[index]],
             seed=self._seed[index],
             max_new_tokens=self._max_new[index],
             embeds=self.embeds_of(index) if self._embeds_id else None,
@@ -297,12 +298,7 @@ class RequestTable(Columns):
         """[N] the value of each prompt's parameter set, given those of all sets."""
         return np.array(values, dtype)[self._params_id.stored()] if values else np.zeros(0, dtype)
 
-    @property
-    def params(self) -> list[SamplingParams]:
-        """Distinct parameter sets, without seeds."""
-        return self._params
-
     def constraints(self, done: npt.NDArray[np.bool_] | None = None) -> list[Constraint]:
         """Constraints of the requests that are not `done` [N]."""
         used = np.unique(self.params_id if done is None else self.params_id[~done])
-        return [found for index in used.tolist() if (found := self._params[index].constraint) is not None]
+        return [constraint for index in used.tolist() if (constraint := self.params[index].constraint) is not None]

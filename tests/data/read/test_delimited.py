@@ -129,7 +129,7 @@ def test_a_row_with_a_broken_quote_keeps_the_cells_before_it(name: str) -> None:
     data, found = BROKEN[name]
     (row,) = read(data)
     assert row.error is not None
-    assert (row.found, row.id) == (found, found.get("id"))
+    assert (row.readable, row.id) == (found, found.get("id"))
 
 
 def test_a_row_with_a_broken_quote_keeps_its_named_id(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -191,11 +190,9 @@ def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> Non
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
-            began = time.monotonic()
             with pytest.raises(OutputError, match=rf"another run \(pid {other.pid} on ") as caught:
                 RunLock(folder, folder.with_name("results.parquet"))
             assert "results.parquet" in str(caught.value)
-            assert time.monotonic() - began < 5
         finally:
             other.send_signal(signal.SIGKILL)
     lock = RunLock(folder, folder.with_name("out"))

@@ -18,8 +18,7 @@ import torch
 
 from batchgen.bench.process import OURS, BenchEngine, EngineFailed, EngineSource, LoadSpec
 from batchgen.bench.shapes import Shape
-from batchgen.bench.workload_defs import GPU_WORKLOADS
-from batchgen.bench.workloads import BenchRow, Level, Workload
+from batchgen.bench.workloads import GPU_WORKLOADS, BenchRow, Level, Workload
 from tests.gpu.device import Gpu
 from tests.gpu.engines import PROBE, Rate, best_within, part_of, peer, rate, start
 from tests.gpu.floors import device_floor
