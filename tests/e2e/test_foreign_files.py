@@ -124,6 +124,7 @@ OWN_TEXT = {
     "data/states.py": "reads a record whose checksum was compared",
     "kernels/layouts.py": "a cache; imports nothing of ours",
     "kernels/chips.py": "a file of the package; imports nothing of ours",
+    "request/fields/other_systems.py": "a file of the package",
     "request/foreign_text.py": "the reader",
     "request/json_text.py": "the reader of rows",
     "text/calls.py": "reads a value that begins inside an output, and catches what that raises",
