@@ -26,7 +26,7 @@ from batchgen.bench.workloads import AdapterSet
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.models.checkpoint.folder import check_model_folder
-from batchgen.models.user_cache import cache_folder
+from batchgen.user_cache import cache_folder
 
 RANDOM = "random:"
 DEMO = "demo"

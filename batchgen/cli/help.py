@@ -101,7 +101,7 @@ def show_models(
 
     Example: batchgen models llava
     """
-    from batchgen.models.model_types import HEAD, model_types  # imports transformers, which is slow
+    from batchgen.models.library.model_types import HEAD, model_types  # imports transformers, which is slow
 
     types = model_types(name or "")
     if not types:

@@ -39,7 +39,7 @@ from batchgen.engine.memory.kv_budget import (
     with_windows_in,
 )
 from batchgen.engine.outputs.streaming import Emit
-from batchgen.engine.quantization import choose_numbers, describe_weights, quantize
+from batchgen.engine.quantization import QuantizationLoss, choose_numbers, describe_weights, quantize
 from batchgen.engine.row_reader import ArrowTable, python_rows
 from batchgen.engine.running import Running
 from batchgen.engine.sampling.penalty_counts import lists_bytes
@@ -52,11 +52,10 @@ from batchgen.kernels.grouped import GroupedPool
 from batchgen.kernels.linear import describe_products
 from batchgen.models.base import Model
 from batchgen.models.check import check_model
+from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
 from batchgen.models.checkpoint.overrides import Overrides
 from batchgen.models.deterministic import deterministic_model
-from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import checked_spec, load_checked
-from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
 from batchgen.plan.config import Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig

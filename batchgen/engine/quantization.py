@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine.machine import step_limits
@@ -14,11 +16,11 @@ from batchgen.errors import UsageError
 from batchgen.kernels.layouts import int8_is_faster, int8_refusal
 from batchgen.kernels.measure import ProductStep, WeightSize, device_timer, grouped_weights_pay
 from batchgen.kernels.quantization import FP8, INT4, INT8
-from batchgen.models.base import Form, Model, ModelSpec, Numbers
+from batchgen.models.base import Form, Model, ModelInput, ModelSpec, Numbers
 from batchgen.models.check import CheckedModel
+from batchgen.models.library.probe import ProbeAttention
 from batchgen.models.native.decoder import NativeModel
 from batchgen.models.native.own_integers import WeightForm, stored_sizes, weight_forms
-from batchgen.models.quantize import QuantizationLoss, quantise
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 _TEXTS: Final = (
@@ -31,12 +33,30 @@ _TEXTS: Final = (
     '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "address": {"city": "London"}}',
 )
 """Sample texts of several kinds, on which the quantisation loss is measured."""
-
-
+_RANDOM_SHAPE: Final = (4, 48)
+"""(sequences, tokens each) of random ids for the comparison."""
+_MAX_TOKENS: Final = 128
+"""Maximum number of tokens of a text for the comparison."""
 _DECODE_STEPS: Final = 16.0
 """Steps of a job that only decode, for each of its steps that is full of prompts: outputs of some hundred tokens."""
 _FITS: Final = 0.9
 """Share of a GPU's free memory that weights may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationLoss:
+    """Difference of the next-token distributions of the full and the quantized model."""
+
+    divergence: float
+    """Kullback-Leibler divergence of the quantized from the full model, in nats, averaged over positions."""
+    agreement: float
+    """Fraction of positions with the same most likely token."""
+    positions: int
+    """Number of positions compared."""
+
+    def __str__(self) -> str:
+        same = f"the same likeliest token at {self.agreement:.1%} of {self.positions} positions"
+        return f"{self.divergence:.2g} nats from the full weights' distributions, {same}"
 
 
 def choose_numbers(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) -> Numbers:
@@ -120,10 +140,45 @@ def quantize(model: Model, config: EngineConfig, tokenizer: Tokenizer) -> Quanti
         UsageError: the loss is too large.
     """
     assert isinstance(model, NativeModel)
-    loss = quantise(model, tokenizer.encode(_TEXTS))
+    loss = quantize_in_place(model, tokenizer.encode(_TEXTS))
     if not loss.divergence <= config.quantization_bound:
         raise UsageError(
             f"`--quantization {config.quantization}` changes this model too much: {loss}, but "
             f"`--quantization-bound` is {config.quantization_bound:g} nats; leave the option out or raise the bound"
         )
     return loss
+
+
+def quantize_in_place(model: NativeModel, texts: Sequence[Sequence[int]]) -> QuantizationLoss:
+    """Quantize a model's linear layers and head to int8, in place.
+
+    Peak memory is the weights, a second copy of one layer, and the log-probabilities of the compared positions.
+
+    Args:
+        model: the full model, on a CPU.
+        texts: token ids of texts to compare, in addition to some random ids.
+
+    Returns:
+        The difference to the full model.
+    """
+    vocab, longest = model.spec.vocab_size, min(_MAX_TOKENS, model.spec.context_length)
+    generator = torch.Generator().manual_seed(0)
+    count, length = _RANDOM_SHAPE
+    random_ids = torch.randint(vocab, (count, min(length, longest)), generator=generator)
+    known = ([token for token in ids[:longest] if token < vocab] for ids in texts)  # a tokenizer may have more
+    sequences = [*random_ids, *(torch.tensor(ids) for ids in known if ids)]
+    full = [_log_probs(model, ids) for ids in sequences]
+    model.quantise()
+    divergence = agreement = positions = 0.0
+    for ids, expected in zip(sequences, full, strict=True):
+        got = _log_probs(model, ids)
+        divergence += float((expected.exp() * (expected - got)).sum())
+        agreement += float((got.argmax(-1) == expected.argmax(-1)).sum())
+        positions += len(ids)
+    return QuantizationLoss(divergence / positions, agreement / positions, int(positions))
+
+
+def _log_probs(model: NativeModel, ids: Tensor) -> Tensor:
+    """[T] -> [T, V] float32."""
+    states = model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention()))
+    return model.logits(states).float().log_softmax(-1)

@@ -8,7 +8,7 @@ from statistics import NormalDist
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.gguf.families import gguf_family
+from batchgen.gguf.family import gguf_family
 from batchgen.gguf.header import GgufHeader
 from batchgen.gguf.metadata import Metadata, decimal
 
@@ -131,8 +131,8 @@ def _dtype(header: GgufHeader) -> str:
 def _token_ids(header: GgufHeader, vocab: int) -> dict[str, Any]:
     """Special ids of the configuration: only those that the vocabulary has."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {name: header.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: value if type(value) is int and 0 <= value < vocab else None for name, value in found.items()}
+    ids = {name: header.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: value if type(value) is int and 0 <= value < vocab else None for name, value in ids.items()}
 
 
 def _gemma2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,44 +187,44 @@ def _latent(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of the heads of multi-head latent attention, and rope settings."""
     form = "_mla" if read.value("attention.key_length_mla") is not None else ""
     rotated, rope = config["head_dim"], dict(config["rope_parameters"])
-    found = {
+    settings = {
         "q_lora_rank": config.get("q_lora_rank"),
         "qk_rope_head_dim": rotated,
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": read.integer(f"attention.key_length{form}") - rotated,
         "v_head_dim": read.integer(f"attention.value_length{form}"),
     }
-    if found["qk_nope_head_dim"] < 1:
+    if settings["qk_nope_head_dim"] < 1:
         raise read.wrong(f"attention.key_length{form}", f"more than rope.dimension_count ({rotated})")
     if (multiplier := read.value("rope.scaling.yarn_log_multiplier")) is not None and rope["rope_type"] == "yarn":
         scale = decimal(10.0 * read.number("rope.scaling.yarn_log_multiplier", multiplier))
-        found["rope_parameters"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
-    return found
+        settings["rope_parameters"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
+    return settings
 
 
 def _deepseek(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which of two generations it is: one scores experts by softmax, the other by sigmoid."""
-    found = _latent(read, config)
+    """Settings of one of two generations: one scores experts by softmax, the other by sigmoid."""
+    settings = _latent(read, config)
     scoring = read.value("expert_gating_func")
     if scoring is None and any(".exp_probs_b." in name for name in read.header.tensors):
         scoring = _SIGMOID  # GLM-4.7-Flash does not state it; only this generation corrects scores
     if scoring != _SIGMOID:
         groups = read.integer("expert_group_count") if "n_group" in config else 1
         method = "group_limited_greedy" if groups > 1 else "greedy"
-        found |= {"model_type": "deepseek_v2", "topk_method": method}
-    return found
+        settings |= {"model_type": "deepseek_v2", "topk_method": method}
+    return settings
 
 
 def _mistral4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Files need not state the scale of queries, which all models have."""
-    found = _latent(read, config)
-    size = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
+    settings = _latent(read, config)
+    size = settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
     rope = {
-        **config["rope_parameters"], **found.get("rope_parameters", {}),
-        "partial_rotary_factor": found["qk_rope_head_dim"] / size,
+        **config["rope_parameters"], **settings.get("rope_parameters", {}),
+        "partial_rotary_factor": settings["qk_rope_head_dim"] / size,
         "llama_4_scaling_beta": read.number("attention.temperature_scale", 0.1),
     }  # fmt: skip
-    return {**found, "head_dim": size, "rope_parameters": rope}
+    return {**settings, "head_dim": size, "rope_parameters": rope}
 
 
 def _exaone4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,10 +273,10 @@ def _mistral3(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         rope |= {"mscale": scale, "mscale_all_dim": scale}
     beta = read.number("attention.temperature_scale", 0.0)
     if not beta:
-        return {"model_type": "mistral", "rope_parameters": rope}
+        return {"model_type": "mistral", "rope_parameters": rope, "sliding_window": None}
     if rope["rope_type"] != "yarn":
         raise read.wrong("rope.scaling.type", "yarn")
-    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta}, "sliding_window": None}
 
 
 def _gemma3n(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

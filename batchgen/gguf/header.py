@@ -89,10 +89,10 @@ def read_gguf(path: Path) -> GgufHeader:
     listed: dict[str, TensorEntry] = {}
     digest = hashlib.sha256()
     for number, file in enumerate(files):
-        held, status[file], found, lists = _read_file(file, digest)
-        if len(files) > 1 and (found.get("split.no"), found.get("split.count")) != (number, len(files)):
+        held, status[file], keys, lists = _read_file(file, digest)
+        if len(files) > 1 and (keys.get("split.no"), keys.get("split.count")) != (number, len(files)):
             raise _damaged(file, f"it does not say that it is part {number + 1} of {len(files)}")
-        metadata, listed = (metadata, listed) if metadata else (found, lists)
+        metadata, listed = (metadata, listed) if metadata else (keys, lists)
         if double := tensors.keys() & held.keys():
             raise _damaged(file, f"it holds {_short(min(double))}, which another part holds too")
         tensors.update(held)
@@ -170,23 +170,23 @@ class _Reader:
 
     def metadata(self, count: int) -> dict[str, Any]:
         """All keys and values."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for _ in range(count):
             key = self._string()
-            if key in found:
+            if key in values:
                 raise _damaged(self._file, f"the key {_short(key)} occurs twice")
-            found[key] = self._value(self._number("I"), key)
-        return found
+            values[key] = self._value(self._number("I"), key)
+        return values
 
     def tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorEntry]:
         """Entries of all tensors, inside the file."""
-        found = [self._entry() for _ in range(count)]
+        entries = [self._entry() for _ in range(count)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 1 << 20:
             raise _damaged(self._file, "its general.alignment is not a number of bytes")
         begin = -(-self._at // alignment) * alignment
         tensors: dict[str, TensorEntry] = {}
-        for name, shape, kind, offset in found:
+        for name, shape, kind, offset in entries:
             if name in tensors:
                 raise _damaged(self._file, f"it holds {_short(name)} twice")
             stored, nbytes = self._size_of(name, shape, kind)
@@ -249,13 +249,13 @@ class _Reader:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        found: list[str] = []
+        texts: list[str] = []
         try:
             for _ in range(count):
-                found.append(self._take(_LENGTH.unpack(self._take(8))[0]).decode())
+                texts.append(self._take(_LENGTH.unpack(self._take(8))[0]).decode())
         except UnicodeDecodeError:
             raise _damaged(self._file, "a text in its header is not UTF-8") from None
-        return found
+        return texts
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:

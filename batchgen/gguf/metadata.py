@@ -87,10 +87,10 @@ class Metadata:
     def layers(self, key: str, count: int) -> list[int]:
         """A positive integer for each of `count` layers, of which the file may state one for all."""
         value = self.value(key)
-        found = value if isinstance(value, list) else [value] * count
-        if len(found) < count or not all(map(_is_size, found[:count])):
+        numbers = value if isinstance(value, list) else [value] * count
+        if len(numbers) < count or not all(map(_is_size, numbers[:count])):
             raise self.wrong(key, f"a positive integer, or {count} of them")
-        return found[:count]
+        return numbers[:count]
 
     def number(self, key: str, default: float) -> float:
         """A finite number."""
@@ -124,9 +124,9 @@ class Metadata:
 
     def wrong(self, key: str, wanted: str) -> ModelError:
         """The error for a value that is not what it must be."""
-        found = f"{self.value(key)!r}"[:80] if self.value(key) is not None else "nothing"
+        shown = f"{self.value(key)!r}"[:80] if self.value(key) is not None else "nothing"
         return ModelError(
-            f"{self.header.path}: {self._architecture}.{key} must be {wanted}, got {found}. Copy the file again."
+            f"{self.header.path}: {self._architecture}.{key} must be {wanted}, got {shown}. Copy the file again."
         )
 
 

@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from batchgen.errors import ModelError
-from batchgen.gguf.families import gguf_family
-from batchgen.gguf.family import IGNORED, LAYER_NAMES, TOP_NAMES, Assembly, Family
+from batchgen.gguf.family import IGNORED, Assembly, Family, gguf_family
 from batchgen.gguf.header import GgufHeader, TensorEntry
 
 _NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:nextn\.)?\w+)\.(weight|bias|scale|input_scale)")
@@ -22,7 +21,7 @@ _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """How the bytes of a tensor become its values, in pieces of whole rows."""
+    """Conversion of the bytes of a tensor to its values, in pieces of whole rows."""
 
     kind: str
     """Type of the package `gguf`, such as Q4_K."""
@@ -104,7 +103,7 @@ def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubT
     unreadable = {entry.kind for entry in header.tensors.values()}
     unreadable = {kind for kind in unreadable if not can_dequantise(kind)}
     scales = _scales(header, family)
-    found: dict[str, HubTensor] = {}
+    tensors: dict[str, HubTensor] = {}
     parts: dict[tuple[str, str], dict[str, tuple[TensorEntry, GgufForm]]] = {}
     for name, entry in header.tensors.items():
         match = _NAME.fullmatch(name)
@@ -143,25 +142,25 @@ def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubT
         held = {
             key: held for target, rows in _shares(targets, sizes) for key, held in _slices(target, entry, forms, rows)
         }
-        if double := found.keys() & held.keys():
+        if double := tensors.keys() & held.keys():
             raise ModelError(f"{header.path} holds {min(double)} under two names, {name[:80]} and another.")
-        found |= held
-    found |= dict(_listed(header, family, config["num_hidden_layers"]))
+        tensors |= held
+    tensors |= dict(_listed(header, family, config["num_hidden_layers"]))
     for (prefix, stem), stored in parts.items():
-        found[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem)
-    return found
+        tensors[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem)
+    return tensors
 
 
 def _scales(header: GgufHeader, family: Family) -> dict[str, list[float]]:
     """Scales of whole weights, by their own names: one number, or one for each expert."""
-    found: dict[str, list[float]] = {}
+    scales: dict[str, list[float]] = {}
     for name, entry in header.tensors.items():
         base = name.removesuffix(".scale")
         if base == name or name.split(".", 2)[-1] in family.names:  # the model's own
             continue
         if f"{base}.weight" in header.tensors:
-            found[name] = read_factors(header, name, entry)
-    return found
+            scales[name] = read_factors(header, name, entry)
+    return scales
 
 
 def read_factors(header: GgufHeader, name: str, entry: TensorEntry) -> list[float]:
@@ -243,11 +242,11 @@ def _assembled(
 def _targets(family: Family, layers: int, layer: str | None, part: str, suffix: str) -> tuple[str, ...]:
     """Names of what a tensor is in the checkpoint, one below the other; none if the model has none."""
     if layer is None:
-        stem = {**TOP_NAMES, **family.top_names}.get(part)
+        stem = family.top_names.get(part)
         return () if stem is None else (f"{stem}.{suffix}",)
     if int(layer) >= layers:
         return ()
-    names = {**LAYER_NAMES, **family.names}
+    names = family.names
     one = names.get(f"{part}.{suffix}", names.get(part) if suffix != "scale" else None)
     known = family.splits.get(part) or ((one,) if one is not None else ())
     if part == "ffn_gate_up_exps" and not known:  # the converter joins them on request
@@ -265,7 +264,7 @@ def _sizes(targets: Sequence[str], entry: TensorEntry, config: Mapping[str, Any]
 
 
 def _matrices(targets: Sequence[str], entry: TensorEntry) -> int:
-    """How many tensors are stored as one: those of all experts."""
+    """Number of tensors that are stored as one: those of all experts."""
     return entry.shape[0] if "{}" in targets[0] else 1
 
 
@@ -283,7 +282,7 @@ def _shares(targets: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str,
 
 
 def _form(family: Family, name: str, entry: TensorEntry, config: Mapping[str, Any]) -> GgufForm | None:
-    """How a tensor is stored; None if it cannot be."""
+    """Form of a stored tensor; None if its shape is wrong."""
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     if (family.paired_rotary or family.halved_rotary) and (".attn_q." in name or ".attn_k." in name):
         rows, odd = divmod(entry.shape[0], heads if ".attn_q." in name else kv_heads)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -33,98 +35,15 @@ _SAMPLING: Final = {
     "penalty_repeat": "repetition_penalty", "xtc_probability": "xtc_probability",
 }  # fmt: skip
 
-# How byte-level vocabularies split a text into words before they merge bytes: the expressions of the families'
-# tokenizer.json. Each step splits what the steps before it left.
+_RULES: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("splits.toml").read_text(encoding="utf-8"))
 DIGITS: Final = "digits"
 """The step that makes each digit a word."""
-_LETTERS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3: Final = rf"{_LETTERS}|\p{{N}}{{1,3}}|{_SIGNS}"
-_QWEN2: Final = rf"{_LETTERS}|\p{{N}}|{_SIGNS}"
-_QWEN35: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LOWER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_SLASHES: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN: Final = rf"{_LOWER}|{_UPPER}|\p{{N}}|{_SLASHES}"
-_SHORT: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_GPT4O: Final = rf"{_LOWER}{_SHORT}|{_UPPER}{_SHORT}|\p{{N}}{{1,3}}|{_SLASHES}"
-_SEED: Final = rf"{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-_BAILING: Final = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-_DEEPSEEK3: Final = (
-    r"\p{N}{1,3}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_DEEPSEEK: Final = (
-    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", DIGITS,
-)  # fmt: skip
-_CJK: Final = r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
-_YOUTU: Final = (_CJK, rf"{_LOWER}{_SHORT}|{_UPPER}{_SHORT}|\p{{N}}|{_SLASHES}")
-_HAN: Final = r"&&[^\p{Han}]"
-_KIMI_LOWER: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]+"
-)
-_KIMI_UPPER: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{_HAN}]*"
-)
-_KIMI: Final = rf"\p{{Han}}+|{_KIMI_LOWER}{_SHORT}|{_KIMI_UPPER}{_SHORT}|\p{{N}}{{1,3}}|{_SIGNS}"
-_BLANKS: Final = (
-    r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
-)
-_JAIS: Final = rf"{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_BLANKS}|\s{{1,2}}(?!\S)|\s"
-_BLOOM: Final = r" ?[^(\s|.,!?…。，、।۔،)]+"
-_EXAONE_MOE: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-_MINICPM: Final = (r"\p{N}{1,3}", rf"{_LETTERS}|\p{{N}}+|{_SIGNS}")
-_THREES: Final = r"\d{1,3}(?=(?:\d{3})*\b)"
-_AFMOE: Final = (
-    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
-    r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
-    _DEEPSEEK3[-1],
-)
-_DEEPSEEK_CODER: Final = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", DIGITS)
-
-_NAMES: Final[Mapping[tuple[str, ...], str]] = {
-    (): "default gpt-2 phi-2 a.x-4.0 mellum gigachat mpt olmo jais trillion exaone4 granite-docling",
-    (DIGITS,): "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 dbrx smaug-bpe glm4 chatglm-bpe",
-    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2",
-    (_QWEN35,): "qwen35",
-    (_TEKKEN,): "tekken",
-    (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2",
-    (_SEED,): "seed-coder",
-    (_BAILING,): "bailingmoe bailingmoe2 llada-moe",
-    (_JAIS,): "jais-2",
-    (_KIMI,): "kimi-k2",
-    (_BLOOM,): "bloom poro-chat gpt3-finnish",
-    (_BLOOM, DIGITS): "viking",
-    (_EXAONE_MOE,): "exaone-moe",
-    (_THREES, _GPT4O): "tiny_aya cohere2moe",
-    (r"[^\n]+|[\n]+", _QWEN2): "laguna",
-    _MINICPM: "minicpm5",
-    _AFMOE: "afmoe",
-    _YOUTU: "youtu",
-    _DEEPSEEK: "deepseek-llm",
-    _DEEPSEEK3: "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
-    _DEEPSEEK_CODER: "deepseek-coder",
+SPLITS: Final[Mapping[str, tuple[str, ...]]] = {
+    name: tuple(step if step == DIGITS else "|".join(step) for step in rule["steps"])
+    for rule in _RULES["rules"]
+    for name in rule["names"]
 }
-SPLITS: Final = {name: steps for steps, names in _NAMES.items() for name in names.split()}
 """Name of a rule -> its steps; no step is the rule of GPT-2."""
-_LLAMA3_NAMES: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-WHOLE_WORDS: Final = frozenset((*_LLAMA3_NAMES, "tekken", "youtu", "minicpm5"))
-"""Rules whose vocabularies take a word that is a token as it is, without merging it."""
-_UNENCODED: Final = ("gemma4", "sarvam-moe")
-"""Rules of vocabularies that are as SentencePiece's, with merges."""
-ADD_BOS: Final = frozenset((*_LLAMA3_NAMES, "tekken"))
-"""Rules whose texts begin with BOS if the file does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,28 +75,28 @@ class _Vocabulary:
         return self.header.metadata.get(f"tokenizer.ggml.{key}")
 
     def _list(self, key: str, kind: type, size: int | None = None) -> list[Any] | None:
-        found = self.value(key)
-        if found is None:
+        entries = self.value(key)
+        if entries is None:
             return None
-        if not isinstance(found, list | memoryview) or any(type(each) is not kind for each in found):
+        if not isinstance(entries, list | memoryview) or any(type(each) is not kind for each in entries):
             raise self.error(f"has a list tokenizer.ggml.{key} with other entries than {kind.__name__}")
-        if size is not None and len(found) != size:
-            raise self.error(f"has {len(found)} entries in tokenizer.ggml.{key} for {size} tokens")
-        return list(found)
+        if size is not None and len(entries) != size:
+            raise self.error(f"has {len(entries)} entries in tokenizer.ggml.{key} for {size} tokens")
+        return list(entries)
 
     def special_id(self, role: str, default: int | None = None) -> int | None:
         """Id of a special token that the vocabulary has; None for none."""
-        found = self.value(f"{role}_token_id")
-        found = default if found is None else found
-        return found if type(found) is int and 0 <= found < len(self.tokens) else None
+        token_id = self.value(f"{role}_token_id")
+        token_id = default if token_id is None else token_id
+        return token_id if type(token_id) is int and 0 <= token_id < len(self.tokens) else None
 
     def ids(self) -> dict[str, int]:
         """Token -> id, without the tokens that only pad the vocabulary to the size of the embedding."""
-        found: dict[str, int] = {}
+        ids: dict[str, int] = {}
         for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True)):
             if kind != _UNUSED or token != f"[PAD{i}]":
-                found.setdefault(token, i)
-        return found
+                ids.setdefault(token, i)
+        return ids
 
     def error(self, reason: str) -> ModelError:
         """An error of the file's tokenizer."""
@@ -195,7 +114,7 @@ def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
         raise ModelError(f"{header.path} holds no tokenizer. Name one with --tokenizer")
     vocabulary = _Vocabulary(header)
     defaults: Mapping[str, int] = {}
-    if kind == "gemma4" or (kind == "gpt2" and vocabulary.value("pre") in _UNENCODED):
+    if kind == "gemma4" or (kind == "gpt2" and vocabulary.value("pre") in _RULES["sentencepiece"]):
         backend, add_bos = _sentencepiece(vocabulary, prefix=False), kind == "gemma4"
     elif kind == "gpt2":
         backend, add_bos = _byte_level(vocabulary)
@@ -205,9 +124,9 @@ def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
         raise vocabulary.error(f"is of the kind {str(kind)[:40]!r}, which is not supported")
     _add_tokens(backend, vocabulary, kind)
     special = {
-        name: vocabulary.tokens[found]
+        name: vocabulary.tokens[token_id]
         for name, role in _ROLES.items()
-        if (found := vocabulary.special_id(role, defaults.get(role))) is not None
+        if (token_id := vocabulary.special_id(role, defaults.get(role))) is not None
     }
     stated = None if kind == "gemma4" else vocabulary.value("add_bos_token")  # its first files say no by mistake
     if (add_bos if stated is None else stated is True) and "bos_token" in special:
@@ -231,7 +150,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
     merges = [_pair(merge) for merge in vocabulary.merges]
     ids = vocabulary.ids()
     try:
-        model = BPE(ids, merges, ignore_merges=pre in WHOLE_WORDS)
+        model = BPE(ids, merges, ignore_merges=pre in _RULES["whole_words"])
     except Exception as error:  # the library raises plain exceptions
         raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
     backend = Tokenizer(model)
@@ -246,7 +165,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=plain))
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     backend.decoder = decoders.ByteLevel()
-    return backend, pre in ADD_BOS
+    return backend, pre in _RULES["add_bos"]
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -288,14 +207,14 @@ def _derived(vocabulary: _Vocabulary, ids: Mapping[str, int]) -> list[tuple[str,
         scores = [0.0] * len(vocabulary.tokens)
     if scores is None:
         raise vocabulary.error("has neither merges nor scores")
-    found: list[tuple[float, int, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, int, str, str]] = []
     for token, i in ids.items():
         for cut in range(1, len(token)):
             left = ids.get(token[:cut])
             if left is not None and (right := ids.get(token[cut:])) is not None:
-                found.append((-scores[i], i, left, right, token[:cut], token[cut:]))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+                merges.append((-scores[i], i, left, right, token[:cut], token[cut:]))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
 
 
 def _add_tokens(backend: Any, vocabulary: _Vocabulary, kind: str) -> None:
@@ -316,12 +235,12 @@ def _templates(header: GgufHeader) -> str | dict[str, str] | None:
     """The chat template, or the named ones."""
     main = header.metadata.get("tokenizer.chat_template")
     names = header.metadata.get("tokenizer.chat_templates")
-    found = {"default": main} if isinstance(main, str) else {}
+    templates = {"default": main} if isinstance(main, str) else {}
     for name in names if isinstance(names, list) else ():
         template = header.metadata.get(f"tokenizer.chat_template.{name}")
         if isinstance(template, str):
-            found[str(name)] = template
-    return found["default"] if list(found) == ["default"] else found or None
+            templates[str(name)] = template
+    return templates["default"] if list(templates) == ["default"] else templates or None
 
 
 def gguf_end_ids(header: GgufHeader) -> frozenset[int]:
@@ -329,19 +248,19 @@ def gguf_end_ids(header: GgufHeader) -> frozenset[int]:
     tokens, types = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     stated = [header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     size = len(tokens) if isinstance(tokens, list) else 0
-    found = {each for each in stated if type(each) is int and 0 <= each < size}
+    ids = {each for each in stated if type(each) is int and 0 <= each < size}
     if isinstance(tokens, list) and isinstance(types, memoryview):
-        found |= {
+        ids |= {
             i
             for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
             if token in _TURN_ENDS and kind == _CONTROL
         }
-    return frozenset(found)
+    return frozenset(ids)
 
 
 def gguf_sampling(header: GgufHeader) -> dict[str, Any]:
     """Sampling defaults that the file states, by the names of generation_config.json."""
-    found = {name: header.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    settings = {name: header.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {
-        name: decimal(value) if type(value) is float else value for name, value in found.items() if value is not None
+        name: decimal(value) if type(value) is float else value for name, value in settings.items() if value is not None
     }

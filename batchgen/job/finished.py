@@ -25,9 +25,9 @@ from batchgen.data.store.work_owner import is_done
 from batchgen.job.preflight import CheckedJob, selection_of, wait_for_hashes
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary, finished_summary
-from batchgen.models.file_hashes import file_digests
-from batchgen.models.hub import TOKENIZER_FILES, resolve_model
-from batchgen.models.user_cache import keep_value, kept_value, library_version, machine_words
+from batchgen.models.checkpoint.file_hashes import file_digests
+from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
+from batchgen.user_cache import keep_value, kept_value, library_version, machine_words
 
 _LIBRARIES: Final = ("torch", "transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2")
 """Libraries that read a model's configuration, tokenizer and chat template."""

@@ -26,8 +26,8 @@ from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 from batchgen.job.signals import StopRequest
 from batchgen.models.check import CheckedModel, check_model
+from batchgen.models.checkpoint.file_hashes import FileHashes
 from batchgen.models.checkpoint.overrides import Overrides
-from batchgen.models.file_hashes import FileHashes
 from batchgen.request.printable import format_size
 from batchgen.request.processors import LoadedProcessor, load_processors
 

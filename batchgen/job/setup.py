@@ -30,19 +30,19 @@ from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.kernels.cpu.library import load_library
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel
+from batchgen.models.checkpoint.file_hashes import FileHashes
+from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
 from batchgen.models.checkpoint.quantized_formats import PlainTensors
-from batchgen.models.file_hashes import FileHashes
-from batchgen.models.hub import TOKENIZER_FILES, resolve_model
 from batchgen.models.load import DeviceName, checked_spec, load_checked
 from batchgen.models.media.encoder import tower_bytes
 from batchgen.models.media.processor import processor_digest
 from batchgen.models.native.own_integers import stored_sizes
-from batchgen.models.user_cache import library_version
 from batchgen.request.printable import format_size
 from batchgen.request.rows.unknown_keys import CarriedOptions
 from batchgen.request.rows.values import RowDefaults
 from batchgen.request.table.request_table import RequestTable
 from batchgen.text.tokens.tokenizer import Tokenizer
+from batchgen.user_cache import library_version
 
 DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
 
@@ -171,7 +171,7 @@ class Setup:
     def features_key(self) -> str:
         """Equal where equal images and sounds have equal features: the model, its numbers, and what computes them."""
         model = {name: value for name, value in self.identity.items() if name != "model"}
-        how = [self.spec.device.type, self.config.engine.deterministic, self.model.folder.overrides.given]
+        how = [self.spec.device.type, self.config.engine.deterministic, self.model.folder.overrides.options]
         return _digest([model, how, __version__, *map(library_version, _FEATURE_LIBRARIES)])
 
     def decode_prompt(self, ids: list[int]) -> str:

@@ -157,18 +157,18 @@ def choose_backend(
         if name in GPU_BACKENDS:
             tune_chip(needs.device, step, timer)
         return named
-    found: list[Backend] = []
+    backends: list[Backend] = []
     missing: list[str] = []
     for other in reversed(GPU_BACKENDS):
         try:
-            found.append(_BACKENDS[other](needs))
+            backends.append(_BACKENDS[other](needs))
         except BackendUnavailable as problem:
             missing.append(f"no {other}: {problem}")
-    if found:
+    if backends:
         tune_chip(needs.device, step, timer)
-    if len(found) > 1 and step is not None:
-        found, missing = _by_speed(found, step, timer)
-    best = found[0] if found else TORCH
+    if len(backends) > 1 and step is not None:
+        backends, missing = _by_speed(backends, step, timer)
+    best = backends[0] if backends else TORCH
     return replace(best, description=f"{best.description} ({'; '.join(missing)})") if missing else best
 
 
@@ -243,7 +243,7 @@ def refuse_deterministic(name: str, on_gpu: bool) -> None:
 
 def _deterministic_compiled(needs: AttentionNeeds) -> Backend:
     """The compiled backend with batch-invariant attention; its products and norms are batch-invariant anyway."""
-    found = _compiled(needs)
+    compiled = _compiled(needs)
     if not needs.native:
         raise BackendUnavailable(
             "`--deterministic` runs models of the transformers library with plain PyTorch on a CPU",
@@ -251,29 +251,29 @@ def _deterministic_compiled(needs: AttentionNeeds) -> Backend:
         )
     return Backend(
         "compiled",
-        f"{found.description}, batch-invariant",
+        f"{compiled.description}, batch-invariant",
         partial(CompiledAttention, deterministic=True),
         COMPILED_INVARIANT_OPS,
-        executors=found.executors,
+        executors=compiled.executors,
     )
 
 
 def _deterministic_triton(needs: AttentionNeeds) -> Backend:
     """The Triton backend with tiles that do not depend on the batch, and its own product for linear layers."""
-    found = _triton(needs)
+    triton = _triton(needs)
     if any(layer.latent for layer in needs.layers):
         raise BackendUnavailable("`--deterministic`: it has no batch-invariant kernel for multi-head latent attention")
     from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
     from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS
 
     _check_tiles(fixed_tuning(needs.device), ("fixed",), needs)
-    description = f"{found.description}, batch-invariant"
-    return Backend(found.name, description, DeterministicTritonAttention, TRITON_INVARIANT_OPS)
+    description = f"{triton.description}, batch-invariant"
+    return Backend(triton.name, description, DeterministicTritonAttention, TRITON_INVARIANT_OPS)
 
 
-def _by_speed(found: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:
+def _by_speed(backends: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:
     """Backends that ran the step, the fastest first, and remarks on the others."""
-    by_name = {backend.name: backend for backend in found}
+    by_name = {backend.name: backend for backend in backends}
     results = layer_milliseconds({name: backend.attention for name, backend in by_name.items()}, step, timer)
     times = {name: result for name, result in results.items() if isinstance(result, float)}
     order = sorted(times, key=lambda name: times[name])
@@ -364,7 +364,7 @@ def _flash(needs: AttentionNeeds) -> Backend:
         reason = f"its shared prefixes are computed by Triton, which cannot run: {problem}"
         raise BackendUnavailable(reason, problem.remedy) from None
     try:
-        library = find_flash(fitting, needs.flash_library, lambda found: _accepted(found, needs))
+        library = find_flash(fitting, needs.flash_library, lambda flash: _accepted(flash, needs))
     except FlashUnavailable as problem:
         raise BackendUnavailable(str(problem), _FLASH_REMEDY) from None
     from batchgen.kernels.gpu.attention import TritonAttention

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -22,8 +22,6 @@ ATTENTION_KINDS: Final = (
 GROUPED_KINDS: Final = ("half", "float32")
 MATMUL_KINDS: Final = ("half", "float32")
 LARGEST_TILE: Final = 65536
-
-Tile = TypeVar("Tile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +145,14 @@ class ChipTuning:
         raise ValueError(f"no attention tile for heads of {head_dim}; the largest takes {max(tiles)}")
 
 
+_FAMILIES: Final = {
+    "attention": (AttentionTile, ATTENTION_KINDS),
+    "grouped": (GroupedTile, GROUPED_KINDS),
+    "matmul": (MatmulTile, MATMUL_KINDS),
+}
+"""Kernels with tiles -> class of these, and their kinds."""
+
+
 def _check_power_of_2(name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least or value > LARGEST_TILE or value & (value - 1):
         raise ValueError(f"{name} must be a power of 2 from {least} to {LARGEST_TILE}, got {value!r}")
@@ -176,49 +182,30 @@ def read_table(text: str) -> dict[str, ChipTuning]:
 
 def _tuning(chip: str, default: Mapping[str, Any], own: Mapping[str, Any]) -> ChipTuning:
     merged = {**default, **own}
-    for family in ("attention", "grouped", "matmul"):
-        tiles, own_tiles = default.get(family, {}), own.get(family, {})
-        merged[family] = {kind: {**tiles.get(kind, {}), **own_tiles.get(kind, {})} for kind in (*tiles, *own_tiles)}
     _check_keys(chip, merged, set(ChipTuning.__dataclass_fields__) - {"chip"})
-    _check_keys(f"{chip}.attention", merged["attention"], set(ATTENTION_KINDS))
-    _check_keys(f"{chip}.grouped", merged["grouped"], set(GROUPED_KINDS))
-    _check_keys(f"{chip}.matmul", merged["matmul"], set(MATMUL_KINDS))
-    attention = {k: _tiles(f"{chip}.attention.{k}", t, _attention_tile) for k, t in merged["attention"].items()}
-    grouped = {k: _tiles(f"{chip}.grouped.{k}", t, _grouped_tile) for k, t in merged["grouped"].items()}
-    matmul = {k: _tiles(f"{chip}.matmul.{k}", t, _matmul_tile) for k, t in merged["matmul"].items()}
+    for family, (tile, kinds) in _FAMILIES.items():
+        tiles, own_tiles = default.get(family, {}), own.get(family, {})
+        by_kind = {kind: {**tiles.get(kind, {}), **own_tiles.get(kind, {})} for kind in (*tiles, *own_tiles)}
+        _check_keys(f"{chip}.{family}", by_kind, set(kinds))
+        merged[family] = {kind: _tiles(f"{chip}.{family}.{kind}", sizes, tile) for kind, sizes in by_kind.items()}
     try:
-        return ChipTuning(**{**merged, "chip": chip, "attention": attention, "grouped": grouped, "matmul": matmul})
+        return ChipTuning(chip=chip, **merged)
     except ValueError as error:
         raise ValueError(f"chips: {chip}: {error}") from error
 
 
-def _attention_tile(where: str, size: int, tile: Mapping[str, Any]) -> AttentionTile:
-    _check_keys(where, tile, set(AttentionTile.__dataclass_fields__))
-    return AttentionTile(**tile)
-
-
-def _grouped_tile(where: str, rows: int, tile: Mapping[str, Any]) -> GroupedTile:
-    _check_keys(where, tile, set(GroupedTile.__dataclass_fields__) - {"rows"})
-    return GroupedTile(rows, **tile)
-
-
-def _matmul_tile(where: str, outputs: int, tile: Mapping[str, Any]) -> MatmulTile:
-    _check_keys(where, tile, set(MatmulTile.__dataclass_fields__))
-    return MatmulTile(**tile)
-
-
-def _tiles(
-    where: str, tiles: Mapping[str, Mapping[str, Any]], make: Callable[[str, int, Mapping[str, Any]], Tile]
-) -> dict[int, Tile]:
-    """Tiles by size; each size must be a power of 2."""
+def _tiles(where: str, tiles: Mapping[str, Mapping[str, Any]], cls: Any) -> dict[int, Any]:
+    """Tiles by size; each size must be a power of 2, and is the number of rows of a grouped product."""
     if not tiles:
         raise ValueError(f"chips: {where}: no tile")
-    made: dict[int, Tile] = {}
+    made = {}
     for size, tile in tiles.items():
         entry = f"{where}.{size}"
         try:
             _check_power_of_2("size", int(size) if size.isdecimal() else size, 16)
-            made[int(size)] = make(entry, int(size), tile)
+            rows = {"rows": int(size)} if cls is GroupedTile else {}
+            _check_keys(entry, tile, set(cls.__dataclass_fields__) - rows.keys())
+            made[int(size)] = cls(**rows, **tile)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith("chips:") else f"chips: {entry}: {error}") from error
     return made

@@ -46,12 +46,12 @@ class CountLists:
 
     def grown(self, slots: int, width: int) -> CountLists:
         """A copy with room for more slots or tokens."""
-        found = CountLists.empty(slots, width, self.ids.device)
+        lists = CountLists.empty(slots, width, self.ids.device)
         before, room = self.ids.shape
-        found.ids[:before, :room].copy_(self.ids)
-        found.counts[:before, :room].copy_(self.counts)
-        found.used[:before].copy_(self.used)
-        return found
+        lists.ids[:before, :room].copy_(self.ids)
+        lists.counts[:before, :room].copy_(self.counts)
+        lists.used[:before].copy_(self.used)
+        return lists
 
 
 class Penalties(NamedTuple):
@@ -78,12 +78,12 @@ def count_tokens(lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor,
     used = lists.used[slots].long()
     matches = lists.ids[:, :width].index_select(0, slots) == drawn[:, None]  # [Q, w]
     matches &= torch.arange(width, device=slots.device) < used[:, None]
-    found, place = matches.max(1)
-    place = torch.where(found, place, used)
-    counts = lists.counts[slots, place].masked_fill_(~found, 0) + 1
+    listed, place = matches.max(1)
+    place = torch.where(listed, place, used)
+    counts = lists.counts[slots, place].masked_fill_(~listed, 0) + 1
     lists.ids.index_put_((slots, place), drawn)
     lists.counts.index_put_((slots, place), counts)
-    lists.used.index_put_((slots,), (used + (~found & (slots > 0))).int())
+    lists.used.index_put_((slots,), (used + (~listed & (slots > 0))).int())
 
 
 def penalise(

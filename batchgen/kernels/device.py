@@ -277,8 +277,8 @@ def as_array(tensor: Tensor) -> Array:
     """A host tensor's values as an array, without a copy; bfloat16, which numpy lacks, as its bits in uint16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    found: Array = tensor.numpy()
-    return found
+    array: Array = tensor.numpy()
+    return array
 
 
 def to_float32(values: Array) -> npt.NDArray[np.float32]:
@@ -315,8 +315,8 @@ def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
                 _quota(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
                 for folder in _upwards(root / "cpu", path)
             ]
-    found = [limit for limit in limits if limit is not None]
-    return min(found, default=None)
+    stated = [limit for limit in limits if limit is not None]
+    return min(stated, default=None)
 
 
 def _upwards(root: Path, path: str) -> list[Path]:

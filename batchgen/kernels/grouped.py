@@ -91,8 +91,8 @@ class GroupedPool:
 
 def places_of(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """By layer: its group, and its index in the group; `groups`: layers of each group."""
-    found = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group)}
-    return tuple(found[layer] for layer in range(len(found)))
+    places = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group)}
+    return tuple(places[layer] for layer in range(len(places)))
 
 
 def restarted(batch: AttentionBatch, size: int, page_size: int) -> AttentionBatch:

@@ -51,14 +51,14 @@ def load_timings(subject: str, names: Collection[str]) -> dict[str, float] | Non
     if not loaded():
         return None
     try:
-        found = json.loads(_file(subject).read_bytes())
+        timings = json.loads(_file(subject).read_bytes())
     except Exception:  # whatever a cache raises, it is measured again
         return None
-    if not isinstance(found, dict) or found.keys() != set(names):
+    if not isinstance(timings, dict) or timings.keys() != set(names):
         return None
-    if not all(isinstance(number, float) and 0 < number < math.inf for number in found.values()):
+    if not all(isinstance(number, float) and 0 < number < math.inf for number in timings.values()):
         return None
-    return {name: found[name] for name in names}
+    return {name: timings[name] for name in names}
 
 
 def save_timings(subject: str, timings: Mapping[str, float]) -> None:
@@ -228,15 +228,15 @@ Make = Callable[[Tensor, Tensor | None], Layout]
 
 def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
     """The layouts available on this CPU for `dtype`, by name, the preferred first."""
-    found: dict[str, Make] = {}
+    makes: dict[str, Make] = {}
     if products == "int8":
         return {"compiled int8": partial(Compiled, method="int8")}
     if products != "torch" and dtype in DTYPES and loaded():
         names = {"widened": "compiled", "dot": "compiled dot", "bfp": "compiled bfp"}
-        found = {names[method]: partial(Compiled, method=method) for method in methods(dtype) if method in names}
+        makes = {names[method]: partial(Compiled, method=method) for method in methods(dtype) if method in names}
     if can_pack(dtype):
-        found["oneDNN"] = OneDnn
-    return {**found, "plain": Plain}
+        makes["oneDNN"] = OneDnn
+    return {**makes, "plain": Plain}
 
 
 def int8_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -265,19 +265,14 @@ class LayoutChoice:
 @cache
 def choose_layout(dtype: torch.dtype, products: Products) -> LayoutChoice:
     """The layout for weights of `dtype` on this CPU; measured once per machine, then read from the cache."""
-    found = layouts(dtype, products)
-    first = next(iter(found))
-    if products != "measured" or len(found) == 1:
-        return LayoutChoice(first, found[first], first)
-    subject = f"layouts-{str(dtype).removeprefix('torch.')}"
-    times = load_timings(subject, found)
-    if times is None:
-        times, settled = _measured(dtype, found)
-        if settled:
-            save_timings(subject, times)
+    makes = layouts(dtype, products)
+    first = next(iter(makes))
+    if products != "measured" or len(makes) == 1:
+        return LayoutChoice(first, makes[first], first)
+    times = _times("layouts", dtype, makes)
     best = fastest(times)
     rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
-    return LayoutChoice(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})", times)
+    return LayoutChoice(best, makes[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})", times)
 
 
 @cache
@@ -286,16 +281,10 @@ def int8_is_faster(dtype: torch.dtype) -> bool:
 
     Measured once per machine, then read from the cache. `int8_refusal` must be None.
     """
-    found = layouts(dtype, "int8")
+    makes = layouts(dtype, "int8")
     best = choose_layout(dtype, "measured")
-    both = {best.name: best.make, **found}
-    subject = f"int8-{str(dtype).removeprefix('torch.')}"
-    times = load_timings(subject, both)
-    if times is None:
-        times, settled = _measured(dtype, both)
-        if settled:
-            save_timings(subject, times)
-    return all(times[name] <= times[best.name] for name in found)
+    times = _times("int8", dtype, {best.name: best.make, **makes})
+    return all(times[name] <= times[best.name] for name in makes)
 
 
 @cache
@@ -309,7 +298,18 @@ def dots_are_faster() -> bool:
     return _CLEARLY * times["compiled dot"] <= times.get("compiled bfp", math.inf)
 
 
-def _measured(dtype: torch.dtype, found: Mapping[str, Make]) -> tuple[dict[str, float], bool]:
+def _times(kind: str, dtype: torch.dtype, makes: Mapping[str, Make]) -> dict[str, float]:
+    """Seconds of each layout, from the cache or measured."""
+    subject = f"{kind}-{str(dtype).removeprefix('torch.')}"
+    times = load_timings(subject, makes)
+    if times is None:
+        times, settled = _measured(dtype, makes)
+        if settled:
+            save_timings(subject, times)
+    return times
+
+
+def _measured(dtype: torch.dtype, makes: Mapping[str, Make]) -> tuple[dict[str, float], bool]:
     """Seconds of each layout, and whether the measurement was undisturbed.
 
     One thread, by its CPU time: the instructions are compared, and waiting for other threads, programs or Python's lock
@@ -317,7 +317,7 @@ def _measured(dtype: torch.dtype, found: Mapping[str, Make]) -> tuple[dict[str, 
     """
     rows, inner, outer = _SIZE
     x, weight = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.5, dtype=dtype)
-    made = {name: make(weight, None) for name, make in found.items()}
+    made = {name: make(weight, None) for name, make in makes.items()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -184,14 +184,14 @@ def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: Device) -> L
         return None
     tokens = np.bincount(adapters + 1)  # counts: no adapter, adapter 0, ...
     order = np.argsort(adapters, kind="stable")[tokens[0] :]
-    found = np.flatnonzero(tokens[1:]).tolist()
-    counts = tokens[1:][found].tolist()
-    tiles, rows = _cut(found, counts)
+    used = np.flatnonzero(tokens[1:]).tolist()
+    counts = tokens[1:][used].tolist()
+    tiles, rows = _cut(used, counts)
     sent, sent_tiles = device.upload(order, tiles)
     all_tiles = LoraTiles(sent, sent_tiles, rows)
     if only is not None and device.torch_device.type == "cpu":  # PyTorch's product needs no gather
         return LoraStep((LoraSegment(only, None),), all_tiles)
-    return LoraStep(_segments(found, counts, sent), all_tiles)
+    return LoraStep(_segments(used, counts, sent), all_tiles)
 
 
 def _segments(adapters: list[int], counts: list[int], order: Tensor) -> tuple[LoraSegment, ...]:

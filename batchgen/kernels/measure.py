@@ -247,7 +247,7 @@ def tune_chip(device: torch.device, step: TypicalStep | None, timer: Timer) -> N
     from batchgen.kernels.gpu.attention import TritonAttention
 
     def milliseconds(tuning: ChipTuning) -> float:
-        found = layer_milliseconds({0: partial(TritonAttention, tuning=tuning)}, step, timer)[0]
-        return found if isinstance(found, float) else math.inf
+        time = layer_milliseconds({0: partial(TritonAttention, tuning=tuning)}, step, timer)[0]
+        return time if isinstance(time, float) else math.inf
 
     measured_tuning(device, candidates, milliseconds)

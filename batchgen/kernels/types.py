@@ -207,7 +207,7 @@ class PagedAttention(Attention, Protocol):
     """Attention over a `KVPool`, for callers whose own kernels write the step's keys and values."""
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the step's keys and values of `layer` go.
+        """Place of the step's keys and values of `layer`.
 
         Returns:
             keys [P, S, K, D], values [P, S, K, Dv], slot_mapping [T] int64: token t goes to slot `slot_mapping[t]` of

@@ -164,9 +164,9 @@ def check_layer_types(name: str, types: Any) -> None:
 
 def _check_class(config: Mapping[str, Any], name: str) -> None:
     """Refuse classes without a language head; those around a nested decoder may have any name that names no task."""
-    classes = [str(given) for given in config.get("architectures") or ()]
+    classes = [str(cls) for cls in config.get("architectures") or ()]
     heads = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", packed_types().get(name, "ForCausalLM"))
-    if not classes or any(given.endswith(heads) for given in classes):
+    if not classes or any(cls.endswith(heads) for cls in classes):
         return
     if not is_nested(config) or "For" in classes[0]:
         raise ModelError(
@@ -216,13 +216,13 @@ def _parse_mapping(file: Path, mapping: str) -> dict[str, str]:
 
 def _entries(values: Mapping[str, ast.expr], mapping: str) -> dict[str, str]:
     """Entries of `mapping = OrderedDict([(type, class), *list(other_mapping.items()), ...])`."""
-    found: dict[str, str] = {}
+    classes: dict[str, str] = {}
     listed: Any = values[mapping]
     for entry in listed.args[0].elts:
         if isinstance(entry, ast.Starred):
             inner: Any = entry.value  # list(other_mapping.items())
-            found |= _entries(values, inner.args[0].func.value.id)
+            classes |= _entries(values, inner.args[0].func.value.id)
         else:
             key, name = ast.literal_eval(entry)
-            found[str(key)] = str(name)
-    return found
+            classes[str(key)] = str(name)
+    return classes

@@ -126,8 +126,8 @@ class ModelSpec:
 
 def windows_within(windows: Sequence[int | None], context: int) -> tuple[int | None, ...]:
     """`ModelSpec.windows` of layers with these windows; one of the whole context is none."""
-    found = tuple(None if window is None or window >= context else window for window in windows)
-    return found if any(found) else ()
+    limits = tuple(None if window is None or window >= context else window for window in windows)
+    return limits if any(limits) else ()
 
 
 @dataclass(slots=True, eq=False)

@@ -10,12 +10,12 @@ from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Implementation, Requested, choose_implementation
+from batchgen.models.checkpoint.file_hashes import FileHashes
 from batchgen.models.checkpoint.folder import ModelFolder, check_model_folder
 from batchgen.models.checkpoint.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.checkpoint.safetensors_header import TensorInfo
 from batchgen.models.checkpoint.stored_tensors import tower_test
 from batchgen.models.checkpoint.text_part import text_config
-from batchgen.models.file_hashes import FileHashes
 from batchgen.models.lora.config import Adapter, NamePath, read_adapters
 from batchgen.models.lora.fit import fit_adapters
 from batchgen.models.native.config import NativeConfig, parse_native_config
@@ -89,7 +89,7 @@ def _check_native(folder: ModelFolder, max_model_len: int | None) -> tuple[Nativ
 
 def _stored_dtype(folder: ModelFolder) -> str:
     text, outer = text_config(folder.config), folder.config
-    named = next((given for config in (outer, text) for key in _DTYPE_KEYS if (given := config.get(key))), None)
+    named = next((dtype for config in (outer, text) for key in _DTYPE_KEYS if (dtype := config.get(key))), None)
     if isinstance(named, str) and (folder.quantisation is None or named.removeprefix("torch.") in _FULL_DTYPES):
         return named.removeprefix("torch.")
     sizes: Counter[str] = Counter()

@@ -233,15 +233,15 @@ def _consistent_tile_sizes(model: Model) -> tuple[int, ...]:
     Raises:
         UsageError: no tile size does.
     """
-    found: dict[int, list[Tensor]] = {}
+    bits_by_size: dict[int, list[Tensor]] = {}
     for tile_size in _TILE_SIZES:
         bits = _probe_bits(DeterministicModel(model, (tile_size,)), DETERMINISTIC)
         if bits is not None:
-            found[tile_size] = bits
-    if not found:
+            bits_by_size[tile_size] = bits
+    if not bits_by_size:
         raise _batch_dependent(model, "or try `--dtype` or `--cpu-threads 1`")
-    largest = max(found)
-    return tuple(tile_size for tile_size in found if _equal(found[tile_size], found[largest]))
+    largest = max(bits_by_size)
+    return tuple(tile_size for tile_size in bits_by_size if _equal(bits_by_size[tile_size], bits_by_size[largest]))
 
 
 def _batch_dependent(model: Model, other: str) -> UsageError:

@@ -13,7 +13,7 @@ import pytest
 
 from batchgen.cli.app import app, run_command
 from batchgen.cli.help import TOPICS, page_path
-from batchgen.models.model_types import COMPARED
+from batchgen.models.library.model_types import COMPARED
 from tests.models.test_media_towers import CASES
 from tests.models.tiny_media import FAMILIES
 from tests.models.tiny_media_more import MORE, REFUSED

@@ -115,6 +115,8 @@ def test_the_view_names_the_key_and_both_types() -> None:
 
 OWN_TEXT = {
     "demo/questions.py": "a file of the package",
+    "gguf/family.py": "a file of the package",
+    "gguf/vocabulary.py": "a file of the package",
     "job/rows/fingerprint.py": "normalises what it has just written",
     "job/rows/ingest.py": "reads the spool of this job",
     "job/rows/tokenized_cache.py": "reads the spool of this job, whose checksum was compared",
@@ -122,6 +124,7 @@ OWN_TEXT = {
     "data/states.py": "reads a record whose checksum was compared",
     "kernels/layouts.py": "a cache; imports nothing of ours",
     "kernels/chips.py": "a file of the package; imports nothing of ours",
+    "request/fields/other_systems.py": "a file of the package",
     "request/foreign_text.py": "the reader",
     "request/json_text.py": "the reader of rows",
     "text/calls.py": "reads a value that begins inside an output, and catches what that raises",

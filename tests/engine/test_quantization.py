@@ -16,7 +16,7 @@ from batchgen import Engine
 from batchgen.config.engine_config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine import quantization as module
-from batchgen.engine.quantization import choose_numbers
+from batchgen.engine.quantization import QuantizationLoss, choose_numbers, quantize_in_place
 from batchgen.errors import UsageError
 from batchgen.kernels import layouts
 from batchgen.kernels.layouts import int8_refusal
@@ -25,7 +25,6 @@ from batchgen.models.base import Numbers
 from batchgen.models.check import check_model
 from batchgen.models.load import checked_spec
 from batchgen.models.native.decoder import NativeModel
-from batchgen.models.quantize import QuantizationLoss, quantise
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import run
 from tests.models.loading import load_model
@@ -43,12 +42,12 @@ def test_the_loss_compares_distributions(family: str, tmp_path: Path) -> None:
     model = load_model(save_tiny(family, tmp_path), dtype="float32", device="cpu")
     assert isinstance(model, NativeModel)
     spec = model.spec
-    loss = quantise(model, [[1, 2, 3], [], [spec.vocab_size], list(range(5, 200))])
+    loss = quantize_in_place(model, [[1, 2, 3], [], [spec.vocab_size], list(range(5, 200))])
     assert loss.positions == 4 * 48 + 3 + 128
     assert 0 < loss.divergence < 0.01
     assert 0.8 < loss.agreement <= 1
     assert model.spec == spec
-    assert quantise(model, [[1, 2, 3]]).divergence < 1e-3 * loss.divergence  # quantising again changes nothing
+    assert quantize_in_place(model, [[1, 2, 3]]).divergence < 1e-3 * loss.divergence  # quantising again changes nothing
 
 
 @here
@@ -69,7 +68,7 @@ def test_full_weights_are_freed_layer_by_layer(tmp_path: Path, monkeypatch: pyte
         return in_int8(self)
 
     monkeypatch.setattr(Linear, "in_int8", counted)
-    quantise(model, [[1, 2, 3]])
+    quantize_in_place(model, [[1, 2, 3]])
     assert alive == [count - i // 4 * 4 for i in range(count)] + [0]  # the last is the head
 
 
@@ -110,7 +109,7 @@ def test_a_loss_above_the_bound_is_an_error(tmp_path: Path, monkeypatch: pytest.
     assert "error: `--quantization int8` changes this model too much: " in said
     assert "but `--quantization-bound` is 1e-09 nats; leave the option out or raise the bound" in said
     broken = QuantizationLoss(float("nan"), 0.0, 9)
-    monkeypatch.setattr(module, "quantise", lambda model, texts: broken)
+    monkeypatch.setattr(module, "quantize_in_place", lambda model, texts: broken)
     with pytest.raises(UsageError, match="nan nats"):
         Engine(str(model_path()), device="cpu", quantization="int8")
 

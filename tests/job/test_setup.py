@@ -11,7 +11,7 @@ import pytest
 from batchgen.errors import Interrupted
 from batchgen.job.preflight import wait_for_hashes
 from batchgen.job.signals import StopRequest
-from batchgen.models.file_hashes import FileHashes, FileStamp
+from batchgen.models.checkpoint.file_hashes import FileHashes, FileStamp
 
 
 @pytest.fixture

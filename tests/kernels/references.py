@@ -85,12 +85,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 
 
-def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The products c [B, T, O] = a [B, T, I] b [B, I, O], with float32 sums and one rounding to a's dtype."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return torch.bmm(a.to(wide), b.to(wide)).to(a.dtype)
-
-
 def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
     """The product y [..., O] = x [..., I] W^T + b, in x's dtype."""
     count, size = weight.numbers.shape[1:]

@@ -14,7 +14,7 @@ import torch
 
 from batchgen.errors import ModelError
 from batchgen.models.check import CheckedModel, check_model
-from batchgen.models.file_hashes import FileHashes, FileStamp, hash_file
+from batchgen.models.checkpoint.file_hashes import FileHashes, FileStamp, hash_file
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import save_tiny
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
-from batchgen.models.hub import TOKENIZER_FILES, resolve_model
+from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
 from tests.models.tiny import save_tiny
 
 NAME, COMMIT = "some/model", "a" * 40

@@ -24,7 +24,7 @@ from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
-from batchgen.models.file_hashes import FileStamp
+from batchgen.models.checkpoint.file_hashes import FileStamp
 from batchgen.models.lora.config import Adapter, by_pattern
 from tests.models.adapters import KINDS, adapted_logits, edit_config, edit_weights, save_adapter
 from tests.models.loading import inspect_model, load_model

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.config.engine_config import EngineConfig
 from batchgen.engine import quantization
-from batchgen.engine.quantization import choose_numbers
+from batchgen.engine.quantization import choose_numbers, quantize_in_place
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.models.base import Form, ModelInput
 from batchgen.models.check import check_model
@@ -22,7 +22,6 @@ from batchgen.models.library.probe import ProbeAttention
 from batchgen.models.load import DtypeName, checked_spec
 from batchgen.models.native.decoder import NativeModel
 from batchgen.models.native.own_integers import OwnIntegers
-from batchgen.models.quantize import quantise
 from tests.models.loading import load_model
 from tests.models.quantised import CASES, W8A8, Case, by_groups, save_quantised
 
@@ -86,7 +85,7 @@ OTHERS = {name: CASES[name] for name in ("fp8 blocks", "gptq act-order", "bitsan
 def test_int8_takes_the_integers_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     quantised, plain = save_quantised(FITTING[name], "llama", tmp_path, **SIZES)
     own, again = loaded(quantised), loaded(plain)
-    lost, expected = quantise(own, [[1, 2, 3]]), quantise(again, [[1, 2, 3]])
+    lost, expected = quantize_in_place(own, [[1, 2, 3]]), quantize_in_place(again, [[1, 2, 3]])
     assert (own.stored_products, again.stored_products) == (8, 0)
     assert lost.divergence < expected.divergence
 
@@ -97,7 +96,7 @@ def test_other_weights_are_quantised_again(name: str, tmp_path: Path) -> None:
     quantised, plain = save_quantised(OTHERS[name], "llama", tmp_path, **SIZES)
     models = [loaded(quantised), loaded(plain)]
     for model in models:
-        quantise(model, [])
+        quantize_in_place(model, [])
     assert models[0].stored_products == 0
     torch.testing.assert_close(*map(hidden, models), rtol=0, atol=1e-4)
 

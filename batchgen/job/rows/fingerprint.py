@@ -92,7 +92,7 @@ def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
         **{f"model {name}": value for name, value in model.items() if name not in ("model", "model_digest")},
         **{f"sampling default {name}": value for name, value in sampling.items()},
         **{f"--{name.replace('_', '-')}": value for name, value in _options(setup).items()},
-        **setup.model.folder.overrides.given,
+        **setup.model.folder.overrides.options,
         "--logit-processor": processors,
         # A file may be moved before a run is resumed: its content counts, its name does not.
         INPUT_FILES: [[f.size, f.sha256, *partitions_of(f.path)] for f in inputs.files],

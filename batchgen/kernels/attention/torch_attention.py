@@ -141,9 +141,9 @@ class TorchAttention(PooledAttention):
         for rows, items in self._items(heights, group, args.window, at_once):
             queries = _rows_of(by_head[items.tokens], rows)  # [I, K, M, D]
             positions = _rows_of(items.positions[..., None, None, None].expand(-1, -1, -1, group, -1), rows)
-            found = self._attend(items, queries, positions[:, 0], layer, args)  # [I, K, M, Dv]
+            attended = self._attend(items, queries, positions[:, 0], layer, args)  # [I, K, M, Dv]
             count = items.tokens.shape[1]
-            by_token = found[:, :, : count * group].reshape(-1, kv_heads, count, group, out.shape[2]).transpose(1, 2)
+            by_token = attended[:, :, : count * group].reshape(-1, kv_heads, count, group, out.shape[2]).transpose(1, 2)
             out[items.tokens[items.real]] = by_token.flatten(2, 3)[items.real]
         return out.to(query.dtype)
 

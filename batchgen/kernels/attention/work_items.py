@@ -317,9 +317,9 @@ def numbered(counts: Ints) -> tuple[Ints, Ints]:
 def spans(at: Ints, counts: Ints) -> Ints:
     """The ranges [at, at + count), concatenated."""
     ends = np.cumsum(counts)
-    found: Ints = np.repeat(at - ends + counts, counts)
-    found += np.arange(len(found))
-    return found
+    numbers: Ints = np.repeat(at - ends + counts, counts)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def _pieces(sizes: Ints, most: int) -> tuple[Ints, Ints, Ints]:

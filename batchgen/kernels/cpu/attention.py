@@ -205,10 +205,10 @@ class CompiledAttention(PooledAttention):
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
-        found = self._list(query.shape[1], layer, args.window)
-        self._counts.add(found.counts)
+        work = self._list(query.shape[1], layer, args.window)
+        self._counts.add(work.counts)
         packed = None if self._packed is None else addressof(self._packed.structs[layer])
-        arguments = StackArguments([found], [keys], [values], query, out, args, packed)
+        arguments = StackArguments([work], [keys], [values], query, out, args, packed)
         library().bg_attention(byref(arguments.struct), c_int64(0), c_int64(self._threads))
         return out.to(dtype)
 
@@ -233,8 +233,8 @@ class CompiledAttention(PooledAttention):
         keys, values = self._pool.keys, self._pool.values
         last = layers[-1] if wanted is not None else None
         lists = [self._list(query.shape[1], i, windows[i], wanted if i == last else None) for i in layers]
-        for found in lists:
-            self._counts.add(found.counts)
+        for work in lists:
+            self._counts.add(work.counts)
         packed = None if self._packed is None else addressof(self._packed.structs)
         return StackArguments(lists, keys, values, query, out, args, packed)
 
@@ -245,17 +245,17 @@ class CompiledAttention(PooledAttention):
     def _list(self, heads: int, layer: int, window: int | None, wanted: Ints | None = None) -> _LayerList:
         keys, values, latent = self._pool.keys[layer], self._pool.values[layer], layer in self._pool.latent
         key = (heads, keys.shape, values.shape, latent, window, wanted is None)
-        found = self._lists.get(key)
-        if found is None:
+        work = self._lists.get(key)
+        if work is None:
             block = _block(max(keys.shape[3], values.shape[3])) if self._deterministic else None
             group = heads // keys.shape[2]
             shape = ListShape(self._pool.page_size, window, keys.shape[2], group, self._threads, block)
             planner = self._planners.get(shape)
             if planner is None:
                 planner = self._planners[shape] = ListPlanner(self._batch, shape)
-            found = _LayerList(shape, planner.work(wanted), keys, values, latent, self._dots, self._packed)
-            self._lists[key] = found
-        return found
+            work = _LayerList(shape, planner.work(wanted), keys, values, latent, self._dots, self._packed)
+            self._lists[key] = work
+        return work
 
 
 def _block(dim: int) -> int:

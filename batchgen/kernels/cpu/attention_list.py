@@ -264,7 +264,7 @@ def _split_long(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flag
 
 
 def _leading(rows: Words, items: Items, num_tokens: int) -> Flags:
-    """Which items are the first item of each of their tokens."""
+    """Mask of the items that are the first item of each of their tokens."""
     of = np.repeat(np.arange(len(items)), items.count)
     tokens = rows[spans(items.rows_at, items.count)]
     first = np.empty(num_tokens, np.int64)
@@ -298,10 +298,10 @@ def _parts(rows: Words, items: Items, num_tokens: int) -> tuple[Ints, Words, Wor
     part_at = np.where(partial, np.cumsum(kept) - kept, -1)
     tokens = tokens[partial[of]]
     counts = np.bincount(tokens, minlength=num_tokens)
-    found = np.flatnonzero(counts)
-    counts = counts[found]
-    merges = np.empty((len(found), 3), np.int32)
-    merges[:, 0], merges[:, 1], merges[:, 2] = found, np.cumsum(counts) - counts, counts
+    merged = np.flatnonzero(counts)
+    counts = counts[merged]
+    merges = np.empty((len(merged), 3), np.int32)
+    merges[:, 0], merges[:, 1], merges[:, 2] = merged, np.cumsum(counts) - counts, counts
     return part_at, np.argsort(tokens, kind="stable").astype(np.int32), merges
 
 

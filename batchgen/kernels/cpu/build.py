@@ -49,9 +49,9 @@ def find_compiler() -> list[str]:
     """
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
-        found = shutil.which(command[0])
-        if found:
-            return [found, *command[1:]]
+        program = shutil.which(command[0])
+        if program:
+            return [program, *command[1:]]
     if named:
         raise CompilerMissing(f"CXX names {named[0]}, but there is no such program; install it or unset CXX")
     raise CompilerMissing("no C++ compiler was found (c++, g++ or clang++); install one or set CXX")
@@ -115,10 +115,10 @@ def _work_folder(folder: Path) -> tempfile.TemporaryDirectory[str] | None:
 def _is_ours(folder: Path) -> bool:
     """Whether it is a real folder, not a link, that only this user can write to: code is loaded from it."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _prune(folder: Path, made: Path) -> None:
@@ -147,8 +147,8 @@ def _digest(compiler: Sequence[str]) -> str:
 def _version(compiler: str) -> str:
     """Identity of a compiler without running it: path, size and modification time of the real file."""
     real = Path(compiler).resolve()
-    found = real.stat()
-    return f"{real}:{found.st_size}:{found.st_mtime_ns}"
+    status = real.stat()
+    return f"{real}:{status.st_size}:{status.st_mtime_ns}"
 
 
 def _processor() -> str:

@@ -73,8 +73,8 @@ def loaded() -> bool:
 
 def missing() -> str | None:
     """The reason why there is no library; None if it is loaded."""
-    found = load_library()
-    return found if isinstance(found, str) else None
+    compiled = load_library()
+    return compiled if isinstance(compiled, str) else None
 
 
 @cache
@@ -84,10 +84,10 @@ def library() -> Any:
     Raises:
         RuntimeError: there is no library; the message gives the reason.
     """
-    found = load_library()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    compiled = load_library()
+    if isinstance(compiled, str):
+        raise RuntimeError(compiled)
+    return compiled
 
 
 def library_file() -> Path:

@@ -148,7 +148,7 @@ class PackedWeight:
 @cache
 def _library() -> Any:
     """The library with its functions' types declared."""
-    found = library()
+    compiled = library()
     for name, arguments, result in (
         ("bg_matmul", (c_void_p, c_int64), None),
         ("bg_matmul_pack", (c_void_p, c_int64, c_int64), None),
@@ -159,9 +159,9 @@ def _library() -> Any:
         ("bg_matmul_has_int8", (), c_int64),
         ("bg_matmul_has_bfp", (), c_int64),
     ):
-        function = getattr(found, name)
+        function = getattr(compiled, name)
         function.argtypes, function.restype = arguments, result
-    return found
+    return compiled
 
 
 def methods(dtype: torch.dtype) -> tuple[Method, ...]:

@@ -150,9 +150,9 @@ def _argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids = torch.empty(rows.rows, dtype=torch.int64)
     largest, normalizers = torch.empty(2, rows.rows, dtype=torch.float32).unbind()
     bad = torch.empty(rows.rows, dtype=torch.bool)
-    found = (ids, largest, normalizers, bad)
-    library().bg_row_scan(byref(RowScan(rows, *(t.data_ptr() for t in found))), _threads(logits.numel()))
-    return found
+    results = (ids, largest, normalizers, bad)
+    library().bg_row_scan(byref(RowScan(rows, *(t.data_ptr() for t in results))), _threads(logits.numel()))
+    return results
 
 
 def _nan_rows(logits: Tensor) -> Tensor:
@@ -195,11 +195,11 @@ def _gather_logprobs(logits: Tensor, targets: Tensor, k: int) -> GatheredLogprob
 
 def _row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
     """See `noise.row_keys`."""
-    given = (seeds, sample_indexes, positions)
-    if not all(t.dtype == torch.int64 and t.device.type == "cpu" and t.is_contiguous() for t in given):
+    indexes = (seeds, sample_indexes, positions)
+    if not all(t.dtype == torch.int64 and t.device.type == "cpu" and t.is_contiguous() for t in indexes):
         return noise.row_keys(seeds, sample_indexes, positions)
     keys = torch.empty_like(seeds)
-    library().bg_row_keys(byref(RowKeys(*(t.data_ptr() for t in (*given, keys)), keys.numel())))
+    library().bg_row_keys(byref(RowKeys(*(t.data_ptr() for t in (*indexes, keys)), keys.numel())))
     return keys
 
 

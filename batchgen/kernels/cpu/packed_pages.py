@@ -63,11 +63,11 @@ class PackedPages:
         Returns:
             [P] version of each page, negative for pages whose units are not stored; 0 for pages without room.
         """
-        found = np.zeros(len(pages), np.int32)
+        versions = np.zeros(len(pages), np.int32)
         inside = pages < self.pages
-        found[inside] = -self._versions[pages[inside]]
-        found[common] *= -1
-        return found
+        versions[inside] = -self._versions[pages[inside]]
+        versions[common] *= -1
+        return versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class FlashAttention(PooledAttention):
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        given = query.to(keys.dtype)
+        queries = query.to(keys.dtype)
         out = torch.empty(*query.shape[:2], values.shape[3], dtype=keys.dtype, device=query.device)
         window = args.window if self._batch.windowed else None
         if window not in self._parts:
@@ -105,9 +105,9 @@ class FlashAttention(PooledAttention):
         parts = self._parts[window]
         for number, (tokens, runs) in enumerate(parts):
             part = out[tokens]
-            lse = self._attend_part(number, given[tokens], part, (keys, values), runs, args)
+            lse = self._attend_part(number, queries[tokens], part, (keys, values), runs, args)
             if self._prefix is not None and number == len(parts) - 1:
-                shared = self._prefix.prefix_parts(layer, given, args)
+                shared = self._prefix.prefix_parts(layer, queries, args)
                 part, _ = self._merge(part, lse, *shared, sinks=args.sinks)
             elif args.sinks is not None:
                 part = part * torch.sigmoid(lse - args.sinks.float()).unsqueeze(-1)

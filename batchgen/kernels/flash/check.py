@@ -104,7 +104,7 @@ def _problem(
     page_size: int,
     device: torch.device,
 ) -> str | None:
-    """What is wrong with the library's result of one trial; None if nothing is."""
+    """Fault of the library's result of one trial; None if there is none."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*size: int) -> Tensor:

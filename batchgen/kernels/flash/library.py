@@ -170,9 +170,9 @@ _GIVEN = {
 class _Operation:
     """A registered operation, called by argument names; optional arguments that are not given are None."""
 
-    def __init__(self, overload: Any, given: str, constants: Mapping[str, Any]) -> None:
+    def __init__(self, overload: Any, passed: str, constants: Mapping[str, Any]) -> None:
         arguments = overload._schema.arguments
-        known = {*given.split(), *constants}
+        known = {*passed.split(), *constants}
         strange = [a.name for a in arguments if a.name not in known and a.type.kind() != "OptionalType"]
         if strange:
             raise FlashUnavailable(f"its operation {overload} needs {', '.join(strange)}, which batchgen does not know")
@@ -180,8 +180,8 @@ class _Operation:
         self._names = [a.name for a in arguments]
         self._constants = constants
 
-    def __call__(self, **given: Any) -> Any:
-        values = {**self._constants, **given}
+    def __call__(self, **passed: Any) -> Any:
+        values = {**self._constants, **passed}
         return self._overload(*[values.get(name) for name in self._names])
 
 

@@ -169,12 +169,12 @@ class TritonAttention(PooledAttention):
 
     def _list(self, heads: Heads, dtype: torch.dtype, window: int | None, groups_only: bool = False) -> UploadedList:
         kind = (heads, window, groups_only)
-        found = self._lists.get(kind)
-        if found is None:
+        uploaded = self._lists.get(kind)
+        if uploaded is None:
             shape = list_shape(self._tuning, self._multiprocessors, heads, dtype, self._pool.page_size, window)
             work = (plan_groups if groups_only else plan_step)(self._batch, shape)
-            found = self._lists[kind] = UploadedList.of(work, self._batch.device)
-        return found
+            uploaded = self._lists[kind] = UploadedList.of(work, self._batch.device)
+        return uploaded
 
 
 def product_dtype(query: Tensor, keys: Tensor) -> torch.dtype:

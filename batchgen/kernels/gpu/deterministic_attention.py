@@ -217,8 +217,8 @@ class DeterministicTritonAttention(PooledAttention):
         return self._list(heads, heads.tile(self._tuning, "fixed", self._pool.keys[layer].dtype), window).work
 
     def _list(self, heads: Heads, tile: AttentionTile, window: int | None) -> _Uploaded:
-        found = self._lists.get((heads, window))
-        if found is None:
+        uploaded = self._lists.get((heads, window))
+        if uploaded is None:
             rows = block_m(tile, heads)
             queries = rows // min(heads.group, rows)
             work = plan_deterministic(
@@ -227,5 +227,5 @@ class DeterministicTritonAttention(PooledAttention):
             [packed] = self._batch.device.upload(work.packed)
             launches = tuple(packed[x] for x in work.launches)
             lists = packed[work.rows], packed[work.positions], packed[work.pages]
-            found = self._lists[heads, window] = _Uploaded(work, launches, lists)
-        return found
+            uploaded = self._lists[heads, window] = _Uploaded(work, launches, lists)
+        return uploaded

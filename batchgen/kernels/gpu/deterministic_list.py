@@ -169,8 +169,8 @@ class _Planner:
         yield self._items(at, one, page_at + skipped, table_from, first, begin, last + 1, state, 0)
 
     def _whole_steps(self, position: Ints | int) -> Ints:
-        found: Ints = np.asarray(position) // self._shape.keys * self._shape.keys
-        return found
+        starts: Ints = np.asarray(position) // self._shape.keys * self._shape.keys
+        return starts
 
     def _first(self, low: Ints) -> Ints:
         """First key that any token of a tile sees, if the tile's first token is at position `low`."""

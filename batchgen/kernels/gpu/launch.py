@@ -15,7 +15,6 @@ import triton
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors: `TRITON_INTERPRET=1` when this was imported."""
-"""Whether kernels run in Triton's interpreter, on CPU tensors: `TRITON_INTERPRET=1` at import."""
 Grid = tuple[int, ...]
 Recorder = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
 """Called with a kernel, its grid, its arguments and its constants."""

@@ -52,17 +52,17 @@ def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def log_normalizers(logits: Tensor) -> Tensor:
     """See `kernels.logprobs.log_normalizers`."""
-    found = scan_rows(logits).normalizers
-    assert found is not None
-    return found
+    normalizers = scan_rows(logits).normalizers
+    assert normalizers is not None
+    return normalizers
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
     """See `kernels.logprobs.token_logprobs`."""
     if normalizers is None:
-        found = scan_rows(logits, targets=tokens.contiguous()).targets
-        assert found is not None
-        return found
+        targets = scan_rows(logits, targets=tokens.contiguous()).targets
+        assert targets is not None
+        return targets
     rows = logits.shape[0]
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     launch(

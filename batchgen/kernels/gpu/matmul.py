@@ -24,18 +24,17 @@ _BAND = 8
 @triton.jit(do_not_specialize=["tokens"])
 def _matmul(
     p_x, p_weight, p_bias, p_out, tokens, inputs, outputs,
-    x_batch, x_token, weight_batch, weight_out, weight_in,
+    x_token, weight_out, weight_in,
     BIASED: tl.constexpr, WHOLE_INNER: tl.constexpr, WHOLE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """Per batch y[b, t, o] = sum over i: x[b, t, i] * weight[b, o, i], + bias[o].
+    """Per token y[t, o] = sum over i: x[t, i] * weight[o, i], + bias[o].
 
-    x [B, T, I] with strides (batch, token, 1), weight [B, O, I] with any, bias [O], y [B, T, O] contiguous.
-    Grid: (blocks of ROWS tokens x blocks of COLUMNS outputs, B); BAND blocks of tokens are computed with all outputs
+    x [T, I] with strides (token, 1), weight [O, I] with any, bias [O], y [T, O] contiguous.
+    Grid: blocks of ROWS tokens x blocks of COLUMNS outputs; BAND blocks of tokens are computed with all outputs
     together, so that their operands stay in the cache. Float32 sums over i in rising order, INNER at a time, for any T;
     one rounding. Bytes: x once per block of outputs, the weight once per block of tokens, unless cached.
     """
-    i_batch = tl.program_id(1).to(tl.int64)
     column_blocks = tl.cdiv(outputs, COLUMNS)
     i_band = tl.program_id(0) // (BAND * column_blocks)
     i_within = tl.program_id(0) % (BAND * column_blocks)
@@ -44,8 +43,8 @@ def _matmul(
     o_column = (i_within // height * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     o_in = tl.arange(0, INNER)
     m_row = (o_row < tokens)[:, None]  # [ROWS, 1]
-    p_rows = p_x + i_batch * x_batch + o_row[:, None] * x_token  # [ROWS, 1]
-    p_columns = p_weight + i_batch * weight_batch + o_column[:, None] * weight_out  # [COLUMNS, 1]
+    p_rows = p_x + o_row[:, None] * x_token  # [ROWS, 1]
+    p_columns = p_weight + o_column[:, None] * weight_out  # [COLUMNS, 1]
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in range(0, inputs, INNER):
         p_x_cells = p_rows + (i + o_in)[None, :]  # [ROWS, INNER]
@@ -63,7 +62,7 @@ def _matmul(
         acc = dot(b_x, tl.trans(b_weight), acc)
     if BIASED:
         acc += tl.load(p_bias + o_column, mask=o_column < outputs, other=0.0).to(tl.float32)[None, :]
-    p_cells = p_out + (i_batch * tokens + o_row[:, None]) * outputs + o_column[None, :]
+    p_cells = p_out + o_row[:, None] * outputs + o_column[None, :]
     tl.store(p_cells, rounded(acc, p_out.dtype.element_ty), mask=m_row & (o_column < outputs)[None, :])
 
 
@@ -78,42 +77,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         a new contiguous tensor of x's dtype.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    return _launch(flat[None], weight[None], bias).view(*x.shape[:-1], weight.shape[0])
-
-
-def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The products c [B, T, O] = a [B, T, I] b [B, I, O]; every row's bits depend only on that row and its b."""
-    return _launch(a, b.transpose(1, 2), None)
-
-
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[B, T, I] and [B, O, I] -> [B, T, O]."""
-    batch, tokens, inputs = x.shape
-    outputs = weight.shape[1]
-    assert weight.shape == (batch, outputs, inputs)
+    shape, outputs = x.shape, weight.shape[0]
+    x, x_token = _rows(x.reshape(-1, x.shape[-1]))
+    tokens, inputs = x.shape
+    assert weight.shape == (outputs, inputs)
     assert weight.dtype == x.dtype
     assert bias is None or (bias.shape == (outputs,) and bias.stride(0) == 1)
-    x, x_batch, x_token = _rows(x)
     tile = fixed_tuning(x.device).matmul_tile(outputs, x.dtype)
     # Unaligned rows are loaded through registers, of which a wide step would need too many.
     inner, stages = (tile.inner, tile.stages) if inputs % _ALIGNMENT == 0 else (min(tile.inner, 32), 1)
-    out = torch.empty(batch, tokens, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     launch(
-        _matmul, (triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.columns), batch),
-        x, weight, x if bias is None else bias, out, tokens, inputs, outputs,
-        x_batch, x_token, 0 if batch == 1 else weight.stride(0), *weight.stride()[1:],
+        _matmul, (triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.columns),),
+        x, weight, x if bias is None else bias, out, tokens, inputs, outputs, x_token, *weight.stride(),
         BIASED=bias is not None, WHOLE_INNER=inputs % inner == 0, WHOLE_COLUMNS=outputs % tile.columns == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, INNER=inner, BAND=_BAND,
         num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
-    return out
+    return out.view(*shape[:-1], outputs)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """The rows x [B, T, I] as the kernel reads them, and their strides, which do not depend on the number of rows."""
-    batch, tokens, inputs = x.shape
-    if x.stride(2) != 1 or x.data_ptr() % _ALIGNMENT:
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """The rows x [T, I] as the kernel reads them, and their stride, which does not depend on the number of rows."""
+    if x.stride(1) != 1 or x.data_ptr() % _ALIGNMENT:
         x = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-    token = x.stride(1) if tokens > 1 else inputs
-    return x, 0 if batch == 1 else x.stride(0), token
+    return x, x.stride(0) if len(x) > 1 else x.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -23,7 +24,6 @@ from batchgen.kernels.gpu import (
     sampling,
     shaping,
 )
-from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.moe import Experts
 from batchgen.kernels.ops import TORCH_OPS
 
@@ -60,16 +60,12 @@ _EXPERT_ROWS: Final = 64
 """Tokens per tile of an expert in batch-invariant runs."""
 
 
-def _fixed_add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
-    lora.add_lora(out, x, step, pairs, fixed=True)
-
-
 def _fixed_moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     return moe.moe_experts(x, ids, weights, experts, fixed_tuning(x.device).grouped_tile(_EXPERT_ROWS, x.dtype))
 
 
 TRITON_INVARIANT_OPS: Final = replace(
-    TRITON_OPS, linear=matmul.linear, add_lora=_fixed_add_lora, moe_experts=_fixed_moe_experts
+    TRITON_OPS, linear=matmul.linear, add_lora=partial(lora.add_lora, fixed=True), moe_experts=_fixed_moe_experts
 )
 """Triton launchers for which a row's result depends only on that row, bit for bit.
 

@@ -62,11 +62,11 @@ def _scan_kernel(
         largest = tl.max(seen, axis=0)
     tl.store(p_max + pid, largest)
     if ARG:
-        found = tl.where(seen == largest, o_v, 0x7FFFFFFF)
+        ids = tl.where(seen == largest, o_v, 0x7FFFFFFF)
         if GROUP:
-            tl.store(p_id + pid, tl.min(tl.min(found, axis=1), axis=0))
+            tl.store(p_id + pid, tl.min(tl.min(ids, axis=1), axis=0))
         else:
-            tl.store(p_id + pid, tl.min(found, axis=0))
+            tl.store(p_id + pid, tl.min(ids, axis=0))
     if SUM:
         # With an infinite m, x - m would be inf - inf; shifted by 0, the sum is inf or not-a-number if the row has one.
         shift = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
@@ -165,10 +165,10 @@ def scan_rows(
     if not normalize:
         return Scan(None, None, None, None, None, groups)
     lse = empty(rows)
-    found = empty(rows) if targets is not None else None
+    target_logits = empty(rows) if targets is not None else None
     best, top, bad = (empty(rows, dtype=d) if arg else None for d in (torch.int64, torch.float32, torch.bool))
     launch(
-        _join_kernel, (rows,), logits, *strides, maxima, ids, sums, targets, best, top, lse, bad, found,
+        _join_kernel, (rows,), logits, *strides, maxima, ids, sums, targets, best, top, lse, bad, target_logits,
         blocks, BLOCKS=power_of_2(blocks), ARG=arg, TARGET=targets is not None, num_warps=1,
     )  # fmt: skip
-    return Scan(lse, found, best, top, bad, groups)
+    return Scan(lse, target_logits, best, top, bad, groups)

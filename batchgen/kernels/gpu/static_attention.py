@@ -105,8 +105,8 @@ def pack_static(work: WorkList, capacity: Capacity, rows: int) -> Words:
     *fixed, pages = capacity.sections()
     used = _length(work.pages)
     packed = np.zeros(pages.start + used, np.int32)
-    given = [*work.items, *work.merges, work.positions, work.rows, work.parts, work.pages]
-    for section, place in zip(given, [*fixed, pages], strict=True):
+    sections = [*work.items, *work.merges, work.positions, work.rows, work.parts, work.pages]
+    for section, place in zip(sections, [*fixed, pages], strict=True):
         length = _length(section)
         assert length <= place.stop - place.start, "the list is larger than its section"
         packed[place.start : place.start + length] = work.packed[section]

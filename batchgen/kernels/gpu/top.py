@@ -45,8 +45,8 @@ def _places(keys, pivot, ties, larger, equal):
     rank = equal + (running >> 16)
     kept = (keys > pivot) | ((keys == pivot) & (rank <= ties))
     place = larger + (running & 0xFFFF) + tl.minimum(rank, ties) - 1
-    found = tl.sum(both, axis=0)
-    return kept, place, larger + (found & 0xFFFF), equal + (found >> 16)
+    counts = tl.sum(both, axis=0)
+    return kept, place, larger + (counts & 0xFFFF), equal + (counts >> 16)
 
 
 @triton.jit

@@ -228,15 +228,15 @@ def collect(
         above = logits > value
         same = (logits == value) & (ids <= last) & (ids < vocab)
         both = above.to(tl.int32) + (same.to(tl.int32) << 16)  # two counts in one scan
-        found = tl.sum(both, axis=0)
-        if found > 0:
+        counts = tl.sum(both, axis=0)
+        if counts > 0:
             running = tl.cumsum(both, axis=0)
             rank_same = count_same + (running >> 16)  # including this one
             place = count_above + (running & 0xFFFF) + tl.minimum(rank_same, ties) - 1
             kept = (above | (same & (rank_same <= ties))) & (place < CAPACITY)
             tl.store(p_ids + place, ids, mask=kept)
-            count_above += found & 0xFFFF
-            count_same += found >> 16
+            count_above += counts & 0xFFFF
+            count_same += counts >> 16
     tl.debug_barrier()
     return count_above + tl.minimum(count_same, ties), tl.sum(b_mass, axis=0)
 

@@ -129,7 +129,7 @@ def _finish(planner: ItemPlanner, shape: ListShape, merge_from: int | None = Non
     """Split, sort and pack. With `merge_from`, every token from there on is merged, whatever parts it has."""
     rows = planner.rows()
     sizes = (shape.large, shape.small, shape.small)
-    listed = [_split(*given) for given in zip(_launches(planner, shape), sizes, strict=True)]
+    listed = [_split(*launch) for launch in zip(_launches(planner, shape), sizes, strict=True)]
     items = Items.join([items for items, _ in listed])
     ends = np.cumsum([0] + [len(items) for items, _ in listed])
     split = np.concatenate([split for _, split in listed])

@@ -1,1 +1,1 @@
-"""What a checkpoint is: its folder, configuration, stored forms and weights."""
+"""Checkpoints: folder, configuration, stored forms and weights."""

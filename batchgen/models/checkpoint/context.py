@@ -15,7 +15,7 @@ _SCALING = ("yarn", "linear", "dynamic", "llama3", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """How many tokens a row of a model may have."""
+    """Context lengths of a model, in tokens."""
 
     default: int
     longest: int

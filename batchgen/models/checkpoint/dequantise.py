@@ -158,7 +158,7 @@ def _scaled_pieces(tensor: ScaledTensor, read: ReadRows) -> Iterator[_Piece]:
 
 
 def _factor(tensor: ScaledTensor, read: ReadRows) -> float:
-    """What all scales are multiplied by."""
+    """Factor of all scales."""
     if "global_scale" not in tensor.parts:
         return tensor.factor
     one = float(_whole(tensor.parts["global_scale"], read).float().flatten()[0])
@@ -189,20 +189,20 @@ class _RowScales:
         self._all = self._floats(0, tensor.scale_shape[0]) if shared else None
 
     def rows(self, start: int, end: int) -> Tensor:
-        """Those of the rows from `start` to `end`, broadcastable to their values."""
+        """Scales of the rows from `start` to `end`, broadcastable to their values."""
         shape, blocks = self._tensor.stored_shape, self._tensor.blocks
         shared = self._all
-        found = self._floats(start, end) if shared is None else shared[torch.arange(start, end) // blocks[0]]
+        scales = self._floats(start, end) if shared is None else shared[torch.arange(start, end) // blocks[0]]
         for axis in range(1, len(shape)):
-            if found.shape[axis] not in (1, shape[axis]):
-                found = self._along(found, axis)
-        return found
+            if scales.shape[axis] not in (1, shape[axis]):
+                scales = self._along(scales, axis)
+        return scales
 
-    def _along(self, found: Tensor, axis: int) -> Tensor:
+    def _along(self, scales: Tensor, axis: int) -> Tensor:
         if self._columns is not None and axis == len(self._tensor.stored_shape) - 1:
-            return found.index_select(axis, self._columns)
+            return scales.index_select(axis, self._columns)
         size = self._tensor.stored_shape[axis]
-        return found.repeat_interleave(self._tensor.blocks[axis], axis).narrow(axis, 0, size)
+        return scales.repeat_interleave(self._tensor.blocks[axis], axis).narrow(axis, 0, size)
 
     def _floats(self, start: int, end: int) -> Tensor:
         assert self._info is not None

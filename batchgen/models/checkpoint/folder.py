@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final
@@ -19,15 +19,14 @@ from batchgen.errors import ModelError
 from batchgen.gguf.config import gguf_config
 from batchgen.gguf.header import read_gguf
 from batchgen.gguf.tensors import GgufForm, HubTensor, hub_tensors
+from batchgen.models.checkpoint.file_hashes import FileStamp
+from batchgen.models.checkpoint.model_files import find_weight_files, foreign_form, resolve_model, unread_note
 from batchgen.models.checkpoint.overrides import NO_OVERRIDES, Overrides
 from batchgen.models.checkpoint.pickled_weights import read_pickle_header
 from batchgen.models.checkpoint.quant_format import QuantFormat, find_quant_format
 from batchgen.models.checkpoint.quantized_formats import PlainTensors, plain_tensors
 from batchgen.models.checkpoint.quantized_tensors import AssembledTensor, StoredTensor
 from batchgen.models.checkpoint.safetensors_header import TensorInfo, read_header
-from batchgen.models.checkpoint.weight_files import find_weight_files, foreign_form, unread_note
-from batchgen.models.file_hashes import FileStamp
-from batchgen.models.hub import resolve_model
 from batchgen.request.foreign_text import ForeignTextError, Kinds, file_content, read_json, typed
 
 TYPE_ALIASES: Final = {"kimi_k2": "deepseek_v3"}
@@ -101,13 +100,7 @@ def check_model_folder(
     stamps = {file: FileStamp.of(file.stat()) for file in [folder / "config.json"] if file.is_file()}
     raw, config = _read_config(folder, overrides)
     index, files = find_weight_files(folder, pickles=pickles)
-    tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        held, stamps[file] = read_pickle_header(file) if file.suffix == ".bin" else read_header(file)
-        held = {name: info for name, info in held.items() if index.get(name, file) == file}  # without old copies
-        if double := tensors.keys() & held.keys():
-            raise ModelError(f"{min(double)} is stored in two files of {folder}, {file.name} and another. Remove one.")
-        tensors.update(held)
+    tensors = _read_headers(folder, index, files, stamps)
     absent = {name: file.name for name, file in index.items() if name not in tensors}
     modules = {name.rpartition(".")[0] for name in tensors}
     if part := next((name for name in absent if name.rpartition(".")[0] in modules), None):
@@ -115,34 +108,36 @@ def check_model_folder(
             f"{folder} lacks {part}, a part of a layer whose other parts are stored{placed(part, absent)}. "
             "Copy the folder again."
         )
-    note = unread_note(folder, index)
-    found = find_quant_format(folder, config, tensors)
-    if found is None:
-        digest = hashlib.sha256(raw).hexdigest()
-        return ModelFolder(
-            folder, config, tuple(files), tensors, digest, stamps, overrides=overrides, absent=absent, note=note
-        )
-    plain = plain_tensors(tensors, found)
-    form = found if plain.labels else None
-    # Of a description in another file, too, so that its change makes another job.
-    digest = hashlib.sha256(raw + json.dumps([found.method, dict(found.settings)], sort_keys=True).encode()).hexdigest()
-    return ModelFolder(
-        folder,
-        config,
-        tuple(files),
-        plain.tensors,
-        digest,
-        stamps,
-        form,
-        plain if form else None,
-        overrides=overrides,
-        absent=absent,
-        note=note,
+    note, digest = unread_note(folder, index), hashlib.sha256(raw).hexdigest()
+    model = ModelFolder(
+        folder, config, tuple(files), tensors, digest, stamps, overrides=overrides, absent=absent, note=note
     )
+    form = find_quant_format(folder, config, tensors)
+    if form is None:
+        return model
+    plain = plain_tensors(tensors, form)
+    # Of a description in another file, too, so that its change makes another job.
+    digest = hashlib.sha256(raw + json.dumps([form.method, dict(form.settings)], sort_keys=True).encode()).hexdigest()
+    model = replace(model, tensors=plain.tensors, config_digest=digest)
+    return replace(model, quantisation=form, plain=plain) if plain.labels else model
+
+
+def _read_headers(
+    folder: Path, index: Mapping[str, Path], files: Sequence[Path], stamps: dict[Path, FileStamp]
+) -> dict[str, TensorInfo]:
+    """Tensors of all files by name, without those that the index has in another file; adds the files' stamps."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        held, stamps[file] = read_pickle_header(file) if file.suffix == ".bin" else read_header(file)
+        held = {name: info for name, info in held.items() if index.get(name, file) == file}
+        if double := tensors.keys() & held.keys():
+            raise ModelError(f"{min(double)} is stored in two files of {folder}, {file.name} and another. Remove one.")
+        tensors.update(held)
+    return tensors
 
 
 def placed(name: str, absent: Mapping[str, str]) -> str:
-    """Which file should hold an absent tensor, as a part of a sentence; empty for any other."""
+    """The file that should hold an absent tensor, as a part of a sentence; empty for any other."""
     return f", which its index places in {absent[name]}" if name in absent else ""
 
 
@@ -198,17 +193,17 @@ _CONFIG: Final[Kinds] = {
 
 
 def _with_overrides(raw: bytes, overrides: Overrides) -> bytes:
-    """What identifies a configuration: its file, and what replaces values of it."""
-    return raw + json.dumps(overrides.given, sort_keys=True).encode() if overrides else raw
+    """Bytes that identify a configuration: its file, and what replaces values of it."""
+    return raw + json.dumps(overrides.options, sort_keys=True).encode() if overrides else raw
 
 
 def _read_config(folder: Path, overrides: Overrides) -> tuple[bytes, dict[str, Any]]:
-    """What identifies the configuration, and the configuration with the overrides."""
+    """Bytes that identify the configuration, and the configuration with the overrides."""
     file = folder / "config.json"
     if not file.is_file():
-        found = foreign_form(folder)
-        if found is not None:
-            raise ModelError(f"{folder} {found}")
+        form = foreign_form(folder)
+        if form is not None:
+            raise ModelError(f"{folder} {form}")
         raise ModelError(f"{folder} has no config.json. Name a Hugging Face model folder, or copy it again.")
     try:
         raw = file_content(file)

@@ -46,10 +46,10 @@ class Overrides:
         return self.hf_overrides is not None or self.rope_scaling is not None
 
     @property
-    def given(self) -> Mapping[str, str]:
+    def options(self) -> Mapping[str, str]:
         """Option -> its value in one spelling, of those that are given."""
-        found = {f"--{name.replace('_', '-')}": value for name, value in asdict(self).items() if value is not None}
-        return {name: json.dumps(read_json(value), sort_keys=True) for name, value in found.items()}
+        texts = {f"--{name.replace('_', '-')}": value for name, value in asdict(self).items() if value is not None}
+        return {name: json.dumps(read_json(value), sort_keys=True) for name, value in texts.items()}
 
     def merged(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration with the overrides.
@@ -57,14 +57,14 @@ class Overrides:
         Raises:
             ModelError: a key is one that nothing reads; the message names it.
         """
-        found = dict(config)
+        changed = dict(config)
         if self.hf_overrides is not None:
-            given = read_json(self.hf_overrides)
-            found = _merged(found, given)
-            _check_known(found, given)
+            changes = read_json(self.hf_overrides)
+            changed = _merged(changed, changes)
+            _check_known(changed, changes)
         if self.rope_scaling is not None:
-            found = _with_text_rope(found, read_json(self.rope_scaling))
-        return found
+            changed = _with_text_rope(changed, read_json(self.rope_scaling))
+        return changed
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
@@ -75,24 +75,24 @@ class Overrides:
             if not self or str(error).startswith("--"):
                 raise
             problem = str(error).replace(" Copy the file again.", "")
-            raise ModelError(f"{problem} The configuration is changed by {' and '.join(self.given)}.") from error
+            raise ModelError(f"{problem} The configuration is changed by {' and '.join(self.options)}.") from error
 
 
 NO_OVERRIDES: Final = Overrides()
 
 
-def _merged(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(config)
-    for key, value in given.items():
-        if isinstance(value, dict) and isinstance(found.get(key), dict) and key.endswith("_config"):
-            found[key] = _merged(found[key], value)
+def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(config)
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(changed.get(key), dict) and key.endswith("_config"):
+            changed[key] = _merged(changed[key], value)
         elif key not in _ROPE:
-            found[key] = value
+            changed[key] = value
     for key in _ROPE:
-        if key in given:
-            settings = {"rope_theta": given[key]} if key == "rope_theta" else given[key]
-            found = _with_rope(found, settings, f"--hf-overrides: {key}")
-    return found
+        if key in changes:
+            settings = {"rope_theta": changes[key]} if key == "rope_theta" else changes[key]
+            changed = _with_rope(changed, settings, f"--hf-overrides: {key}")
+    return changed
 
 
 def _with_text_rope(config: Mapping[str, Any], settings: Any) -> dict[str, Any]:
@@ -103,60 +103,60 @@ def _with_text_rope(config: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     return _with_rope(config, settings, "--rope-scaling")
 
 
-def _with_rope(config: Mapping[str, Any], given: Any, option: str) -> dict[str, Any]:
+def _with_rope(config: Mapping[str, Any], rope: Any, option: str) -> dict[str, Any]:
     """A decoder's configuration with other rope settings, in the spelling that it has."""
-    if given is None:
-        given = {"rope_type": "default"}
-    if not isinstance(given, dict):
-        raise ModelError(f"{option} must be an object of rope settings, got {str(given)[:80]!r}.")
+    if rope is None:
+        rope = {"rope_type": "default"}
+    if not isinstance(rope, dict):
+        raise ModelError(f"{option} must be an object of rope settings, got {str(rope)[:80]!r}.")
     spelling = "rope_parameters" if isinstance(config.get("rope_parameters"), dict) else "rope_scaling"
     old = config.get(spelling) or {}
-    if _is_nested(given):
-        return {key: value for key, value in config.items() if key not in _ROPE} | {"rope_parameters": given}
+    if _is_nested(rope):
+        return {key: value for key, value in config.items() if key not in _ROPE} | {"rope_parameters": rope}
     if isinstance(old, dict) and _is_nested(old):
         raise ModelError(
             f"{option}: the model has rope settings for each type of layer ({', '.join(old)}). Give them all, as an "
             "object of objects."
         )
-    _check_rope_keys(given, option)
-    found = dict(config)
-    if set(given) <= set(_ROPE_KEPT):  # the scaling stays
-        settings = {**old, **given}
+    _check_rope_keys(rope, option)
+    changed = dict(config)
+    if set(rope) <= set(_ROPE_KEPT):  # the scaling stays
+        settings = {**old, **rope}
     else:
-        settings = {key: old[key] for key in _ROPE_KEPT if key in old} | given
+        settings = {key: old[key] for key in _ROPE_KEPT if key in old} | rope
     if spelling == "rope_scaling" and "rope_theta" in settings:
-        found["rope_theta"] = settings.pop("rope_theta")
-    if _ORIGINAL in given and _ORIGINAL in found:  # else it would have precedence
-        found[_ORIGINAL] = given[_ORIGINAL]
-    return {**found, spelling: settings} if settings or spelling in found else found
+        changed["rope_theta"] = settings.pop("rope_theta")
+    if _ORIGINAL in rope and _ORIGINAL in changed:  # else it would have precedence
+        changed[_ORIGINAL] = rope[_ORIGINAL]
+    return {**changed, spelling: settings} if settings or spelling in changed else changed
 
 
 def _is_nested(settings: Mapping[str, Any]) -> bool:
     return any(isinstance(value, dict) for value in settings.values())
 
 
-def _check_rope_keys(given: Mapping[str, Any], option: str) -> None:
-    unknown = next((key for key in given if key not in _ROPE_KEYS), None)
+def _check_rope_keys(rope: Mapping[str, Any], option: str) -> None:
+    unknown = next((key for key in rope if key not in _ROPE_KEYS), None)
     if unknown is not None:
         raise ModelError(f"{option} has the unknown key {unknown[:80]!r}{_hint(unknown, _ROPE_KEYS)}. Remove it.")
-    factor = given.get("factor", 1)
+    factor = rope.get("factor", 1)
     if isinstance(factor, int | float) and not factor > 0:
         raise ModelError(f"{option}: factor must be a positive number, got {factor!r}.")
-    if not set(given) <= set(_ROPE_KEPT) and not isinstance(given.get("rope_type", given.get("type")), str):
+    if not set(rope) <= set(_ROPE_KEPT) and not isinstance(rope.get("rope_type", rope.get("type")), str):
         raise ModelError(f'{option} names no rope_type. Add it, as in "rope_type": "yarn".')
 
 
-def _check_known(config: Mapping[str, Any], given: Mapping[str, Any], cls: Any = None, where: str = "") -> None:
-    """Refuse the first key of `given` that no class reads.
+def _check_known(config: Mapping[str, Any], changes: Mapping[str, Any], cls: Any = None, where: str = "") -> None:
+    """Refuse the first key of `changes` that no class reads.
 
     Args:
         config: the merged configuration at this place.
-        given: the overrides at this place.
+        changes: the overrides at this place.
         cls: the library's class for it; None: that of its `model_type`.
         where: path of the place, such as `text_config.`.
     """
-    nested = [key for key in given if key in NESTED and isinstance(given[key], dict)]
-    others = [key for key in given if key not in _ALWAYS_READ]
+    nested = [key for key in changes if key in NESTED and isinstance(changes[key], dict)]
+    others = [key for key in changes if key not in _ALWAYS_READ]
     if nested or others:
         cls = _class_of(config) if cls is None or cls.__name__ == "AutoConfig" else cls
     known = _keys_of(cls) if others else frozenset()
@@ -170,7 +170,7 @@ def _check_known(config: Mapping[str, Any], given: Mapping[str, Any], cls: Any =
         )
     for key in nested:
         part = getattr(cls, "sub_configs", {}).get(key)
-        _check_known(config[key], given[key], part, f"{where}{key}.")
+        _check_known(config[key], changes[key], part, f"{where}{key}.")
 
 
 def _hint(key: str, known: Collection[str]) -> str:

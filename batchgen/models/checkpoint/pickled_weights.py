@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.models.checkpoint.file_hashes import FileStamp, unreadable
 from batchgen.models.checkpoint.safetensors_header import TensorInfo
-from batchgen.models.file_hashes import FileStamp, unreadable
 
 PICKLE: Final = "pytorch_model.bin"
 PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
@@ -62,7 +62,7 @@ def _check_archive(file: Path) -> None:
 
 
 def _info(file: Path, name: str, value: Any, codes: dict[Any, str], size: int) -> TensorInfo:
-    """Where a tensor is in its file."""
+    """Location of a tensor in its file."""
     code = codes.get(getattr(value, "dtype", None))
     if code is None or not hasattr(value, "untyped_storage"):
         raise ModelError(
@@ -90,9 +90,9 @@ _CODES: Final = {
 
 
 def _refusal(file: Path, reason: str) -> ModelError:
-    found = _NAMED.search(reason)
-    if found is not None:
-        named = next(part for part in found.groups() if part)
+    match = _NAMED.search(reason)
+    if match is not None:
+        named = next(part for part in match.groups() if part)
         return ModelError(
             f"{file} holds more than weights: reading it would use {named[:200]}, which can run code. Nothing of it "
             "was run. Use another checkpoint."

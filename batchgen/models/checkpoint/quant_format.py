@@ -87,11 +87,11 @@ def find_quant_format(
     """
     for where, holder in _text_configs(config, ""):
         for key in _ENTRIES:
-            if found := _described(holder.get(key), f"{key} of {where or 'config.json'}"):
-                return found
+            if form := _described(holder.get(key), f"{key} of {where or 'config.json'}"):
+                return form
     for name, read in _SIDE_FILES.items():
-        if (folder / name).is_file() and (found := _described(read(_object(folder / name)), name)):
-            return found
+        if (folder / name).is_file() and (form := _described(read(_object(folder / name)), name)):
+            return form
     return _by_tensors(tensors or {})
 
 
@@ -185,8 +185,8 @@ def _by_tensors(tensors: Mapping[str, TensorInfo]) -> QuantFormat | None:
     if not odd:
         return None
     for ending, method in _TELLING_NAMES:
-        if (found := next((name for name in tensors if name.endswith(ending)), None)) is not None:
-            return QuantFormat(method, {}, f"its tensor {found}")
+        if (tensor := next((name for name in tensors if name.endswith(ending)), None)) is not None:
+            return QuantFormat(method, {}, f"its tensor {tensor}")
     words = next((name for name in odd if name.endswith(".qweight")), None)
     if words is not None:
         # Each packs its words along another axis, and both pack zeros along the outputs.

@@ -82,16 +82,16 @@ def plain_tensors(stored: Mapping[str, TensorInfo], form: QuantFormat) -> PlainT
     """
     _refuse_settings(form)
     checkpoint = _Checkpoint(stored, form.method, form.settings)
-    found: dict[str, StoredTensor] = {}
+    by_name: dict[str, StoredTensor] = {}
     for name, info in stored.items():
         taken = checkpoint.take(name, info)
         if taken is not None:
             plain, tensor, used = taken
-            if plain in found:
+            if plain in by_name:
                 raise _refused(name, f"{plain} is stored twice")
-            found[plain] = tensor
+            by_name[plain] = tensor
             checkpoint.used.update(used)
-    quantized = [tensor for tensor in found.values() if isinstance(tensor, QuantizedTensor)]
+    quantized = [tensor for tensor in by_name.values() if isinstance(tensor, QuantizedTensor)]
     for name, info in stored.items():
         if name in checkpoint.used or (quantized and name.endswith(_ACTIVATIONS)):
             continue
@@ -99,11 +99,11 @@ def plain_tensors(stored: Mapping[str, TensorInfo], form: QuantFormat) -> PlainT
             raise _refused(name, f"it is stored as {info.dtype}, and no scale for it is stored that is known")
         if name.endswith((".weight_scale", "_scale_inv", ".weight_zero_point", ".weight_scale_2", ".pre_quant_scale")):
             raise _refused(name, "it belongs to no quantised tensor that is known")
-        if name in found:
+        if name in by_name:
             raise _refused(name, "it is stored twice, quantised and in full")
-        found[name] = info
+        by_name[name] = info
     labels = Counter(tensor.label for tensor in quantized)
-    return PlainTensors(form.method, found, dict(labels.most_common()), frozenset(checkpoint.zero_biases()))
+    return PlainTensors(form.method, by_name, dict(labels.most_common()), frozenset(checkpoint.zero_biases()))
 
 
 def _refuse_settings(form: QuantFormat) -> None:

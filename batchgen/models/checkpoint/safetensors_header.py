@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.models.file_hashes import FileStamp, unreadable
+from batchgen.gguf.tensors import GgufForm
+from batchgen.models.checkpoint.file_hashes import FileStamp, unreadable
 from batchgen.request.foreign_text import ForeignTextError, read_json, typed
 
 DTYPE_BYTES: Final[dict[str, float]] = {
@@ -29,23 +29,6 @@ _MAX_SIZE: Final = 1 << 62
 _MAX_AXES: Final = 64
 
 
-class StoredForm(Protocol):
-    """How the bytes of a tensor become its values, in pieces of whole rows."""
-
-    @property
-    def rows(self) -> int:
-        """Rows that belong together: a piece holds whole groups of them."""
-        ...
-
-    def columns(self, shape: Sequence[int]) -> int:
-        """Length of a row of a tensor of this shape."""
-        ...
-
-    def values(self, data: Any, columns: int) -> Any:
-        """Values [rows, columns], a float32 array, of the bytes of some groups of rows."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Location of a stored tensor: `nbytes` bytes of `dtype` (safetensors' name) from byte `start` of `file`."""
@@ -55,7 +38,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     nbytes: int
-    form: StoredForm | None = None
+    form: GgufForm | None = None
     """How the bytes become values, where they are not values of `dtype` themselves."""
 
 
@@ -102,9 +85,9 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 
 def _tensor(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     try:
-        found = typed(entry, {"dtype": str, "shape": list, "data_offsets": list})
-        dtype, shape = found["dtype"], tuple(map(_size, found["shape"]))
-        begin, end = map(_size, found["data_offsets"])
+        fields = typed(entry, {"dtype": str, "shape": list, "data_offsets": list})
+        dtype, shape = fields["dtype"], tuple(map(_size, fields["shape"]))
+        begin, end = map(_size, fields["data_offsets"])
         elements = math.prod(shape) if len(shape) <= _MAX_AXES else _MAX_SIZE
         expected = min(elements, _MAX_SIZE) * DTYPE_BYTES[dtype]
     except (KeyError, ValueError):  # also that of the view

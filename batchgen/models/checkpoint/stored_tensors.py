@@ -69,7 +69,7 @@ def check_unread(folder: ModelFolder, unread: Iterable[str], layers: int) -> Non
     left = [name for name in unread if not _is_harmless(folder, name, layers, drafts)]
     if not left:
         return
-    beyond = [found for name in left if (found := _layer(name)) is not None and found >= layers]
+    beyond = [layer for name in left if (layer := _layer(name)) is not None and layer >= layers]
     if beyond:
         raise ModelError(
             f"{folder.path} holds the weights of {max(beyond) + 1} layers, and its config.json has {layers} "
@@ -91,8 +91,8 @@ def _is_harmless(folder: ModelFolder, name: str, layers: int, drafts: set[int | 
 
 
 def _layer(name: str) -> int | None:
-    found = _LAYER.search(name)
-    return None if found is None else int(found[3])
+    match = _LAYER.search(name)
+    return None if match is None else int(match[3])
 
 
 def check_library_tensors(

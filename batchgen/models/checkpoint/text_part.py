@@ -38,9 +38,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         inner = config.get(key)
         if isinstance(inner, dict):
             outer = config.get(_TIED)
-            found = text_config(inner)
-            tied = found.get(_TIED) if outer is None else outer
-            return {**found, _TIED: True if tied is None else tied}
+            text = text_config(inner)
+            tied = text.get(_TIED) if outer is None else outer
+            return {**text, _TIED: True if tied is None else tied}
     return config
 
 
@@ -56,7 +56,7 @@ def is_packed(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TextTensors:
-    """Where the tensors of a causal language model are in a checkpoint."""
+    """Places of the tensors of a causal language model in a checkpoint."""
 
     decoder: str
     """What precedes the names of the decoder's tensors, such as `model.language_model.`."""
@@ -85,8 +85,8 @@ def find_text_tensors(
         ModelError: several decoders are stored, and the names do not tell which one has the text.
     """
     stored = set(names)
-    found = sorted(name.removesuffix(embedding) for name in stored if f".{name}".endswith(f".{embedding}"))
-    prefixes = [prefix for prefix in found if any(name.startswith(f"{prefix}layers.0.") for name in stored)] or found
+    stems = sorted(name.removesuffix(embedding) for name in stored if f".{name}".endswith(f".{embedding}"))
+    prefixes = [stem for stem in stems if any(name.startswith(f"{stem}layers.0.") for name in stored)] or stems
     if len(prefixes) > 1:
         keys = [key.removesuffix("_config") for key in NESTED if isinstance(config.get(key), dict)]
         prefixes = [prefix for prefix in prefixes if any(key in prefix for key in (*keys, "language"))] or prefixes

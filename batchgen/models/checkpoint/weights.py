@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
+from batchgen.gguf.tensors import GgufForm
 from batchgen.models.checkpoint.dequantise import StoredNumbers, dequantise, stored_floats, stored_integers
 from batchgen.models.checkpoint.quantized_tensors import QuantizedTensor, StoredTensor
-from batchgen.models.checkpoint.safetensors_header import StoredForm, TensorInfo
+from batchgen.models.checkpoint.safetensors_header import TensorInfo
 
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "F16": torch.float16,
@@ -152,7 +153,7 @@ class WeightReader:
         self._fill_from(info, start * (info.nbytes // max(1, rows)), out.view(-1))
         return out
 
-    def _decoded_rows(self, info: TensorInfo, form: StoredForm, start: int, end: int) -> Tensor:
+    def _decoded_rows(self, info: TensorInfo, form: GgufForm, start: int, end: int) -> Tensor:
         shape = (end - start, *info.shape[1:])
         packed = torch.empty(info.nbytes // info.shape[0] * (end - start), dtype=torch.uint8)
         self._fill_from(info, start * (info.nbytes // info.shape[0]), packed)
@@ -187,7 +188,7 @@ class WeightReader:
             _fill(stream, source, info)
             part.copy_(source)
 
-    def _decode(self, stream: BinaryIO, form: StoredForm, target: Tensor, info: TensorInfo) -> None:
+    def _decode(self, stream: BinaryIO, form: GgufForm, target: Tensor, info: TensorInfo) -> None:
         assert target.is_contiguous(), "targets are slices of leading rows"
         matrix = target.view(-1, form.columns(target.shape))
         rows, columns = matrix.shape

@@ -108,8 +108,8 @@ def is_experts(module: nn.Module) -> bool:
 
 def _library_forward(module: Any, registry: Any) -> Forward:
     name = module.config._experts_implementation
-    found: Forward = registry[name] if name in registry else type(module).forward.__wrapped__
-    return found
+    forward: Forward = registry[name] if name in registry else type(module).forward.__wrapped__
+    return forward
 
 
 def experts_of(module: Any) -> Experts | None:

@@ -165,7 +165,7 @@ def _replace_linear(parent: nn.Module, name: str, products: Products, tied: nn.E
 
 
 def _share_rows(module: nn.Embedding, rows: Embedding) -> None:
-    """Let an embedding read its rows from `rows`, and what its class makes of them be as before."""
+    """Let an embedding read its rows from `rows`; its class computes the rest as before."""
     known = type(module)
     bases = (_SharedRows,) if known is nn.Embedding else (known, _SharedRows)
     module.__class__ = type(known.__name__, bases, {})

@@ -114,8 +114,8 @@ def store_latents(model: nn.Module) -> None:
 
 def absorbed_projection(layer: nn.Module) -> AbsorbedProjection | None:
     """The projection of a layer that stores the latent; None for other layers."""
-    found = getattr(layer, _PROJECTION, None)
-    return found if isinstance(found, AbsorbedProjection) else None
+    projection = getattr(layer, _PROJECTION, None)
+    return projection if isinstance(projection, AbsorbedProjection) else None
 
 
 def _is_latent(layer: Any) -> bool:

@@ -246,8 +246,8 @@ def _check_windows(config: Any, context: int, passed: list[int | None]) -> None:
     sliding = (
         [kind == "sliding_attention" for kind in kinds] if kinds else [any(w is None for w in passed)] * len(passed)
     )
-    for layer, (slides, given) in enumerate(zip(sliding, passed, strict=False)):
-        if slides and given != window:
+    for layer, (slides, own) in enumerate(zip(sliding, passed, strict=False)):
+        if slides and own != window:
             raise _unsupported(config, f"layer {layer} does not pass its window of {window} tokens to attention")
 
 
@@ -273,13 +273,13 @@ def load_transformers(
         assert (len(hooks.blocks) or None, hooks.layers) == (spec.state_layers, spec.moe_layers), (
             "differs from the meta device"
         )
-        found = _check_logits(hooked, spec, expected)
+        loaded = _check_logits(hooked, spec, expected)
         hooked.experts, hooked.rope = experts, rope
         if experts.layers and spec.device.type == "cuda":
-            _check_experts(found, experts, expected)
+            _check_experts(loaded, experts, expected)
         if adapters:
             _add_adapters(hooked, model, ids, fit_adapters(adapters, sites, tower_test(folder)), sites)
-        return found
+        return loaded
 
 
 def _add_adapters(hooked: HookedModel, model: Any, ids: Tensor, adapters: Sequence[Adapter], sites: Sites) -> None:

@@ -62,7 +62,7 @@ def _relative(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def library_logits(model: Any, vocab_size: int, context: int, layers: int, device: torch.device) -> Expected:
-    """What an unchanged library model gives, at the first positions and, if it can be asked, at the last ones."""
+    """Logits of an unchanged library model, at the first positions and, if it can be asked, at the last ones."""
     ids = (torch.arange(_TOKENS, device=device) * 7919 + 13) % vocab_size  # [7]
     early = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
     start, keyword = context - _TOKENS, cache_keyword(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, scale_products
 from batchgen.kernels.moe import ExpertPairs, moe_experts
 from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.models.checkpoint.weights import WeightReader
 from batchgen.models.library.experts import experts_of, is_experts
 from batchgen.models.lora.adapters import (
     AdaptedEnds,
@@ -205,7 +207,7 @@ class _Head(_Wrapper[AdaptedEnds]):
 
 
 def library_sites(model: Any) -> Sites:
-    """What adapters may change in a library model, which may be on the meta device and has the library's layers."""
+    """Modules of a library model that adapters may change; the model has the library's layers, on any device."""
     from transformers.pytorch_utils import Conv1D  # importing the library takes seconds
 
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -218,11 +220,11 @@ def library_sites(model: Any) -> Sites:
     head_name = ""
     for name, module in model.named_modules():
         if is_experts(module):
-            found = experts_of(module)
-            if found is None:
+            weights = experts_of(module)
+            if weights is None:
                 fixed[name] = "experts whose computation batchgen does not know; merge the adapter into the model"
             else:
-                experts[name] = ExpertSizes(*found.down.shape)
+                experts[name] = ExpertSizes(*weights.down.shape)
         if ".experts." in name:
             fixed[name] = "an expert, which batchgen does not adapt; merge the adapter into the model"
             continue
@@ -256,43 +258,27 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
     slot, table, head = LoraSlot(), model.get_input_embeddings(), model.get_output_embeddings()
     ends_of = (next(iter(sites.tables)), sites.head)
     ends = _ends(adapters, sites, ends_of, table, head)
-    pairs: dict[str, list[LoraPair | None]] = {}
-    others: dict[str, list[nn.Module | None]] = {}
-    experts: dict[str, list[ExpertPairs | None]] = {}
+    pairs: dict[str, list[LoraPair | None]] = defaultdict(lambda: [None] * len(adapters))
+    replaced: dict[str, list[nn.Module | None]] = defaultdict(lambda: [None] * len(adapters))
+    experts: dict[str, list[ExpertPairs | None]] = defaultdict(lambda: [None] * len(adapters))
     for index, adapter in enumerate(adapters):
         with adapter_reader(adapter) as reader:
             for module in adapter.experts:
-                made = expert_pairs(adapter, reader, module, sites.experts[module], like)
-                experts.setdefault(module, [None] * len(adapters))[index] = made
-            for module in (*adapter.layers, *adapter.saved):
-                if module in ends_of:
-                    continue
-                base = model.get_submodule(module)
-                kept = adapter.layers.get(module)
-                if isinstance(base, AppliesAdapters) and (kept is None or kept.magnitude or kept.bias):
-                    problem = f"it replaces {module}, its norms (DoRA) or its bias"
-                    raise adapter.error(f"{problem}; merge the adapter into the model")
-                if module in adapter.saved:
-                    tensors = {
-                        name: read_tensor(reader, f"{module}.saved.{name}", info).to(like)
-                        for name, info in adapter.saved[module].items()
-                    }
-                    others.setdefault(module, [None] * len(adapters))[index] = _with_parameters(base, tensors)
-                elif module in sites.matrices:
-                    pair = fused_pair(adapter, reader, [(module, adapter.layers[module].up.shape[0])], like)
-                    assert pair is not None
-                    changed = {"weight": base.weight + pair.up @ pair.down}
-                    others.setdefault(module, [None] * len(adapters))[index] = _with_parameters(base, changed)
+                experts[module][index] = expert_pairs(adapter, reader, module, sites.experts[module], like)
+            for module in (module for module in (*adapter.layers, *adapter.saved) if module not in ends_of):
+                change = _change_of(
+                    adapter, reader, module, model.get_submodule(module), module in sites.matrices, like
+                )
+                if isinstance(change, nn.Module):
+                    replaced[module][index] = change
                 else:
-                    rows = [(module, adapter.layers[module].up.shape[0])]
-                    pair = fused_pair(adapter, reader, rows, like, partial(_weights_of, base))
-                    pairs.setdefault(module, [None] * len(adapters))[index] = pair
+                    pairs[module][index] = change
     for module, expert in experts.items():
         _wrap(model, _LoraExperts(module, model.get_submodule(module), slot, expert))
-    for module, by_adapter in others.items():
+    for module, by_adapter in replaced.items():
         _wrap(model, _Replaced(module, model.get_submodule(module), slot, by_adapter))
-    for module, found in pairs.items():
-        child, of_layer = model.get_submodule(module), LayerAdapters(module, slot, LoraPairs(found))
+    for module, of_adapters in pairs.items():
+        child, of_layer = model.get_submodule(module), LayerAdapters(module, slot, LoraPairs(of_adapters))
         if isinstance(child, AppliesAdapters):
             child.adapt(of_layer)
         else:
@@ -304,10 +290,30 @@ def wrap_adapted(model: Any, adapters: Sequence[Adapter], sites: Sites, like: Te
     return slot
 
 
+def _change_of(
+    adapter: Adapter, reader: WeightReader, module: str, base: Any, is_matrix: bool, like: Tensor
+) -> nn.Module | LoraPair | None:
+    """The module that replaces one of the model's, or what is added to the products of a linear layer."""
+    layer = adapter.layers.get(module)
+    if isinstance(base, AppliesAdapters) and (layer is None or layer.magnitude or layer.bias):
+        problem = f"it replaces {module}, its norms (DoRA) or its bias"
+        raise adapter.error(f"{problem}; merge the adapter into the model")
+    if module in adapter.saved:
+        saved = adapter.saved[module].items()
+        tensors = {name: read_tensor(reader, f"{module}.saved.{name}", info).to(like) for name, info in saved}
+        return _with_parameters(base, tensors)
+    rows = [(module, adapter.layers[module].up.shape[0])]
+    if not is_matrix:
+        return fused_pair(adapter, reader, rows, like, partial(_weights_of, base))
+    pair = fused_pair(adapter, reader, rows, like)
+    assert pair is not None
+    return _with_parameters(base, {"weight": base.weight + pair.up @ pair.down})
+
+
 def _ends(
     adapters: Sequence[Adapter], sites: Sites, names: tuple[str, str], table: Any, head: Any
 ) -> AdaptedEnds | None:
-    """What adapters change of the embedding and the head, which have these names; None if nothing."""
+    """Changes of adapters to the embedding and the head, which have these names; None if there are none."""
     if all(adapter.modules.isdisjoint(names) for adapter in adapters):
         return None
     bias = None if head.bias is None else head.bias.detach()

@@ -1,5 +1,5 @@
-"""What the configuration of a checkpoint says of its images and audio: the library's class, and what its text decoder
-does with their features.
+"""Images and audio in the configuration of a checkpoint: the library's class, and what its text decoder does with
+their features.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FRAMES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class MediaTraits:
-    """What a text decoder does with the features of images. See the fields of the same names of `ModelSpec`."""
+    """Treatment of the features of images by a text decoder. See the fields of the same names of `ModelSpec`."""
 
     rope_axes: int = 0
     deepstack: int = 0
@@ -72,12 +72,12 @@ def media_config(folder: ModelFolder) -> Any | str:
 
 
 def media_traits(folder: ModelFolder) -> MediaTraits:
-    """What the text decoder of a checkpoint does with features; plain for those that read no images or audio."""
+    """Traits of the text decoder of a checkpoint; plain for those that read no images or audio."""
     config = media_config(folder)
     if isinstance(config, str):
         return MediaTraits()
     text = decoder_config(config)
-    sections = [len(found) for found in _sections(text)]
+    sections = [len(section) for section in _sections(text)]
     levels = feature_blocks(config) or getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
     inner, kind = _inner_class(config), str(config.model_type)
     needed = _SEE_ONE_ANOTHER.get(kind)
@@ -127,8 +127,8 @@ def read_processor(folder: ModelFolder, config: Any) -> tuple[Any, dict[str, str
             missing[name] = first_line(error)
             parts.append(None)
 
-    def check(self: Any, name: str, given: Any) -> Any:
-        return None if name in missing else cls.check_argument_for_proper_class(self, name, given)
+    def check(self: Any, name: str, argument: Any) -> Any:
+        return None if name in missing else cls.check_argument_for_proper_class(self, name, argument)
 
     body = {
         "_get_arguments_from_pretrained": classmethod(lambda *_, **__: parts),
@@ -147,19 +147,19 @@ def processor_class(name: str) -> Any:
     """
     import transformers  # the library takes seconds to import
 
-    found = getattr(transformers, name)
-    if issubclass(found, transformers.ProcessorMixin):
-        return found
-    module = str(found.__module__)
+    cls = getattr(transformers, name)
+    if issubclass(cls, transformers.ProcessorMixin):
+        return cls
+    module = str(cls.__module__)
     images = module.replace(".processing_", ".image_processing_")
     with suppress(ImportError):
         pil = importlib.import_module(module.replace(".processing_", ".image_processing_pil_"))
         sys.modules[images] = pil
         try:
-            found = getattr(importlib.import_module(module), name)
+            cls = getattr(importlib.import_module(module), name)
         finally:
             del sys.modules[images]
-    return found
+    return cls
 
 
 def _processor_name(folder: ModelFolder, config: Any) -> str:
@@ -204,10 +204,10 @@ def with_sounds(library: Any) -> Any:
         parts = (f"{_BEGIN}{_AUDIO * count}{rest}" for count, rest in zip(counts, after, strict=True))
         if audio:
             whole = {"padding": True, "truncation": False, "pad_to_multiple_of": reader.n_samples}
-            found = self._retrieve_input_features(
+            features = self._retrieve_input_features(
                 audio, reader.nb_max_frames, sampling_rate=sampling_rate, return_tensors=return_tensors, **whole
             )
-            sounds = {"input_features": found}
+            sounds = {"input_features": features}
         made = self.tokenizer(["".join((before, *parts))], return_tensors=return_tensors, add_special_tokens=False)
         return {**made, **sounds}
 

@@ -86,7 +86,7 @@ def _attend(
         raise KeywordDropped
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} passes its own mask to attention, which is not supported.")
-    unsupported = [name for name, given in others.items() if given is not None and name not in _IGNORED_ARGUMENTS]
+    unsupported = [name for name, argument in others.items() if argument is not None and name not in _IGNORED_ARGUMENTS]
     if unsupported:
         raise ModelError(f"{type(module).__name__} passes {unsupported[0]} to attention, which is not supported.")
     layer = getattr(module, "layer_idx", None)
@@ -267,20 +267,20 @@ class HookedModel:
         values = embeds.values.to(looked_up.dtype)
         size = looked_up.shape[2]
         looked_up[0, embeds.rows] = values[:, :size]
-        found: dict[str, Any] = {"inputs_embeds": looked_up}
+        arguments: dict[str, Any] = {"inputs_embeds": looked_up}
         if self.reads_ids_by_block:
-            found["per_layer_inputs"] = self._decoder.get_per_layer_inputs(ids)
+            arguments["per_layer_inputs"] = self._decoder.get_per_layer_inputs(ids)
         if values.shape[1] > size:
             mask = torch.zeros_like(ids, dtype=torch.bool)
             mask[0, embeds.rows] = True
             order = embeds.rows.argsort()  # the decoder takes them in the order of their tokens
             levels = torch.split(values[order, size:], size, dim=1)
             if self._feature_blocks:
-                found["vision_mask"] = mask[..., None]
-                found["deepstack_features"] = dict(zip(self._feature_blocks, levels, strict=True))
+                arguments["vision_mask"] = mask[..., None]
+                arguments["deepstack_features"] = dict(zip(self._feature_blocks, levels, strict=True))
             else:
-                found["visual_pos_masks"], found["deepstack_visual_embeds"] = mask, list(levels)
-        return found
+                arguments["visual_pos_masks"], arguments["deepstack_visual_embeds"] = mask, list(levels)
+        return arguments
 
     @property
     def reads_ids_by_block(self) -> bool:

@@ -86,14 +86,14 @@ def find_hooks(decoder: nn.Module, run: Callable[[], Any], tokens: int) -> Model
 
 def _blocks(decoder: nn.Module) -> tuple[nn.Module, ...]:
     """The decoder's blocks: the only outermost list of modules that all contain attention; empty if not unique."""
-    found: list[tuple[str, list[nn.Module]]] = []
+    lists: list[tuple[str, list[nn.Module]]] = []
     for name, module in decoder.named_modules():
-        nested = any(name.startswith(f"{outer}.") for outer, _ in found)
+        nested = any(name.startswith(f"{outer}.") for outer, _ in lists)
         # Blocks that do not run for text are None.
         blocks = [block for block in module if block is not None] if isinstance(module, nn.ModuleList) else []
         if blocks and not nested and all(map(_has_attention, blocks)):
-            found.append((name, blocks))
-    return tuple(found[0][1]) if len(found) == 1 else ()
+            lists.append((name, blocks))
+    return tuple(lists[0][1]) if len(lists) == 1 else ()
 
 
 def _has_attention(module: nn.Module) -> bool:

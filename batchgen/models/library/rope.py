@@ -31,20 +31,20 @@ class _Part(NamedTuple):
 
 def freeze_rope(model: Any) -> list[_Part]:
     """Keep the library's forwards from choosing frequencies; returns the sets that they would choose from."""
-    given: dict[int, dict[str, Any]] = {}
-    found: list[_Part] = []
+    copies: dict[int, dict[str, Any]] = {}
+    parts: list[_Part] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
             if kind in _KINDS:
                 settings = module.config.rope_parameters
                 settings = settings if layer_type is None else settings[layer_type]
-                found.append(_Part(module, layer_type, kind, settings, given.setdefault(id(settings), dict(settings))))
+                parts.append(_Part(module, layer_type, kind, settings, copies.setdefault(id(settings), dict(settings))))
         if isinstance(kinds, dict):
             module.rope_type = {key: "default" if kind in _KINDS else kind for key, kind in kinds.items()}
         elif kinds in _KINDS:
             module.rope_type = "default"
-    return found
+    return parts
 
 
 class LibraryRope:

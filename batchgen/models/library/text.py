@@ -134,8 +134,8 @@ def library_class(config: Any) -> Any:
 
     for auto in (AutoModelForMultimodalLM, AutoModelForCausalLM):
         if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            cls = auto._model_mapping[type(config)]
+            return cls[0] if isinstance(cls, tuple) else cls
     raise ModelError(f"The installed transformers has no class for {config.model_type} that writes text.")
 
 

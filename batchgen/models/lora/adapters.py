@@ -46,9 +46,9 @@ def adapter_reader(adapter: Adapter) -> WeightReader:
 
 def read_tensor(reader: WeightReader, name: str, info: TensorInfo) -> Tensor:
     """A tensor of an adapter, as float32 on the CPU."""
-    found = torch.empty(info.shape)
-    reader.read_into(name, found)
-    return found
+    tensor = torch.empty(info.shape)
+    reader.read_into(name, tensor)
+    return tensor
 
 
 def fused_pair(
@@ -101,7 +101,7 @@ def fused_pair(
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """What one adapter changes of an embedding."""
+    """Change of one adapter to an embedding."""
 
     weight: Tensor | None
     """[V, H] in place of the model's."""
@@ -114,8 +114,8 @@ class TableChange:
         if self.weight is not None:
             out = F.embedding(ids, self.weight).mul(factor)
         if self.rows is not None:
-            found = self.rows.places[ids]
-            out = torch.where(found[:, None] >= 0, self.rows.values[found.clamp(min=0)] * factor, out)
+            places = self.rows.places[ids]
+            out = torch.where(places[:, None] >= 0, self.rows.values[places.clamp(min=0)] * factor, out)
         if self.pair is None:
             return out
         out = out if self.pair.factor is None else out * self.pair.factor
@@ -124,7 +124,7 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class HeadChange:
-    """What one adapter changes of a head."""
+    """Change of one adapter to a head."""
 
     weight: Tensor | None
     """[V, H] in place of the model's."""
@@ -161,7 +161,7 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedEnds:
-    """What adapters change of a model's embedding and head; None where one changes nothing."""
+    """Changes of adapters to a model's embedding and head; None where one changes nothing."""
 
     tables: tuple[TableChange | None, ...]
     heads: tuple[HeadChange | None, ...]
@@ -192,7 +192,7 @@ class AdaptedEnds:
 def adapted_ends(
     adapters: Sequence[Adapter], table: tuple[str, Tensor], head: tuple[str, Tensor, Tensor | None], *, tied: bool
 ) -> AdaptedEnds | None:
-    """What adapters change of the ends; None if nothing.
+    """Changes of adapters to the ends; None if there are none.
 
     Args:
         adapters: the adapters, which fit the model.
@@ -238,8 +238,8 @@ def _replaced(adapter: Adapter, reader: WeightReader, module: str, parameter: st
     info = adapter.saved.get(module, {}).get(parameter)
     if info is None:
         return None
-    found = read_tensor(reader, f"{module}.saved.{parameter}", info).to(like)
-    return None if torch.equal(found, like) else found
+    saved = read_tensor(reader, f"{module}.saved.{parameter}", info).to(like)
+    return None if torch.equal(saved, like) else saved
 
 
 def _token_table(adapter: Adapter, reader: WeightReader, module: str, like: Tensor) -> TokenTable | None:
@@ -253,8 +253,8 @@ def _token_table(adapter: Adapter, reader: WeightReader, module: str, like: Tens
 
 
 def expert_pairs(adapter: Adapter, reader: WeightReader, module: str, sizes: ExpertSizes, like: Tensor) -> ExpertPairs:
-    """What an adapter changes of a layer's experts; it must fit them."""
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {"gate_up_proj": [], "down_proj": []}
+    """Pairs of an adapter for a layer's experts, which it must fit."""
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"gate_up_proj": [], "down_proj": []}
     outputs = {"gate_up_proj": 2 * sizes.inner, "down_proj": sizes.hidden}
     for i, part in enumerate(adapter.experts[module]):
         place = sizes.place(part)
@@ -265,16 +265,16 @@ def expert_pairs(adapter: Adapter, reader: WeightReader, module: str, sizes: Exp
         if part.expert is None:
             rank = len(down) // sizes.count
             up = up * adapter.scale_of(module, name, rank)
-            found[name].append((down.view(sizes.count, rank, -1), up.view(-1, rank, sizes.count).permute(2, 0, 1)))
+            pairs[name].append((down.view(sizes.count, rank, -1), up.view(-1, rank, sizes.count).permute(2, 0, 1)))
         else:
             all_down = torch.zeros(sizes.count, *down.shape)
             all_up = torch.zeros(sizes.count, outputs[name], len(down))
             all_down[part.expert], all_up[part.expert, start : start + len(up)] = down, up * part.scale
-            found[name].append((all_down, all_up))
+            pairs[name].append((all_down, all_up))
     made = [
         (torch.cat([down for down, _ in each], 1).to(like), torch.cat([up for _, up in each], 2).to(like))
         if each
         else None
-        for each in found.values()
+        for each in pairs.values()
     ]
     return ExpertPairs(*made)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
+from batchgen.models.checkpoint.file_hashes import FileStamp
 from batchgen.models.checkpoint.safetensors_header import TensorInfo, read_header
 from batchgen.models.checkpoint.text_part import unscoped
-from batchgen.models.file_hashes import FileStamp
 from batchgen.request.foreign_text import ForeignTextError, file_content, read_json, typed
 
 NamePath = tuple[str, str]
@@ -166,7 +166,7 @@ class Adapter:
         return replace(self.part(kept), scope=scope, towers=self.part(left) if left else self.towers)
 
     def part(self, names: Mapping[str, str]) -> Adapter:
-        """What the adapter changes of the modules `names`, under the names that they map to."""
+        """The adapter's changes to the modules `names`, under the names that they map to."""
         return replace(
             self,
             layers={names[name]: layer for name, layer in self.layers.items() if name in names},
@@ -185,22 +185,22 @@ class Adapter:
         layers = self.config.get("layers_to_transform")
         if layers is None or layers == []:
             return True
-        given = self.config.get("layers_pattern") or []
-        patterns = [rf"(?:^|.*?\.){pattern}" for pattern in ([given] if isinstance(given, str) else given)]
+        names = self.config.get("layers_pattern") or []
+        patterns = [rf"(?:^|.*?\.){pattern}" for pattern in ([names] if isinstance(names, str) else names)]
         for pattern in patterns or [r".*?\.[^.]*"]:
-            found = re.match(rf"{pattern}\.(\d+)\.", module)
-            if found:
-                return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+            match = re.match(rf"{pattern}\.(\d+)\.", module)
+            if match:
+                return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
         return False
 
 
-def read_adapters(given: Sequence[NamePath]) -> tuple[Adapter, ...]:
+def read_adapters(paths: Sequence[NamePath]) -> tuple[Adapter, ...]:
     """Read the configuration and header of every adapter, in order.
 
     Raises:
         ModelError: the message names the adapter, the problem and the remedy.
     """
-    return tuple(_read(name, path) for name, path in given)
+    return tuple(_read(name, path) for name, path in paths)
 
 
 def _error(name: str, problem: str) -> ModelError:
@@ -220,17 +220,17 @@ def _read(name: str, path: str | os.PathLike[str]) -> Adapter:
         raise _error(name, f"{folder} needs {_WEIGHTS}; it {reason}")
     tensors, stamp = read_header(file)
     try:
-        found = _parts(name, tensors, config.get("modules_to_save") or ())
-        experts = _experts(name, config, found)
+        by_module = _parts(name, tensors, config.get("modules_to_save") or ())
+        experts = _experts(name, config, by_module)
         layers = {
             module: _layer(name, config, module, parts)
-            for module, parts in found.items()
+            for module, parts in by_module.items()
             if {"down", "up", "bias"} & set(parts)
         }
-        saved = {module: kept for module, parts in found.items() if (kept := _saved(parts))}
+        saved = {module: kept for module, parts in by_module.items() if (kept := _saved(parts))}
         tokens = {
             module: TokenRows(_token_ids(name, config, module, parts["tokens"]), parts["tokens"])
-            for module, parts in found.items()
+            for module, parts in by_module.items()
             if "tokens" in parts
         }
         adapter = Adapter(name, folder, layers, config, hashlib.sha256(raw).hexdigest(), stamp, saved, tokens, experts)
@@ -310,7 +310,7 @@ def _name_matches(names: str | list[str] | None, module: str) -> bool:
 
 def _parts(name: str, tensors: Mapping[str, TensorInfo], saved: Collection[str]) -> dict[str, dict[str, TensorInfo]]:
     """Module name -> what is stored of it, by the names of `_PARTS`; parameters of replaced modules by `saved NAME`."""
-    found: dict[str, dict[str, TensorInfo]] = {}
+    by_module: dict[str, dict[str, TensorInfo]] = {}
     for key, info in tensors.items():
         suffix = next((end for end in _PARTS if key.endswith(end)), None)
         if suffix is None:
@@ -322,19 +322,19 @@ def _parts(name: str, tensors: Mapping[str, TensorInfo], saved: Collection[str])
             module, part = key.removesuffix(suffix).removeprefix(_PREFIX), _PARTS[suffix]
         if info.dtype not in _FLOATS:
             raise _error(name, f"{key} is stored as {info.dtype}, which is not supported")
-        found.setdefault(module, {})[part] = info
-    if not found:
+        by_module.setdefault(module, {})[part] = info
+    if not by_module:
         raise _error(name, f"{_WEIGHTS} is empty")
-    return found
+    return by_module
 
 
 def _experts(
-    name: str, config: Mapping[str, Any], found: dict[str, dict[str, TensorInfo]]
+    name: str, config: Mapping[str, Any], by_module: dict[str, dict[str, TensorInfo]]
 ) -> dict[str, tuple[ExpertPart, ...]]:
-    """What is changed of experts, taken out of `found`: peft wraps one parameter of them around another."""
+    """Changes to experts, taken out of `by_module`: peft wraps one parameter of them around another."""
     experts: dict[str, list[ExpertPart]] = {}
-    for module in [module for module in found if _EXPERT.search(module)]:
-        parts = found.pop(module)
+    for module in [module for module in by_module if _EXPERT.search(module)]:
+        parts = by_module.pop(module)
         where = _EXPERT.search(module)
         assert where is not None
         owner = module[: where.end("owner")].replace(".block_sparse_moe.", ".mlp.")
@@ -357,23 +357,23 @@ def _owners(module: str) -> Iterator[str]:
 
 def _saved(parts: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Parameters that replace the model's; the weight below an adapted embedding or head is stored, too."""
-    found = {part.removeprefix("saved "): info for part, info in parts.items() if part.startswith("saved ")}
-    return found | ({"weight": parts["base"]} if "base" in parts else {})
+    saved = {part.removeprefix("saved "): info for part, info in parts.items() if part.startswith("saved ")}
+    return saved | ({"weight": parts["base"]} if "base" in parts else {})
 
 
 def _token_ids(name: str, config: Mapping[str, Any], module: str, values: TensorInfo) -> tuple[int, ...]:
     """The ids of a module's replaced rows."""
-    given = config.get("trainable_token_indices")
-    if isinstance(given, dict):
-        given = next((ids for wanted, ids in given.items() if f".{module}".endswith(f".{wanted}")), None)
+    stated = config.get("trainable_token_indices")
+    if isinstance(stated, dict):
+        stated = next((ids for wanted, ids in stated.items() if f".{module}".endswith(f".{wanted}")), None)
     if (
-        not (isinstance(given, list) and _all(given, int))
+        not (isinstance(stated, list) and _all(stated, int))
         or len(values.shape) != 2
-        or len(given) != values.shape[0]
-        or min(given, default=0) < 0
+        or len(stated) != values.shape[0]
+        or min(stated, default=0) < 0
     ):
         raise _error(name, f"trainable_token_indices in {_CONFIG} do not fit the {values.shape[0]} rows of {module}")
-    return tuple(given)
+    return tuple(stated)
 
 
 def _layer(name: str, config: Mapping[str, Any], module: str, parts: Mapping[str, TensorInfo]) -> AdaptedLayer:

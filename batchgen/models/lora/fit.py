@@ -36,7 +36,7 @@ class ExpertSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """What adapters may change in a model, by module name."""
+    """Modules of a model that adapters may change, by name."""
 
     linears: Mapping[str, LinearSize]
     """Linear layers, the head among them."""
@@ -127,10 +127,10 @@ def fit_adapters(adapters: Sequence[Adapter], sites: Sites, unread: Callable[[st
     Raises:
         ModelError: see `fit_adapter`.
     """
-    found = tuple(adapter.located(sites.names(), unread) for adapter in adapters)
-    for adapter in found:
+    located = tuple(adapter.located(sites.names(), unread) for adapter in adapters)
+    for adapter in located:
         fit_adapter(adapter, sites)
-    return found
+    return located
 
 
 def _fit_replacements(adapter: Adapter, sites: Sites) -> None:

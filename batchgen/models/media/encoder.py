@@ -7,6 +7,7 @@ keeps what it is given: the features of a prompt that has one item alone, as the
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,29 +16,34 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from batchgen.errors import ModelError, first_line
 from batchgen.models.base import ModelSpec
 from batchgen.models.checkpoint.folder import ModelFolder
+from batchgen.models.checkpoint.stored_tensors import library_names
+from batchgen.models.checkpoint.text_part import unscoped
 from batchgen.models.checkpoint.weights import LazyWeight, WeightReader
 from batchgen.models.library.load import library_model, meta_model
 from batchgen.models.library.media_config import media_config
 from batchgen.models.library.model import silence_library
 from batchgen.models.library.text import causal_part, library_class, text_decoder
-from batchgen.models.media.lora import adapted_parameters
+from batchgen.models.lora.adapters import adapter_reader, read_tensor
+from batchgen.models.lora.config import Adapter
 from batchgen.models.media.processor import PreparedItem
 from batchgen.request.fields.media import MediaKind
 
 _TYPE_IDS: Final[dict[MediaKind, int]] = {"image": 1, "audio": 3}
 """What the library calls the kinds of tokens; text is 0."""
-
-
 _KNOWN: Final = frozenset((
     "inputs_embeds", "attention_mask", "position_ids", "use_cache", "return_dict", "logits_to_keep", "cache_position",
     "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds", "output_attentions", "output_hidden_states",
     "output_router_logits", "vision_mask", "deepstack_features",
 ))  # fmt: skip
 """What a class may give its text decoder: `Model` computes the same, or it has no effect on one prompt."""
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SPEAKS = re.compile(r"(^|\.)(talker|token2wav|code2wav)\.")
+"""Names of modules that make sounds of a text, which no text depends on."""
 
 
 class MediaEncoder:
@@ -56,7 +62,7 @@ class MediaEncoder:
         self._adapted: dict[int | None, dict[str, Tensor]] = {None: {}}
         """Index of an adapter -> parameters of the joining part in place of the model's"""
         for index, adapter in enumerate(spec.tower_adapters):
-            changed = {} if adapter is None else adapted_parameters(adapter, model)
+            changed = {} if adapter is None else _adapted_parameters(adapter, model)
             self._adapted[index] = {name.removeprefix(scope): value for name, value in changed.items()}
 
     @property
@@ -89,11 +95,11 @@ class MediaEncoder:
         if first.last_id is not None:
             ids[:, -1] = first.last_id
         at = torch.arange(count, device=device).expand(len(items), count)
-        given = self._given(first, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, **tensors)
-        return list(self._features(given, len(items), count).unbind())
+        inputs = self._reach(first, input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at, **tensors)
+        return list(self._features(inputs, len(items), count).unbind())
 
-    def _given(self, item: PreparedItem, **inputs: Tensor) -> Mapping[str, Any]:
-        """What the library's class gives its text decoder."""
+    def _reach(self, item: PreparedItem, **inputs: Tensor) -> Mapping[str, Any]:
+        """Inputs of the text decoder, as the library's class computes them."""
         try:
             # Convolutions of float32 would be rounded on a GPU, and may differ from run to run.
             with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
@@ -102,7 +108,7 @@ class MediaEncoder:
                 else:
                     self._joined(use_cache=False, **inputs)
         except _Reached as reached:
-            return reached.given
+            return reached.inputs
         except (RuntimeError, ValueError) as error:
             raise ModelError(
                 f"The towers of this {self._spec.name} model cannot encode an item of {item.kind} that becomes "
@@ -110,25 +116,25 @@ class MediaEncoder:
             ) from None
         raise ModelError(f"The class of this {self._spec.name} model does not give features to its decoder.")
 
-    def _features(self, given: Mapping[str, Any], items: int, count: int) -> Tensor:
+    def _features(self, inputs: Mapping[str, Any], items: int, count: int) -> Tensor:
         """[items, count, W] of what the double was given.
 
         Raises:
             ModelError: the decoder reads more than embeddings and what is added to its blocks.
         """
-        more = [name for name, value in given.items() if value is not None and name not in _KNOWN]
+        more = [name for name, value in inputs.items() if value is not None and name not in _KNOWN]
         if more:
             raise ModelError(
                 f"The class of this {self._spec.name} model gives its decoder {more[0]} in addition to features, "
                 "which is not supported. Leave out images and audio."
             )
-        levels = list(given.get("deepstack_visual_embeds") or (given.get("deepstack_features") or {}).values())
+        levels = list(inputs.get("deepstack_visual_embeds") or (inputs.get("deepstack_features") or {}).values())
         if len(levels) not in (0, self._spec.deepstack):
             raise ModelError(
                 f"The class of this {self._spec.name} model adds features to {len(levels)} blocks, and its "
                 f"configuration names {self._spec.deepstack}. Leave out images and audio."
             )
-        states = given["inputs_embeds"]
+        states = inputs["inputs_embeds"]
         parts = [states, *(level.view(items, count, -1) for level in levels)]
         parts += [torch.zeros_like(states)] * (1 + self._spec.deepstack - len(parts))  # of audio
         return torch.cat(parts, dim=-1).to(self._spec.dtype)
@@ -156,25 +162,25 @@ class MediaEncoder:
         row = ids[None].cpu()
         if "mm_token_type_ids" in names:
             options["mm_token_type_ids"] = self._type_ids(row)
-        found, delta = owner.get_rope_index(row, attention_mask=torch.ones_like(row), **options)
-        return found[:, 0].to(torch.int64), len(ids) + int(delta.flatten()[0])
+        rotary, delta = owner.get_rope_index(row, attention_mask=torch.ones_like(row), **options)
+        return rotary[:, 0].to(torch.int64), len(ids) + int(delta.flatten()[0])
 
     def _type_ids(self, ids: Tensor) -> Tensor:
-        found = torch.zeros_like(ids)
+        types = torch.zeros_like(ids)
         for kind, number in _TYPE_IDS.items():
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 token = getattr(self._model.config, name, None)
                 if token is not None:
-                    found[ids == token] = number
-        return found
+                    types[ids == token] = number
+        return types
 
 
 class _Reached(Exception):
     """Ends a forward of the library where it would run the text decoder."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, inputs: dict[str, Any]) -> None:
         super().__init__()
-        self.given = given
+        self.inputs = inputs
 
 
 class _ZeroEmbedding(nn.Module):
@@ -211,9 +217,9 @@ class _DecoderDouble(nn.Module):
     def get_per_layer_inputs(self, *_: Any, **__: Any) -> None:
         """None: blocks are not run."""
 
-    def forward(self, *_: Any, **given: Any) -> None:
+    def forward(self, *_: Any, **inputs: Any) -> None:
         """Raises `_Reached`."""
-        raise _Reached(given)
+        raise _Reached(inputs)
 
 
 class _BlockDouble(nn.Module):
@@ -292,3 +298,78 @@ def _joining_part(model: Any) -> Any:
 
 def _parameters(call: Any) -> Mapping[str, Any]:
     return inspect.signature(call).parameters
+
+
+@torch.no_grad()
+def _adapted_parameters(adapter: Adapter, model: Any) -> dict[str, Tensor]:
+    """The parameters of a model that an adapter changes, by name, in the model's dtype and on its device.
+
+    Args:
+        adapter: the part of an adapter that changes towers, see `Adapter.towers`.
+        model: the library's model, whose names the adapter has, or those that an older library gave to them.
+
+    Raises:
+        ModelError: the adapter changes something that the model lacks, that has another size, or that is not a linear
+            layer or a convolution; the message names it.
+    """
+    adapter = adapter.part({module: module for module in adapter.modules if not _SPEAKS.search(module)})
+    for module in (*adapter.tokens, *adapter.experts):
+        raise _refused(adapter, module, "which is not a linear layer or a convolution that reads images or audio")
+    names = [f"{module}.weight" for module in adapter.layers]
+    names += [f"{module}.{name}" for module, parameters in adapter.saved.items() for name in parameters]
+    places = _names_in_model(names, model)
+    changed: dict[str, Tensor] = {}
+    with adapter_reader(adapter) as reader:
+        for module, parameters in adapter.saved.items():
+            for name, info in parameters.items():
+                place = _place(adapter, places, model, f"{module}.{name}")
+                own = model.get_parameter(place)
+                if tuple(info.shape) != tuple(own.shape):
+                    shapes = f"{list(info.shape)} in the adapter and {list(own.shape)} in the model"
+                    raise _refused(adapter, f"{module}.{name}", f"which has shape {shapes}")
+                changed[place] = read_tensor(reader, f"{module}.saved.{name}", info).to(own)
+        for module in adapter.layers:
+            place = _place(adapter, places, model, f"{module}.weight")
+            owner = model.get_submodule(place.rpartition(".")[0])
+            # torch's own attention reads the weight of its last layer itself, so that peft has no effect on that.
+            if type(owner) is not NonDynamicallyQuantizableLinear:
+                changed[place] = _merged(adapter, reader, module, owner)
+    return changed
+
+
+def _names_in_model(names: list[str], model: Any) -> dict[str, str]:
+    """Name of a parameter in an adapter -> its name in the model; others that the model lacks or has converted."""
+    own = {unscoped(name): name for name, _ in model.named_parameters()}
+    targets = ((name, "" if converted else target) for name, target, converted in library_names(model, names))
+    return {name: own.get(unscoped(target), target) for name, target in targets}
+
+
+def _place(adapter: Adapter, places: dict[str, str], model: Any, name: str) -> str:
+    place = places[name]
+    if place not in dict(model.named_parameters()):
+        problem = "which is not a parameter of the modules that read images or audio; check its base model"
+        raise adapter.error(f"it changes {name}, {problem}")
+    return place
+
+
+def _merged(adapter: Adapter, reader: WeightReader, module: str, owner: Any) -> Tensor:
+    """The weight of a module with an adapter's change: [O, I], or [O, I, ...] of a convolution."""
+    is_linear, is_convolution = type(owner) is nn.Linear, type(owner) in _CONVOLUTIONS and owner.groups == 1
+    if not (is_linear or is_convolution):
+        raise _refused(adapter, module, f"a {type(owner).__name__}, which is neither a linear layer nor a convolution")
+    layer, weight = adapter.layers[module], owner.weight.detach()
+    if layer.bias is not None:
+        raise _refused(adapter, module, "with a bias (lora_bias)")
+    if layer.down.shape[1:] != tuple(weight.shape[1:]) or layer.up.shape[0] != len(weight):
+        shapes = f"{list(layer.down.shape)} and {list(layer.up.shape)}"
+        raise adapter.error(f"its matrices {shapes} do not fit {module} of the model; check its base model")
+    down, up = (read_tensor(reader, f"{module}.{name}", getattr(layer, name)).flatten(1) for name in ("down", "up"))
+    changed = weight.float().cpu().flatten(1) + layer.scale * up @ down
+    if layer.magnitude is not None:
+        changed *= (read_tensor(reader, f"{module}.magnitude", layer.magnitude) / changed.norm(dim=1))[:, None]
+    merged: Tensor = changed.view_as(weight).to(weight)
+    return merged
+
+
+def _refused(adapter: Adapter, module: str, problem: str) -> Exception:
+    return adapter.error(f"it changes {module}, {problem}; merge the adapter into the model")

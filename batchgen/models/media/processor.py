@@ -57,7 +57,7 @@ class ItemRefused(Exception):
 
 
 class Header(Protocol):
-    """What is known of an item without decoding it."""
+    """Facts of an item that are known without decoding it."""
 
     @property
     def kind(self) -> MediaKind:
@@ -72,7 +72,7 @@ class Header(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expansion:
-    """What one item becomes in its prompt."""
+    """One item in its prompt: its text, features and layout."""
 
     text: str
     """Replaces the placeholder in the text, before it is tokenised."""
@@ -122,7 +122,7 @@ class MediaProcessor:
         self._expansions: dict[tuple[object, ...], Expansion] = {}
         self.closing = (str(self._tokenizer.bos_token), "\n") if config.model_type in PREFIXED else ("", "")
         """What follows the last image of a prompt, and what ends a prompt with images."""
-        self._placeholders = {kind: found for kind in _KINDS if (found := _placeholder(processor, kind)) is not None}
+        self._placeholders = {kind: token for kind in _KINDS if (token := _placeholder(processor, kind)) is not None}
         self._nested = True
         """Whether the images of a prompt are given as a list of one list."""
         self._ends = ("", "")
@@ -149,11 +149,11 @@ class MediaProcessor:
         return self._placeholders[kind]
 
     def token_text(self, token_id: int) -> str:
-        """How a token is written in a text."""
+        """Text of a token."""
         return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     def expand(self, headers: Sequence[Header]) -> tuple[Expansion, ...]:
-        """What the items of one prompt become, in their order.
+        """Expansions of the items of one prompt, in their order.
 
         Raises:
             ItemRefused: the processor cannot take an item of this size, or these kinds together.
@@ -163,13 +163,13 @@ class MediaProcessor:
             problem = f"cannot go with images: a {self._config.model_type} model encodes audio otherwise next to them"
             raise _refused(f"{problem}; give images or audio", kinds.index("audio"))
         grouped = self._groups and sum(header.kind == "image" for header in headers) > 1
-        found = []
+        expansions = []
         for index, header in enumerate(headers):
             try:
-                found.append(self._expand(header.kind, header.size, grouped and header.kind == "image"))
+                expansions.append(self._expand(header.kind, header.size, grouped and header.kind == "image"))
             except ItemRefused as refused:
                 raise _refused(str(refused), index) from None
-        return tuple(found)
+        return tuple(expansions)
 
     def prepare(self, header: Header, decoded: Any, *, grouped: bool = False) -> PreparedItem:
         """One item, an upright RGB image or mono samples, as its tower reads it.
@@ -190,8 +190,8 @@ class MediaProcessor:
 
     def _expand(self, kind: MediaKind, size: tuple[int, ...], grouped: bool) -> Expansion:
         key = (kind, size, grouped)
-        found = self._expansions.get(key)
-        if found is None:
+        expansion = self._expansions.get(key)
+        if expansion is None:
             text, tensors = self._run(kind, _blank(kind, size), grouped, sizes_alone=True)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"] if grouped else self._tokenizer.ids
             token_id = self._feature_id(kind, ids)
@@ -207,8 +207,8 @@ class MediaProcessor:
             masks = [value for name, value in tensors.items() if name.endswith("feature_attention_mask")]
             if masks:
                 layout["audio_seqlens"] = masks[0].sum(-1).to(torch.int64).numpy()
-            found = self._expansions[key] = Expansion(text, token_id, ids.count(token_id), layout, grouped)
-        return found
+            expansion = self._expansions[key] = Expansion(text, token_id, ids.count(token_id), layout, grouped)
+        return expansion
 
     def _last_token(self, kind: MediaKind) -> tuple[str, int] | None:
         """The token after an item's features that towers embed instead of the text decoder, and its id."""
@@ -222,9 +222,9 @@ class MediaProcessor:
         tower = getattr(self._config, "vision_config" if kind == "image" else "audio_config", None)
         for holder in (self._config, self._processor, tower, self._tokenizer):
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
-                found = getattr(holder, name, None)
-                if isinstance(found, int) and found in ids:
-                    return found
+                token_id = getattr(holder, name, None)
+                if isinstance(token_id, int) and token_id in ids:
+                    return token_id
         raise ModelError(
             f"The processor of this {self._config.model_type} model expands an item of {kind} to text without the "
             f"token {kind}_token_id of config.json. Check that tokenizer and processor belong to the model."
@@ -243,12 +243,12 @@ class MediaProcessor:
         before, after = self._ends if kind == "image" else ("", "")
         text = _SEPARATOR.join([f"{before}{self._placeholders[kind]}{after}"] * len(items))
         try:
-            found, tensors = self._expanded(kind, text, items, self._quick if sizes_alone else {})
+            expanded, tensors = self._expanded(kind, text, items, self._quick if sizes_alone else {})
         except Exception as error:  # processors raise errors of many types
             raise ItemRefused(
                 f"cannot be taken by the model's processor ({first_line(error)}); give another {kind}"
             ) from None
-        own = found.split(_SEPARATOR)[0].removeprefix(before).removesuffix(after)
+        own = expanded.split(_SEPARATOR)[0].removeprefix(before).removesuffix(after)
         return own, {name: value[:1] if grouped else value for name, value in tensors.items()}
 
     def _expanded(
@@ -264,11 +264,11 @@ class MediaProcessor:
         else:
             options = {"audio": items, "sampling_rate": self.audio_rate}
         made = self._processor(text=[text], return_tensors="pt", **options)
-        found = self._tokenizer.text
+        expanded = self._tokenizer.text
         if self.closing != ("", ""):
-            last = found.rfind(self._placeholders["image"]) + len(self._placeholders["image"])
-            found = found[:last] + found[last:].removeprefix(self.closing[0]).removesuffix(self.closing[1])
-        return found, {name: _as_tensor(value) for name, value in made.items() if name not in OF_TEXT}
+            last = expanded.rfind(self._placeholders["image"]) + len(self._placeholders["image"])
+            expanded = expanded[:last] + expanded[last:].removeprefix(self.closing[0]).removesuffix(self.closing[1])
+        return expanded, {name: _as_tensor(value) for name, value in made.items() if name not in OF_TEXT}
 
     def _probe_images(self) -> bool:
         """Whether images together become something else than each alone; also finds how images are given.
@@ -334,9 +334,9 @@ class _Recorder:
 
 
 def _refused(problem: str, index: int) -> ItemRefused:
-    found = ItemRefused(problem)
-    found.index = index
-    return found
+    error = ItemRefused(problem)
+    error.index = index
+    return error
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -356,8 +356,8 @@ def _blank(kind: MediaKind, size: tuple[int, ...]) -> Any:
 
 
 def _part_of(processor: Any, kind: MediaKind) -> Any:
-    found = (getattr(processor, name, None) for name in _PART[kind])
-    return next((part for part in found if part is not None), None)
+    parts = (getattr(processor, name, None) for name in _PART[kind])
+    return next((part for part in parts if part is not None), None)
 
 
 def _placeholder(processor: Any, kind: MediaKind) -> str | None:
@@ -379,11 +379,11 @@ def find_media_processor(folder: ModelFolder) -> MediaProcessor | str:
     try:
         with silence_library():
             processor, missing = read_processor(folder, config)
-            found = MediaProcessor(processor, config)
+            ours = MediaProcessor(processor, config)
     except Exception as error:  # constructors of many authors raise errors of many types
         return f"the model's processor cannot be used: {first_line(error)}"
-    if found.kinds:
-        return found
+    if ours.kinds:
+        return ours
     reasons = [reason for name, reason in missing.items() if name != "video_processor"]
     return f"the model's processor cannot be used: {reasons[0] if reasons else 'it names no token for an item'}"
 

@@ -157,9 +157,9 @@ def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
 
 
 def _contexts(read: _Reader, max_positions: int) -> Contexts:
-    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
+    rope = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
     original = read.values.get("original_max_position_embeddings")
-    return contexts_of(read.model_type, max_positions, given, original if type(original) is int else None)
+    return contexts_of(read.model_type, max_positions, rope, original if type(original) is int else None)
 
 
 def _biases(read: _Reader) -> tuple[bool, bool, bool]:
@@ -197,10 +197,10 @@ def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
 
 
 def _rope(read: _Reader, head_dim: int, max_positions: int) -> RopeConfig:
-    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+    stated = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
+    if not isinstance(stated, dict) or any(isinstance(value, dict) for value in stated.values()):
         raise NativeUnsupported("The native decoder does not have rope settings per layer type.")
-    settings = dict(given)
+    settings = dict(stated)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise NativeUnsupported(f"The native decoder does not have the rope type {str(kind)[:80]!r}.")

@@ -330,10 +330,10 @@ class _Loader:
     def linear(self, weight: FusedTensor, bias: FusedTensor | None = None) -> Linear:
         """Read a linear layer."""
         own_bias = None if bias is None else self.tensor(bias)
-        found = self._stored(weight, own_bias)
-        if found is not None:
+        stored = self._stored(weight, own_bias)
+        if stored is not None:
             self.stored_products += 1
-            return found
+            return stored
         if self._staging is None:
             return Linear(self.tensor(weight), own_bias, products=self._numbers.products)
         staged = self._read(weight, self._staging[: _numel(weight)].view(weight.shape))
@@ -342,10 +342,10 @@ class _Loader:
     def _stored(self, fused: FusedTensor, bias: Tensor | None) -> Linear | None:
         """The linear layer in its stored numbers; None if it is not computed in such."""
         if self._numbers.form == "integers":
-            found = self._own.read(fused, self._reader, self._staging)
-            return None if found is None else Linear.from_groups(found, bias, self._spec.dtype)
-        found = self._own.read_weight(fused, self._reader) if self._numbers.form == "weight-only" else None
-        return None if found is None else Linear.weight_only(found.to(self._spec.device), bias, self._spec.dtype)
+            numbers = self._own.read(fused, self._reader, self._staging)
+            return None if numbers is None else Linear.from_groups(numbers, bias, self._spec.dtype)
+        numbers = self._own.read_weight(fused, self._reader) if self._numbers.form == "weight-only" else None
+        return None if numbers is None else Linear.weight_only(numbers.to(self._spec.device), bias, self._spec.dtype)
 
     def _read(self, fused: FusedTensor, target: Tensor) -> Tensor:
         start = 0
@@ -383,4 +383,4 @@ def _load_adapters(loader: _Loader, layout: NativeLayout, adapters: Sequence[Ada
             return LoraPairs([fused_pair(adapter, reader, parts, loader.like, base) for adapter, reader in both])
 
         layers = [{name: pairs(layer, name) for name, f in layer.items() if f.columns} for layer in layout.layers]
-    return [{name: found for name, found in layer.items() if any(found)} for layer in layers]
+    return [{name: by_adapter for name, by_adapter in layer.items() if any(by_adapter)} for layer in layers]

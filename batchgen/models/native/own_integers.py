@@ -118,10 +118,10 @@ def _read_parts(
     """
     scales, start = torch.empty(len(numbers), count), 0
     for name, rows in fused.parts:
-        found = read(name, numbers[start : start + rows])
-        if found is None:
+        stored = read(name, numbers[start : start + rows])
+        if stored is None:
             return None
-        scales[start : start + rows] = found.scales[:, torch.arange(count) * size // found.group]
+        scales[start : start + rows] = stored.scales[:, torch.arange(count) * size // stored.group]
         start += rows
     return scales
 
@@ -168,8 +168,8 @@ def weight_form(tensors: Sequence[StoredTensor]) -> WeightForm | None:
 
 def weight_forms(layout: NativeLayout, folder: ModelFolder) -> list[WeightForm]:
     """The forms of a decoder's linear layers that have one."""
-    found = [weight_form(tensors) for _, tensors in _matrices(layout, folder)]
-    return [form for form in found if form is not None]
+    forms = [weight_form(tensors) for _, tensors in _matrices(layout, folder)]
+    return [form for form in forms if form is not None]
 
 
 def stored_sizes(layout: NativeLayout, folder: ModelFolder, form: Form) -> list[tuple[int, int]]:
@@ -178,12 +178,12 @@ def stored_sizes(layout: NativeLayout, folder: ModelFolder, form: Form) -> list[
         return []
     if form == "weight-only":
         return [(each.outer * each.inner, each.nbytes) for each in weight_forms(layout, folder)]
-    found = [(shape, kernel_group(tensors)) for shape, tensors in _matrices(layout, folder)]
-    return [(outer * inner, int8_bytes(outer, inner, group)) for (outer, inner), group in found if group is not None]
+    groups = [(shape, kernel_group(tensors)) for shape, tensors in _matrices(layout, folder)]
+    return [(outer * inner, int8_bytes(outer, inner, group)) for (outer, inner), group in groups if group is not None]
 
 
 def _matrices(layout: NativeLayout, folder: ModelFolder) -> list[tuple[tuple[int, ...], list[StoredTensor]]]:
     """Shapes and stored tensors of the matrices of linear layers."""
-    found = [fused for layer in layout.layers for fused in layer.values() if fused.columns]
-    matrices = found if layout.head is None else [*found, layout.head]
+    linears = [fused for layer in layout.layers for fused in layer.values() if fused.columns]
+    matrices = linears if layout.head is None else [*linears, layout.head]
     return [(fused.shape, [folder.tensors[name] for name, _ in fused.parts]) for fused in matrices]

@@ -114,7 +114,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def native_sites(layout: NativeLayout) -> Sites:
-    """What adapters may change in a native decoder."""
+    """Modules of a native decoder that adapters may change."""
     linears = {
         module: (fused.columns[0], rows)
         for layer in layout.layers

@@ -23,7 +23,7 @@ from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.heads import qk_norm_rope_cache
 from batchgen.kernels.gpu.lora import add_lora
-from batchgen.kernels.gpu.matmul import batched_matmul, linear
+from batchgen.kernels.gpu.matmul import linear
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
@@ -136,8 +136,6 @@ def _products(name: str, dtype: torch.dtype, rows: int = 256) -> Cases:
     yield f"linear[{name},bias]", partial(linear, x, weight.view(4096, 1024), make(4096))
     yield f"linear[{name},transposed weight]", partial(linear, x, weight.T)
     yield f"linear[{name},odd sizes]", partial(linear, make(rows, 100), make(1000, 100))
-    yield f"batched_matmul[{name}]", partial(batched_matmul, make(16, rows, 128), make(16, 128, 512))
-    yield f"batched_matmul[{name},transposed]", partial(batched_matmul, make(16, 9, 64), make(16, 512, 64).mT)
 
 
 WEIGHTS = ((4096, 4096, 128), (4096, 28672, 128), (4096, 4096, 32), (1000, 1000, 64))

@@ -67,7 +67,7 @@ FIXED_BY_THE_MODEL = {
     "lora._shrink": {"inputs", "width"},
     "matmul._matmul": {
         *("inputs", "outputs"),
-        *("x_batch", "x_token", "weight_batch", "weight_out", "weight_in"),
+        *("x_token", "weight_out", "weight_in"),
     },
     "quantized_matmul._product": {"inputs", "outputs", "row_bytes", "groups", "size", "x_token"},
     "quantized_matmul._dequantise": {"inputs", "row_bytes", "groups", "size"},

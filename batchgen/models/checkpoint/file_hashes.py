@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from batchgen.errors import ModelError
-from batchgen.models.user_cache import keep_value, kept_value
+from batchgen.user_cache import keep_value, kept_value
 
 _PIECE: Final = 8 << 20
 """Bytes hashed at a time. Reading and hashing release Python's lock; small pieces would wait for it often."""
@@ -31,7 +31,7 @@ _MOST_THREADS: Final = 8
 
 
 class FileStamp(NamedTuple):
-    """What tells one content of a file from another without reading it."""
+    """Identity of a file's content, known without reading it."""
 
     device: int
     inode: int
