@@ -66,13 +66,13 @@ def cache_folder(kind: str) -> Path:
 
 def machine_words() -> list[str]:
     """What the choice of a device and of its numbers depends on."""
-    found = [platform.machine(), *(os.environ.get(name, "") for name in _GPU_VARIABLES)]
-    found += sorted(str(path) for pattern in _GPU_FILES for path in Path("/dev").glob(pattern))
+    words = [platform.machine(), *(os.environ.get(name, "") for name in _GPU_VARIABLES)]
+    words += sorted(str(path) for pattern in _GPU_FILES for path in Path("/dev").glob(pattern))
     with suppress(OSError):
-        found.append(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+        words.append(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
     with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        found.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
-    return found
+        words.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
+    return words
 
 
 def _line(about: Sequence[object], value: str) -> bytes:

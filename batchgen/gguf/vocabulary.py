@@ -74,6 +74,14 @@ class _Vocabulary:
         """A value of the tokenizer's metadata; None if it is absent."""
         return self.header.metadata.get(f"tokenizer.ggml.{key}")
 
+    @property
+    def rule(self) -> str | None:
+        """Name of the rule by which texts are split into words."""
+        rule = self.value("pre")
+        if not isinstance(rule, str | None):
+            raise self.error("names the rule that splits texts (tokenizer.ggml.pre) by something else than a text")
+        return rule
+
     def _list(self, key: str, kind: type, size: int | None = None) -> list[Any] | None:
         entries = self.value(key)
         if entries is None:
@@ -114,7 +122,7 @@ def gguf_vocabulary(header: GgufHeader) -> GgufVocabulary:
         raise ModelError(f"{header.path} holds no tokenizer. Name one with --tokenizer")
     vocabulary = _Vocabulary(header)
     defaults: Mapping[str, int] = {}
-    if kind == "gemma4" or (kind == "gpt2" and vocabulary.value("pre") in _RULES["sentencepiece"]):
+    if kind == "gemma4" or (kind == "gpt2" and vocabulary.rule in _RULES["sentencepiece"]):
         backend, add_bos = _sentencepiece(vocabulary, prefix=False), kind == "gemma4"
     elif kind == "gpt2":
         backend, add_bos = _byte_level(vocabulary)
@@ -142,7 +150,7 @@ def _with_bos(token: str, token_id: int | None) -> Any:
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
     """A byte-level BPE tokenizer, and whether its family begins texts with BOS."""
-    pre = vocabulary.value("pre")
+    pre = vocabulary.rule
     if vocabulary.merges is None:
         raise vocabulary.error("has no merges")
     if pre not in SPLITS and pre is not None:
@@ -154,7 +162,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Any, bool]:
     except Exception as error:  # the library raises plain exceptions
         raise vocabulary.error(f"has merges that do not fit its tokens ({str(error)[:100]})") from None
     backend = Tokenizer(model)
-    steps = SPLITS.get(pre, ())
+    steps = SPLITS.get(pre or "", ())
     splits: list[Any] = [
         pre_tokenizers.Digits(individual_digits=True)
         if step == DIGITS

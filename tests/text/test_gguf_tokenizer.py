@@ -231,6 +231,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"tokenizer.ggml.model": None}, "holds no tokenizer. Name one with --tokenizer"),
     "other kind": ({"tokenizer.ggml.model": "rwkv"}, "is of the kind 'rwkv'"),
     "unknown rule": ({"tokenizer.ggml.pre": "klingon"}, "splits texts by a rule 'klingon', which is not known"),
+    "rule of another type": ({"tokenizer.ggml.pre": ["qwen2"]}, "by something else than a text"),
     "no merges": ({"tokenizer.ggml.merges": None}, "has no merges"),
     "merges of other tokens": ({"tokenizer.ggml.merges": ["x y"]}, "merges that do not fit its tokens"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "holds no vocabulary"),
