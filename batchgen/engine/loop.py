@@ -98,13 +98,7 @@ class Loop:
         self._open = OpenPrompts(workload, resources, settings, self._streams)
         self.prompts, self.states = self._open.prompts, self._open.states
         self._context = ExecutorContext(
-            resources.model,
-            pool,
-            backend,
-            device,
-            D2HQueue(device, settings.queue_bytes),
-            self.prompts,
-            self.states,
+            resources.model, pool, backend, device, D2HQueue(device, settings.queue_bytes), self.prompts, self.states
         )
         sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode)
         most = scheduler.config.max_tokens_per_step

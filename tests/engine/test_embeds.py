@@ -20,12 +20,7 @@ from batchgen.request.rows.values import RowDefaults
 from batchgen.request.table.embeds_store import EmbedsStore
 from batchgen.request.table.request_table import RequestTable
 from batchgen.text.encode import Encoder
-from tests.engine.reference import (
-    eager_greedy,
-    eager_model,
-    save_with_words,
-    shared_prefix_prompts,
-)
+from tests.engine.reference import eager_greedy, eager_model, save_with_words, shared_prefix_prompts
 from tests.models.adapters import KINDS, merge_adapter, save_adapter
 from tests.models.tiny import VOCAB
 

@@ -14,12 +14,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode, UsageError
 from batchgen.kernels.gpu.launch import recording
 from batchgen.request.completion import Completion
-from tests.engine.reference import (
-    assert_all_same,
-    assert_same,
-    save_with_words,
-    shared_prefix_prompts,
-)
+from tests.engine.reference import assert_all_same, assert_same, save_with_words, shared_prefix_prompts
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB

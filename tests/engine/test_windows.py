@@ -13,13 +13,7 @@ from batchgen.engine.memory.kv_budget import sized_groups
 from batchgen.errors import UsageError
 from batchgen.plan.cache_groups import CacheGroup
 from batchgen.plan.window_pages import WindowGroup
-from tests.engine.reference import (
-    Greedy,
-    assert_all_same,
-    eager_greedy,
-    save_with_words,
-    shared_prefix_prompts,
-)
+from tests.engine.reference import Greedy, assert_all_same, eager_greedy, save_with_words, shared_prefix_prompts
 from tests.models.tiny import VOCAB, WINDOW
 
 NEW = 16

@@ -241,10 +241,7 @@ def test_learnt_lengths_avoid_preemption(spread: str) -> None:
     assert ours.stats.steps < (1.6 if spread == "alike" else 1.12) * greedy.stats.steps
 
 
-@pytest.mark.parametrize(
-    ("samples", "pages", "prompt", "output"),
-    [(8, 60, 200, (100, 100)), (16, 60, 60, (25, 200))],
-)
+@pytest.mark.parametrize(("samples", "pages", "prompt", "output"), [(8, 60, 200, (100, 100)), (16, 60, 60, (25, 200))])
 def test_samples_begin_in_part_in_a_pool_that_holds_few(
     samples: int, pages: int, prompt: int, output: tuple[int, int]
 ) -> None:

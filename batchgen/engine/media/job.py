@@ -99,12 +99,7 @@ class JobMedia(StepObserver):
     """
 
     def __init__(
-        self,
-        workload: JobWorkload,
-        uses: ItemUses,
-        samples: npt.NDArray[np.int32],
-        feed: MediaFeed,
-        step: StepMedia,
+        self, workload: JobWorkload, uses: ItemUses, samples: npt.NDArray[np.int32], feed: MediaFeed, step: StepMedia
     ) -> None:
         self._table = workload.table
         self._uses = uses

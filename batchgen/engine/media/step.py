@@ -82,12 +82,7 @@ class StepMedia:
     """
 
     def __init__(
-        self,
-        table: RequestTable,
-        features: MediaFeed,
-        spans: Spans | None,
-        axes: int,
-        find_positions: FindPositions,
+        self, table: RequestTable, features: MediaFeed, spans: Spans | None, axes: int, find_positions: FindPositions
     ) -> None:
         assert table.media is not None
         self._table = table

@@ -101,11 +101,7 @@ def measure_largest_step(
 
 
 def _measure(
-    run: Callable[[DummyRun, GroupedPool], None],
-    job: DummyRun,
-    spec: ModelSpec,
-    page_size: int,
-    meter: Meter,
+    run: Callable[[DummyRun, GroupedPool], None], job: DummyRun, spec: ModelSpec, page_size: int, meter: Meter
 ) -> int | None:
     """Bytes of a dummy run; None if memory ran out."""
     layers = [group.layers for group in cache_groups(spec, page_size)]

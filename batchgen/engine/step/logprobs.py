@@ -154,11 +154,7 @@ class StepLogprobs:
     def of(self, some: npt.NDArray[np.bool_]) -> StepLogprobs:
         """The logprobs of the selected rows; `some`: [W] mask."""
         return StepLogprobs(
-            self.rows[some],
-            self.logprobs[some],
-            self.top_ids[some],
-            self.top_logprobs[some],
-            self.ids_logprobs[some],
+            self.rows[some], self.logprobs[some], self.top_ids[some], self.top_logprobs[some], self.ids_logprobs[some]
         )
 
     def shifted(self, by: int) -> StepLogprobs:

@@ -27,8 +27,7 @@ from batchgen.request.fields.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor
 
 _NAN = ErrorInfo(
-    ErrorCode.NAN_LOGITS,
-    "the model's logits contain NaN for this row; try --dtype float32 or check the weights",
+    ErrorCode.NAN_LOGITS, "the model's logits contain NaN for this row; try --dtype float32 or check the weights"
 )
 _MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
 
@@ -196,11 +195,7 @@ class SamplingMetadata:
 
     @staticmethod
     def of(
-        rows: BatchView,
-        processors: Mapping[str, LoadedProcessor],
-        mode: LogprobsMode,
-        device: Device,
-        ops: Ops,
+        rows: BatchView, processors: Mapping[str, LoadedProcessor], mode: LogprobsMode, device: Device, ops: Ops
     ) -> SamplingMetadata:
         """The sampling of `rows`; `processors`: custom logit processors by name."""
         table, slots = rows.batch, rows.slots

@@ -21,13 +21,7 @@ from batchgen.kernels.noise import row_keys
 from batchgen.request.completion import Completion
 from batchgen.request.fields.params import SamplingParams
 from tests.engine.pipeline import Oracle
-from tests.engine.reference import (
-    EXACT,
-    assert_same,
-    eager_model,
-    save_with_words,
-    shared_prefix_prompts,
-)
+from tests.engine.reference import EXACT, assert_same, eager_model, save_with_words, shared_prefix_prompts
 from tests.kernels.references import sample_reference
 from tests.models.tiny import VOCAB
 
