@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,8 +24,8 @@ from batchgen.engine.media.job import device_feature_bytes, open_media
 from batchgen.engine.memory.d2h_queue import QUEUE_BYTES
 from batchgen.engine.memory.dummy_run import (
     PAGES,
-    CudaMeter,
     DummyRun,
+    cuda_peak,
     dummy_run,
     estimated_bytes,
     measure_largest_step,
@@ -394,7 +395,7 @@ class Engine:
             step_bytes = estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
             return device_memory(spec.device, step_bytes), limits
         run = self.dummy_runner(resources, limits)
-        step_bytes, tokens = measure_largest_step(run, workload, spec, size, limits, CudaMeter(spec.device))
+        step_bytes, tokens = measure_largest_step(run, workload, spec, size, limits, partial(cuda_peak, spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)

@@ -190,5 +190,9 @@ class ThinkingMask:
         return self._state.part == "answer" and self._grammar.satisfied(text, ids)
 
 
+TokenMask = GrammarState | ThinkingMask
+"""What decides which tokens a sample may write next."""
+
+
 def _allow(words: npt.NDArray[np.int32], token: int) -> None:
     words.view(np.uint32)[token // 32] |= np.uint32(1 << (token % 32))

@@ -82,15 +82,10 @@ class ModelRunner:
         *,
         split: bool = True,
     ) -> InFlightStep:
-        """Queue a step.
+        """Queue a step, whose sequences are in `running`.
 
-        Args:
-            plan: the step; its sequences are in `running`.
-            running: the running batch.
-            last: the previous step.
-            read_last: reads the previous step; called while the device computes, and only if a row's sampling depends
-                on its earlier tokens.
-            split: whether a step that does not fit into memory is run in parts; if not, the error is raised.
+        `read_last` reads the step before, `last`; it is called while the device computes, and only if a row's sampling
+        depends on its earlier tokens. With `split`, a step that does not fit into memory is run in parts.
         """
         copies = list(plan.copies)
         if not plan.tokens:
@@ -135,9 +130,7 @@ class ModelRunner:
             wait=self.close,
         )
         try:
-            executor, issued = next(
-                (executor, issued) for executor in self._executors if (issued := executor.issue(step)) is not None
-            )
+            executor, issued = next((e, issued) for e in self._executors if (issued := e.issue(step)) is not None)
         except BaseException:
             self._context.cancel(step.captured)
             raise

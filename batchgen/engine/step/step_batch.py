@@ -55,11 +55,8 @@ class StepBatch:
 
     def feed(self, last: Tensor | None) -> Tensor:
         """[T] the step's input ids; `last` [R'] int64: tokens of the last step on the device."""
-        return (
-            self.input_ids
-            if self.source is None or last is None
-            else select_input_ids(self.input_ids, self.source, last)
-        )
+        ids, source = self.input_ids, self.source
+        return ids if source is None or last is None else select_input_ids(ids, source, last)
 
 
 def select_input_ids(ids: Tensor, source: Tensor, last: Tensor) -> Tensor:
@@ -136,15 +133,8 @@ def lay_out_step(
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
-    Args:
-        plan: the step.
-        table: every prompt of the job.
-        running: the running batch, with all sequences of the plan.
-        decodes: the decode table of each cache group; they must see every step of the job, in order.
-        adapter: [N] adapter of each request, -1 for none.
-        unread: [R'] rows of the last step if its tokens are still only on the device.
-        media: features and positions of images and sounds; None: no prompt has any.
-        attention_chunk: as in `ModelSpec`.
+    `decodes`: the table of each cache group, which must see every step of the job, in order; `adapter`: [N] of each
+    request, -1 for none; `unread`: [R'] rows of the last step if its tokens are still only on the device.
     """
     total = plan.tokens
     ids = np.empty(total, np.int64)
@@ -196,13 +186,8 @@ def _lay_out_pages(
 ) -> tuple[AttentionBatch, Int64]:
     """Page tables of one cache group, and the slot mapping [T].
 
-    Args:
-        plan: the step.
-        decodes: the group's decode table.
-        positions: [T].
-        rows: [R] slots of the decode rows.
-        group_pages: the group's, as in `StepPlan`.
-        attention_chunk: size of the chunks in which layers with a window attend; None: their window slides.
+    `positions`: [T]; `rows`: [R] slots of the decode rows; `group_pages`: the group's, as in `StepPlan`;
+    `attention_chunk`: as in `ModelSpec`.
     """
     at, slots = len(positions) - len(rows), np.empty(len(positions), np.int64)
     chunks: list[ChunkPages] = []

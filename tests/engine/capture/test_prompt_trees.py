@@ -93,7 +93,7 @@ class Scoring(Simulator):
             self.unended[request] -= 1
             if not self.unended[request]:
                 self.check(request)
-                self.scorer.release(request)
+                self.scorer.buffers.release(request)
         return finished
 
     def check(self, index: int) -> None:

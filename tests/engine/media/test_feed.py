@@ -69,7 +69,7 @@ def test_features_stay_on_the_device_that_computed_them_as_far_as_they_fit(tmp_p
     size, device, kept = features(0).nbytes, LateDevice(), Kept()
     on_device = size * dtype.itemsize // 4
     store = FeatureStore(2 * size, tmp_path, device, 3 * on_device)
-    store.keep_in(kept)
+    store.kept = kept
     for number in range(10):
         store.put_computed(number, torch.from_numpy(np.stack([features(number)] * 2)).to(dtype)[1])
         store.keep_arrived()
@@ -98,7 +98,7 @@ def test_uses_are_found_in_the_ids_of_prompts() -> None:
         table.append(len(table), 0, ids, SamplingParams(), 0, 4)
     uses = ItemUses.of(table, np.array([True, True, True, False]))
     assert [uses.of_request(request) for request in range(4)] == [[0], [0, 2], [], []]
-    assert (uses.with_item(0), uses.with_item(1), uses.counts(3).tolist()) == ([0, 1], [], [2, 0, 1])
+    assert tuple(a.tolist() for a in (uses.with_item(0), uses.with_item(1), uses.counts(3))) == ([0, 1], [], [2, 0, 1])
     assert uses.in_order(np.array([2, 1, 0, 3], np.int32)) == [0, 2]
     assert [table.media_of(request) for request in range(4)] == [[0], [2, 0, 0], [], [1]]
 

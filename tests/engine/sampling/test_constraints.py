@@ -416,7 +416,7 @@ def test_a_grammar_that_takes_too_long_ends_its_row(engine: Engine, monkeypatch:
 def test_masks_filled_one_by_one_are_the_same(
     engine: Engine, closing: dict[str, float], alone: dict[tuple[Any, ...], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchgen.engine.sampling.constraints._SLOW_FILL_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.engine.sampling.grammar_masks._SLOW_FILL_SECONDS", 0.0)
     assert named(run(engine, rows_of(closing))) == alone
 
 
