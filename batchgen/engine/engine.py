@@ -279,36 +279,29 @@ class Engine:
         emit: Emit | None = None,
         scaled: bool | None = None,
     ) -> Running:
-        """Plan a job, allocate its KV pool and create its loop.
+        """Plan a job with all prompts of `table`, allocate its KV pool and create its loop.
 
-        Args:
-            table: every prompt of the job.
-            done: [N] requests finished by an earlier run.
-            record: receives which samples are running, and names rows that do not run, or not with others.
-            prompt_ids: whether completions contain their prompt's ids.
-            emit: called after each step with the events of rows that have `stream`.
-            scaled: of a model with an `unscaled_context`, whether rows get the frequencies past it; None: if one of the
-                table is longer.
+        `done`: [N] requests finished by an earlier run; `record` receives which samples are running, and names rows
+        that do not run, or not with others; `prompt_ids`: whether completions contain those of their prompts; `emit` is
+        called after each step with the events of rows that have `stream`; `scaled`: of a model with an
+        `unscaled_context`, whether rows get the frequencies past it; None: if one of the table is longer.
         """
-        self._fit_positions(table, scaled)
-        workload, limits = self._plan(table, done), step_limits(self.config, self.model.spec.device)
+        spec = self.model.spec
+        if spec.unscaled_context is not None:
+            self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
+            self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
+        workload, limits = self._plan(table, done), step_limits(self.config, spec.device)
         resources = self.resources(workload, limits)
         pool, cache = self._pool_for(workload, resources, limits)
         workload, scheduler = self._schedule(workload, cache, resources.backend, record)
         media = None
         if resources.towers is not None:
             support, together = self._front_end.media, not self.config.deterministic
-            media = open_media(workload, support, resources.towers, self.model.spec, self.device, together=together)
+            media = open_media(workload, support, resources.towers, spec, self.device, together=together)
         resources = replace(resources, media=media)
         loop = self._loop(workload, scheduler, pool, resources, prompt_ids=prompt_ids, emit=emit, record=record)
         self.last_run = Running(workload, scheduler, loop, pool, media)
         return self.last_run
-
-    def _fit_positions(self, table: RequestTable, scaled: bool | None) -> None:
-        spec = self.model.spec
-        if spec.unscaled_context is not None:
-            self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
-            self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
 
     def _plan(self, table: RequestTable, done: npt.NDArray[np.bool_] | None) -> JobWorkload:
         """The workload of a job, with its grammars compiled, so that no step waits for one."""
@@ -326,16 +319,9 @@ class Engine:
         front_end = self._front_end
         if self.backend is None:
             self.backend = kernels_for(self.config, self.model.spec, workload, *limits)
-        return EngineResources(
-            self.model,
-            self.backend,
-            self.device,
-            self.tokenizer,
-            self.grammars,
-            front_end.processors,
-            front_end.encoder.reasoning,
-            None if workload.table.media is None else front_end.media.encoder(self.model),
-        )
+        towers = None if workload.table.media is None else front_end.media.encoder(self.model)
+        read_by = self.tokenizer, self.grammars, front_end.processors, front_end.encoder.reasoning
+        return EngineResources(self.model, self.backend, self.device, *read_by, towers)
 
     def _schedule(
         self, workload: JobWorkload, cache: CachePlan, backend: Backend, record: WorkRecord | None

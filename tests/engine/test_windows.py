@@ -58,13 +58,11 @@ def test_windows_equal_eager(model_type: str, tmp_path: Path, monkeypatch: pytes
     longest = max(everything, key=lambda i: len(prompts[i]))
     check(engine, prompts, [longest], expected)
     alone = engine.last_run
-    assert alone is not None
     assert alone.scheduler.stats.peak_window_pages == -(-len(prompts[longest]) // SIZE), "the prompt, in one chunk"
 
     engine = engine_of(folder, max_tokens_per_step=24, max_num_seqs=8)
     check(engine, prompts, [longest], expected)
     alone = engine.last_run
-    assert alone is not None
     assert alone.scheduler.stats.peak_window_pages <= 24 // SIZE + ROW < alone.scheduler.stats.peak_pages
     check(engine, prompts, everything[::-1], expected)
 
@@ -74,7 +72,6 @@ def test_windows_equal_eager(model_type: str, tmp_path: Path, monkeypatch: pytes
         patch.setattr(engine, "admission", "free")
         check(engine, prompts, everything, expected)
     short = engine.last_run
-    assert short is not None
     assert short.scheduler.stats.preemptions > 0
     assert short.scheduler.stats.recomputed_tokens > 0
 
@@ -107,7 +104,6 @@ def test_what_rows_return_does_not_depend_on_lost_windows(tmp_path: Path, monkey
     monkeypatch.setattr("batchgen.engine.engine.sized_groups", small)
     assert_all_same(engine.generate(rows, ordered=True), expected)
     run = engine.last_run
-    assert run is not None
     stats = run.scheduler.stats
     assert stats.preemptions > 0
     assert stats.recomputed_tokens > 0
@@ -120,7 +116,6 @@ def test_rows_shorter_than_the_window_are_planned_without_it(tmp_path: Path) -> 
     prompts = shared_prefix_prompts(4, VOCAB, seed=3)
     check(engine, prompts, [0, 1, 2, 3], eager_greedy(tmp_path, prompts, NEW))
     run = engine.last_run
-    assert run is not None
     assert list(run.kv_peak_bytes) == ["full"]
 
 
@@ -139,7 +134,6 @@ def test_attention_in_chunks_equals_eager(attention: str, no_rope: list[int], tm
         engine = engine_of(folder, attention=attention, device="cpu", **options)
         check(engine, prompts, [*range(len(prompts))], expected)
         run = engine.last_run
-        assert run is not None
         assert (len(run.kv_peak_bytes) == 2) == (0 in no_rope)
 
 

@@ -56,8 +56,6 @@ class OOMSplitter:
     """Runs steps in parts that are as large as the device's memory allows.
 
     Args:
-        page_size: S, tokens per page.
-        max_tokens: most flat tokens in a step.
         release: called after a failure and before the next try, to free cached memory.
         spans: spans of positions that no part may cut.
     """
@@ -76,15 +74,10 @@ class OOMSplitter:
         self._sampled_any = False
 
     def run(self, plan: StepPlan, run: Callable[[StepPlan], T]) -> list[Part[T]]:
-        """Run a step, in parts if necessary.
+        """Run a step, in parts if necessary: these in order; their samples, concatenated, are those of the plan.
 
-        Args:
-            plan: the step; its sequences are in the batch.
-            run: runs a plan and must not return None. After an error it is called again with parts of the plan: writing
-                keys and values twice is harmless, all other effects must be undone.
-
-        Returns:
-            The parts, in order; their samples, concatenated, are those of the plan.
+        `run` runs a plan and must not return None. After an error it is called again with parts of the plan: writing
+        keys and values twice is harmless, all other effects must be undone.
 
         Raises:
             DeviceError: several parts failed alone without a sampled token in between.

@@ -57,8 +57,7 @@ class Streams:
     def step(self, numbers: Iterable[int]) -> dict[int, ErrorInfo]:
         """Emit events for the sequences `numbers`, which have received a token or failed.
 
-        Returns:
-            Errors of sequences whose event cannot be made, by number.
+        Returns errors of sequences whose event cannot be made, by number.
         """
         events: list[StreamEvent] = []
         failed: dict[int, ErrorInfo] = {}

@@ -64,18 +64,8 @@ def run_processor(
 
     If the call fails for a batch, it is repeated row by row, so that an error in one row does not affect the others.
 
-    This waits for the device, because the processor's result decides whether a row ends.
-
-    Args:
-        device: the step's device.
-        function: the processor.
-        name: the processor's name in the run's options.
-        logits: [R, V] float32.
-        index: [r] rows that name the processor.
-        rows: [r] views of these rows.
-
-    Returns:
-        Errors, by row of the step.
+    This waits for the device, because the processor's result decides whether a row ends. `logits`: [R, V] float32;
+    `index`: [r] rows that name the processor; `rows`: [r] their views. Returns errors, by row of the step.
     """
     (at,) = device.upload(np.array(index, np.int64))
     result, problem = _call_processor(function, logits[at], rows)
@@ -176,12 +166,8 @@ class LogitsRules:
     @property
     def masks(self) -> bool:
         """Whether the rules mask tokens, so that none may be left to sample."""
-        return (
-            bool(self.bad_phrases)
-            or len(self.banned_ids) > 0
-            or self.allowed is not None
-            or self.params.custom_logit_processor is not None
-        )
+        masked = bool(self.bad_phrases) or len(self.banned_ids) > 0 or self.allowed is not None
+        return masked or self.params.custom_logit_processor is not None
 
 
 class RulesCache:
@@ -275,9 +261,8 @@ class LogitsProcessor:
         self._penalised: PenalisedRows | None = None
         if penalised:
             penalties = Penalties(*(at[name] for name in _PENALTIES))
-            slots = np.array(
-                [s.slot for _, s in penalised], np.int64
-            )  # a new array: the device may overwrite uploaded ones
+            # A new array: the device may overwrite uploaded ones.
+            slots = np.array([s.slot for _, s in penalised], np.int64)
             self._penalised = PenalisedRows(penalised[0][1].counts, slots, at["slots"], at["penalised"], penalties)
 
     @property
@@ -291,14 +276,9 @@ class LogitsProcessor:
         return bool(self._processor_rows or self._phrase_rows)
 
     def __call__(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
-        """Process a step's logits in place.
+        """Process a step's logits [R, V] float32 in place; returns the errors of custom processors, by row.
 
-        Args:
-            logits: [R, V] float32.
-            failed: rows that are not passed to custom processors.
-
-        Returns:
-            Errors of custom processors, by row.
+        `failed`: rows that are not passed to custom processors.
         """
         if self._penalised is not None:
             self._penalised.penalise(logits, self._ops)

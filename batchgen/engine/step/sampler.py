@@ -6,15 +6,17 @@ later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.grammar_masks import GrammarMasks
 from batchgen.engine.sampling.logits_processor import LogitsProcessor
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step.input_batch import BatchView
@@ -23,12 +25,15 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import Device, Download
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
+from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor
 
 _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS, "the model's logits contain NaN for this row; try --dtype float32 or check the weights"
 )
+_SLOW_FILL_SECONDS = 0.25
+"""Time to fill one step's masks after which the next step fills and times each mask separately."""
 _MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
 
 
@@ -155,6 +160,61 @@ class EarlyMask:
         masked = original.logits.masked_fill(positions[self._rows] < self._until, -torch.inf)
         logits.index_put_((self._rows, self._ids), masked)
         return original
+
+
+class GrammarMasks:
+    """Fills the masks of a fixed set of constrained rows in every step, together and on several threads."""
+
+    def __init__(self, rows: list[tuple[int, Sequence]], device: Device, ops: Ops) -> None:
+        """`rows`: (row of the step, sample) of the constrained rows."""
+        self._device = device
+        self._ops = ops
+        self._rows = [row for _, row in rows]
+        (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
+        self._slow = False
+
+    def fill(self, vocab: int) -> Tensor:
+        """[M, ceil(V / 32)] int32 packed mask of the tokens that each row allows next.
+
+        Ended rows allow all tokens, because their token is discarded.
+        """
+        states = [None if row.ended else row.grammar for row in self._rows]
+        words = np.empty((len(states), bitmask_width(vocab)), np.int32)
+        began = time.perf_counter()
+        waiting = {
+            i: state.matcher
+            for i, state in enumerate(states)
+            if state is not None and state.fills_in_batches and not state.has_mask
+        }
+        together = len(waiting) > 1 and not self._slow and _fill_together(list(waiting.values()), list(waiting), words)
+        for i, state in enumerate(states):
+            if state is None:
+                words[i] = -1
+            elif not (together and i in waiting):
+                state.fill(words[i])
+        self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
+        (masks,) = self._device.upload(words)
+        return masks
+
+    def apply(self, logits: Tensor, masks: Tensor) -> None:
+        """Mask the tokens of `logits` [R, V] float32 that `masks` (of `fill`) do not allow, in place."""
+        self._ops.apply_bitmask(logits, masks, self._places)
+
+
+def _fill_together(matchers: list[Any], places: list[int], words: npt.NDArray[np.int32]) -> bool:
+    try:
+        _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), places)
+    except Exception:
+        return False  # fill one by one, to find the failing matcher
+    return True
+
+
+@lru_cache(maxsize=1)
+def _batch_matcher() -> Any:
+    # Imported here, because importing xgrammar takes seconds.
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher()
 
 
 @dataclass(frozen=True, slots=True)
