@@ -101,12 +101,8 @@ def _equal_prompts(table: RequestTable) -> str | None:
 
 
 def _truncated(count: int, table: RequestTable) -> str | None:
-    if not count:
-        return None
-    return (
-        f"{count:,} of {len(table):,} prompts were cut by --truncate: shorten them, or raise --max-model-len if the "
-        "model allows it"
-    )
+    cut = f"{count:,} of {len(table):,} prompts were cut by --truncate"
+    return f"{cut}: shorten them, or raise --max-model-len if the model allows it" if count else None
 
 
 def _open_thought(table: RequestTable, tokenizer: Tokenizer) -> str | None:

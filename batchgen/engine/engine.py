@@ -297,9 +297,9 @@ class Engine:
         media = None
         if resources.towers is not None:
             support, together = self._front_end.media, not self.config.deterministic
-            media = open_media(workload, support, resources.towers, spec, self.device, together=together)
+            media = open_media(workload, support, resources.towers, spec, self.device, together)
         resources = replace(resources, media=media)
-        loop = self._loop(workload, scheduler, pool, resources, prompt_ids=prompt_ids, emit=emit, record=record)
+        loop = Loop(workload, scheduler, pool, resources, self._settings(record, prompt_ids=prompt_ids), emit)
         self.last_run = Running(workload, scheduler, loop, pool, media)
         return self.last_run
 
@@ -395,7 +395,7 @@ class Engine:
         def run(job: DummyRun, pool: GroupedPool) -> None:
             cache = CachePlan(ONE_BYTE_PAGES, PAGES, limits)
             scheduler = self._scheduler(job.workload, cache, resources.backend)
-            self._loop(job.workload, scheduler, pool, resources).run_dummy(job)
+            Loop(job.workload, scheduler, pool, resources, self._settings()).run_dummy(job)
 
         return run
 
@@ -414,19 +414,9 @@ class Engine:
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
         return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds, workload.spans)
 
-    def _loop(
-        self,
-        workload: JobWorkload,
-        scheduler: Scheduler,
-        pool: GroupedPool,
-        resources: EngineResources,
-        *,
-        prompt_ids: bool = True,
-        emit: Emit | None = None,
-        record: WorkRecord | None = None,
-    ) -> Loop:
+    def _settings(self, record: WorkRecord | None = None, *, prompt_ids: bool = True) -> LoopSettings:
         config = self.config
-        settings = LoopSettings(
+        return LoopSettings(
             prompt_ids=prompt_ids,
             repeat_span=config.stop_on_repeat,
             logprobs_mode=config.logprobs_mode,
@@ -435,4 +425,3 @@ class Engine:
             queue_bytes=self.queue_bytes,
             record=record,
         )
-        return Loop(workload, scheduler, pool, resources, settings, emit)

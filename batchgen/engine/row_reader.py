@@ -279,15 +279,9 @@ class RowReader:
 
     def _add_to_table(self, item: ProcessedRow) -> None:
         for prompt in item.prompts:
-            self._table.append(
-                item.raw.index,
-                prompt.prompt_index,
-                prompt.ids if prompt.stored is None else prompt.stored,
-                prompt.params,
-                prompt.seed,
-                prompt.max_new_tokens,
-                prompt.embeds,
-            )
+            ids = prompt.ids if prompt.stored is None else prompt.stored
+            rest = prompt.params, prompt.seed, prompt.max_new_tokens, prompt.embeds
+            self._table.append(item.raw.index, prompt.prompt_index, ids, *rest)
             if prompt.score_start >= 0:
                 self._table.set_score_start(prompt.score_start)
 

@@ -115,6 +115,16 @@ class Simulator:
         got = {self.owners[q]: n for q, n in self.generated.items() if self.owners[q][0] not in self.failed}
         assert got == expected
 
+    def run_cancelling(self, cancels: list[tuple[int, int]]) -> None:
+        """Run with requests that are cancelled; `cancels`: (step, request), which may not exist."""
+
+        def between(step: int) -> None:
+            for when, request in cancels:
+                if when == step and request < len(self.prompts):
+                    self.cancel(request)
+
+        self.run(between)
+
     def cancel(self, request: int) -> None:
         self.failed.add(request)
         for sequence in self.scheduler.cancel(request):

@@ -61,9 +61,17 @@ def tight_jobs(draw: st.DrawFn) -> tuple[list[tuple], SchedulerConfig]:
     return job, draw(configs(1 + need + draw(st.sampled_from([0, 0, 1, 2, 5])), size))
 
 
+EITHER = st.one_of(tight_jobs(), st.tuples(rows, configs(num_pages=1000)))
+
+
+def columns(rows: list[tuple]) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:
+    """Prompts, lengths of samples, limits and keys of rows."""
+    limits = [max(row[1], default=1) + row[2] for row in rows]
+    return [row[0] for row in rows], [row[1] for row in rows], limits, [row[3] for row in rows]
+
+
 def simulator(rows: list[tuple], config: SchedulerConfig, lag: int = 0, kinds: list[int] | None = None) -> Simulator:
-    prompts, targets, more, keys = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
-    limits = [max(lengths, default=1) + some for lengths, some in zip(targets, more, strict=True)]
+    prompts, targets, limits, keys = columns(rows)
     return Simulator(prompts, targets, limits, config, keys, lag, kinds)
 
 
@@ -115,15 +123,7 @@ def test_ends_may_be_reported_late(job: tuple[list[tuple], SchedulerConfig], lag
 def test_cancelled_requests_free_everything(
     job: tuple[list[tuple], SchedulerConfig], cancels: list[tuple[int, int]]
 ) -> None:
-    rows, config = job
-    sim = simulator(rows, config)
-
-    def between(step: int) -> None:
-        for when, request in cancels:
-            if when == step and request < len(rows):
-                sim.cancel(request)
-
-    sim.run(between)
+    simulator(*job).run_cancelling(cancels)
 
 
 def test_preemption_recomputes_exactly_the_lost_positions() -> None:

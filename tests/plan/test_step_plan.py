@@ -22,9 +22,7 @@ from batchgen.plan.step_plan import (
 )
 from tests.cases import examples
 from tests.plan.simulator import Simulator
-from tests.plan.test_scheduler import configs, rows, tight_jobs
-
-EITHER = st.one_of(tight_jobs(), st.tuples(rows, configs(num_pages=400)))
+from tests.plan.test_scheduler import EITHER, columns
 
 
 class SplittingSimulator(Simulator):
@@ -107,8 +105,7 @@ def test_parts_are_equivalent_to_the_step(
     job: tuple[list[tuple], SchedulerConfig], unsplit: float, random: Random
 ) -> None:
     requests, config = job
-    limits = [max(r[1], default=1) + r[2] for r in requests]
-    prompts, targets, keys = ([r[column] for r in requests] for column in (0, 1, 3))
+    prompts, targets, limits, keys = columns(requests)
     sim = SplittingSimulator(prompts, targets, limits, config, keys)
     sim.random, sim.unsplit = random, unsplit
     sim.run()

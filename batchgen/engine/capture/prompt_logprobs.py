@@ -215,9 +215,8 @@ class PromptLogprobs:
                 id_ranges.append((slice(begin, at), ids))
             children.append(self._wanted_children(span))
             child_rows += [at - 1] * len(children[-1])
-            child_tokens += [
-                int(self._table.prompt_ids(self._order[self._first_row[child]])[span.end]) for child in children[-1]
-            ]
+            requests = [self._order[self._first_row[child]] for child in children[-1]]
+            child_tokens += [int(self._table.prompt_ids(request)[span.end]) for request in requests]
         return _LogitsChunk(
             spans,
             max(self._top_k[span.node] for span in spans),
@@ -266,9 +265,8 @@ class PromptLogprobs:
                 self.buffers.put(span, "top_ids", top_ids[row_range, :k])
                 self.buffers.put(span, "top_logprobs", top[row_range, :k])
             if needed:
-                self.buffers.put(
-                    span, "ids_logprobs", requested[row_range.start - run.start : row_range.stop - run.start]
-                )
+                part = requested[row_range.start - run.start : row_range.stop - run.start]
+                self.buffers.put(span, "ids_logprobs", part)
             if span.end == self._end[span.node]:
                 arrays_of_node = self.buffers.node(span.node).arrays
                 arrays_of_node["children"] = np.array(children, np.int32)

@@ -44,13 +44,11 @@ class FeatureStore:
     What was used leaves a memory first: it is needed again only if keys and values are computed again.
 
     Args:
-        budget: most bytes in the memory of the host, unless a single item has more.
-        folder: where a file without a name is created for the others; None: the system's temporary folder.
-        device: the device that computes features.
-        device_budget: most bytes in its memory, if it is another one than the host's.
+        budget: most bytes in the memory of the host, unless a single item has more; others are in a file in `folder`.
+        device_budget: most bytes in the memory of the device that computes features, if it is another one.
     """
 
-    def __init__(self, budget: int, folder: Path | None = None, device: Device = HOST, device_budget: int = 0) -> None:
+    def __init__(self, budget: int, folder: Path | None, device: Device = HOST, device_budget: int = 0) -> None:
         self._budget = budget
         self._device = device
         self._device_budget = device_budget

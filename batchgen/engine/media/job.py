@@ -214,13 +214,7 @@ def device_feature_bytes(table: RequestTable, spec: ModelSpec, device: Device) -
 
 
 def open_media(
-    workload: JobWorkload,
-    support: MediaSupport,
-    encoder: MediaEncoder,
-    spec: ModelSpec,
-    device: Device,
-    *,
-    together: bool,
+    workload: JobWorkload, support: MediaSupport, encoder: MediaEncoder, spec: ModelSpec, device: Device, together: bool
 ) -> JobMedia:
     """The images and sounds of a job that is about to run, whose tree has requests in the order in which they begin.
 
@@ -232,20 +226,12 @@ def open_media(
     for requests, count in workload.held.values():
         samples[requests] = count
     uses = ItemUses.of(table, samples > 0)
-    feed = MediaFeed(
-        table.media,
-        uses.in_order(workload.tree.order),
-        uses.counts(len(table.media)),
-        support.prepare,
-        encoder,
-        FeatureStore(
-            FEATURE_BYTES,
-            None if table.embeds is None else table.embeds.folder,
-            device,
-            device_feature_bytes(table, spec, device),
-        ),
-        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), device, together),
-    )
+    folder = None if table.embeds is None else table.embeds.folder
+    store = FeatureStore(FEATURE_BYTES, folder, device, device_feature_bytes(table, spec, device))
+    workers = max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2))
+    settings = FeedSettings(spec.features_size, workers, device, together)
+    needed = uses.in_order(workload.tree.order), uses.counts(len(table.media))
+    feed = MediaFeed(table.media, *needed, support.prepare, encoder, store, settings)
 
     def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:
         positions, following = encoder.positions(torch.from_numpy(ids), layouts)

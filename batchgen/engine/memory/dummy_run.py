@@ -81,10 +81,8 @@ def measure_largest_step(
                 raise
         gc.collect()  # frames of the failed try may form cycles that hold its tensors
         if tokens <= rows:
-            raise UsageError(
-                f"out of memory: a step of {tokens} tokens and {rows} sequences does not fit next to the weights; "
-                "lower --max-num-seqs or --max-tokens-per-step"
-            )
+            size = f"a step of {tokens} tokens and {rows} sequences does not fit next to the weights"
+            raise UsageError(f"out of memory: {size}; lower --max-num-seqs or --max-tokens-per-step")
         tokens = max(tokens // 2, rows)
 
 
@@ -140,12 +138,8 @@ def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int,
     last_chunk = PrefillChunk(0, None, max(0, longest - chunk), longest, _page_list(longest, page_size))
     short_length = min(chunk, longest, page_size)
     short_chunks = [replace(last_chunk, start=longest - short_length)] * (chunk // short_length)
-    steps = [
-        *[_step_plan([], decodes, groups)] * _DECODE_STEPS,
-        _step_plan(prefills, decodes, []),
-        _step_plan([last_chunk], decodes, groups),
-        _step_plan(short_chunks, decodes, groups),
-    ]
+    steps = [_step_plan([], decodes, groups)] * _DECODE_STEPS + [_step_plan(prefills, decodes, [])]
+    steps += [_step_plan(chunks, decodes, groups) for chunks in ([last_chunk], short_chunks)]
     group_pages = [_HELD_PAGES if isinstance(group, WindowGroup) else None for group in cache_groups(spec, page_size)]
     return DummyRun(
         workload=plan_workload(table, dedup=False, adapters=list(spec.adapters)),

@@ -22,11 +22,8 @@ from batchgen.plan.tree import PrefixTree
 
 def out_of_memory(problem: str) -> ErrorInfo:
     """The error of a row that does not fit into memory."""
-    return ErrorInfo(
-        ErrorCode.OOM,
-        f"out of memory for this row even alone ({problem}); lower --kv-memory, --max-num-seqs or "
-        "--max-tokens-per-step, or shorten the row",
-    )
+    remedy = "lower --kv-memory, --max-num-seqs or --max-tokens-per-step, or shorten the row"
+    return ErrorInfo(ErrorCode.OOM, f"out of memory for this row even alone ({problem}); {remedy}")
 
 
 T = TypeVar("T")
@@ -145,10 +142,8 @@ class OOMSplitter:
 
 
 def _device_error(rows: int, problem: str) -> DeviceError:
-    return DeviceError(
-        f"the device ran out of memory for {rows} rows, each run alone, without producing a token "
-        f"({problem}); lower --kv-memory, or free memory that other processes use"
-    )
+    message = f"the device ran out of memory for {rows} rows, each run alone, without producing a token ({problem}); "
+    return DeviceError(f"{message}lower --kv-memory, or free memory that other processes use")
 
 
 def _try_run(part: StepPlan, run: Callable[[StepPlan], T]) -> tuple[T | None, str]:

@@ -78,12 +78,10 @@ def run_processor(
         return errors
     logits.index_copy_(0, at, result)
     (largest,) = device.download(result.amax(dim=-1)).wait()
+    bad = {index[i]: value for i, value in enumerate(largest.tolist()) if not -torch.inf < value < torch.inf}
     return {
-        index[i]: _processor_error(
-            name, "it masked every token" if value == -torch.inf else f"it gave {value} among the logits"
-        )
-        for i, value in enumerate(largest.tolist())
-        if not -torch.inf < value < torch.inf
+        row: _processor_error(name, "it masked every token" if value < 0 else f"it gave {value} among the logits")
+        for row, value in bad.items()
     }
 
 
@@ -109,11 +107,8 @@ def _call_processor(
 
 
 def _processor_error(name: str, problem: str) -> ErrorInfo:
-    return ErrorInfo(
-        ErrorCode.PROCESSOR_ERROR,
-        f"the logit processor {name!r} failed on this row: {problem}",
-        "custom_logit_processor",
-    )
+    message = f"the logit processor {name!r} failed on this row: {problem}"
+    return ErrorInfo(ErrorCode.PROCESSOR_ERROR, message, "custom_logit_processor")
 
 
 RepetitionScope = Literal["output", "prompt+output"]
@@ -230,16 +225,14 @@ class RowLogitsState:
                     yield word[-1]
 
 
+_States = list[tuple[int, RowLogitsState]]
+"""Rows of the step and their states"""
+
+
 class LogitsProcessor:
     """Applies the logits rules of a fixed set of rows in every step; rebuilt when the rows change."""
 
-    def __init__(
-        self,
-        rows: list[tuple[int, RowLogitsState]],
-        processors: Mapping[str, LoadedProcessor],
-        device: Device,
-        ops: Ops,
-    ) -> None:
+    def __init__(self, rows: _States, processors: Mapping[str, LoadedProcessor], device: Device, ops: Ops) -> None:
         """`rows`: row of the step and state, of rows with rules. All arrays are uploaded in one transfer."""
         self.places = [i for i, _ in rows]
         self._device = device
@@ -312,18 +305,15 @@ class LogitsProcessor:
             self._ops.keep_only(logits, self._allowed_rows, *self._allowed)
 
 
-def _device_arrays(
-    rows: list[tuple[int, RowLogitsState]], penalised: list[tuple[int, RowLogitsState]]
-) -> dict[str, npt.NDArray[Any]]:
+def _device_arrays(rows: _States, penalised: _States) -> dict[str, npt.NDArray[Any]]:
     """Arrays to upload for a set of rows, by name."""
     biased = [(i, s.rules) for i, s in rows if len(s.rules.bias_ids)]
     kept = [(i, s.rules.allowed) for i, s in rows if s.rules.allowed is not None]
     arrays: dict[str, npt.NDArray[Any]] = {}
     arrays["bias_rows"], arrays["bias_ids"] = _row_id_pairs([(i, rules.bias_ids) for i, rules in biased])
     arrays["bias_values"] = np.concatenate([np.zeros(0, np.float32), *(rules.bias_values for _, rules in biased)])
-    arrays["banned_rows"], arrays["banned_ids"] = _row_id_pairs(
-        [(i, s.rules.banned_ids) for i, s in rows if len(s.rules.banned_ids)]
-    )
+    banned = [(i, s.rules.banned_ids) for i, s in rows if len(s.rules.banned_ids)]
+    arrays["banned_rows"], arrays["banned_ids"] = _row_id_pairs(banned)
     arrays["allowed_rows"], arrays["allowed_ids"] = _row_id_pairs(kept)
     arrays["only"] = np.array([i for i, _ in kept], np.int64)
     arrays["penalised"] = np.array([i for i, _ in penalised], np.int64)

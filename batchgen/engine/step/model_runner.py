@@ -111,24 +111,12 @@ class ModelRunner:
     ) -> Issued:
         """Queue a step or a part of one, after the step `unread`. After a failure it can be called again."""
         workload, rows = self._workload, running.rows(plan.samples.sequence_ids)
-        step = Step(
-            plan,
-            lay_out_step(
-                plan,
-                workload.table,
-                running,
-                self._decode_tables,
-                workload.adapter,
-                None if unread is None else unread.rows,
-                self._media,
-                self._context.model.spec.attention_chunk,
-            ),
-            sampling=self._sampler.metadata(rows) if len(rows) else None,
-            last=None if unread is None else unread.tokens,
-            read_last=read_last,
-            copies=copies,
-            wait=self.close,
-        )
+        chunk, (last_rows, last) = self._context.model.spec.attention_chunk, (None, None)
+        if unread is not None:
+            last_rows, last = unread.rows, unread.tokens
+        arrays = lay_out_step(plan, workload, running, self._decode_tables, last_rows, self._media, chunk)
+        sampling = self._sampler.metadata(rows) if len(rows) else None
+        step = Step(plan, arrays, sampling, last, read_last, copies, wait=self.close)
         try:
             executor, issued = next((e, issued) for e in self._executors if (issued := e.issue(step)) is not None)
         except BaseException:

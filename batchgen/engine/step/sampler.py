@@ -296,11 +296,9 @@ class SamplingMetadata:
         return SampledTokens(sampled.tokens, self, {}, download)
 
     def sample(self, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
-        """Sample one token per row.
+        """Sample one token per row from the model's logits [R, V], which are changed in place.
 
-        Args:
-            logits: [R, V] of the model; changed in place.
-            num_sampled: [R] int64 on the device, tokens sampled for each row so far.
+        `num_sampled`: [R] int64 on the device, tokens sampled for each row so far.
         """
         ops = self._ops
         # First, because the host fills masks while the device computes the logits.

@@ -15,6 +15,7 @@ from torch import Tensor
 from batchgen.engine.media.step import StepEmbeds, StepMedia
 from batchgen.engine.step.decode_table import DecodeTable
 from batchgen.engine.step.input_batch import BatchView, InputBatch
+from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import Device
 from batchgen.kernels.grouped import restarted
 from batchgen.kernels.lora import LoraStep, lora_step
@@ -123,20 +124,19 @@ class StepArrays:
 
 def lay_out_step(
     plan: StepPlan,
-    table: RequestTable,
+    workload: JobWorkload,
     running: InputBatch,
     decodes: Sequence[DecodeTable],
-    adapter: npt.NDArray[np.int32] | None = None,
-    unread: BatchView | None = None,
-    media: StepMedia | None = None,
-    attention_chunk: int | None = None,
+    unread: BatchView | None,
+    media: StepMedia | None,
+    attention_chunk: int | None,
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
-    `decodes`: the table of each cache group, which must see every step of the job, in order; `adapter`: [N] of each
-    request, -1 for none; `unread`: [R'] rows of the last step if its tokens are still only on the device.
+    `decodes`: the table of each cache group, which must see every step of the job, in order; `unread`: [R'] rows of the
+    last step if its tokens are still only on the device.
     """
-    total = plan.tokens
+    total, table, adapter = plan.tokens, workload.table, workload.adapter
     ids = np.empty(total, np.int64)
     positions = np.empty(total, np.int64)
     source = np.full(total, -1, np.int64) if unread is not None else None
