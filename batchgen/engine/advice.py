@@ -31,11 +31,8 @@ _TAILS = 64
 def input_advice(table: RequestTable, tokenizer: Tokenizer, *, is_plain: bool, truncated: int = 0) -> list[str]:
     """Advice on the rows of a job, before anything is generated.
 
-    Args:
-        table: the prompts.
-        tokenizer: the model's.
-        is_plain: whether every good row is plain text, which is not said to be meant.
-        truncated: number of prompts that were cut.
+    `is_plain`: whether every good row is plain text, which is not said to be meant; `truncated`: number of prompts that
+    were cut.
     """
     plain = _plain_text(table, tokenizer) if is_plain else None
     checks = (plain, _doubled_bos(table, tokenizer), _equal_prompts(table), _truncated(truncated, table))
@@ -104,12 +101,8 @@ def _equal_prompts(table: RequestTable) -> str | None:
 
 
 def _truncated(count: int, table: RequestTable) -> str | None:
-    if not count:
-        return None
-    return (
-        f"{count:,} of {len(table):,} prompts were cut by --truncate: shorten them, or raise --max-model-len if the "
-        "model allows it"
-    )
+    cut = f"{count:,} of {len(table):,} prompts were cut by --truncate"
+    return f"{cut}: shorten them, or raise --max-model-len if the model allows it" if count else None
 
 
 def _open_thought(table: RequestTable, tokenizer: Tokenizer) -> str | None:
@@ -120,7 +113,8 @@ def _open_thought(table: RequestTable, tokenizer: Tokenizer) -> str | None:
         return None
     tails = {_tail(table, request): None for request in requests.tolist()}
     texts = {tail: tokenizer.decode(list(tail), skip_special_tokens=False) for tail in list(tails)[:_TAILS]}
-    count = sum(_is_open(texts.get(_tail(table, request), "")) for request in requests.tolist())
+    opened = {tail for tail, text in texts.items() if any(text.rfind(a) > text.rfind(b) for a, b in MARKERS)}
+    count = sum(_tail(table, request) in opened for request in requests.tolist())
     if not count:
         return None
     return (
@@ -132,10 +126,6 @@ def _open_thought(table: RequestTable, tokenizer: Tokenizer) -> str | None:
 
 def _tail(table: RequestTable, request: int) -> tuple[int, ...]:
     return tuple(table.prompt_ids(request)[-_TAIL:].tolist())
-
-
-def _is_open(text: str) -> bool:
-    return any(text.rfind(begin) > text.rfind(end) for begin, end in MARKERS)
 
 
 def _empty_texts(counts: AnswerCounts, table: RequestTable) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,8 +24,8 @@ from batchgen.engine.media.job import device_feature_bytes, open_media
 from batchgen.engine.memory.d2h_queue import QUEUE_BYTES
 from batchgen.engine.memory.dummy_run import (
     PAGES,
-    CudaMeter,
     DummyRun,
+    cuda_peak,
     dummy_run,
     estimated_bytes,
     measure_largest_step,
@@ -277,36 +278,29 @@ class Engine:
         emit: Emit | None = None,
         scaled: bool | None = None,
     ) -> Running:
-        """Plan a job, allocate its KV pool and create its loop.
+        """Plan a job with all prompts of `table`, allocate its KV pool and create its loop.
 
-        Args:
-            table: every prompt of the job.
-            done: [N] requests finished by an earlier run.
-            record: receives which samples are running, and names rows that do not run, or not with others.
-            prompt_ids: whether completions contain their prompt's ids.
-            emit: called after each step with the events of rows that have `stream`.
-            scaled: of a model with an `unscaled_context`, whether rows get the frequencies past it; None: if one of the
-                table is longer.
+        `done`: [N] requests finished by an earlier run; `record` receives which samples are running, and names rows
+        that do not run, or not with others; `prompt_ids`: whether completions contain those of their prompts; `emit` is
+        called after each step with the events of rows that have `stream`; `scaled`: of a model with an
+        `unscaled_context`, whether rows get the frequencies past it; None: if one of the table is longer.
         """
-        self._fit_positions(table, scaled)
-        workload, limits = self._plan(table, done), step_limits(self.config, self.model.spec.device)
+        spec = self.model.spec
+        if spec.unscaled_context is not None:
+            self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
+            self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
+        workload, limits = self._plan(table, done), step_limits(self.config, spec.device)
         resources = self.resources(workload, limits)
         pool, cache = self._pool_for(workload, resources, limits)
         workload, scheduler = self._schedule(workload, cache, resources.backend, record)
         media = None
         if resources.towers is not None:
             support, together = self._front_end.media, not self.config.deterministic
-            media = open_media(workload, support, resources.towers, self.model.spec, self.device, together=together)
+            media = open_media(workload, support, resources.towers, spec, self.device, together)
         resources = replace(resources, media=media)
-        loop = self._loop(workload, scheduler, pool, resources, prompt_ids=prompt_ids, emit=emit, record=record)
+        loop = Loop(workload, scheduler, pool, resources, self._settings(record, prompt_ids=prompt_ids), emit)
         self.last_run = Running(workload, scheduler, loop, pool, media)
         return self.last_run
-
-    def _fit_positions(self, table: RequestTable, scaled: bool | None) -> None:
-        spec = self.model.spec
-        if spec.unscaled_context is not None:
-            self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
-            self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
 
     def _plan(self, table: RequestTable, done: npt.NDArray[np.bool_] | None) -> JobWorkload:
         """The workload of a job, with its grammars compiled, so that no step waits for one."""
@@ -324,16 +318,9 @@ class Engine:
         front_end = self._front_end
         if self.backend is None:
             self.backend = kernels_for(self.config, self.model.spec, workload, *limits)
-        return EngineResources(
-            self.model,
-            self.backend,
-            self.device,
-            self.tokenizer,
-            self.grammars,
-            front_end.processors,
-            front_end.encoder.reasoning,
-            None if workload.table.media is None else front_end.media.encoder(self.model),
-        )
+        towers = None if workload.table.media is None else front_end.media.encoder(self.model)
+        read_by = self.tokenizer, self.grammars, front_end.processors, front_end.encoder.reasoning
+        return EngineResources(self.model, self.backend, self.device, *read_by, towers)
 
     def _schedule(
         self, workload: JobWorkload, cache: CachePlan, backend: Backend, record: WorkRecord | None
@@ -393,7 +380,7 @@ class Engine:
             step_bytes = estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
             return device_memory(spec.device, step_bytes), limits
         run = self.dummy_runner(resources, limits)
-        step_bytes, tokens = measure_largest_step(run, workload, spec, size, limits, CudaMeter(spec.device))
+        step_bytes, tokens = measure_largest_step(run, workload, spec, size, limits, partial(cuda_peak, spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
@@ -407,7 +394,7 @@ class Engine:
         def run(job: DummyRun, pool: GroupedPool) -> None:
             cache = CachePlan(ONE_BYTE_PAGES, PAGES, limits)
             scheduler = self._scheduler(job.workload, cache, resources.backend)
-            self._loop(job.workload, scheduler, pool, resources).run_dummy(job)
+            Loop(job.workload, scheduler, pool, resources, self._settings()).run_dummy(job)
 
         return run
 
@@ -426,19 +413,9 @@ class Engine:
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
         return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds, workload.spans)
 
-    def _loop(
-        self,
-        workload: JobWorkload,
-        scheduler: Scheduler,
-        pool: GroupedPool,
-        resources: EngineResources,
-        *,
-        prompt_ids: bool = True,
-        emit: Emit | None = None,
-        record: WorkRecord | None = None,
-    ) -> Loop:
+    def _settings(self, record: WorkRecord | None = None, *, prompt_ids: bool = True) -> LoopSettings:
         config = self.config
-        settings = LoopSettings(
+        return LoopSettings(
             prompt_ids=prompt_ids,
             repeat_span=config.stop_on_repeat,
             logprobs_mode=config.logprobs_mode,
@@ -447,4 +424,3 @@ class Engine:
             queue_bytes=self.queue_bytes,
             record=record,
         )
-        return Loop(workload, scheduler, pool, resources, settings, emit)

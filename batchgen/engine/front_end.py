@@ -67,16 +67,10 @@ class FrontEnd:
         truncate: Truncate = "none",
         grammars: Grammars | None = None,
     ) -> FrontEnd:
-        """The front end of a model with the run's options.
+        """The front end of a model with the run's options. The tokenizer's clock is set if `config` has one.
 
-        Args:
-            config: options of the engine.
-            spec: the model's spec.
-            tokenizer: the model's tokenizer; its clock is set if `config` has one.
-            processors: custom logit processors by name.
-            name: name of the model if `config` has none.
-            truncate: side on which prompts that are too long are cut.
-            grammars: grammars compiled for the same model and options.
+        `name`: of the model if `config` has none; `truncate`: side on which prompts that are too long are cut;
+        `grammars`: compiled for the same model and options.
 
         Raises:
             UsageError: `media_root` is not a folder, `allow_media_url` is not the beginning of a URL, or `reasoning`,
@@ -123,14 +117,9 @@ class FrontEnd:
         system: str | None = None,
         events: bool = False,
     ) -> RowDefaults:
-        """Defaults of the rows of one job.
+        """Defaults of the rows of one job. `flags`: sampling fields set for the whole run; others as in `RowDefaults`.
 
-        Args:
-            flags: sampling fields set for the whole run.
-            sampling_defaults: whether the model's generation_config.json gives further defaults.
-            chat: as in `RowDefaults`.
-            system: as in `RowDefaults`.
-            events: whether the run writes events.
+        `sampling_defaults`: whether the model's generation_config.json gives further defaults.
 
         Raises:
             ModelError: a value of generation_config.json is out of range.
@@ -153,9 +142,7 @@ class FrontEnd:
     def media_store(self, audio_rate: int, folder: Path | None = None) -> MediaStore:
         """An empty store of the images and sounds of one job.
 
-        Args:
-            audio_rate: rate of decoded sounds, in Hz.
-            folder: where its temporary file is created; None uses the system's folder.
+        `audio_rate`: of decoded sounds, in Hz; `folder`: of its temporary file; None uses the system's.
         """
         config = self.config
         limits = MediaLimits(config.max_image_pixels, config.max_audio_seconds, config.max_media_items)

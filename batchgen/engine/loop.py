@@ -74,16 +74,7 @@ class Loop:
         settings: LoopSettings,
         emit: Emit | None = None,
     ) -> None:
-        """Set up a job.
-
-        Args:
-            workload: the job's requests.
-            scheduler: plans the steps.
-            pool: KV pages.
-            resources: the model and what runs it.
-            settings: options of the job.
-            emit: receives the events of rows with `stream`.
-        """
+        """`emit` receives the events of rows with `stream`."""
         device, backend = resources.device, resources.backend
         self._workload = workload
         self._scheduler = scheduler
@@ -98,13 +89,7 @@ class Loop:
         self._open = OpenPrompts(workload, resources, settings, self._streams)
         self.prompts, self.states = self._open.prompts, self._open.states
         self._context = ExecutorContext(
-            resources.model,
-            pool,
-            backend,
-            device,
-            D2HQueue(device, settings.queue_bytes),
-            self.prompts,
-            self.states,
+            resources.model, pool, backend, device, D2HQueue(device, settings.queue_bytes), self.prompts, self.states
         )
         sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode)
         most = scheduler.config.max_tokens_per_step
@@ -176,7 +161,9 @@ class Loop:
             try:
                 in_flight = self._runner.issue(plan, self._batch, last, read_last)
             except Exception:
-                yield from self._finish_last_step(read_last, ended)
+                with suppress(Exception):  # a device in an error state cannot be read
+                    read_last()
+                yield from self._retire_ended(ended)
                 raise
             deferred_gc.tick()
             read_last()
@@ -192,12 +179,6 @@ class Loop:
         ended = _StepResult()
         self._consume(last, ended)
         self._scheduler.stats.sampled_tokens -= ended.dropped
-        yield from self._retire_ended(ended)
-
-    def _finish_last_step(self, read_last: Callable[[], None], ended: _StepResult) -> Iterator[list[Completion]]:
-        """Yield what the last step has finished, after an error in the next one."""
-        with suppress(Exception):  # a device in an error state cannot be read
-            read_last()
         yield from self._retire_ended(ended)
 
     def _recover_from_oom(self, in_flight: InFlightStep) -> Iterator[list[Completion]]:
@@ -250,14 +231,12 @@ class Loop:
         """Append a step's tokens to its sequences, once per step."""
         if in_flight is None or in_flight.consumed:
             return
-        in_flight.consumed = True
-        before = len(ended.sequences)
+        in_flight.consumed, before = True, len(ended.sequences)
         try:
             dropped = self._append_tokens(in_flight, ended.sequences)
         except MemoryError as problem:  # not for `OOMSplitter`, which would retry the next step
-            raise DeviceError(
-                "the host ran out of memory while reading a step's results; lower --max-num-seqs"
-            ) from problem
+            message = "the host ran out of memory while reading a step's results; lower --max-num-seqs"
+            raise DeviceError(message) from problem
         prompt_only = self._prompt_only.intersection(ended.sequences[before:])
         self._prompt_only -= prompt_only
         dropped += len(prompt_only)

@@ -32,10 +32,7 @@ class StepObserver:
     def ended(self, request: int, numbers: Sequence[int], samples: int = 1) -> None:
         """Samples of a request have ended, and their completions are made.
 
-        Args:
-            request: its index.
-            numbers: those that had started.
-            samples: number of those that ended, with those that never started.
+        `numbers`: those that had started; `samples`: how many ended, with those that never started.
         """
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from batchgen.models.base import Form, Model, ModelInput, ModelSpec, Numbers
 from batchgen.models.check import CheckedModel
 from batchgen.models.library.probe import ProbeAttention
 from batchgen.models.native.decoder import NativeModel
-from batchgen.models.native.own_integers import WeightForm, stored_sizes, weight_forms
+from batchgen.models.native.own_integers import stored_sizes, weight_forms
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 _TEXTS: Final = (
@@ -82,7 +82,8 @@ def _kept_form(config: EngineConfig, checked: CheckedModel, spec: ModelSpec) -> 
         return "full"
     layout, folder = checked.native[1], checked.folder
     if spec.device.type == "cuda":
-        sizes = _weight_sizes(weight_forms(layout, folder))
+        forms, schemes = weight_forms(layout, folder), {(8, True): FP8, (8, False): INT8, (4, False): INT4}
+        sizes = Counter(WeightSize(f.outer, f.inner, f.size, schemes[f.bits, f.floats]) for f in forms)
         return "weight-only" if sizes and not config.deterministic and _pays(sizes, config, spec) else "full"
     # A checkpoint made for products of integers has a description that rounds the inputs of its layers, too.
     if folder.quantisation is None or not folder.quantisation.integer_inputs:
@@ -102,11 +103,6 @@ def _refuse_int8(config: EngineConfig, spec: ModelSpec) -> None:
         reason = int8_refusal(spec.dtype, spec.device)
     if reason is not None:
         raise UsageError(f"`--quantization {config.quantization}` is not supported: {reason}; leave the option out")
-
-
-def _weight_sizes(forms: Sequence[WeightForm]) -> Mapping[WeightSize, int]:
-    schemes = {(8, True): FP8, (8, False): INT8, (4, False): INT4}
-    return Counter(WeightSize(f.outer, f.inner, f.size, schemes[f.bits, f.floats]) for f in forms)
 
 
 def _pays(sizes: Mapping[WeightSize, int], config: EngineConfig, spec: ModelSpec) -> bool:

@@ -177,17 +177,15 @@ class RowReader:
 
         Whatever a row raises becomes its error; what cannot be a row's is raised (see `errors.row_error`).
 
-        Args:
-            rows: the rows, or why they cannot be read.
-            prepare: called with each row before it is in the table; gives its `prepared`, None if it raises.
-            record: receives which rows are being read; rows that it suspects are read one by one.
+        `prepare` is called with each row before it is in the table, and gives its `prepared`, None if it raises. Rows
+        that `record` suspects are read one by one.
         """
         if record is None:
             yield from self._read(rows, prepare)
             return
         refused = record.refused
         if refused:
-            rows = (_refused(raw, refused[raw.index]) if raw.index in refused else raw for raw in rows)
+            rows = (_refused(raw, refused.get(raw.index)) for raw in rows)
         groups: Iterable[tuple[int | None, Iterable[RawRow]]] = [(None, rows)]
         if record.has_suspects:
             groups = groupby(rows, key=lambda raw: raw.index if record.is_suspect(raw.index) else None)
@@ -207,19 +205,15 @@ class RowReader:
             elif prompts is not None:
                 item.prompts = prompts
             if prepare is not None:
-                self._prepare(item, prepare)
+                try:
+                    item.prepared = prepare(item)
+                except Exception as error:
+                    info = row_error(error, "preparing the row's output")
+                    item.error, item.prompts = item.error or info, ()
             if item.error is None:
                 self._add_to_table(item)
             yield item
             del item  # so that a large row is gone when the next is read
-
-    @staticmethod
-    def _prepare(item: ProcessedRow, prepare: Callable[[ProcessedRow], object]) -> None:
-        try:
-            item.prepared = prepare(item)
-        except Exception as error:
-            info = row_error(error, "preparing the row's output")
-            item.error, item.prompts = item.error or info, ()
 
     def _parse(self, raw: RawRow) -> ProcessedRow:
         if raw.error is not None:
@@ -238,21 +232,22 @@ class RowReader:
 
     def _with_media(self, items: Iterable[ProcessedRow]) -> Iterator[ProcessedRow]:
         """The rows with their images and sounds read, in order, while URLs of later rows are fetched."""
-        waiting = _Waiting()
+        waiting: deque[tuple[ProcessedRow, int, int]] = deque()  # number of items that are fetched, size
         try:
             for item in items:
                 row = item.row
                 media = row is not None and has_media(row)
-                if not media and not waiting.rows:
+                if not media and not waiting:
                     yield item
                     del item, row  # so that a large row is gone when the next is read
                     continue
-                waiting.add(item, self._media.begin(row) if media and row is not None else 0)
+                fetching = self._media.begin(row) if media and row is not None else 0
+                waiting.append((item, fetching, _size_of(row)))
                 del item, row
-                while waiting.is_due:
-                    yield self._with_items(waiting.take())
-            while waiting.rows:
-                yield self._with_items(waiting.take())
+                while _is_due(waiting):
+                    yield self._with_items(waiting.popleft()[0])
+            while waiting:
+                yield self._with_items(waiting.popleft()[0])
         finally:
             self._media.end_fetching()
 
@@ -267,7 +262,7 @@ class RowReader:
             return _wrong(item.raw, error)
 
     def _with_unique_id(self, row: ParsedRow) -> ParsedRow:
-        if self._on_duplicate == "allow" or self._register(row.id):
+        if self._on_duplicate == "allow" or self._seen.add(hash(row.id)):
             return row
         if self._on_duplicate == "error":
             raise RowError(
@@ -275,61 +270,28 @@ class RowReader:
                 f"id {row.id!r} was used by an earlier row; make ids unique or run with --on-duplicate-id suffix",
                 "id",
             )
-        key = _hash(row.id)
+        key = hash(row.id)
         number = self._numbers.get(key, 2)
-        while not self._register(f"{row.id}-{number}"):
+        while not self._seen.add(hash(f"{row.id}-{number}")):
             number += 1
         self._numbers[key] = number + 1
         return row._replace(id=f"{row.id}-{number}")
 
-    def _register(self, row_id: str) -> bool:
-        return self._seen.add(_hash(row_id))
-
     def _add_to_table(self, item: ProcessedRow) -> None:
         for prompt in item.prompts:
-            self._table.append(
-                item.raw.index,
-                prompt.prompt_index,
-                prompt.ids if prompt.stored is None else prompt.stored,
-                prompt.params,
-                prompt.seed,
-                prompt.max_new_tokens,
-                prompt.embeds,
-            )
+            ids = prompt.ids if prompt.stored is None else prompt.stored
+            rest = prompt.params, prompt.seed, prompt.max_new_tokens, prompt.embeds
+            self._table.append(item.raw.index, prompt.prompt_index, ids, *rest)
             if prompt.score_start >= 0:
                 self._table.set_score_start(prompt.score_start)
 
 
-class _Waiting:
-    """Rows that wait, in order, while their items at URLs are fetched."""
-
-    def __init__(self) -> None:
-        self.rows: deque[tuple[ProcessedRow, int, int]] = deque()
-        """With the number of items that are fetched, and the size."""
-        self._fetching = 0
-        self._size = 0
-
-    def add(self, item: ProcessedRow, fetching: int) -> None:
-        """Let a row wait, of which so many items are fetched."""
-        size = _size_of(item.row)
-        self.rows.append((item, fetching, size))
-        self._fetching += fetching
-        self._size += size
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the first row is to be read now: nothing of it is fetched, or too much waits."""
-        if not self.rows:
-            return False
-        many = max(self._fetching, len(self.rows)) > _MOST_AHEAD or self._size > _AHEAD_SIZE
-        return many or not self.rows[0][1]
-
-    def take(self) -> ProcessedRow:
-        """The first row, which does not wait any more."""
-        item, fetching, size = self.rows.popleft()
-        self._fetching -= fetching
-        self._size -= size
-        return item
+def _is_due(waiting: deque[tuple[ProcessedRow, int, int]]) -> bool:
+    """Whether the first of the rows that wait is to be read now: nothing of it is fetched, or too much waits."""
+    if not waiting:
+        return False
+    _, fetching, sizes = zip(*waiting, strict=True)
+    return not fetching[0] or max(sum(fetching), len(waiting)) > _MOST_AHEAD or sum(sizes) > _AHEAD_SIZE
 
 
 def _reported(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterator[RawRow]:
@@ -339,9 +301,9 @@ def _reported(rows: Iterable[RawRow], parsing: Callable[[int], None]) -> Iterato
         yield raw
 
 
-def _refused(raw: RawRow, error: ErrorInfo) -> RawRow:
-    """A row that is not parsed, with the id and fields that it gives."""
-    return raw._replace(value=None, error=error).with_readable(raw.fields)
+def _refused(raw: RawRow, error: ErrorInfo | None) -> RawRow:
+    """A row that is not parsed, with the id and fields that it gives; without an error, the row."""
+    return raw if error is None else raw._replace(value=None, error=error).with_readable(raw.fields)
 
 
 def _wrong(raw: RawRow, error: Exception) -> ProcessedRow:
@@ -367,10 +329,6 @@ def _known_of(value: Any, row_index: int) -> tuple[tuple[str, Mapping[str, Any]]
     except Exception as error:
         row_error(error, "reading the id")  # raises what is not the row's
         return (f"row-{row_index}", {}), False
-
-
-def _hash(row_id: str) -> int:
-    return hash(row_id)
 
 
 class _HashSet:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from batchgen.engine.sampling.constraints import TokenMask
 from batchgen.engine.sampling.logits_processor import RowLogitsState
-from batchgen.engine.sampling.thinking import ThinkingMask
+from batchgen.engine.sampling.thinking import ThinkingMask, TokenMask
 from batchgen.errors import ErrorInfo, row_error
 from batchgen.request.completion import Completion, FinishReason
 from batchgen.request.table.request_table import Request
@@ -29,66 +29,38 @@ def is_repeating(ids: list[int], span: int) -> bool:
     return False
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample being generated: its tokens so far, and its stop, logits and grammar state.
+    """One sample being generated: its tokens so far, and its stop, logits and grammar state."""
 
-    Attributes:
-        stops: stop conditions and output ids.
-        masked_ids: id -> number of tokens before which it cannot be sampled.
-        repeat_span: number of last tokens that are checked for repetition; None: no check.
-        logits_state: logits rules and token counts; None: no rules.
-        grammar: mask of the row's constraint, and of the budget of its thoughts; None: neither.
-        logprobs: [C] logprobs of all its tokens, once it has ended.
-        top_ids: [C * K] most likely tokens of each position, most likely first, once it has ended.
-        top_logprobs: [C * K] logprobs of `top_ids`.
-        ids_logprobs: [C * I] logprobs of the row's `token_ids_logprob`, in its order, once it has ended.
-    """
+    request: Request
+    sample_index: int
+    stops: StopState
+    """Stop conditions and output ids"""
+    masked_ids: Mapping[int, int]
+    """Id -> number of tokens before which it cannot be sampled"""
+    repeat_span: int | None = None
+    """Number of last tokens that are checked for repetition; None: no check"""
+    logits_state: RowLogitsState | None = None
+    """Logits rules and token counts; None: no rules"""
+    grammar: TokenMask | None = None
+    """Mask of the row's constraint, and of the budget of its thoughts; None: neither"""
+    logprobs: list[float] = field(default_factory=list)
+    """[C] logprobs of all its tokens, once it has ended"""
+    top_ids: list[int] = field(default_factory=list)
+    """[C * K] most likely tokens of each position, most likely first, once it has ended"""
+    top_logprobs: list[float] = field(default_factory=list)
+    """[C * K] logprobs of `top_ids`"""
+    ids_logprobs: list[float] = field(default_factory=list)
+    """[C * I] logprobs of the row's `token_ids_logprob`, in its order, once it has ended"""
+    finish_reason: FinishReason | None = None
+    error: ErrorInfo | None = None
+    _num_sampled_at: Callable[[int], int] | None = None
+    _slot: int = 0
+    _masked_until: int = 0
 
-    __slots__ = (
-        "_masked_until",
-        "_num_sampled_at",
-        "_slot",
-        "error",
-        "finish_reason",
-        "grammar",
-        "ids_logprobs",
-        "logits_state",
-        "logprobs",
-        "masked_ids",
-        "repeat_span",
-        "request",
-        "sample_index",
-        "stops",
-        "top_ids",
-        "top_logprobs",
-    )
-
-    def __init__(
-        self,
-        request: Request,
-        sample_index: int,
-        stops: StopState,
-        masked_ids: Mapping[int, int],
-        repeat_span: int | None = None,
-        logits_state: RowLogitsState | None = None,
-        grammar: TokenMask | None = None,
-    ) -> None:
-        self.request = request
-        self.sample_index = sample_index
-        self.stops = stops
-        self.masked_ids = masked_ids
-        self._masked_until = max(masked_ids.values(), default=0)
-        self.repeat_span = repeat_span
-        self.logits_state = logits_state
-        self.grammar = grammar
-        self.logprobs: list[float] = []
-        self.top_ids: list[int] = []
-        self.top_logprobs: list[float] = []
-        self.ids_logprobs: list[float] = []
-        self._num_sampled_at: Callable[[int], int] | None = None
-        self._slot = 0
-        self.finish_reason: FinishReason | None = None
-        self.error: ErrorInfo | None = None
+    def __post_init__(self) -> None:
+        self._masked_until = max(self.masked_ids.values(), default=0)
 
     def set_slot(self, num_sampled_at: Callable[[int], int], slot: int) -> None:
         """Set the sequence's slot; `num_sampled_at` returns the number of sampled tokens of a slot."""
@@ -172,11 +144,9 @@ class Sequence:
         """The completion of the finished sample, or its error after `fail`."""
         request = self.request
         if self.error is not None:
-            return Completion(
-                request.row_index, request.prompt_index, self.sample_index, error=self.error, seed=request.seed
-            )
-        params = request.params
-        count = len(self.output_ids)
+            row, prompt, index = request.row_index, request.prompt_index, self.sample_index
+            return Completion(row, prompt, index, error=self.error, seed=request.seed)
+        params, count = request.params, len(self.output_ids)
         assert self.finish_reason is not None
         done = self.stops.finish(self.finish_reason)
         total = sum(self.logprobs)

@@ -63,8 +63,7 @@ class JobWorkload:
     def kinds(self, *, repeats_end: bool = False) -> npt.NDArray[np.int32]:
         """[N] requests of one kind are expected to end alike; `EXACT` where only the limit ends them.
 
-        Args:
-            repeats_end: whether samples that go round in circles are ended.
+        `repeats_end`: whether samples that go round in circles are ended.
         """
         params = self.table.params
         exact = self.table.by_params([p.runs_to_limit and not repeats_end for p in params], np.bool_)
@@ -92,13 +91,10 @@ class JobWorkload:
 
     def skip_too_large(self, pages: int, page_size: int) -> None:
         """Move requests that do not fit into `pages` pages even alone to `failed`."""
-        most = pages * page_size
         positions = np.diff(self.table.offsets).astype(np.int64)
         positions += self.max_tokens
         positions -= 1
-        large = np.flatnonzero((positions > most) & (self.samples > 0))
-        if not len(large):
-            return
+        large = np.flatnonzero((positions > pages * page_size) & (self.samples > 0))
         for index in self._skip(large):
             request = self.table[index]
             self.failed[index] = ErrorInfo(
@@ -163,12 +159,8 @@ def plan_workload(
 ) -> JobWorkload:
     """Build the prefix tree, find identical greedy requests, and skip what needs no computation.
 
-    Args:
-        table: every prompt of the job.
-        done: [N] requests finished in an earlier run.
-        dedup: copy identical greedy requests instead of generating each.
-        adapters: adapter names, in the order of their indexes.
-        bidirectional: what sees one another in prompts with images, see `ModelSpec`.
+    `done`: [N] requests finished in an earlier run; `dedup`: copy identical greedy requests instead of generating each;
+    `adapters`: names in the order of their indexes; `bidirectional`: as in `ModelSpec`.
     """
     count = len(table)
     done = np.zeros(count, np.bool_) if done is None else done
@@ -232,9 +224,7 @@ def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32
 
 
 def _keys(
-    adapter: npt.NDArray[np.int32] | None,
-    embeds_id: npt.NDArray[np.int32] | None,
-    whole: npt.NDArray[np.int64] | None = None,
+    adapter: npt.NDArray[np.int32] | None, embeds_id: npt.NDArray[np.int32] | None, whole: npt.NDArray[np.int64] | None
 ) -> npt.NDArray[np.int64] | None:
     """[N] cache keys: requests share keys and values of equal ids only if their keys are equal; None: all share.
 

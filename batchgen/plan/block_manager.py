@@ -322,14 +322,9 @@ class BlockManager:
     ) -> bool:
         """Evict nodes without users, the deepest first, until `need()` pages are free.
 
-        Args:
-            need: number of pages needed; evictions may lower it.
-            held: number of pages needed of each group that has its own.
-            spare_waiting: keep nodes that begun sequences wait for. Otherwise tails and windows are freed, too.
-            keep: a node that stays, with its tail and its window.
-
-        Returns:
-            Whether so many pages are free now.
+        `need`: number of pages needed, which evictions may lower; `held`: of each group that has its own;
+        `spare_waiting`: keep nodes that begun sequences wait for, else tails and windows are freed, too; `keep`: a node
+        that stays, with its tail and its window. Returns whether so many pages are free now.
         """
 
         def enough() -> bool:

@@ -47,12 +47,8 @@ def plan_counts(
 ) -> PlanCounts:
     """Count the tokens that a job computes and the pages that it holds.
 
-    Args:
-        tree: prefix tree of all requests.
-        samples: [N] samples per request; 0 leaves a request out.
-        max_new: [N] maximum tokens per sample.
-        page_size: positions per page.
-        max_num_seqs: maximum number of samples at once.
+    `samples`: [N] per request, of which 0 leaves a request out, with at most `max_num_seqs` at once; `max_new`: [N]
+    maximum tokens per sample; `page_size`: positions per page.
     """
     rows = np.flatnonzero(samples[tree.order]).astype(np.int32)
     if not len(rows):
@@ -91,12 +87,7 @@ class _Pages:
     """Samples that run at once."""
 
     def peak(self, max_num_seqs: int, windows: int) -> int:
-        """Most pages of the windows of neighbours with at most `max_num_seqs` samples that begin at the first rows.
-
-        Args:
-            max_num_seqs: maximum number of samples at once.
-            windows: number of windows.
-        """
+        """Most pages of the windows of neighbours with at most `max_num_seqs` samples that begin at the first rows."""
         added = self.prompt - self.head + self.held * (self.total - self.prompt)  # to those of the previous row
         page_sums = np.concatenate([[0], np.cumsum(added)])
         seq_sums = np.concatenate([[0], np.cumsum(self.held)])
@@ -174,11 +165,8 @@ def find_dedup(
 ) -> npt.NDArray[np.int32]:
     """[N] for each request the first one whose result it can reuse: itself unless both are equal and greedy.
 
-    Args:
-        node_of_request: [N] tree node at which the prompt ends; equal only for equal prompts and keys.
-        params_id: [N] id of the sampling parameters without the seed.
-        greedy: [N] whether the request samples greedily.
-        max_new: [N] effective token limits.
+    All are [N]: the tree node at which the prompt ends, which is equal only for equal prompts and keys; the id of the
+    sampling parameters without the seed; whether the request samples greedily; its effective token limit.
     """
     leader = np.arange(len(node_of_request), dtype=np.int32)
     rows = np.flatnonzero(greedy).astype(np.int32)

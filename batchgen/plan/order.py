@@ -54,11 +54,7 @@ def begin_order(
     decode per prompt token. If the pool cannot hold the longest together, long and short ones are mixed, except in the
     last stretch. `first-come`: by request number, regardless of sharing. `tree`: in the tree's own order.
 
-    Args:
-        tree: prefix tree of all requests.
-        samples: [N] samples per request; 0 leaves a request out.
-        expected: [N] expected tokens of a sample.
-        config: limits and the order.
+    `samples`: [N] per request; 0 leaves a request out; `expected`: [N] expected tokens of a sample.
     """
     if config.order == "tree" or not len(tree):
         return BeginOrder(tree, None)

@@ -54,15 +54,8 @@ def simulate(
 
     In a job of many samples neighbours in begin order begin in groups, so that the simulation stays short.
 
-    Args:
-        order: prefix tree and begin order.
-        samples: [N] samples per request that have not begun; 0 leaves a request out.
-        lengths: [N] tokens that each sample generates, at least 1 for requests with samples.
-        config: slots, tokens per step, and pages.
-        begun: what runs when the simulation starts; None: nothing.
-
-    Returns:
-        Steps, slots and sampled tokens; the other counters stay 0.
+    `samples`: [N] that have not begun; 0 leaves a request out; `lengths`: [N] tokens that each sample generates, at
+    least 1 for requests with samples; `begun`: what runs at the start. Counts steps, slots and sampled tokens only.
     """
     queue = _in_order(order, samples, lengths, None if begun is None else begun.complete)
     if begun is None:
@@ -144,12 +137,9 @@ class _Slots:
     def begin(self, prompt: int, output: int, count: int, pages: float, together: tuple[int, int]) -> None:
         """Begin `count` samples of `output` tokens once slots and pages are free and their prompts are computed.
 
-        Args:
-            prompt: tokens of their prompts that are to be computed.
-            output: tokens that each generates.
-            count: samples.
-            pages: pages that they hold at first.
-            together: free slots that they need to begin at once, and free slots for which they wait otherwise.
+        `prompt`: tokens of their prompts that are to be computed; `output`: tokens that each of `count` samples
+        generates; `pages`: that they hold at first; `together`: free slots that they need to begin at once, and free
+        slots for which they wait otherwise.
         """
         self.backlog += prompt
         self._go_to(max(self.step, ceil(self._next_begin) if self.ends else 0))

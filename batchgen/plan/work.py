@@ -58,15 +58,7 @@ def work_done(stats: SchedulerStats) -> Work:
 
 
 class WorkForecast:
-    """Forecast of a job's work from the state of its scheduler.
-
-    Args:
-        order: prefix tree and begin order of the job.
-        samples: [N] samples per request.
-        block_manager: the tree's nodes.
-        sequences: the samples that have begun.
-        predictor: the lengths of samples.
-    """
+    """Forecast of a job's work from the state of its scheduler."""
 
     def __init__(
         self,
@@ -93,9 +85,7 @@ class WorkForecast:
     def of(self, samples: npt.NDArray[np.integer[Any]], config: SchedulerConfig) -> Work:
         """The work of requests alone, with the lengths expected before any sample ended and all slots in use.
 
-        Args:
-            samples: [N] samples per request; 0 leaves a request out.
-            config: limits.
+        `samples`: [N] per request; 0 leaves a request out.
         """
         tree, lengths = self._order.tree, self._predictor.expected
         tokens, reads = _prompt_work(tree, samples, None)

@@ -295,29 +295,17 @@ def fake_cuda(**options: Any) -> Iterator[FakeGpu]:
         shared_memory_per_block_optin=232_448, warp_size=32,
     )  # fmt: skip
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    def number(*args: Any, **kwargs: Any) -> int:
-        return 0
-
-    replaced = {
-        "_lazy_init": nothing,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+    counted = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "current_device")
+    replaced: dict[str, Any] = {
+        **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats"), lambda *_: None),
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
+        **dict.fromkeys(counted, lambda *_: 0),
         "device_count": lambda: 1,
-        "current_device": number,
         "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (_MEMORY // 2, _MEMORY),
-        "empty_cache": nothing,
         "synchronize": lambda device=None: gpu.waits("torch.cuda.synchronize", "waits for everything"),
-        "reset_peak_memory_stats": nothing,
-        "max_memory_allocated": number,
-        "max_memory_reserved": number,
-        "memory_allocated": number,
-        "memory_reserved": number,
     }
     with ExitStack() as stack:
         for call, replacement in replaced.items():

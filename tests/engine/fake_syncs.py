@@ -17,20 +17,9 @@ _READS = "reads a number"
 _COUNTS = "counts what it finds"
 
 _ALWAYS = {
-    aten._local_scalar_dense: _READS,
-    aten.item: _READS,
-    aten.is_nonzero: _READS,
-    aten.equal: _READS,
-    aten.allclose: _READS,
-    aten.nonzero: _COUNTS,
-    aten.nonzero_numpy: _COUNTS,
-    aten.argwhere: _COUNTS,
-    aten.masked_select: _COUNTS,
-    aten._unique: _COUNTS,
-    aten._unique2: _COUNTS,
-    aten.unique_dim: _COUNTS,
-    aten.unique_consecutive: _COUNTS,
-    aten.bincount: _COUNTS,
+    **dict.fromkeys((aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.allclose), _READS),
+    **dict.fromkeys((aten.nonzero, aten.nonzero_numpy, aten.argwhere, aten.masked_select, aten.bincount), _COUNTS),
+    **dict.fromkeys((aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive), _COUNTS),
     aten.lift_fresh: "copies from the host",
 }
 
@@ -79,12 +68,8 @@ def _is_masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return False
     value = argument(func, args, kwargs, "values")
     indices = [x for x in args[1] if isinstance(x, Tensor)]
-    return (
-        len(indices) == 1
-        and value.numel() == 1
-        and value.device.type == "cpu"
-        and not argument(func, args, kwargs, "accumulate")
-    )
+    is_number = value.numel() == 1 and value.device.type == "cpu"
+    return len(indices) == 1 and is_number and not argument(func, args, kwargs, "accumulate")
 
 
 def argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

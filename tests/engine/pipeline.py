@@ -55,10 +55,7 @@ def processed_logits(
         kept = list(params.allowed_token_ids)
         masked[kept] = values[kept]
         values = masked
-    early = [
-        *(stops if len(output) < params.min_new_tokens else ()),
-        *(params.begin_suppress_tokens if not output else ()),
-    ]
+    early = [*(stops if len(output) < params.min_new_tokens else ()), *(() if output else params.begin_suppress_tokens)]
     if early:
         held = values.copy()
         held[early] = -np.inf

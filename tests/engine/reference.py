@@ -136,6 +136,13 @@ class Greedy:
         settled = slice(self.settled[prompt])
         assert list(result.output_ids or [])[settled] == self.ids[prompt][settled], f"prompt {prompt}"
 
+    def check(self, engine: Any, prompts: list[list[int]], members: list[int]) -> None:
+        """Generate some of the prompts together and compare each."""
+        params = {"temperature": 0, "max_new_tokens": len(self.ids[0]), "ignore_eos": True}
+        rows = [{"input_ids": prompts[i], "sampling_params": params, "return_logprob": True} for i in members]
+        for i, completion in zip(members, engine.generate(rows, ordered=True), strict=True):
+            self.assert_same(i, completion)
+
     def assert_same(self, prompt: int, result: Completion) -> None:
         """Equal ids and logprobs, up to the prompt's first near tie."""
         self.assert_same_ids(prompt, result)

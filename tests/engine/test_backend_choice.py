@@ -171,19 +171,9 @@ def test_flash_is_measured_and_used(hopper: None, library: Path, fake: Fakes) ->
 
 def test_the_footer_and_the_report_name_the_kernels(hopper: None, library: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "Sort: 3 1"}\n')
-    flags = [
-        "--dtype",
-        "float16",
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "1",
-        "--page-size",
-        "4",
-        "--flash-library",
-        str(library),
-    ]
-    done = run(["run", "rows.jsonl", "-o", "out.parquet", *flags, "--report", "-"], tmp_path)
+    sizes = ["--max-new-tokens", "1", "--page-size", "4", "--flash-library", str(library)]
+    flags = ["--dtype", "float16", "--device", "cpu", *sizes, "--report", "-"]
+    done = run(["run", "rows.jsonl", "-o", "out.parquet", *flags], tmp_path)
     described = f"flash-attn 3 of {library} (faster than {TRITON}: 0.1 ms against 0.2 ms a layer)"
     assert described in done.report["kernels"]
     assert described not in done.stderr

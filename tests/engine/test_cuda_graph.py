@@ -26,25 +26,15 @@ from tests.models.tiny import VOCAB
 
 SHARED, STEM = [5, 6, 7, 8], [9, 10, 11, 12]
 """First page of all prompts, and second page of most."""
-PROMPTS = [
-    [*SHARED, *STEM, 40],
-    [*SHARED, *STEM, 41, 42],
-    [*SHARED, *STEM, 43, 44, 45],
-    [*SHARED, 50],
-    [*SHARED, 51, 52, 53],
-]
+PROMPTS = [[*SHARED, *STEM, *own] for own in ([40], [41, 42], [43, 44, 45])] + [[*SHARED, 50], [*SHARED, 51, 52, 53]]
 LENGTHS = [7, 7, 7, 4, 4]
 
 
 def rows(**of_all: Any) -> list[dict[str, Any]]:
     """Greedy and sampled rows of two lengths: 5 rows at first, then 3. `of_all`: fields of all rows."""
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.8, "top_k": 5, "seed": 1},
-        {"temperature": 1.2, "top_p": 0.7, "seed": 2},
-        {"temperature": 1.0, "min_p": 0.05, "seed": 3},
-        {"temperature": 0},
-    ]
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8, "top_k": 5, "seed": 1}]
+    kinds += [{"temperature": 1.2, "top_p": 0.7, "seed": 2}, {"temperature": 1.0, "min_p": 0.05, "seed": 3}]
+    kinds += [{"temperature": 0}]
     return [
         {"input_ids": prompt, "max_new_tokens": length, "ignore_eos": True, **kind, **of_all}
         for prompt, length, kind in zip(PROMPTS, LENGTHS, kinds, strict=True)

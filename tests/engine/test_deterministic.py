@@ -45,16 +45,8 @@ def mixed_rows(count: int, adapters: tuple[str, ...] = (), seed: int = 0) -> lis
     """Greedy and sampled rows with shared prefixes and all kinds of logprobs."""
     rows: list[dict[str, Any]] = []
     for i, ids in enumerate(shared_prefix_prompts(count, VOCAB, seed=seed)):
-        row: dict[str, Any] = {
-            "id": str(i),
-            "input_ids": ids,
-            "temperature": 0 if i % 3 == 0 else 0.9,
-            "max_new_tokens": NEW_TOKENS,
-            "ignore_eos": True,
-            "return_logprob": True,
-            "seed": i,
-        }
-        kind = i % 8
+        row: dict[str, Any] = {"id": str(i), "input_ids": ids, "temperature": 0 if i % 3 == 0 else 0.9, "seed": i}
+        row |= {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "return_logprob": True}
         row |= {
             1: {"top_p": 0.9},
             2: {"top_k": 20, "min_p": 0.02, "n": 2},
@@ -62,7 +54,7 @@ def mixed_rows(count: int, adapters: tuple[str, ...] = (), seed: int = 0) -> lis
             4: {"token_ids_logprob": [3, 9], "frequency_penalty": 0.5, "presence_penalty": 0.2},
             5: {"repetition_penalty": 1.3, "logit_bias": {"7": 2.0}},
             6: {"min_p": 0.1, "allowed_token_ids": list(range(5, 90))},
-        }.get(kind, {})
+        }.get(i % 8, {})
         if adapters:
             row["lora_path"] = (None, *adapters)[i % (len(adapters) + 1)]
         rows.append(row)
@@ -105,16 +97,9 @@ def assert_deterministic(
     for row in rows[:alone] + rows[-4:]:
         for key, value in run(engine, [row]).items():
             assert value == together[key], row
-    chunked = Engine.from_parts(
-        type(engine.config)(model=str(folder), deterministic=True, **{**options, **CHUNKED}),
-        engine.model,
-        engine.tokenizer,
-    )
+    config = type(engine.config)(model=str(folder), deterministic=True, **{**options, **CHUNKED})
+    chunked = Engine.from_parts(config, engine.model, engine.tokenizer)
     assert (run(chunked, rows) if monkeypatch is None else preempting(monkeypatch, chunked, rows)) == together
-
-
-def saved(folder: Path, model_type: str, **overrides: Any) -> Path:
-    return save_with_words(model_type, folder, **overrides)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +108,7 @@ def saved(folder: Path, model_type: str, **overrides: Any) -> Path:
 )
 def test_rows_of_every_kind(implementation: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama, with adapters."""
-    folder = saved(tmp_path / "base", "llama")
+    folder = save_with_words("llama", tmp_path / "base")
     names = ("two", "all")
     adapters = {name: str(save_adapter(folder, tmp_path / name, seed=i, **KINDS[name])) for i, name in enumerate(names)}
     rows = mixed_rows(20, names) + special_rows()
@@ -135,7 +120,7 @@ def test_prompts_of_several_blocks(attention: str, tmp_path: Path) -> None:
     """Tree nodes that are longer than attention's blocks, with prefix groups."""
     if attention == "compiled" and not loaded():
         pytest.skip("no C++ compiler here")
-    folder = saved(tmp_path, "llama", max_position_embeddings=1024)
+    folder = save_with_words("llama", tmp_path, max_position_embeddings=1024)
     rng = np.random.default_rng(0)
     root, *stems = ([int(token) for token in rng.integers(3, VOCAB, length)] for length in (210, 260, 75))
     prompts = [root + stem + rng.integers(3, VOCAB, 5 + 9 * i).tolist() for stem in stems for i in range(4)]
@@ -144,7 +129,7 @@ def test_prompts_of_several_blocks(attention: str, tmp_path: Path) -> None:
 
 
 def test_among_256(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "qwen3")
+    folder = save_with_words("qwen3", tmp_path)
     rows = mixed_rows(256, seed=2)
     engine = Engine(str(folder), deterministic=True, dtype="float32", max_num_seqs=256)
     together = run(engine, rows)
@@ -154,12 +139,12 @@ def test_among_256(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", [pytest.param("gemma2", marks=pytest.mark.slow), "gpt_oss", "deepseek_v3"])
 def test_library_models(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path, model_type)
+    folder = save_with_words(model_type, tmp_path)
     assert_deterministic(monkeypatch, folder, mixed_rows(10), 2, model_impl="transformers", dtype="float32")
 
 
 def test_states_and_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path, "qwen3_moe")
+    folder = save_with_words("qwen3_moe", tmp_path)
     asked = (
         {"return_hidden_states": {"layers": [0, 2, -1], "tokens": "all"}},
         {"return_routed_experts": True},

@@ -20,12 +20,7 @@ from batchgen.request.rows.values import RowDefaults
 from batchgen.request.table.embeds_store import EmbedsStore
 from batchgen.request.table.request_table import RequestTable
 from batchgen.text.encode import Encoder
-from tests.engine.reference import (
-    eager_greedy,
-    eager_model,
-    save_with_words,
-    shared_prefix_prompts,
-)
+from tests.engine.reference import eager_greedy, eager_model, save_with_words, shared_prefix_prompts
 from tests.models.adapters import KINDS, merge_adapter, save_adapter
 from tests.models.tiny import VOCAB
 
@@ -34,13 +29,9 @@ HIDDEN = 64
 COMMON = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "return_logprob": True}
 
 
-def checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
-    return save_with_words(model_type, folder, **overrides)
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("embeds") / "llama", "llama")
+    return save_with_words("llama", tmp_path_factory.mktemp("embeds") / "llama")
 
 
 def embedding(folder: Path) -> torch.Tensor:
@@ -64,7 +55,7 @@ def same(a: Completion, b: Completion) -> None:
 )
 def test_embeddings_of_ids_equal_the_ids(tmp_path: Path, model_type: str, implementation: str) -> None:
     """One batch with rows of ids and rows of their embeddings, in every form that a row may have."""
-    folder = checkpoint(tmp_path, model_type)
+    folder = save_with_words(model_type, tmp_path)
     table = embedding(folder)
     prompts = shared_prefix_prompts(24, VOCAB, seed=5)
     forms = [lambda e: e.tolist(), lambda e: e.numpy(), lambda e: e, lambda e: e.double().numpy()]
@@ -92,15 +83,9 @@ def eager(folder: Path, values: np.ndarray) -> tuple[list[int], list[float]]:
     """Ids and logprobs of transformers' `generate(inputs_embeds=...)`."""
     model = eager_model(folder)
     given = torch.from_numpy(values)[None]
-    out = model.generate(
-        inputs_embeds=given,
-        attention_mask=torch.ones(given.shape[:2], dtype=torch.int64),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    how = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    mask = torch.ones(given.shape[:2], dtype=torch.int64)
+    out = model.generate(inputs_embeds=given, attention_mask=mask, output_logits=True, **how)
     steps = torch.stack(out.logits, dim=1)[0].log_softmax(-1)
     ids = out.sequences[0].tolist()
     return ids, [float(step[token]) for step, token in zip(steps, ids, strict=True)]
@@ -224,18 +209,10 @@ def test_tensors_of_files(llama: Path, tmp_path: Path) -> None:
     by_value = engine.generate([{"input_embeds": v, **COMMON} for v in named.values()], ordered=True)
     for a, b in zip(list(by_name), list(by_value), strict=True):
         same(a, b)
-    wrong = {
-        "two.safetensors": "media_error",
-        "two.safetensors:c": "media_error",
-        "two.safetensors:": "invalid_field",
-        "two.bin:a": "invalid_field",
-        "none.safetensors:a": "media_error",
-        "bad.safetensors:ids": "invalid_field",
-        "bad.safetensors:flat": "invalid_field",
-        "bad.safetensors:wide": "invalid_field",
-        "bad.safetensors:none": "empty_prompt",
-        "bad.safetensors:nan": "invalid_field",
-    }
+    wrong = dict.fromkeys(("two.safetensors", "two.safetensors:c", "none.safetensors:a"), "media_error")
+    wrong |= dict.fromkeys(("two.safetensors:", "two.bin:a"), "invalid_field")
+    wrong |= {f"bad.safetensors:{name}": "invalid_field" for name in ("ids", "flat", "wide", "nan")}
+    wrong["bad.safetensors:none"] = "empty_prompt"
     results = engine.generate([{"input_embeds": name} for name in wrong], ordered=True)
     assert [(c.error.code, c.error.param) for c in results if c.error] == [(c, "input_embeds") for c in wrong.values()]
 
@@ -264,8 +241,7 @@ def test_invalid_embeddings_are_errors_of_their_field(llama: Path) -> None:
 
 def test_a_model_that_needs_ids_rejects_embeddings(tmp_path: Path) -> None:
     """Gemma 4 looks its ids up in a second embedding table."""
-    folder = checkpoint(tmp_path, "gemma4_text")
-    engine = Engine(str(folder), dtype="float32")
+    engine = Engine(str(save_with_words("gemma4_text", tmp_path)), dtype="float32")
     hidden = engine.model.spec.hidden_size
     rows = [{"input_embeds": np.full((3, hidden), 0.1)}, {"input_ids": [5, 6], "max_new_tokens": 2}]
     scored = {"input_embeds": np.full((3, hidden), 0.1), "completions": [[5], [6, 7], [8]]}

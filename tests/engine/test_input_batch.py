@@ -66,22 +66,14 @@ def test_batched_appends_equal_single_ones(tokenizer: Tokenizer, seed: int, all_
             batch.add(number, running[number][0], plain=all_plain or rng.random() < 0.9)
             tokens_of[number] = []
             number += 1
-        if (
-            numbers_sampled is None
-            or not all_plain
-            or rng.random() < 0.1
-            or not running.keys() >= set(numbers_sampled.tolist())
-        ):
-            some = rng.sample(
-                sorted(running), rng.randint(min(len(running) // 2, 5), min(len(running), 9 if all_plain else 90))
-            )
-            numbers_sampled = np.array(some, np.int64)
+        others = numbers_sampled is None or not all_plain or rng.random() < 0.1
+        if others or not running.keys() >= set(numbers_sampled.tolist()):
+            least, most = min(len(running) // 2, 5), min(len(running), 9 if all_plain else 90)
+            numbers_sampled = np.array(rng.sample(sorted(running), rng.randint(least, most)), np.int64)
         rows = batch.rows(numbers_sampled)
         rows.count_sampled()
         late.append(rows)
-        assert [rows[i] is running[n][0] for i, n in enumerate(numbers_sampled.tolist())] == [True] * len(
-            numbers_sampled
-        )
+        assert all(rows[i] is running[n][0] for i, n in enumerate(numbers_sampled.tolist()))
         if len(late) < 1 + seed % 2:
             continue
         rows = late.pop(0)

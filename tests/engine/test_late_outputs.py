@@ -33,8 +33,7 @@ pytestmark = pytest.mark.field("return_hidden_states", "return_routed_experts", 
 
 @pytest.fixture(scope="module", params=["llama", "mixtral"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    return save_with_words(request.param, path, num_hidden_layers=LAYERS)
+    return save_with_words(request.param, tmp_path_factory.mktemp(request.param), num_hidden_layers=LAYERS)
 
 
 def mixed_rows(count: int, seed: int, experts: bool) -> list[dict[str, Any]]:
@@ -56,12 +55,8 @@ def mixed_rows(count: int, seed: int, experts: bool) -> list[dict[str, Any]]:
         if experts and rng.random() < 0.6:
             params["return_routed_experts"] = True
         if rng.random() < 0.4:
-            params |= {
-                "return_logprob": True,
-                "logprob_start_len": rng.randint(0, len(prompt)),
-                "top_logprobs_num": rng.choice([0, 2, 5]),
-                "token_ids_logprob": rng.choice([[], [4, 9], [3]]),
-            }
+            params |= {"return_logprob": True, "logprob_start_len": rng.randint(0, len(prompt))}
+            params |= {"top_logprobs_num": rng.choice([0, 2, 5]), "token_ids_logprob": rng.choice([[], [4, 9], [3]])}
         if params["max_new_tokens"] and rng.random() < 0.2:
             params["n"] = 3
         rows.append({"input_ids": prompt, "sampling_params": params})

@@ -21,14 +21,6 @@ ALONE_EVERY = 12
 """One of this many prompts also runs alone."""
 
 
-def check(engine: Engine, prompts: list[list[int]], members: list[int], expected: Greedy) -> None:
-    """Generate some of the prompts together."""
-    params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    rows = [{"input_ids": prompts[i], "sampling_params": params, "return_logprob": True} for i in members]
-    for i, completion in zip(members, engine.generate(rows, ordered=True), strict=True):
-        expected.assert_same(i, completion)
-
-
 MODELS = [
     ("llama", "native", {"tie_word_embeddings": True, "attention_bias": True}),
     ("mistral", "native", {"sliding_window": 16}),
@@ -50,15 +42,15 @@ def every_way(
     engine = Engine(str(folder), model_impl=implementation, dtype="float32", page_size=4, max_tokens_per_step=2048)
     assert engine.model.spec.implementation == implementation
     everything = list(range(len(prompts)))
-    check(engine, prompts, everything, expected)
+    expected.check(engine, prompts, everything)
     for i in range(0, len(prompts), ALONE_EVERY):
-        check(engine, prompts, [i], expected)
+        expected.check(engine, prompts, [i])
     longest = max(len(p) for p in prompts) + NEW_TOKENS
     with monkeypatch.context() as patch:
         patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: room * longest // 4 + 4)
         patch.setattr(engine, "order", "tree")
         patch.setattr(engine, "admission", "free")
-        check(engine, prompts, everything, expected)
+        expected.check(engine, prompts, everything)
     assert engine.last_run.scheduler.stats.preemptions > 0
 
 

@@ -21,11 +21,8 @@ def nothing(**asked: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=0, **asked)  # type: ignore[arg-type]
 
 
-SOME = [
-    nothing(return_logprob=True, logprob_start_len=0),
-    nothing(return_hidden_states=True),
-    nothing(return_hidden_states={"pool": "mean"}),
-]
+SOME = [nothing(return_logprob=True, logprob_start_len=0)]
+SOME += [nothing(return_hidden_states=states) for states in (True, {"pool": "mean"})]
 
 
 @pytest.mark.field("max_new_tokens")

@@ -66,7 +66,8 @@ def parquet(**columns: Any) -> bytes:
 
 
 BAD_MAP = pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int32()))
-SOURCE = {"include_source": True}
+SOURCE, KEY = {"include_source": True}, {"columns": NamedColumns(id="key")}
+FROM = {"source_file": "a.jsonl", "source_line": 1, "k": 1}
 REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = {
     "csv: too many cells": ("a.csv", b"id,text,k\na,x,1,2\n", {}, "a", {}),
     "csv: too few cells": ("a.csv", b"k,id,text\n1,a\n", {}, "row-0", {"k": "1"}),  # `a` may be the text
@@ -75,38 +76,14 @@ REFUSED: dict[str, tuple[str, bytes, dict[str, Any], str, dict[str, Any]]] = {
     "csv: not UTF-8": ("a.csv", b"text,k,id\n\xff,1,a\n", {}, "a", {"k": "1"}),
     "csv: broken JSON": ("a.csv", b"text,k,logit_bias,id\nx,1,{,a\n", {}, "a", {"k": "1"}),
     "csv: named columns": ("a.csv", b"key,q,id\na,x,1,2\n", {"columns": NamedColumns("q", "key")}, "a", {}),
-    "csv: not the named id": (
-        "a.csv",
-        b"id,key,q\n1,a,x,2\n",
-        {"columns": NamedColumns(id="key")},
-        "row-0",
-        {"id": "1"},
-    ),
+    "csv: not the named id": ("a.csv", b"id,key,q\n1,a,x,2\n", KEY, "row-0", {"id": "1"}),
     "parquet: a bad field": ("a.parquet", parquet(id=["a"], text=["x"], stop=['["x"]'], k=[1]), {}, "a", {"k": 1}),
     "parquet: a bad column": ("a.parquet", parquet(bad=BAD_MAP, rid=[7], text=["x"], k=[1]), {}, "7", {"k": 1}),
-    "parquet: a named id": (
-        "a.parquet",
-        parquet(bad=BAD_MAP, id=[1], key=["a"], text=["x"]),
-        {"columns": NamedColumns(id="key")},
-        "a",
-        {"id": 1},
-    ),
+    "parquet: a named id": ("a.parquet", parquet(bad=BAD_MAP, id=[1], key=["a"], text=["x"]), KEY, "a", {"id": 1}),
     "a folder of another value": ("k=2/j=3/a.jsonl", b'{"id":"a","text":"x","k":1}', {}, "a", {"k": 1, "j": "3"}),
-    "a folder, and a named id": (
-        "k=2/a.jsonl",
-        b'{"key":"a","text":"x","k":1}',
-        {"columns": NamedColumns(id="key")},
-        "a",
-        {"k": 1},
-    ),
-    "a field of the name of a source": (
-        "a.jsonl",
-        b'{"id":"a","text":"x","k":1,"source_line":"9"}',
-        SOURCE,
-        "a",
-        {"source_file": "a.jsonl", "source_line": 1, "k": 1},
-    ),
-    "a line, and a named id": ("a.jsonl", b'{"id":"a","score":NaN}', {"columns": NamedColumns(id="key")}, "row-0", {}),
+    "a folder, and a named id": ("k=2/a.jsonl", b'{"key":"a","text":"x","k":1}', KEY, "a", {"k": 1}),
+    "a field of the name of a source": ("a.jsonl", b'{"id":"a","text":"x","k":1,"source_line":"9"}', SOURCE, "a", FROM),
+    "a line, and a named id": ("a.jsonl", b'{"id":"a","score":NaN}', KEY, "row-0", {}),
     "a field of a wrong type": ("a.jsonl", b'{"id":"a","text":5,"k":1}', {}, "a", {"k": 1}),
 }
 

@@ -37,7 +37,6 @@ class Step:
     uploads: int
     uploads_into: int
     downloads: Counter[str]
-    replays: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +78,14 @@ def run_job(folder: Path, work: list[dict[str, Any]], *, run_dummy: bool = False
         steps = []
         for (plan, syncs, copies, before), (_, next_syncs, next_copies, after) in pairwise(snapshots):
             if plan is not None:
-                steps.append(
-                    Step(
-                        plan,
-                        gpu.syncs[syncs:next_syncs],
-                        gpu.copies[copies:next_copies],
-                        after.uploads - before.uploads,
-                        after.uploads_into - before.uploads_into,
-                        Counter(after.downloads) - Counter(before.downloads),
-                        after.replays - before.replays,
-                    )
-                )
+                uploads = after.uploads - before.uploads, after.uploads_into - before.uploads_into
+                downloads = Counter(after.downloads) - Counter(before.downloads)
+                waits = gpu.syncs[syncs:next_syncs], gpu.copies[copies:next_copies]
+                steps.append(Step(plan, *waits, *uploads, downloads))
         counts = gpu.device.counts
         first = len(snapshots[0][3].waits)
-        waits = [wait for wait in counts.waits[first:] if wait.lane == "tokens"]
-        return Job(done, steps, gpu.syncs[snapshots[0][1] :], waits, counts)
+        late = [wait for wait in counts.waits[first:] if wait.lane == "tokens"]
+        return Job(done, steps, gpu.syncs[snapshots[0][1] :], late, counts)
 
 
 def steady_steps(job: Job) -> list[Step]:
@@ -133,15 +125,10 @@ STATES: list[dict[str, Any]] = [
     {"temperature": 0, "return_hidden_states": {"layers": [1, 0, -1], "tokens": tokens, "pool": pool}}
     for tokens, pool in [("all", "none"), ("all", "mean"), ("prompt", "last"), ("last", "none")]
 ]
+RETURNED = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
 PROMPTS: list[dict[str, Any]] = [
-    {
-        "temperature": 0,
-        "return_logprob": True,
-        "logprob_start_len": start,
-        "top_logprobs_num": k,
-        "token_ids_logprob": ids,
-    }
-    for start, k, ids in [(0, 0, []), (2, 5, [4, 9]), (0, 3, [7])]
+    {"temperature": 0, "return_logprob": True, **dict(zip(RETURNED, values, strict=True))}
+    for values in [(0, 0, []), (2, 5, [4, 9]), (0, 3, [7])]
 ]
 """Rows that return prompt logprobs; some share a prefix, and one branches at its end."""
 BOUND: list[dict[str, Any]] = [

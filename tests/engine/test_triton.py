@@ -14,12 +14,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode, UsageError
 from batchgen.kernels.gpu.launch import recording
 from batchgen.request.completion import Completion
-from tests.engine.reference import (
-    assert_all_same,
-    assert_same,
-    save_with_words,
-    shared_prefix_prompts,
-)
+from tests.engine.reference import assert_all_same, assert_same, save_with_words, shared_prefix_prompts
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB
@@ -135,10 +130,8 @@ def test_a_deterministic_job_with_gpu_kernels(tmp_path: Path) -> None:
     work = rows(None)[:6]
     wanted = generate(tmp_path / "base", "torch", work)
     kernels: Counter[str] = Counter()
-    engine = Engine(
-        str(tmp_path / "base"), attention="triton", dtype="float32", page_size=4, max_tokens_per_step=64,
-        deterministic=True,
-    )  # fmt: skip
+    options = {"attention": "triton", "dtype": "float32", "page_size": 4, "max_tokens_per_step": 64}
+    engine = Engine(str(tmp_path / "base"), **options, deterministic=True)
     assert_all_same(engine.generate(work, ordered=True), wanted)
     with recording(lambda kernel, *_: kernels.update([kernel.__name__])):
         engine.model.logits(torch.zeros(3, engine.model.spec.hidden_size))

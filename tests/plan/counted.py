@@ -29,11 +29,8 @@ def random_job(
     rng = np.random.default_rng(seed)
     prefixes: list[list[int]] = [[]]
     for children, (least, most) in levels:
-        prefixes = [
-            prefix + rng.integers(0, 50_000, size=int(rng.integers(least, most + 1))).tolist()
-            for prefix in prefixes
-            for _ in range(children)
-        ]
+        several = [prefix for prefix in prefixes for _ in range(children)]
+        prefixes = [p + rng.integers(0, 50_000, size=int(rng.integers(least, most + 1))).tolist() for p in several]
     limits = rng.integers(output[0], output[1] + 1, size=len(prefixes))
     order = rng.permutation(len(prefixes)).tolist()
     return [prefixes[i] for i in order], limits[order]

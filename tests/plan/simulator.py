@@ -115,6 +115,16 @@ class Simulator:
         got = {self.owners[q]: n for q, n in self.generated.items() if self.owners[q][0] not in self.failed}
         assert got == expected
 
+    def run_cancelling(self, cancels: list[tuple[int, int]]) -> None:
+        """Run with requests that are cancelled; `cancels`: (step, request), which may not exist."""
+
+        def between(step: int) -> None:
+            for when, request in cancels:
+                if when == step and request < len(self.prompts):
+                    self.cancel(request)
+
+        self.run(between)
+
     def cancel(self, request: int) -> None:
         self.failed.add(request)
         for sequence in self.scheduler.cancel(request):
@@ -190,11 +200,8 @@ class Simulator:
         for request, _ in self.owners.values():
             begun[request] += 1
         requests = {self.owners[s][0] for s in waiting}
-        requests |= {
-            r
-            for r, targets in enumerate(self.targets)
-            if begun[r] < len(targets) and r not in self.failed and r not in self.too_large
-        }
+        unbegun = {r for r, targets in enumerate(self.targets) if begun[r] < len(targets)}
+        requests |= unbegun - self.failed - set(self.too_large)
         nodes: set[int] = set()
         for request in requests:
             node = int(self.tree.node_of_request[request])
@@ -262,7 +269,6 @@ class Simulator:
     def page_in_window(self, plan: StepPlan, page: int) -> int:
         """The window layers' page of a page of the tables."""
         pages = plan.group_pages[-1]
-        assert pages is not None
         return int(pages[page])
 
     def check_groups(self, plan: StepPlan) -> None:
@@ -282,9 +288,8 @@ class Simulator:
                 assert group.end_page * self.size <= plan.decodes[row].position
         self.most_groups = max(self.most_groups, len(plan.groups))
         self.decode_positions += sum(row.position + 1 for row in plan.decodes)
-        if self.previous is not None and [r.sequence for r in plan.decodes] == [
-            r.sequence for r in self.previous.decodes
-        ]:
+        rows = [row.sequence for row in plan.decodes]
+        if self.previous is not None and rows == [row.sequence for row in self.previous.decodes]:
             assert plan.groups == self.previous.groups
         self.previous = plan
 

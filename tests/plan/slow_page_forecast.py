@@ -44,14 +44,7 @@ class Rows:
 
     def plus(self, other: Rows) -> Rows:
         """Concatenation of two sets of columns."""
-        return Rows(
-            self.end + other.end,
-            self.position + other.position,
-            self.allocated + other.allocated,
-            self.freed + other.freed,
-            self.release + other.release,
-            self.pages + other.pages,
-        )
+        return Rows(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
 def peak_pages(rows: Rows, page_size: int) -> int:
@@ -169,12 +162,8 @@ class SlowPageForecast:
         existing = block_manager.active.get(candidate.node)
         tail = length % size != 0 and (existing is None or (existing.tail_held and not existing.tail_taken))
         for number, request in enumerate(candidate.requests):
-            end = (
-                _RELEASE_DELAY
-                - 1
-                + candidate.delay
-                + self._predictor.remaining(self._next_id + number, request, 0, block_manager.step)
-            )
+            left = self._predictor.remaining(self._next_id + number, request, 0, block_manager.step)
+            end = _RELEASE_DELAY - 1 + candidate.delay + left
             rows.add(end, length - 1, length // size + (tail and not number), 0)
         held = {n: self._path_pages(n, first=n == candidate.path[0]) for n in candidate.path}
         unresolved = {n: block_manager.refs[n] for n in candidate.path}

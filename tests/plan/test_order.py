@@ -50,9 +50,8 @@ def test_renumbered_tree_equals_recursion(job: list[tuple[list[int], int]]) -> N
     prompts, values = [j[0] for j in job], [j[1] for j in job]
     before = tree_of(prompts)
     value = np.array(values, np.int64)
-    key = np.array(
-        [value[before.order[a : b + 1]].max() for a, b in zip(before.first_row, before.last_row, strict=True)]
-    )
+    ranges = zip(before.first_row, before.last_row, strict=True)
+    key = np.array([value[before.order[a : b + 1]].max() for a, b in ranges])
     tree, old = renumber(before, -key, value)
     best = key[old]
     assert tree.order.tolist() == naive_order(prompts, values)

@@ -45,10 +45,7 @@ def test_page_use_equals_counting_every_step(
     gone = [(table[release % len(table)][0], pages) for release, pages in nodes]
 
     def use(step: int) -> int:
-        held = sum(
-            (position + step) // size + 1 - allocated if end >= step else -freed
-            for end, position, allocated, freed in table
-        )
+        held = sum((at + step) // size + 1 - pages if end >= step else -freed for end, at, pages, freed in table)
         return held - sum(pages for release, pages in gone if release < step)
 
     release, pages = np.array(gone, np.int64).reshape(-1, 2).T
@@ -143,9 +140,8 @@ def test_predicted_lengths_of_columns_equal_those_of_single_samples(seed: int, e
     """`remaining_of` equals `remaining` for every sample."""
     rng = np.random.default_rng(seed)
     count = 50
-    predictor = LengthPredictor(
-        rng.integers(1, 3000, count).astype(np.int32), rng.integers(-1, 4, count).astype(np.int32)
-    )
+    limits, kinds = rng.integers(1, 3000, count), rng.integers(-1, 4, count)
+    predictor = LengthPredictor(limits.astype(np.int32), kinds.astype(np.int32))
     for i in range(count):
         predictor.begin(i, i, int(rng.integers(1, 9)))
     for i in range(ended):
@@ -241,10 +237,7 @@ def test_learnt_lengths_avoid_preemption(spread: str) -> None:
     assert ours.stats.steps < (1.6 if spread == "alike" else 1.12) * greedy.stats.steps
 
 
-@pytest.mark.parametrize(
-    ("samples", "pages", "prompt", "output"),
-    [(8, 60, 200, (100, 100)), (16, 60, 60, (25, 200))],
-)
+@pytest.mark.parametrize(("samples", "pages", "prompt", "output"), [(8, 60, 200, (100, 100)), (16, 60, 60, (25, 200))])
 def test_samples_begin_in_part_in_a_pool_that_holds_few(
     samples: int, pages: int, prompt: int, output: tuple[int, int]
 ) -> None:

@@ -19,9 +19,8 @@ def net_savings(nodes: list[SharedNode], chosen: set[int], size: int, cost: floa
         while above >= 0 and above not in chosen:
             above = nodes[above].parent
         covered = nodes[above].full_pages if above >= 0 else 0
-        total += (
-            (nodes[place].rows - 1) * (nodes[place].full_pages - covered) * size - cost - nodes[place].rows * row_cost
-        )
+        rows, pages = nodes[place].rows, nodes[place].full_pages - covered
+        total += (rows - 1) * pages * size - cost - rows * row_cost
     return total
 
 

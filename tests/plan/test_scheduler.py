@@ -13,7 +13,7 @@ from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
-from tests.cases import examples
+from tests.cases import each, examples
 from tests.plan.simulator import Simulator
 from tests.plan.test_tree import tree_of
 
@@ -61,16 +61,18 @@ def tight_jobs(draw: st.DrawFn) -> tuple[list[tuple], SchedulerConfig]:
     return job, draw(configs(1 + need + draw(st.sampled_from([0, 0, 1, 2, 5])), size))
 
 
+EITHER = st.one_of(tight_jobs(), st.tuples(rows, configs(num_pages=1000)))
+
+
+def columns(rows: list[tuple]) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:
+    """Prompts, lengths of samples, limits and keys of rows."""
+    limits = [max(row[1], default=1) + row[2] for row in rows]
+    return [row[0] for row in rows], [row[1] for row in rows], limits, [row[3] for row in rows]
+
+
 def simulator(rows: list[tuple], config: SchedulerConfig, lag: int = 0, kinds: list[int] | None = None) -> Simulator:
-    return Simulator(
-        prompts=[r[0] for r in rows],
-        targets=[r[1] for r in rows],
-        max_new=[max(r[1], default=1) + r[2] for r in rows],
-        config=config,
-        keys=[r[3] for r in rows],
-        lag=lag,
-        kinds=kinds,
-    )
+    prompts, targets, limits, keys = columns(rows)
+    return Simulator(prompts, targets, limits, config, keys, lag, kinds)
 
 
 def live_distinct(sim: Simulator) -> int:
@@ -121,15 +123,7 @@ def test_ends_may_be_reported_late(job: tuple[list[tuple], SchedulerConfig], lag
 def test_cancelled_requests_free_everything(
     job: tuple[list[tuple], SchedulerConfig], cancels: list[tuple[int, int]]
 ) -> None:
-    rows, config = job
-    sim = simulator(rows, config)
-
-    def between(step: int) -> None:
-        for when, request in cancels:
-            if when == step and request < len(rows):
-                sim.cancel(request)
-
-    sim.run(between)
+    simulator(*job).run_cancelling(cancels)
 
 
 def test_preemption_recomputes_exactly_the_lost_positions() -> None:
@@ -154,29 +148,19 @@ def test_idle_nodes_are_evicted_before_a_sequence_is_preempted() -> None:
 
 REGRESSIONS = [
     # Nested nodes hold the same tail page: both must free it.
-    (
-        SchedulerConfig(3, 8, 20, 20, 16, 1),
-        [[1, 0, 2, 1, 2, 1, 1, 2, 2, 2, 1], [1, 0, 0, 1], [1, 0, 1, 1, 0], [1, 1, 1, 1, 0], [1, 0, 2]],
-        [[2, 2], [2, 7, 1], [6, 4], [1, 6, 1, 4], [4, 1, 8, 7]],
-    ),
+    ((3, 8, 20, 20, 16, 1), "10212112221 1001 10110 11110 102", "22 271 64 1614 4187"),
     # Unused nodes in the pool leave no room for the next node.
-    (
-        SchedulerConfig(7, 2, 3, 4, 16, 8),
-        [[0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 1], [0], [1, 0], [1, 0, 0, 0, 1], [1, 2], [0, 0, 0, 1]],
-        [[1], [2, 2, 2, 2], [2], [2, 2, 2], [2, 2, 1], []],
-    ),
+    ((7, 2, 3, 4, 16, 8), "001101010001 0 10 10001 12 0001", "1 2222 2 222 221 -"),
     # The only remaining sample belongs to a node whose tail was freed.
-    (
-        SchedulerConfig(9, 2, 2, 2, 4, 8),
-        [[0, 0, 1, 1, 0, 0, 2, 2], [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0]],
-        [[3, 2, 6, 1], [2, 6, 3, 1]],
-    ),
+    ((9, 2, 2, 2, 4, 8), "00110022 00110100000", "3261 2631"),
 ]
+"""(configuration, prompts, lengths of their samples), both as digits"""
 
 
-@pytest.mark.parametrize(("config", "prompts", "targets"), REGRESSIONS)
-def test_tight_pools_do_not_deadlock(config: SchedulerConfig, prompts: list, targets: list) -> None:
-    simulator([(p, t, 0, 0) for p, t in zip(prompts, targets, strict=True)], config).run()
+@each("limits, prompts, targets", REGRESSIONS)
+def test_tight_pools_do_not_deadlock(limits: tuple[int, ...], prompts: str, targets: str) -> None:
+    columns = ([[int(digit) for digit in row if digit != "-"] for row in text.split()] for text in (prompts, targets))
+    simulator([(p, t, 0, 0) for p, t in zip(*columns, strict=True)], SchedulerConfig(*limits)).run()
 
 
 def test_nodes_in_use_are_not_evicted() -> None:
@@ -309,33 +293,25 @@ def test_commit_of_an_unknown_sequence_fails() -> None:
         scheduler.commit([7])
 
 
-@pytest.mark.parametrize(
-    ("samples", "max_new", "message"),
-    [
-        ([1], [1, 1], r"samples has shape \(1,\)"),
-        ([1, -1], [1, 1], "samples of request 1 is negative"),
-        ([1, 1], [1, 0], "max_new of request 1 is 0"),
-    ],
-)
+WRONG_COLUMNS = [
+    ([1], [1, 1], r"samples has shape \(1,\)"),
+    ([1, -1], [1, 1], "samples of request 1 is negative"),
+    ([1, 1], [1, 0], "max_new of request 1 is 0"),
+]
+WRONG_LIMITS = [("page_size", 0, " must be at least 1"), ("max_num_seqs", 0, " must be at least 1")]
+WRONG_LIMITS += [("num_pages", 1, " must be at least 2"), ("max_tokens_per_step", 3, ""), ("group_min_saving", -1, "")]
+WRONG_LIMITS += [("group_rows", 0, ""), ("start_together", 0, "")]
+
+
+@each("samples, max_new, message", WRONG_COLUMNS)
 def test_invalid_columns_are_rejected(samples: list[int], max_new: list[int], message: str) -> None:
     config = SchedulerConfig(num_pages=9, page_size=4, max_num_seqs=2, max_tokens_per_step=8)
     with pytest.raises(ValueError, match=message):
         Scheduler(tree_of([[1], [2]]), np.array(samples), np.array(max_new), config)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"page_size": 0}, "page_size must be at least 1"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-        ({"num_pages": 1}, "num_pages must be at least 2"),
-        ({"max_tokens_per_step": 3}, "max_tokens_per_step"),
-        ({"group_min_saving": -1}, "group_min_saving"),
-        ({"group_rows": 0}, "group_rows"),
-        ({"start_together": 0}, "start_together"),
-    ],
-)
-def test_invalid_limits_are_rejected(change: dict[str, int], message: str) -> None:
+@each("name, value, message", WRONG_LIMITS)
+def test_invalid_limits_are_rejected(name: str, value: int, message: str) -> None:
     good = {"num_pages": 8, "page_size": 4, "max_num_seqs": 4, "max_tokens_per_step": 8}
-    with pytest.raises(ValueError, match=message):
-        SchedulerConfig(**{**good, **change})
+    with pytest.raises(ValueError, match=name + message):
+        SchedulerConfig(**{**good, name: value})

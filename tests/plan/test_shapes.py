@@ -71,7 +71,6 @@ def test_plans_do_not_depend_on_the_size_of_blocks(block: int, order: Any, monke
         steps = []
         for _ in range(60):
             plan = scheduler.step()
-            assert plan is not None
             steps.append((plan.prefills, list(plan.decodes)))
             scheduler.commit([])
         return [*found, steps, leaders.tolist(), scheduler.work_left()]
@@ -120,9 +119,8 @@ def test_sort_with_small_windows_and_blocks(data: st.DataObject) -> None:
     """Rows much longer than a window, with a few changes and random lengths, with and without keys."""
     base = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=60))
     edit = st.tuples(st.integers(0, 59), st.integers(0, 3))
-    rows = data.draw(
-        st.lists(st.tuples(st.lists(edit, max_size=3), st.integers(1, 60), st.integers(0, 1)), max_size=30)
-    )
+    row = st.tuples(st.lists(edit, max_size=3), st.integers(1, 60), st.integers(0, 1))
+    rows = data.draw(st.lists(row, max_size=30))
     prompts = []
     for edits, length, _ in rows:
         row = list(base)

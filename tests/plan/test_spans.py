@@ -90,11 +90,8 @@ def run_job(job: list[tuple[list[int], list[int]]], config: SchedulerConfig, win
     prompts = [with_items(row[0]) for row in job]
     limits = [max(row[1], default=1) for row in job]
     needed = max(-(-(len(p) + n) // config.page_size) for p, n in zip(prompts, limits, strict=True))
-    config = replace(
-        config,
-        max_tokens_per_step=max(config.max_tokens_per_step, LONGEST),
-        num_pages=max(config.num_pages, needed + 2),
-    )
+    most = max(config.max_tokens_per_step, LONGEST)
+    config = replace(config, max_tokens_per_step=most, num_pages=max(config.num_pages, needed + 2))
     if window is not None:
         config = windowed(config, window)
         full, held = config.cache_groups
@@ -171,10 +168,8 @@ def test_a_step_that_does_not_fit_is_cut_around_a_span() -> None:
     assert plan is not None
     for at, cut in ((1, 1), (2, 2), (3, 2), (6, 2), (7, 7)):
         split = split_plan(plan, 2, at, spans)
-        assert split is not None
         assert split[0].tokens == cut
     behind = split_plan(split_plan(plan, 2, 2, spans)[1], 2, 1, spans)  # type: ignore[index]
-    assert behind is not None
     assert behind[0].tokens == 5
     assert split_plan(behind[0], 2, 2, spans) is None
 

@@ -22,9 +22,7 @@ from batchgen.plan.step_plan import (
 )
 from tests.cases import examples
 from tests.plan.simulator import Simulator
-from tests.plan.test_scheduler import configs, rows, tight_jobs
-
-EITHER = st.one_of(tight_jobs(), st.tuples(rows, configs(num_pages=400)))
+from tests.plan.test_scheduler import EITHER, columns
 
 
 class SplittingSimulator(Simulator):
@@ -95,11 +93,8 @@ def assert_equivalent(plan: StepPlan, first: StepPlan, second: StepPlan, size: i
     assert not second.copies
     for part in (first, second):
         assert part.tokens >= 1
-        assert (part.tokens, len(part.samples), sum(c.store for c in part.prefills)) != (
-            plan.tokens,
-            len(plan.samples),
-            sum(c.store for c in plan.prefills),
-        )
+        sizes = [(p.tokens, len(p.samples), sum(c.store for c in p.prefills)) for p in (part, plan)]
+        assert sizes[0] != sizes[1]
         for chunk in part.prefills:
             assert len(chunk.pages) == -(-chunk.end // size)
 
@@ -110,13 +105,8 @@ def test_parts_are_equivalent_to_the_step(
     job: tuple[list[tuple], SchedulerConfig], unsplit: float, random: Random
 ) -> None:
     requests, config = job
-    sim = SplittingSimulator(
-        prompts=[r[0] for r in requests],
-        targets=[r[1] for r in requests],
-        max_new=[max(r[1], default=1) + r[2] for r in requests],
-        config=config,
-        keys=[r[3] for r in requests],
-    )
+    prompts, targets, limits, keys = columns(requests)
+    sim = SplittingSimulator(prompts, targets, limits, config, keys)
     sim.random, sim.unsplit = random, unsplit
     sim.run()
 
@@ -143,10 +133,8 @@ def test_groups_keep_the_rows_of_the_same_part() -> None:
     groups += [PrefixGroup([i, i + 1], [3 + i // 2], 2, 3) for i in (0, 2, 4)]
     split = split_plan(StepPlan(decodes=decodes, groups=groups), 4, 3)
     for part in split:
-        assert [(group.rows, group.end_page) for group in part.groups] == [
-            ([0, 1, 2], 2),
-            ([0, 1] if part is split[0] else [1, 2], 3),
-        ]
+        pair = [0, 1] if part is split[0] else [1, 2]
+        assert [(group.rows, group.end_page) for group in part.groups] == [([0, 1, 2], 2), (pair, 3)]
     last = split_plan(split[1], 4, 2)
     assert last[1] == StepPlan(decodes=decodes[5:])
 

@@ -81,14 +81,7 @@ def test_a_dry_run_of_a_long_job_stops() -> None:
 def test_cancelled_requests_free_their_windows(
     job: tuple[list[tuple], SchedulerConfig], window: int, cancels: list[tuple[int, int]]
 ) -> None:
-    sim = simulator(job[0], windowed(job[1], window, 2))
-
-    def between(step: int) -> None:
-        for when, request in cancels:
-            if when == step and request < len(sim.prompts):
-                sim.cancel(request)
-
-    sim.run(between)
+    simulator(job[0], windowed(job[1], window, 2)).run_cancelling(cancels)
 
 
 @pytest.mark.parametrize(("window", "share"), [(512, 0.25), (1024, 0.30)])

@@ -25,7 +25,6 @@ from batchgen.kernels.device import Device, to_float32
 from batchgen.models.base import CaptureSpec, ModelSpec
 from batchgen.plan.step_plan import SampleRow, SampleRows, StepPlan
 from batchgen.request.completion import StateBlock
-from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import Request
 
 _EXPERTS: Final = "experts"
@@ -75,15 +74,10 @@ class _NodeNeeds:
 
 
 class HiddenStateCollector:
-    """Collects the hidden states and routed experts that rows of a job return.
-
-    Args:
-        workload: the job, without requests that cannot run.
-        spec: the model.
-        exact: return means in float32 instead of rounding them to the model's dtype.
-    """
+    """Collects the hidden states and routed experts that rows of a job return."""
 
     def __init__(self, workload: JobWorkload, spec: ModelSpec, *, exact: bool) -> None:
+        """`exact`: return means in float32 instead of rounding them to the model's dtype."""
         table = workload.table
         self._needs_by_params = [StateNeeds(p.return_hidden_states, p.return_routed_experts) for p in table.params]
         self._params_id = table.params_id.data
@@ -95,9 +89,8 @@ class HiddenStateCollector:
         self._experts = any(needs.experts for needs in self._needs_by_params)
         by_params = np.array([w.prompt != "none" or w.experts for w in self._needs_by_params], np.bool_)
         asking = by_params[table.params_id] & (workload.samples > 0)
-        self._buffers = NodeBuffers(
-            workload.tree, np.zeros(len(table), np.int64), np.where(asking, np.diff(table.offsets), 0)
-        )
+        lengths = np.where(asking, np.diff(table.offsets), 0)
+        self._buffers = NodeBuffers(workload.tree, np.zeros_like(lengths), lengths)
         self._masks = _node_masks(workload, [self._need_mask(w) for w in self._needs_by_params], asking)
         self._needs = cache(self._node_needs)
         self._running: dict[int, SampleStates] = {}
@@ -258,8 +251,7 @@ class HiddenStateCollector:
 
     def release(self, request: int) -> None:
         """Free the prompt values of a request whose samples have all ended."""
-        if self._buffers.needs(request):
-            self._buffers.release(request)
+        self._buffers.release(request)
 
     def _block(self, sample: SampleStates, layer: int) -> StateBlock:
         requested = sample.needs.states
@@ -296,9 +288,7 @@ class HiddenStateCollector:
         if sample.needs.prompt == "sum":
             for rows, _ in self._buffers.path(sample.request.index):
                 total += rows.arrays[f"sum {layer}"].astype(np.float64, copy=False)
-            count = len(sample.request.prompt_ids) + (
-                max(0, sample.num_tokens - 1) if sample.needs.output == "sum" else 0
-            )
+            count = len(sample.request.prompt_ids) + max(0, count - 1) * (sample.needs.output == "sum")
         mean = torch.from_numpy(total / count if count else np.full_like(total, np.nan))[None]  # [1, H]
         rounded = mean.float() if self._exact else mean.to(self._layer_dtypes[layer]).float()
         return rounded.numpy()
@@ -320,13 +310,8 @@ class HiddenStateCollector:
 
 def hidden_state_collector(workload: JobWorkload, spec: ModelSpec, *, exact: bool) -> HiddenStateCollector | None:
     """The collector of a job; None if no row returns hidden states or routed experts."""
-    if not any(_returns_states(params) for params in workload.table.params):
-        return None
-    return HiddenStateCollector(workload, spec, exact=exact)
-
-
-def _returns_states(params: SamplingParams) -> bool:
-    return params.return_hidden_states is not None or params.return_routed_experts
+    asked = any(p.return_hidden_states is not None or p.return_routed_experts for p in workload.table.params)
+    return HiddenStateCollector(workload, spec, exact=exact) if asked else None
 
 
 def _node_masks(workload: JobWorkload, by_params: list[int], asking: npt.NDArray[np.bool_]) -> list[int]:

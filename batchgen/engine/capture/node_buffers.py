@@ -47,18 +47,6 @@ class NodeRows:
     arrays: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     """Arrays by name, which the caller chooses; arrays by position have high - low rows."""
 
-    def rows(self, name: str, width: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-        """[high - low, *width] the array `name`, allocated at first use."""
-        array = self.arrays.get(name)
-        if array is None:
-            array = self.arrays[name] = np.empty((self.high - self.low, *width), dtype)
-        return array
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
-
 
 class NodeBuffers:
     """Arrays over prompt positions for the requests that need them.
@@ -74,8 +62,7 @@ class NodeBuffers:
         if not len(self._requests):  # most jobs: no column of theirs is kept
             first = last = np.zeros(0, np.int64)
         self._end, self._parent, self._leaf = tree.end.data, tree.parent.data, tree.node_of_request.data
-        self._first = first
-        self._last = last
+        self._first, self._last = first, last
         self._low, self._high, self._num_users = self._by_node(tree)
         self._kept: dict[int, NodeRows] = {}
         self.positions = 0
@@ -88,7 +75,7 @@ class NodeBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all stored arrays."""
-        return sum(rows.nbytes for rows in self._kept.values())
+        return sum(array.nbytes for rows in self._kept.values() for array in rows.arrays.values())
 
     def needs(self, request: int) -> bool:
         """Whether the request needs positions."""
@@ -139,14 +126,15 @@ class NodeBuffers:
     def put(self, span: Span, name: str, values: npt.NDArray[np.generic]) -> None:
         """Store `values` [len(span), ...] for the span's positions in the node's array `name`."""
         rows = self._kept[span.node]
-        target = rows.rows(name, values.shape[1:], values.dtype)
-        target[span.start - rows.low : span.end - rows.low] = values
+        if name not in rows.arrays:
+            rows.arrays[name] = np.empty((rows.high - rows.low, *values.shape[1:]), values.dtype)
+        rows.arrays[name][span.start - rows.low : span.end - rows.low] = values
 
     def path(self, request: int) -> list[tuple[NodeRows, slice]]:
         """The nodes with the request's needed positions, root first, and the request's slice of their rows."""
-        path: list[tuple[NodeRows, slice]] = []
         if not self.needs(request):
-            return path
+            return []
+        path: list[tuple[NodeRows, slice]] = []
         first, last = int(self._first[request]), int(self._last[request])
         for node in self._nodes_between(request, first, last):
             rows = self._kept[node]
@@ -160,8 +148,8 @@ class NodeBuffers:
         return np.concatenate([rows.arrays[name][part] for rows, part in self.path(request)])
 
     def release(self, request: int) -> None:
-        """Free the rows that only this request needed. Call it once per finished request that needs positions."""
-        node = self._leaf[request]
+        """Free the rows that only this request needed. Call it once per finished request."""
+        node = self._leaf[request] if self.needs(request) else -1
         while node >= 0:
             self._num_users[node] -= 1
             assert self._num_users[node] >= 0
@@ -196,8 +184,7 @@ class NodeBuffers:
         count = len(tree)
         if not len(self._requests):
             return [], [], []
-        low = np.full(count, _NEVER, np.int64)
-        high = np.zeros(count, np.int64)
+        low, high = np.full(count, _NEVER, np.int64), np.zeros(count, np.int64)
         ends = tree.node_of_request[self._requests]
         np.minimum.at(low, ends, self._first[self._requests])
         np.maximum.at(high, ends, self._last[self._requests])

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.capture.node_buffers import NodeBuffers, NodeRows, Span, split_spans
+from batchgen.engine.capture.node_buffers import NodeBuffers, Span, split_spans
 from batchgen.engine.memory.d2h_queue import D2HQueue
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import ErrorCode, RowError
@@ -74,14 +74,7 @@ class _LogitsChunk:
 
 
 class PromptLogprobs:
-    """Gathers the prompt logprobs of a workload while its prompts are computed.
-
-    Args:
-        workload: the job; the parameters of its requests determine what is gathered.
-        vocab_size: width of the logits, V.
-        token_text: text of a single token.
-        ops: kernels.
-    """
+    """Gathers the prompt logprobs of a workload while its prompts are computed. V is `vocab_size`."""
 
     def __init__(self, workload: JobWorkload, vocab_size: int, token_text: Callable[[int], str], ops: Ops) -> None:
         table, tree = workload.table, workload.tree
@@ -108,13 +101,8 @@ class PromptLogprobs:
     ) -> PendingPromptLogprobs | None:
         """Gather the needed prompt logprobs of a step and start copying them to the host.
 
-        Args:
-            plan: the step.
-            logits: flat tokens of the step [R] int64 -> their logits [R, V].
-            d2h_queue: receives the results.
-
-        Returns:
-            The argument of `collect`, which is called when the step is read; None if nothing is needed.
+        `logits`: flat tokens of the step [R] int64 -> their logits [R, V]. The result is the argument of `collect`,
+        which is called when the step is read; None if nothing is needed.
         """
         spans = self.buffers.spans(plan)
         if not spans:
@@ -186,7 +174,8 @@ class PromptLogprobs:
             values = rows.arrays["target_logprobs"][part]
             if rows.low + part.stop == self._end[rows.node]:
                 values = values.copy()
-                values[-1] = _first_token_logprob(rows, below[rows.node])
+                place = np.searchsorted(rows.arrays["children"], below[rows.node])
+                values[-1] = rows.arrays["child_logprobs"][place]  # of the child's first token
             parts.append(values)
         result = np.concatenate(parts) if parts else np.zeros(0, np.float32)
         if np.isnan(result).any():
@@ -196,11 +185,6 @@ class PromptLogprobs:
     def most_likely_ids(self, request: int) -> npt.NDArray[np.generic]:
         """[last - first] most likely token after each needed position of a request with a text to score."""
         return self._top(request, "top_ids", 1)[:, 0]
-
-    def release(self, request: int) -> None:
-        """Free the logprobs that only this finished request needed."""
-        if self.buffers and self.buffers.needs(request):
-            self.buffers.release(request)
 
     def _top(self, request: int, name: str, k: int) -> npt.NDArray[np.generic]:
         """[last - first, k] first k top ids or logprobs of the request's positions."""
@@ -231,9 +215,8 @@ class PromptLogprobs:
                 id_ranges.append((slice(begin, at), ids))
             children.append(self._wanted_children(span))
             child_rows += [at - 1] * len(children[-1])
-            child_tokens += [
-                int(self._table.prompt_ids(self._order[self._first_row[child]])[span.end]) for child in children[-1]
-            ]
+            requests = [self._order[self._first_row[child]] for child in children[-1]]
+            child_tokens += [int(self._table.prompt_ids(request)[span.end]) for request in requests]
         return _LogitsChunk(
             spans,
             max(self._top_k[span.node] for span in spans),
@@ -282,9 +265,8 @@ class PromptLogprobs:
                 self.buffers.put(span, "top_ids", top_ids[row_range, :k])
                 self.buffers.put(span, "top_logprobs", top[row_range, :k])
             if needed:
-                self.buffers.put(
-                    span, "ids_logprobs", requested[row_range.start - run.start : row_range.stop - run.start]
-                )
+                part = requested[row_range.start - run.start : row_range.stop - run.start]
+                self.buffers.put(span, "ids_logprobs", part)
             if span.end == self._end[span.node]:
                 arrays_of_node = self.buffers.node(span.node).arrays
                 arrays_of_node["children"] = np.array(children, np.int32)
@@ -343,13 +325,6 @@ def _starts(workload: JobWorkload) -> npt.NDArray[np.int64]:
         return np.zeros(0, np.int64)
     starts = np.where(table.score_start >= 0, table.score_start, table.by_params(requested, np.int64))
     return np.where(workload.samples > 0, starts, -1)
-
-
-def _first_token_logprob(rows: NodeRows, child: int) -> np.float32:
-    """Logprob of a child's first token."""
-    place = np.searchsorted(rows.arrays["children"], child)
-    logprob: np.float32 = rows.arrays["child_logprobs"][place]
-    return logprob
 
 
 def _union(a: frozenset[int], b: frozenset[int]) -> frozenset[int]:

@@ -4,6 +4,7 @@ files.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Protocol
@@ -43,13 +44,11 @@ class FeatureStore:
     What was used leaves a memory first: it is needed again only if keys and values are computed again.
 
     Args:
-        budget: most bytes in the memory of the host, unless a single item has more.
-        folder: where a file without a name is created for the others; None: the system's temporary folder.
-        device: the device that computes features.
-        device_budget: most bytes in its memory, if it is another one than the host's.
+        budget: most bytes in the memory of the host, unless a single item has more; others are in a file in `folder`.
+        device_budget: most bytes in the memory of the device that computes features, if it is another one.
     """
 
-    def __init__(self, budget: int, folder: Path | None = None, device: Device = HOST, device_budget: int = 0) -> None:
+    def __init__(self, budget: int, folder: Path | None, device: Device = HOST, device_budget: int = 0) -> None:
         self._budget = budget
         self._device = device
         self._device_budget = device_budget
@@ -58,7 +57,8 @@ class FeatureStore:
         self._arriving: OrderedDict[int, Download] = OrderedDict()
         """Those on their way to the files that are kept."""
         self._file = UnnamedFile("features of media", folder)
-        self._kept: KeptFeatures | None = None
+        self.kept: KeptFeatures | None = None
+        """Where features of an earlier run are found, and others are left for a later one; set at most once."""
         self._held: OrderedDict[int, Floats] = OrderedDict()
         """Those in the memory of the host; the first ones leave it first."""
         self._spilled: dict[int, tuple[int, tuple[int, int]]] = {}
@@ -80,12 +80,9 @@ class FeatureStore:
         self.reused = 0
         """Items whose features an earlier run has left."""
 
-    def keep_in(self, kept: KeptFeatures) -> None:
-        """Find features that an earlier run has left, and leave others to a later one. To be called at most once."""
-        self._kept = kept
-
     def __contains__(self, number: int) -> bool:
-        return number in self._on_device or number in self._held or number in self._spilled or self._is_kept(number)
+        in_memory = number in self._on_device or number in self._held
+        return in_memory or number in self._spilled or (self.kept is not None and number in self.kept)
 
     def put(self, number: int, features: Floats) -> None:
         """Store the features [F, W] of an item.
@@ -105,12 +102,12 @@ class FeatureStore:
         """
         if not self._device.asynchronous:
             self.put(number, self._on_host(features))
-            if self._kept is not None:
-                self._kept.add(number, self._held[number])
+            if self.kept is not None:
+                self.kept.add(number, self._held[number])
             return
         assert number not in self
         self._known.add(number)
-        if self._kept is not None:
+        if self.kept is not None:
             self._arriving[number] = self._device.download(features, lane="outputs")
         if features.nbytes > self._device_budget:
             self._hold(number, self._on_host(features))
@@ -127,8 +124,8 @@ class FeatureStore:
         """Write to the files that are kept what has arrived from the device."""
         while self._arriving and next(iter(self._arriving.values())).ready():
             number, download = self._arriving.popitem(last=False)
-            assert self._kept is not None
-            self._kept.add(number, to_float32(download.wait()[0]))
+            assert self.kept is not None
+            self.kept.add(number, to_float32(download.wait()[0]))
 
     def load(self, number: int) -> bool:
         """Have the features of an item in a memory; False if there are none, or a file that has them is damaged."""
@@ -167,13 +164,13 @@ class FeatureStore:
             self.held_bytes -= features.nbytes
         place = self._spilled.pop(number, None)
         if place is not None:
-            self._free[_size(place[1])].append(place[0])
+            self._free[4 * math.prod(place[1])].append(place[0])
 
     def forget(self, number: int) -> None:
         """Let no later run have an item."""
         self._arriving.pop(number, None)
-        if self._kept is not None:
-            self._kept.remove(number)
+        if self.kept is not None:
+            self.kept.remove(number)
 
     def _on_host(self, values: Tensor) -> Floats:
         return to_float32(self._device.download(values, lane="outputs").wait()[0])
@@ -184,24 +181,14 @@ class FeatureStore:
             self.held_bytes -= values.nbytes
             self.spilled_bytes += values.nbytes
             if other not in self:
-                self._write(other, values)
+                free = self._free[values.nbytes]
+                at = self._file.write(values, free.pop() if free else None)
+                self._spilled[other] = (at, (values.shape[0], values.shape[1]))
         self._held[number] = features
         self.held_bytes += features.nbytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
-    def _write(self, number: int, values: Floats) -> None:
-        free = self._free[values.nbytes]
-        at = self._file.write(values, free.pop() if free else None)
-        self._spilled[number] = (at, (values.shape[0], values.shape[1]))
-
     def _read(self, number: int) -> Floats | None:
         if number in self._spilled:
             return self._file.read_array(*self._spilled[number])
-        return self._kept.read(number) if self._kept is not None and number in self._kept else None
-
-    def _is_kept(self, number: int) -> bool:
-        return self._kept is not None and number in self._kept
-
-
-def _size(shape: tuple[int, int]) -> int:
-    return shape[0] * shape[1] * 4
+        return self.kept.read(number) if self.kept is not None and number in self.kept else None

@@ -96,13 +96,9 @@ class MediaFeed:
     """The features of a job's items, each from its first use to its last.
 
     Args:
-        items: the job's items.
         order: numbers of the items in the order in which the plan needs them.
         uses: [items] how often each is released before it is dropped.
         prepare: decodes and prepares an item, in any thread.
-        encoder: the towers.
-        store: where features are kept.
-        settings: how items are prepared and encoded.
     """
 
     def __init__(
@@ -139,7 +135,8 @@ class MediaFeed:
         """Begin to prepare items as far ahead as their memory allows."""
         while self._order:
             number = self._order[0]
-            if self._is_known(number) or not self._uses[number]:
+            known = number in self._ahead or number in self.store or number in self.errors
+            if known or not self._uses[number]:
                 self._order.popleft()
                 continue
             if self._ahead and self._ahead_bytes + self._bytes(number) > PREPARED_BYTES:
@@ -207,9 +204,6 @@ class MediaFeed:
         for number in [n for n, future in self._ahead.items() if future.cancelled()]:
             self._ahead_bytes -= self._bytes(number)
             del self._ahead[number]
-
-    def _is_known(self, number: int) -> bool:
-        return number in self._ahead or number in self.store or number in self.errors
 
     def _bytes(self, number: int) -> int:
         """Bytes of an item in memory, about."""

@@ -68,9 +68,9 @@ class ItemUses:
         numbers: list[int] = self.numbers[low:high].tolist()
         return numbers
 
-    def with_item(self, number: int) -> list[int]:
+    def with_item(self, number: int) -> Ints:
         """The requests that have an item."""
-        requests: list[int] = self.requests[self.numbers == number].tolist()
+        requests: Ints = self.requests[self.numbers == number]
         return requests
 
     def counts(self, items: int) -> Ints:
@@ -88,24 +88,12 @@ class ItemUses:
 
 
 class JobMedia(StepObserver):
-    """The items of a job while it runs.
-
-    Args:
-        workload: the job.
-        uses: the items of the requests that run.
-        samples: [N] samples of each request that runs.
-        feed: their features.
-        step: lays them out in steps.
-    """
+    """The items of a job while it runs."""
 
     def __init__(
-        self,
-        workload: JobWorkload,
-        uses: ItemUses,
-        samples: npt.NDArray[np.int32],
-        feed: MediaFeed,
-        step: StepMedia,
+        self, workload: JobWorkload, uses: ItemUses, samples: npt.NDArray[np.int32], feed: MediaFeed, step: StepMedia
     ) -> None:
+        """`uses`: the items of the requests that run; `samples`: [N] samples of each of these."""
         self._table = workload.table
         self._uses = uses
         self._samples = samples
@@ -165,15 +153,14 @@ class JobMedia(StepObserver):
     def names(self, computed_by: str) -> dict[int, bytes]:
         """Number of each item that may be needed -> SHA-256 of all that its features depend on.
 
-        Args:
-            computed_by: what is the same for all items: the model, and the versions that compute.
+        `computed_by`: what is the same for all items: the model, and the versions that compute.
         """
         needed = np.flatnonzero(self._needed).tolist()
         return {n: hashlib.sha256(f"{computed_by} {self._items[n].key}".encode()).digest() for n in needed}
 
     def keep_in(self, kept: KeptFeatures) -> None:
         """Keep features in files for as long as a row that is not committed needs them. Before the job's first step."""
-        self.feed.store.keep_in(kept)
+        self.feed.store.kept = kept
 
     def committed(self, prompts: Iterable[tuple[int, int]]) -> None:
         """Record the row and prompt indexes of results that are committed; by any thread."""
@@ -191,7 +178,7 @@ class JobMedia(StepObserver):
         """Requests that have an item that turned out to be unusable since the last call, with their errors."""
         self.feed.prefetch()
         for number, error in self.feed.failed():
-            for request in self._uses.with_item(number):
+            for request in self._uses.with_item(number).tolist():
                 yield request, error
 
     def error_of(self, request: int) -> ErrorInfo | None:
@@ -227,23 +214,11 @@ def device_feature_bytes(table: RequestTable, spec: ModelSpec, device: Device) -
 
 
 def open_media(
-    workload: JobWorkload,
-    support: MediaSupport,
-    encoder: MediaEncoder,
-    spec: ModelSpec,
-    device: Device,
-    *,
-    together: bool,
+    workload: JobWorkload, support: MediaSupport, encoder: MediaEncoder, spec: ModelSpec, device: Device, together: bool
 ) -> JobMedia:
-    """The images and sounds of a job that is about to run.
+    """The images and sounds of a job that is about to run, whose tree has requests in the order in which they begin.
 
-    Args:
-        workload: the job, whose tree has its requests in the order in which they begin.
-        support: what the model offers, and the items.
-        encoder: the model's towers.
-        spec: the model's spec.
-        device: the device that it is on.
-        together: whether items are encoded in batches, which may change their last bits.
+    `together`: whether items are encoded in batches, which may change their last bits.
     """
     table = workload.table
     assert table.media is not None
@@ -251,20 +226,12 @@ def open_media(
     for requests, count in workload.held.values():
         samples[requests] = count
     uses = ItemUses.of(table, samples > 0)
-    feed = MediaFeed(
-        table.media,
-        uses.in_order(workload.tree.order),
-        uses.counts(len(table.media)),
-        support.prepare,
-        encoder,
-        FeatureStore(
-            FEATURE_BYTES,
-            None if table.embeds is None else table.embeds.folder,
-            device,
-            device_feature_bytes(table, spec, device),
-        ),
-        FeedSettings(spec.features_size, max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2)), device, together),
-    )
+    folder = None if table.embeds is None else table.embeds.folder
+    store = FeatureStore(FEATURE_BYTES, folder, device, device_feature_bytes(table, spec, device))
+    workers = max(1, min(_MOST_WORKERS, (cpu_quota() or 2) // 2))
+    settings = FeedSettings(spec.features_size, workers, device, together)
+    needed = uses.in_order(workload.tree.order), uses.counts(len(table.media))
+    feed = MediaFeed(table.media, *needed, support.prepare, encoder, store, settings)
 
     def find(ids: Ints, layouts: Sequence[Layout]) -> tuple[Ints, int]:
         positions, following = encoder.positions(torch.from_numpy(ids), layouts)

@@ -96,10 +96,8 @@ def no_media(reason: str) -> MediaSupport:
 
 def has_media(row: ParsedRow) -> bool:
     """Whether a prompt of a row has images or sounds."""
-    prompts = row.prompts
-    return bool(
-        getattr(prompts[0], "media", ()) or (len(prompts) > 1 and any(getattr(p, "media", ()) for p in prompts))
-    )
+    several = len(row.prompts) > 1 and any(getattr(prompt, "media", ()) for prompt in row.prompts)
+    return bool(several or getattr(row.prompts[0], "media", ()))
 
 
 class MediaReader:

@@ -135,11 +135,7 @@ class _Blank:
 class GivenItems:
     """Reads items that are given as features or as a processor's output.
 
-    Args:
-        spec: the model's spec.
-        processor: its processor.
-        files: tensors that rows name.
-        folder: where values are stored, in files without a name.
+    Values are stored in files without a name, in `folder`.
     """
 
     def __init__(self, spec: ModelSpec, processor: MediaProcessor, files: TensorFiles, folder: Path | None) -> None:
@@ -152,12 +148,7 @@ class GivenItems:
         """By digest"""
 
     def read(self, item: MediaItem, prompt: Prompt, items: Sequence[MediaItem]) -> tuple[DistinctItem, str]:
-        """An item of a prompt, and the text that it becomes.
-
-        Args:
-            item: the item.
-            prompt: the prompt that has it.
-            items: all items of the prompt.
+        """An item of a prompt, and the text that it becomes. `items`: all items of the prompt.
 
         Raises:
             RowError: `media_error`, `invalid_field` or `unsupported_field`.

@@ -74,20 +74,12 @@ class StepMedia:
     """Lays out the images and sounds of a job's prompts, step by step.
 
     Args:
-        table: every prompt of the job.
-        features: the features of its items.
         spans: positions that see one another; None: features are causal like other tokens.
         axes: A, axes of rotary positions; 0: positions are plain numbers.
-        find_positions: rotary positions of a prompt with items.
     """
 
     def __init__(
-        self,
-        table: RequestTable,
-        features: MediaFeed,
-        spans: Spans | None,
-        axes: int,
-        find_positions: FindPositions,
+        self, table: RequestTable, features: MediaFeed, spans: Spans | None, axes: int, find_positions: FindPositions
     ) -> None:
         assert table.media is not None
         self._table = table
@@ -121,13 +113,9 @@ class StepMedia:
                 before = int((stored[: chunk.start] == token).sum())
                 rows = (before + np.arange(len(here))) % self._items[number].features
                 embeds.add(here + at, self._features.rows(number, rows))
-                own[here] = self._looked_up(number)
+                # The model's table of embeddings may not hold the placeholder.
+                own[here] = self._items[number].token_id if self._items[number].token_id < first_id else 0
             at += len(part)
-
-    def _looked_up(self, number: int) -> int:
-        """The placeholder id of an item; 0 where the model's table of embeddings does not hold it."""
-        token = self._items[number].token_id
-        return token if token < self._items.vocab_size else 0
 
     def add_spans(self, chunks: Sequence[PrefillChunk], attention: Sequence[AttentionBatch]) -> None:
         """Give a step's attention in each cache group the flat tokens of its chunks that see one another."""
@@ -145,10 +133,7 @@ class StepMedia:
     def rope_positions(self, chunks: Sequence[PrefillChunk], positions: Int64, decoding: Int64) -> Int64 | None:
         """[A, T] rotary positions of a step's tokens; None: they are plain numbers.
 
-        Args:
-            chunks: the step's chunks.
-            positions: [T] positions of its tokens in their sequences.
-            decoding: [R] requests of its decode rows.
+        `positions`: [T] of the tokens in their sequences; `decoding`: [R] requests of the decode rows.
         """
         if not self._axes:
             return None

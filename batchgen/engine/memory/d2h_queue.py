@@ -23,12 +23,7 @@ Consumer = Callable[[list[Array]], None]
 
 
 class D2HQueue:
-    """Device-to-host copies of results that the next step does not need.
-
-    Args:
-        device: the device of the results.
-        budget: most bytes in flight.
-    """
+    """Device-to-host copies of results that the next step does not need, with at most `budget` bytes in flight."""
 
     def __init__(self, device: Device, budget: int = QUEUE_BYTES) -> None:
         self.device = device
@@ -44,15 +39,9 @@ class D2HQueue:
         """Number of results that were read early to make room."""
 
     def send(self, tensors: Seq[Tensor], consume: Consumer) -> int:
-        """Start copying `tensors` to the host.
+        """Start copying `tensors`, which must not be written to any more, to the host; returns the number for `read`.
 
-        Args:
-            tensors: must not be written to any more.
-            consume: called with the arrays of `Download.wait`, by `read` with the returned number, or earlier by a
-                `send` that needs room.
-
-        Returns:
-            The number to pass to `read`.
+        `consume` is called with the arrays of `Download.wait`, by that `read`, or earlier by a `send` that needs room.
         """
         size = sum(tensor.nbytes for tensor in tensors)
         while self._unread and self.bytes_in_flight + size > self._budget:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -35,30 +36,19 @@ from batchgen.request.fields.hidden_states import HiddenStates
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import RequestTable
 
-
-class Meter(Protocol):
-    """Measures a device's peak memory."""
-
-    def peak(self, body: Callable[[], None]) -> int:
-        """Peak bytes allocated by `body`, in addition to those allocated before."""
-        ...
+Meter = Callable[[Callable[[], None]], int]
+"""Peak bytes that a function allocates on a device, in addition to those allocated before."""
 
 
-class CudaMeter:
-    """Measures memory that PyTorch's CUDA allocator reserves, including fragmentation and CUDA graph pools."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def peak(self, body: Callable[[], None]) -> int:
-        """See `Meter.peak`."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        body()
-        torch.cuda.synchronize(self._device)
-        return max(0, torch.cuda.max_memory_reserved(self._device) - held)
+def cuda_peak(device: torch.device, body: Callable[[], None]) -> int:
+    """Peak bytes that PyTorch's CUDA allocator reserves for `body`, with fragmentation and CUDA graph pools."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    body()
+    torch.cuda.synchronize(device)
+    return max(0, torch.cuda.max_memory_reserved(device) - held)
 
 
 def measure_largest_step(
@@ -69,18 +59,9 @@ def measure_largest_step(
     limits: tuple[int, int],
     meter: Meter,
 ) -> tuple[int, int]:
-    """Run the largest steps of a job and measure their memory.
+    """Run the largest steps of a job: their bytes, and the most tokens in a step, halved each time memory ran out.
 
-    Args:
-        run: runs the steps of a dummy run in a pool and waits until the device has finished them.
-        workload: the job.
-        spec: the model.
-        page_size: S, tokens per page.
-        limits: most sequences at once and most tokens in a step.
-        meter: measures the device's memory.
-
-    Returns:
-        Bytes, and the most tokens in a step: as in `limits`, but halved each time memory ran out.
+    `run` waits until the device has finished the steps of a dummy run; `limits`: most sequences and tokens in a step.
 
     Raises:
         UsageError: even a step of one token per sequence does not fit into memory.
@@ -88,36 +69,21 @@ def measure_largest_step(
     rows, tokens = limits
     if not workload.samples.any():
         return 0, tokens
-    while True:
-        used_bytes = _measure(run, dummy_run(workload, spec, page_size, rows, tokens), spec, page_size, meter)
-        if used_bytes is not None:
-            return used_bytes, tokens
-        if tokens <= rows:
-            raise UsageError(
-                f"out of memory: a step of {tokens} tokens and {rows} sequences does not fit next to the weights; "
-                "lower --max-num-seqs or --max-tokens-per-step"
-            )
-        tokens = max(tokens // 2, rows)
-
-
-def _measure(
-    run: Callable[[DummyRun, GroupedPool], None],
-    job: DummyRun,
-    spec: ModelSpec,
-    page_size: int,
-    meter: Meter,
-) -> int | None:
-    """Bytes of a dummy run; None if memory ran out."""
     layers = [group.layers for group in cache_groups(spec, page_size)]
     pages = [PAGES] * len(layers)
     pool = GroupedPool.allocate(spec.kv_layers, layers, pages, page_size, spec.kv_dtype, spec.device)
-    try:
-        return meter.peak(lambda: run(job, pool))
-    except (RuntimeError, MemoryError) as problem:
-        if not is_out_of_memory(problem):
-            raise
-    gc.collect()  # frames of the failed try may form cycles that hold its tensors
-    return None
+    while True:
+        job = dummy_run(workload, spec, page_size, rows, tokens)
+        try:
+            return meter(partial(run, job, pool)), tokens
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+        gc.collect()  # frames of the failed try may form cycles that hold its tensors
+        if tokens <= rows:
+            size = f"a step of {tokens} tokens and {rows} sequences does not fit next to the weights"
+            raise UsageError(f"out of memory: {size}; lower --max-num-seqs or --max-tokens-per-step")
+        tokens = max(tokens // 2, rows)
 
 
 PAGES: Final = 2
@@ -150,12 +116,7 @@ class DummyRun:
 def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int, tokens: int) -> DummyRun:
     """The largest steps of a job: all rows decode at the longest context, together with the longest prefill.
 
-    Args:
-        workload: the job, with at least one sample to run.
-        spec: the model.
-        page_size: S, tokens per page.
-        rows: most sequences at once.
-        tokens: most tokens in a step.
+    The job has at least one sample to run; `rows` and `tokens`: most sequences and tokens in a step.
     """
     active = workload.samples > 0
     lengths = np.diff(workload.table.offsets)[active]
@@ -177,12 +138,8 @@ def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int,
     last_chunk = PrefillChunk(0, None, max(0, longest - chunk), longest, _page_list(longest, page_size))
     short_length = min(chunk, longest, page_size)
     short_chunks = [replace(last_chunk, start=longest - short_length)] * (chunk // short_length)
-    steps = [
-        *[_step_plan([], decodes, groups)] * _DECODE_STEPS,
-        _step_plan(prefills, decodes, []),
-        _step_plan([last_chunk], decodes, groups),
-        _step_plan(short_chunks, decodes, groups),
-    ]
+    steps = [_step_plan([], decodes, groups)] * _DECODE_STEPS + [_step_plan(prefills, decodes, [])]
+    steps += [_step_plan(chunks, decodes, groups) for chunks in ([last_chunk], short_chunks)]
     group_pages = [_HELD_PAGES if isinstance(group, WindowGroup) else None for group in cache_groups(spec, page_size)]
     return DummyRun(
         workload=plan_workload(table, dedup=False, adapters=list(spec.adapters)),

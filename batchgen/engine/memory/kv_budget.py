@@ -73,14 +73,7 @@ def pool_pages(
     """Pages to allocate, including the scratch page: as many as the job can use within the memory budget.
 
     Layers with a window have others (`sized_groups`). If all have a window, pages cost nothing and are not limited.
-
-    Args:
-        workload: the job; a small one gets a small pool.
-        spec: the model's cache layout.
-        page_size: positions per page.
-        kv_memory: as for `allowed_pages`.
-        memory: the device's memory.
-        limits: most sequences at once and most tokens in a step.
+    `kv_memory`: as for `allowed_pages`; `limits`: most sequences at once and most tokens in a step.
 
     Raises:
         UsageError: the budget holds less than two pages, or exceeds the free memory.
@@ -113,11 +106,8 @@ def allowed_pages(
 ) -> int:
     """Number of pages in the memory budget.
 
-    Args:
-        spec: the model's cache layout.
-        page_size: positions per page.
-        kv_memory: bytes (int), a share of the device's memory (float), or None for the default.
-        memory: the device's memory; queried if None.
+    `kv_memory`: bytes (int), a share of the device's memory (float), or None for the default; `memory`: the device's,
+    queried if None.
 
     Raises:
         UsageError: the budget holds less than two pages, or exceeds the device's memory.
@@ -201,13 +191,8 @@ def sized_groups(
     They get what the budget leaves. With enough memory no sequence ever waits for one of them. With less, they get a
     share: what the job's samples keep of a window, against the whole length of its nodes and outputs.
 
-    Args:
-        workload: the job.
-        spec: the model's cache layout.
-        page_size: positions per page.
-        pages: pages of the layers without a window, including the scratch page.
-        limits: most sequences at once and most tokens in a step.
-        budget: bytes of the pool.
+    `pages`: of the layers without a window, including the scratch page; `limits`: most sequences at once and most
+    tokens in a step; `budget`: bytes of the pool.
     """
     return _Needs(workload, spec, page_size, limits, budget).sized(pages)
 
@@ -248,13 +233,7 @@ class _Needs:
 
 
 def _window_share(workload: JobWorkload, page_size: int, each: int) -> float:
-    """Pages of a window that samples and the nodes at which several begin keep, divided by `most_pages`.
-
-    Args:
-        workload: the job.
-        page_size: positions per page.
-        each: most pages of a window.
-    """
+    """Pages of a window, of `each` at most, that samples and the nodes at which several begin keep, by `most_pages`."""
     tree, table = workload.tree, workload.table
     lengths = tree.end[tree.node_of_request].astype(np.int64) + table.max_new_tokens
     kept = np.dot(np.minimum(lengths // page_size + 1, each), workload.samples)

@@ -22,11 +22,8 @@ from batchgen.plan.tree import PrefixTree
 
 def out_of_memory(problem: str) -> ErrorInfo:
     """The error of a row that does not fit into memory."""
-    return ErrorInfo(
-        ErrorCode.OOM,
-        f"out of memory for this row even alone ({problem}); lower --kv-memory, --max-num-seqs or "
-        "--max-tokens-per-step, or shorten the row",
-    )
+    remedy = "lower --kv-memory, --max-num-seqs or --max-tokens-per-step, or shorten the row"
+    return ErrorInfo(ErrorCode.OOM, f"out of memory for this row even alone ({problem}); {remedy}")
 
 
 T = TypeVar("T")
@@ -56,8 +53,6 @@ class OOMSplitter:
     """Runs steps in parts that are as large as the device's memory allows.
 
     Args:
-        page_size: S, tokens per page.
-        max_tokens: most flat tokens in a step.
         release: called after a failure and before the next try, to free cached memory.
         spans: spans of positions that no part may cut.
     """
@@ -76,15 +71,10 @@ class OOMSplitter:
         self._sampled_any = False
 
     def run(self, plan: StepPlan, run: Callable[[StepPlan], T]) -> list[Part[T]]:
-        """Run a step, in parts if necessary.
+        """Run a step, in parts if necessary: these in order; their samples, concatenated, are those of the plan.
 
-        Args:
-            plan: the step; its sequences are in the batch.
-            run: runs a plan and must not return None. After an error it is called again with parts of the plan: writing
-                keys and values twice is harmless, all other effects must be undone.
-
-        Returns:
-            The parts, in order; their samples, concatenated, are those of the plan.
+        `run` runs a plan and must not return None. After an error it is called again with parts of the plan: writing
+        keys and values twice is harmless, all other effects must be undone.
 
         Raises:
             DeviceError: several parts failed alone without a sampled token in between.
@@ -152,10 +142,8 @@ class OOMSplitter:
 
 
 def _device_error(rows: int, problem: str) -> DeviceError:
-    return DeviceError(
-        f"the device ran out of memory for {rows} rows, each run alone, without producing a token "
-        f"({problem}); lower --kv-memory, or free memory that other processes use"
-    )
+    message = f"the device ran out of memory for {rows} rows, each run alone, without producing a token ({problem}); "
+    return DeviceError(f"{message}lower --kv-memory, or free memory that other processes use")
 
 
 def _try_run(part: StepPlan, run: Callable[[StepPlan], T]) -> tuple[T | None, str]:

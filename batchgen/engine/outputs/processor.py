@@ -13,9 +13,9 @@ import numpy.typing as npt
 from batchgen.engine.capture.hidden_states import hidden_state_collector
 from batchgen.engine.capture.prompt_logprobs import PromptLogprobs
 from batchgen.engine.outputs.streaming import Streams
-from batchgen.engine.sampling.constraints import GrammarState, TokenMask
+from batchgen.engine.sampling.constraints import GrammarState
 from batchgen.engine.sampling.logits_processor import RulesCache
-from batchgen.engine.sampling.thinking import ThinkingMask
+from batchgen.engine.sampling.thinking import ThinkingMask, TokenMask
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.workload import JobWorkload
@@ -33,16 +33,10 @@ from batchgen.text.tokens.tokenizer import Tokenizer
 def keep_best(
     samples: list[tuple[float, Completion]], keep: int, cached_tokens: Callable[[int], int]
 ) -> list[Completion]:
-    """The `keep` samples with the highest mean logprob, best first, renumbered from 0.
+    """The `keep` samples with the highest mean logprob, best first, renumbered from 0; of ties the first.
 
-    Args:
-        samples: (mean logprob of its tokens, sample) of one prompt, without errors. Ties keep the order of the sample
-            indexes.
-        keep: number of samples to keep.
-        cached_tokens: `cached_tokens` by new sample index.
-
-    Returns:
-        The kept samples; `dropped_tokens` of the first is the number of tokens of the dropped ones.
+    `samples`: (mean logprob, sample) of one prompt; `cached_tokens`: by new sample index. `dropped_tokens` of the first
+    is the number of tokens of those that are not kept.
     """
     ranked = [sample for _, sample in sorted(samples, key=lambda pair: (-pair[0], pair[1].sample_index))]
     kept = [replace(s, sample_index=i, **_cached(s, cached_tokens(i))) for i, s in enumerate(ranked[:keep])]
@@ -152,10 +146,8 @@ class Scores:
 
     def __init__(self, workload: JobWorkload, prompts: PromptLogprobs, *, prompt_ids: bool) -> None:
         """`prompt_ids`: whether completions contain the token ids of prompts and texts."""
-        self._table = workload.table
-        self._tree = workload.tree
-        self._prompts = prompts
-        self._prompt_ids = prompt_ids
+        self._table, self._tree = workload.table, workload.tree
+        self._prompts, self._prompt_ids = prompts, prompt_ids
         self._workload = workload
         self._open: dict[int, _OpenTexts] = {}
 
@@ -306,27 +298,27 @@ class OpenPrompts:
         yield from self._add(sequence, done)
 
     def _finished(self, number: int, sequence: Sequence) -> Completion:
-        """The completion of an ended sample, or its row's error."""
+        """The completion of an ended sample, with the states and experts that its row returns, or its row's error."""
+        request, index, states = sequence.request, sequence.sample_index, self.states
         try:
             done = self._outputs.finish_sample(sequence)
-            return done if self.states is None else self._with_states(number, done)
+            if states is not None and done.error is None:
+                blocks, routed = states.finish(number, len(done.output_ids or ()))
+                # A numpy array is used like a sequence of ints.
+                done = replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
         except Exception as error:
             sequence.fail(info := row_error(error, "finishing the text"))
-        if self.states is not None:
-            self.states.drop(number)
-        request = sequence.request
-        return Completion(request.row_index, request.prompt_index, sequence.sample_index, error=info, seed=request.seed)
+            done = Completion(request.row_index, request.prompt_index, index, error=info, seed=request.seed)
+        if states is not None and done.error is not None:
+            states.drop(number)
+        return done
 
     def fail(
         self, request: Request, error: ErrorInfo, started: dict[int, Sequence], *, unstarted: bool
     ) -> Iterator[list[Completion]]:
-        """End all running samples of a request with an error.
+        """End all running samples of a request, by sequence number, with an error.
 
-        Args:
-            request: the request.
-            error: the error.
-            started: its running samples, by sequence number.
-            unstarted: whether other samples have not started; one completion represents them all.
+        `unstarted`: whether other samples have not started; one completion represents them all.
         """
         samples = list(started.items())
         never_started = self._sequence_or_failed(request, 0) if unstarted else None
@@ -361,10 +353,10 @@ class OpenPrompts:
             failed = next((c.error for _, c in group.finished if c.error is not None), None)
             if scored := self._scores.add(request, failed):
                 yield scored
-            self.prompts.release(index)
+            self.prompts.buffers.release(index)
             return
         samples = self._joined(request, lambda: self._outputs.finish_prompt(request, group.finished))
-        self.prompts.release(index)
+        self.prompts.buffers.release(index)
         yield samples
         for follower in self._workload.followers_of(index):
             copied = partial(self._outputs.copy_for_follower, follower, samples)
@@ -379,16 +371,6 @@ class OpenPrompts:
             info = row_error(error, "collecting the samples")
             return [Completion(request.row_index, request.prompt_index, error=info, seed=request.seed)]
 
-    def _with_states(self, number: int, done: Completion) -> Completion:
-        """The finished sample with the hidden states and routed experts that its row returns."""
-        assert self.states is not None
-        if done.error is not None:
-            self.states.drop(number)
-            return done
-        blocks, routed = self.states.finish(number, len(done.output_ids or ()))
-        # A numpy array is used like a sequence of ints.
-        return replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
-
     def without_steps(self) -> Iterator[list[Completion]]:
         """Completions of requests that no step computes: idle ones, and those that cannot run."""
         for index in self._workload.idle.tolist():
@@ -398,16 +380,12 @@ class OpenPrompts:
                 self._streams.finish_unstarted(request, sample)
             yield samples
         for index, error in self._workload.failed.items():
-            yield from self._failed_completions(index, error)
-
-    def _failed_completions(self, index: int, error: ErrorInfo) -> Iterator[list[Completion]]:
-        """Error completions of a request that cannot run, and of its duplicates."""
-        request = self._workload.table[index]
-        failed = Completion(request.row_index, request.prompt_index, error=error, seed=request.seed)
-        self._streams.finish_unstarted(request, failed)
-        for each in (index, *self._workload.followers_of(index)):
-            row = self._workload.table[each]
-            yield [Completion(row.row_index, row.prompt_index, error=error, seed=row.seed)]
+            for each in (index, *self._workload.followers_of(index)):
+                request = self._workload.table[each]
+                failed = Completion(request.row_index, request.prompt_index, error=error, seed=request.seed)
+                if each == index:
+                    self._streams.finish_unstarted(request, failed)
+                yield [failed]
 
     def _empty(self, request: Request) -> list[Completion]:
         """The samples of a request that computes nothing."""

@@ -57,8 +57,7 @@ class Streams:
     def step(self, numbers: Iterable[int]) -> dict[int, ErrorInfo]:
         """Emit events for the sequences `numbers`, which have received a token or failed.
 
-        Returns:
-            Errors of sequences whose event cannot be made, by number.
+        Returns errors of sequences whose event cannot be made, by number.
         """
         events: list[StreamEvent] = []
         failed: dict[int, ErrorInfo] = {}
@@ -85,16 +84,10 @@ class Streams:
         stream.started = True
         stream.tokens = len(ids)
         stream.sent += len(text)
-        return StreamEvent(
-            request.row_index,
-            request.prompt_index,
-            sequence.sample_index,
-            text,
-            position=len(ids) - 1,
-            token_id=ids[-1],
-            logprob=self._last_logprob(number) if request.params.return_logprob else None,
-            usage=_usage(len(request.prompt_ids), len(ids)) if options and options.continuous_usage_stats else None,
-        )
+        key = request.row_index, request.prompt_index, sequence.sample_index
+        logprob = self._last_logprob(number) if request.params.return_logprob else None
+        usage = _usage(len(request.prompt_ids), len(ids)) if options and options.continuous_usage_stats else None
+        return StreamEvent(*key, text, position=len(ids) - 1, token_id=ids[-1], logprob=logprob, usage=usage)
 
     def finish(self, number: int, done: Completion) -> None:
         """Emit the last event of sequence `number`, which has ended as `done`."""
@@ -111,9 +104,7 @@ class Streams:
         if self._emit is None:
             return
         event = StreamEvent(
-            done.row_index,
-            done.prompt_index,
-            done.sample_index,
+            *done.key,
             (done.text or "")[sent:],
             finish_reason=done.finish_reason,
             stop_kind=done.stop_kind,

@@ -1,4 +1,4 @@
-"""Constraints of running samples: grammar matchers, and their packed token masks for a step.
+"""`GrammarState`: the grammar matcher of a running sample with a constraint.
 
 Each sample has its own matcher, which accepts every token once. Preemption recomputes tokens but does not sample them
 again, so matchers are not affected.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from batchgen.errors import ErrorCode, ErrorInfo, row_error
-from batchgen.kernels.device import Device
-from batchgen.kernels.ops import Ops
 from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.fields.constraint import Constraint
 from batchgen.request.fields.params import SamplingParams
@@ -31,66 +27,8 @@ MAX_SECONDS = 30.0
 """Most time for the grammar of one sample; a normal grammar takes less than a millisecond per token."""
 _CHECK_SECONDS = 0.5
 """Time in the matcher after which it does not follow the finished text a second time."""
-_SLOW_FILL_SECONDS = 0.25
-"""Time to fill one step's masks after which the next step fills and times each mask separately."""
 
 MaskWords = npt.NDArray[np.int32]
-
-
-class Constrained(Protocol):
-    """A sample with a constraint."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        ...
-
-    @property
-    def grammar(self) -> TokenMask | None:
-        """The mask of its next token."""
-        ...
-
-
-class TokenMask(Protocol):
-    """What decides which tokens a sample may write next. See `GrammarState` for the members."""
-
-    error: ErrorInfo | None
-
-    @property
-    def fills_in_batches(self) -> bool:
-        """Whether masks may be filled together."""
-        ...
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether the mask is already computed."""
-        ...
-
-    @property
-    def matcher(self) -> Any:
-        """The matcher that fills masks together."""
-        ...
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Ids that end the text without being a part of it."""
-        ...
-
-    def fill(self, words: MaskWords) -> None:
-        """Write the mask of the next token."""
-        ...
-
-    def accept(self, token: int) -> bool:
-        """Accept the sampled token; True if only the end can follow."""
-        ...
-
-    def check_can_end(self) -> None:
-        """Set an error unless the text may end here."""
-        ...
-
-    def satisfied(self, text: str, ids: Seq[int] | None) -> bool | None:
-        """Whether a finished text satisfies the constraint."""
-        ...
 
 
 class GrammarState:
@@ -215,61 +153,6 @@ class GrammarState:
     def _fail(self, problem: str) -> None:
         field = self.constraint.kind
         self.error = ErrorInfo(ErrorCode.GRAMMAR_ERROR, f"`{field}` ended the row: {problem}", field)
-
-
-class GrammarMasks:
-    """Fills the masks of a fixed set of constrained rows in every step, together and on several threads."""
-
-    def __init__(self, rows: Seq[tuple[int, Constrained]], device: Device, ops: Ops) -> None:
-        """`rows`: (row of the step, sample) of the constrained rows."""
-        self._device = device
-        self._ops = ops
-        self._rows = [row for _, row in rows]
-        (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
-        self._slow = False
-
-    def fill(self, vocab: int) -> Tensor:
-        """[M, ceil(V / 32)] int32 packed mask of the tokens that each row allows next.
-
-        Ended rows allow all tokens, because their token is discarded.
-        """
-        states = [None if row.ended else row.grammar for row in self._rows]
-        words: MaskWords = np.empty((len(states), bitmask_width(vocab)), np.int32)
-        began = time.perf_counter()
-        waiting = {
-            i: state.matcher
-            for i, state in enumerate(states)
-            if state is not None and state.fills_in_batches and not state.has_mask
-        }
-        together = len(waiting) > 1 and not self._slow and _fill_together(list(waiting.values()), list(waiting), words)
-        for i, state in enumerate(states):
-            if state is None:
-                words[i] = -1
-            elif not (together and i in waiting):
-                state.fill(words[i])
-        self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
-        (masks,) = self._device.upload(words)
-        return masks
-
-    def apply(self, logits: Tensor, masks: Tensor) -> None:
-        """Mask the tokens of `logits` [R, V] float32 that `masks` (of `fill`) do not allow, in place."""
-        self._ops.apply_bitmask(logits, masks, self._places)
-
-
-def _fill_together(matchers: list[Any], places: list[int], words: MaskWords) -> bool:
-    try:
-        _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), places)
-    except Exception:
-        return False  # fill one by one, to find the failing matcher
-    return True
-
-
-@lru_cache(maxsize=1)
-def _batch_matcher() -> Any:
-    # Imported here, because importing xgrammar takes seconds.
-    import xgrammar
-
-    return xgrammar.BatchGrammarMatcher()
 
 
 def _words_of(tokens: Seq[int] | frozenset[int], vocab: int) -> MaskWords:

@@ -64,18 +64,8 @@ def run_processor(
 
     If the call fails for a batch, it is repeated row by row, so that an error in one row does not affect the others.
 
-    This waits for the device, because the processor's result decides whether a row ends.
-
-    Args:
-        device: the step's device.
-        function: the processor.
-        name: the processor's name in the run's options.
-        logits: [R, V] float32.
-        index: [r] rows that name the processor.
-        rows: [r] views of these rows.
-
-    Returns:
-        Errors, by row of the step.
+    This waits for the device, because the processor's result decides whether a row ends. `logits`: [R, V] float32;
+    `index`: [r] rows that name the processor; `rows`: [r] their views. Returns errors, by row of the step.
     """
     (at,) = device.upload(np.array(index, np.int64))
     result, problem = _call_processor(function, logits[at], rows)
@@ -88,12 +78,10 @@ def run_processor(
         return errors
     logits.index_copy_(0, at, result)
     (largest,) = device.download(result.amax(dim=-1)).wait()
+    bad = {index[i]: value for i, value in enumerate(largest.tolist()) if not -torch.inf < value < torch.inf}
     return {
-        index[i]: _processor_error(
-            name, "it masked every token" if value == -torch.inf else f"it gave {value} among the logits"
-        )
-        for i, value in enumerate(largest.tolist())
-        if not -torch.inf < value < torch.inf
+        row: _processor_error(name, "it masked every token" if value < 0 else f"it gave {value} among the logits")
+        for row, value in bad.items()
     }
 
 
@@ -119,11 +107,8 @@ def _call_processor(
 
 
 def _processor_error(name: str, problem: str) -> ErrorInfo:
-    return ErrorInfo(
-        ErrorCode.PROCESSOR_ERROR,
-        f"the logit processor {name!r} failed on this row: {problem}",
-        "custom_logit_processor",
-    )
+    message = f"the logit processor {name!r} failed on this row: {problem}"
+    return ErrorInfo(ErrorCode.PROCESSOR_ERROR, message, "custom_logit_processor")
 
 
 RepetitionScope = Literal["output", "prompt+output"]
@@ -176,12 +161,8 @@ class LogitsRules:
     @property
     def masks(self) -> bool:
         """Whether the rules mask tokens, so that none may be left to sample."""
-        return (
-            bool(self.bad_phrases)
-            or len(self.banned_ids) > 0
-            or self.allowed is not None
-            or self.params.custom_logit_processor is not None
-        )
+        masked = bool(self.bad_phrases) or len(self.banned_ids) > 0 or self.allowed is not None
+        return masked or self.params.custom_logit_processor is not None
 
 
 class RulesCache:
@@ -244,16 +225,14 @@ class RowLogitsState:
                     yield word[-1]
 
 
+_States = list[tuple[int, RowLogitsState]]
+"""Rows of the step and their states"""
+
+
 class LogitsProcessor:
     """Applies the logits rules of a fixed set of rows in every step; rebuilt when the rows change."""
 
-    def __init__(
-        self,
-        rows: list[tuple[int, RowLogitsState]],
-        processors: Mapping[str, LoadedProcessor],
-        device: Device,
-        ops: Ops,
-    ) -> None:
+    def __init__(self, rows: _States, processors: Mapping[str, LoadedProcessor], device: Device, ops: Ops) -> None:
         """`rows`: row of the step and state, of rows with rules. All arrays are uploaded in one transfer."""
         self.places = [i for i, _ in rows]
         self._device = device
@@ -275,9 +254,8 @@ class LogitsProcessor:
         self._penalised: PenalisedRows | None = None
         if penalised:
             penalties = Penalties(*(at[name] for name in _PENALTIES))
-            slots = np.array(
-                [s.slot for _, s in penalised], np.int64
-            )  # a new array: the device may overwrite uploaded ones
+            # A new array: the device may overwrite uploaded ones.
+            slots = np.array([s.slot for _, s in penalised], np.int64)
             self._penalised = PenalisedRows(penalised[0][1].counts, slots, at["slots"], at["penalised"], penalties)
 
     @property
@@ -291,14 +269,9 @@ class LogitsProcessor:
         return bool(self._processor_rows or self._phrase_rows)
 
     def __call__(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
-        """Process a step's logits in place.
+        """Process a step's logits [R, V] float32 in place; returns the errors of custom processors, by row.
 
-        Args:
-            logits: [R, V] float32.
-            failed: rows that are not passed to custom processors.
-
-        Returns:
-            Errors of custom processors, by row.
+        `failed`: rows that are not passed to custom processors.
         """
         if self._penalised is not None:
             self._penalised.penalise(logits, self._ops)
@@ -332,18 +305,15 @@ class LogitsProcessor:
             self._ops.keep_only(logits, self._allowed_rows, *self._allowed)
 
 
-def _device_arrays(
-    rows: list[tuple[int, RowLogitsState]], penalised: list[tuple[int, RowLogitsState]]
-) -> dict[str, npt.NDArray[Any]]:
+def _device_arrays(rows: _States, penalised: _States) -> dict[str, npt.NDArray[Any]]:
     """Arrays to upload for a set of rows, by name."""
     biased = [(i, s.rules) for i, s in rows if len(s.rules.bias_ids)]
     kept = [(i, s.rules.allowed) for i, s in rows if s.rules.allowed is not None]
     arrays: dict[str, npt.NDArray[Any]] = {}
     arrays["bias_rows"], arrays["bias_ids"] = _row_id_pairs([(i, rules.bias_ids) for i, rules in biased])
     arrays["bias_values"] = np.concatenate([np.zeros(0, np.float32), *(rules.bias_values for _, rules in biased)])
-    arrays["banned_rows"], arrays["banned_ids"] = _row_id_pairs(
-        [(i, s.rules.banned_ids) for i, s in rows if len(s.rules.banned_ids)]
-    )
+    banned = [(i, s.rules.banned_ids) for i, s in rows if len(s.rules.banned_ids)]
+    arrays["banned_rows"], arrays["banned_ids"] = _row_id_pairs(banned)
     arrays["allowed_rows"], arrays["allowed_ids"] = _row_id_pairs(kept)
     arrays["only"] = np.array([i for i, _ in kept], np.int64)
     arrays["penalised"] = np.array([i for i, _ in penalised], np.int64)

@@ -120,16 +120,11 @@ class PenalisedRows:
 
 
 def lists_bytes(workload: JobWorkload, rows: int, vocab_size: int, *, prompts: bool) -> int:
-    """Peak bytes of a job's count lists.
+    """Peak bytes of a job's count lists, with at most `rows` sequences at once or the samples of one prompt.
 
-    Args:
-        workload: the job.
-        rows: most sequences at once; the samples of one prompt may exceed it.
-        vocab_size: V.
-        prompts: whether repetition penalties include prompt ids.
+    `prompts`: whether repetition penalties include prompt ids.
     """
-    table, samples = workload.table, workload.samples
-    params = table.params
+    table, samples, params = workload.table, workload.samples, workload.table.params
     penalised = np.array([p.has_penalties for p in params], np.bool_)[table.params_id] & (samples > 0)
     if not penalised.any():
         return 0

@@ -23,20 +23,12 @@ _ALL: Final = -1
 
 
 class ThinkingMask:
-    """The mask of one sample's next token; it has the methods of `GrammarState`.
-
-    Attributes:
-        cut: whether the budget has ended the thoughts.
-        error: error that ends the row; None: no error.
-    """
+    """The mask of one sample's next token; it has the methods of `GrammarState`."""
 
     def __init__(self, state: ReasoningState, budget: int | None, grammar: GrammarState | None) -> None:
-        """Create the mask of a sample without tokens.
+        """Create the mask of a sample without tokens, of at most `budget` tokens of thoughts (None: any number).
 
-        Args:
-            state: follows the sample's tokens; it has received each token before `accept`.
-            budget: most tokens of its thoughts; None: any number.
-            grammar: the constraint of its answer; None: there is none.
+        `state` follows its tokens and has received each before `accept`; `grammar`: the constraint of its answer.
         """
         self._state = state
         self._budget = budget
@@ -58,6 +50,7 @@ class ThinkingMask:
         self._skipped = 0
         """Number of their tokens so far."""
         self.cut = False
+        """Whether the budget has ended the thoughts."""
         self.error: ErrorInfo | None = None if grammar is None else grammar.error
         if state.part == "answer" and grammar is not None:
             self._routes = state.parser.opening_ids(calls=self._calls)
@@ -188,6 +181,10 @@ class ThinkingMask:
         if self._skipped:
             text, ids = text.lstrip(), ids and ids[self._skipped :]
         return self._state.part == "answer" and self._grammar.satisfied(text, ids)
+
+
+TokenMask = GrammarState | ThinkingMask
+"""What decides which tokens a sample may write next."""
 
 
 def _allow(words: npt.NDArray[np.int32], token: int) -> None:

@@ -138,10 +138,7 @@ class CudaGraphExecutor(Executor):
     def _run_or_disable(
         self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
     ) -> _Result | None:
-        """Run a decode-only step; None if it must run eagerly.
-
-        `plain`: sampling parameters; None: the result has logits. `capture` is filled.
-        """
+        """Run a decode-only step, without `plain` up to its logits, and fill `capture`; None if it must run eagerly."""
         try:
             return self._run(step, last, plain, capture)
         except RuntimeError as problem:
@@ -360,6 +357,5 @@ class _StaticColumns:
     def at(self, num_sampled: Tensor, ops: Ops) -> SamplingColumns:
         """The columns with noise keys; `num_sampled`: [padded] tokens sampled so far for each row."""
         keys = ops.row_keys(self._seeds, self._samples, num_sampled)
-        return SamplingColumns(
-            self._temperature, self._top_k, self._top_p, self._min_p, keys, greedy_rows=None, draws=()
-        )
+        filters = self._top_k, self._top_p, self._min_p
+        return SamplingColumns(self._temperature, *filters, keys, greedy_rows=None, draws=())

@@ -47,18 +47,11 @@ class DecodeTable:
         slots: Int64,
         group_pages: Int64 | None = None,
     ) -> tuple[Int64, Int64]:
-        """Write the decode rows into a step's attention batch.
+        """Write decode rows [R > 0] into a step's attention batch; returns their positions and slot mapping, both [R].
 
-        Args:
-            attention: the step's attention batch, without decode rows.
-            rows: [R > 0] the step's decode rows.
-            groups: prefix groups over the rows; the plan reuses the list object while no row joins or leaves.
-            slots: [R] slot of each row, the same in all steps and not shared.
-            group_pages: as in `StepPlan`, of this table's group. Pages behind a row's window stay in the table as they
-                were: nothing reads them.
-
-        Returns:
-            Positions [R] of the input tokens, and their slot mapping [R].
+        `groups`: over the rows; the plan reuses the list object while no row joins or leaves. `slots`: [R] slot of each
+        row, the same in all steps and not shared. `group_pages`: as in `StepPlan`, of this table's group; pages behind
+        a row's window stay in the table as they were: nothing reads them.
         """
         size, positions = self.page_size, rows.positions
         self._named_pages = group_pages

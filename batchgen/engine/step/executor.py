@@ -34,11 +34,6 @@ class Captured:
     """Hidden states and routed experts"""
     prompts: PendingPromptLogprobs | None = None
 
-    @property
-    def spec(self) -> CaptureSpec | None:
-        """What the model captures; None: nothing."""
-        return None if self.states is None else self.states.capture
-
 
 @dataclass(slots=True)
 class Step:
@@ -121,9 +116,8 @@ class ExecutorContext:
 
     def capture_states(self, step: Step) -> CaptureSpec | None:
         """Select the hidden states and experts that the model captures in a step; None: none."""
-        if self.states is not None:
-            step.captured.states = self.states.capture(step.plan, self.device)
-        return step.captured.spec
+        captured = step.captured.states = None if self.states is None else self.states.capture(step.plan, self.device)
+        return None if captured is None else captured.capture
 
     def send_states(self, step: Step) -> None:
         """Start copying the captured states and experts to the host."""

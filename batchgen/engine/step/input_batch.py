@@ -168,17 +168,11 @@ class InputBatch:
         return np.asarray(sequence.output_ids, np.int64)
 
     def append_tokens(self, rows: BatchView, tokens: Int64, excluded: Collection[int]) -> tuple[list[int], int]:
-        """Append a step's tokens.
+        """Append a step's tokens [R] to the sequences that they were sampled for; some may have ended since.
 
-        Args:
-            rows: [R] sequences that the tokens were sampled for; some may have ended since.
-            tokens: [R] sampled tokens.
-            excluded: rows with a meaningless token, which end for another reason.
-
-        Returns:
-            Rows, in order, whose `Sequence` the caller must notify: plain sequences that end with this token (and have
-            received their earlier ones), all other running sequences, and `excluded`. And the number of rows that had
-            ended already.
+        `excluded`: rows with a meaningless token, which end for another reason. Returns the rows, in order, whose
+        `Sequence` the caller must notify: plain sequences that end with this token (and have received their earlier
+        ones), all other running sequences, and `excluded`; and the number of rows that had ended already.
         """
         known, slots = self._cached, rows.slots
         if known is not None and known.rows is rows and known.version == self._version and not excluded:

@@ -10,7 +10,7 @@ temperature 1).
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -154,16 +154,8 @@ class StepLogprobs:
     def of(self, some: npt.NDArray[np.bool_]) -> StepLogprobs:
         """The logprobs of the selected rows; `some`: [W] mask."""
         return StepLogprobs(
-            self.rows[some],
-            self.logprobs[some],
-            self.top_ids[some],
-            self.top_logprobs[some],
-            self.ids_logprobs[some],
+            self.rows[some], self.logprobs[some], self.top_ids[some], self.top_logprobs[some], self.ids_logprobs[some]
         )
-
-    def shifted(self, by: int) -> StepLogprobs:
-        """The same logprobs, with row numbers increased by `by`."""
-        return replace(self, rows=self.rows + by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +219,7 @@ class LogprobsGatherer:
     def gather(self, logits: Tensor, tokens: Tensor, raw: RawLogprobs | None) -> list[Tensor]:
         """Tensors with the logprobs of all rows, as input for `to_host`.
 
-        Args:
-            logits: [R, V] processed logits.
-            tokens: [R] int64 sampled tokens.
-            raw: the result of `gather_raw`.
+        `logits`: [R, V], processed; `tokens`: [R] int64 sampled tokens; `raw`: the result of `gather_raw`.
         """
         sampled = tokens[self._index]
         if raw is None:
@@ -246,14 +235,9 @@ class LogprobsGatherer:
         for begin in range(0, len(self._rows), step):
             part = slice(begin, begin + step)
             rows, columns = self._index[part], self._sampling
-            scores = self._ops.filtered_scores(
-                logits[rows].float(),
-                columns.temperature[rows],
-                columns.top_k[rows],
-                columns.top_p[rows],
-                columns.min_p[rows],
-                sampled[part],
-            )
+            heat, top_k, top_p = columns.temperature[rows], columns.top_k[rows], columns.top_p[rows]
+            some, min_p = logits[rows].float(), columns.min_p[rows]
+            scores = self._ops.filtered_scores(some, heat, top_k, top_p, min_p, sampled[part])
             parts.append(self._gather(scores, part))
             logprobs.append(self._ops.token_logprobs(scores, sampled[part], parts[-1].normalizers))
         tops = [one.top for one in parts if one.top is not None]

@@ -82,15 +82,10 @@ class ModelRunner:
         *,
         split: bool = True,
     ) -> InFlightStep:
-        """Queue a step.
+        """Queue a step, whose sequences are in `running`.
 
-        Args:
-            plan: the step; its sequences are in `running`.
-            running: the running batch.
-            last: the previous step.
-            read_last: reads the previous step; called while the device computes, and only if a row's sampling depends
-                on its earlier tokens.
-            split: whether a step that does not fit into memory is run in parts; if not, the error is raised.
+        `read_last` reads the step before, `last`; it is called while the device computes, and only if a row's sampling
+        depends on its earlier tokens. With `split`, a step that does not fit into memory is run in parts.
         """
         copies = list(plan.copies)
         if not plan.tokens:
@@ -116,28 +111,14 @@ class ModelRunner:
     ) -> Issued:
         """Queue a step or a part of one, after the step `unread`. After a failure it can be called again."""
         workload, rows = self._workload, running.rows(plan.samples.sequence_ids)
-        step = Step(
-            plan,
-            lay_out_step(
-                plan,
-                workload.table,
-                running,
-                self._decode_tables,
-                workload.adapter,
-                None if unread is None else unread.rows,
-                self._media,
-                self._context.model.spec.attention_chunk,
-            ),
-            sampling=self._sampler.metadata(rows) if len(rows) else None,
-            last=None if unread is None else unread.tokens,
-            read_last=read_last,
-            copies=copies,
-            wait=self.close,
-        )
+        chunk, (last_rows, last) = self._context.model.spec.attention_chunk, (None, None)
+        if unread is not None:
+            last_rows, last = unread.rows, unread.tokens
+        arrays = lay_out_step(plan, workload, running, self._decode_tables, last_rows, self._media, chunk)
+        sampling = self._sampler.metadata(rows) if len(rows) else None
+        step = Step(plan, arrays, sampling, last, read_last, copies, wait=self.close)
         try:
-            executor, issued = next(
-                (executor, issued) for executor in self._executors if (issued := executor.issue(step)) is not None
-            )
+            executor, issued = next((e, issued) for e in self._executors if (issued := e.issue(step)) is not None)
         except BaseException:
             self._context.cancel(step.captured)
             raise

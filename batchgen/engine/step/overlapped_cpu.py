@@ -65,14 +65,8 @@ class OverlappedCpuExecutor(Executor):
         context.copy_pages(step.copies)
         if batch.source is not None and step.last is not None:
             fill_sampled_ids(batch.input_ids, batch.source, step.last)
-        inputs = ModelInput(
-            batch.input_ids,
-            batch.positions,
-            attention,
-            ops=ops,
-            wanted=batch.logit_rows,
-            rope_positions=batch.rope_positions,
-        )
+        wanted, rope = batch.logit_rows, batch.rope_positions
+        inputs = ModelInput(batch.input_ids, batch.positions, attention, ops=ops, wanted=wanted, rope_positions=rope)
         hidden = context.model.hidden(inputs)
         if step.sampling is None or step.sampling.plain is None:
             return None

@@ -6,15 +6,17 @@ later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.constraints import GrammarMasks
 from batchgen.engine.sampling.logits_processor import LogitsProcessor
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step.input_batch import BatchView
@@ -23,13 +25,15 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import Device, Download
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
+from batchgen.kernels.shaping import bitmask_width
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor
 
 _NAN = ErrorInfo(
-    ErrorCode.NAN_LOGITS,
-    "the model's logits contain NaN for this row; try --dtype float32 or check the weights",
+    ErrorCode.NAN_LOGITS, "the model's logits contain NaN for this row; try --dtype float32 or check the weights"
 )
+_SLOW_FILL_SECONDS = 0.25
+"""Time to fill one step's masks after which the next step fills and times each mask separately."""
 _MASKING_FIELDS = ("allowed_token_ids", "bad_words", "suppress_tokens", "custom_logit_processor")
 
 
@@ -55,7 +59,7 @@ class StepSamples:
             joined = StepSamples(
                 np.concatenate([joined.tokens, part.tokens]),
                 joined.errors | {at + row: error for row, error in part.errors.items()},
-                (*joined.logprobs, *(logprobs.shifted(at) for logprobs in part.logprobs)),
+                (*joined.logprobs, *(replace(each, rows=each.rows + at) for each in part.logprobs)),
                 joined.exhausted.union(at + row for row in part.exhausted),
             )
         return joined
@@ -90,23 +94,19 @@ class SampledTokens:
 
     def read(self) -> StepSamples:
         """Wait for the copy to the host, which is complete one step later."""
-        arrays = iter(self._download.wait())
-        tokens = next(arrays)
-        bad = next(arrays)
+        tokens, bad, *arrays = self._download.wait()
         errors = self._errors
         if bad.any():
             errors = dict.fromkeys(np.flatnonzero(bad).tolist(), _NAN) | errors
         exhausted: frozenset[int] = frozenset()
         if self._columns.masked is not None:
             rows = self._columns.masked_rows
-            empty = {row: rows[row] for row, is_empty in zip(rows, next(arrays), strict=True) if is_empty}
+            empty = {row: rows[row] for row, is_empty in zip(rows, arrays.pop(0), strict=True) if is_empty}
             exhausted = frozenset(row for row, sequence in empty.items() if sequence.grammar is not None)
             empty_errors = {row: _no_token_left(empty[row].request.params) for row in empty if row not in exhausted}
             errors = empty_errors | errors
-        logprobs_gatherer = self._columns.logprobs_gatherer
-        return StepSamples(
-            tokens, errors, () if logprobs_gatherer is None else (logprobs_gatherer.to_host(list(arrays)),), exhausted
-        )
+        gatherer = self._columns.logprobs_gatherer
+        return StepSamples(tokens, errors, () if gatherer is None else (gatherer.to_host(arrays),), exhausted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +140,7 @@ class EarlyMask:
 
     @staticmethod
     def of(rows: list[tuple[int, Sequence]], device: Device) -> EarlyMask | None:
-        """The mask of the rows whose next token has one; None if there are none.
-
-        Args:
-            rows: row numbers and sequences with masked ids.
-            device: receives the (row, id) pairs in one transfer.
-        """
+        """The mask of the rows whose next token has one; None if there are none. `rows`: numbers and sequences."""
         masked = [(place, row) for place, row in rows if row.masks_early]
         if not masked:
             return None
@@ -153,11 +148,9 @@ class EarlyMask:
         return EarlyMask([row for _, row in masked], *device.upload(*np.array(pairs, np.int64).T.copy()))
 
     def apply(self, logits: Tensor, positions: Tensor) -> MaskedLogits | None:
-        """Mask the ids of rows whose next token has a mask, in place; returns None once there are none.
+        """Mask the ids of rows whose next token has a mask in `logits` [R, V]; returns None once there are none.
 
-        Args:
-            logits: [R, V].
-            positions: [R] int64 tokens sampled for each row, including those that are not on the host yet.
+        `positions`: [R] int64 tokens sampled for each row, including those that are not on the host yet.
         """
         if self._masked and not self._masked[-1].masks_early:
             self._masked = [row for row in self._masked if row.masks_early]
@@ -167,6 +160,61 @@ class EarlyMask:
         masked = original.logits.masked_fill(positions[self._rows] < self._until, -torch.inf)
         logits.index_put_((self._rows, self._ids), masked)
         return original
+
+
+class GrammarMasks:
+    """Fills the masks of a fixed set of constrained rows in every step, together and on several threads."""
+
+    def __init__(self, rows: list[tuple[int, Sequence]], device: Device, ops: Ops) -> None:
+        """`rows`: (row of the step, sample) of the constrained rows."""
+        self._device = device
+        self._ops = ops
+        self._rows = [row for _, row in rows]
+        (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
+        self._slow = False
+
+    def fill(self, vocab: int) -> Tensor:
+        """[M, ceil(V / 32)] int32 packed mask of the tokens that each row allows next.
+
+        Ended rows allow all tokens, because their token is discarded.
+        """
+        states = [None if row.ended else row.grammar for row in self._rows]
+        words = np.empty((len(states), bitmask_width(vocab)), np.int32)
+        began = time.perf_counter()
+        waiting = {
+            i: state.matcher
+            for i, state in enumerate(states)
+            if state is not None and state.fills_in_batches and not state.has_mask
+        }
+        together = len(waiting) > 1 and not self._slow and _fill_together(list(waiting.values()), list(waiting), words)
+        for i, state in enumerate(states):
+            if state is None:
+                words[i] = -1
+            elif not (together and i in waiting):
+                state.fill(words[i])
+        self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
+        (masks,) = self._device.upload(words)
+        return masks
+
+    def apply(self, logits: Tensor, masks: Tensor) -> None:
+        """Mask the tokens of `logits` [R, V] float32 that `masks` (of `fill`) do not allow, in place."""
+        self._ops.apply_bitmask(logits, masks, self._places)
+
+
+def _fill_together(matchers: list[Any], places: list[int], words: npt.NDArray[np.int32]) -> bool:
+    try:
+        _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), places)
+    except Exception:
+        return False  # fill one by one, to find the failing matcher
+    return True
+
+
+@lru_cache(maxsize=1)
+def _batch_matcher() -> Any:
+    # Imported here, because importing xgrammar takes seconds.
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +244,7 @@ class SamplingMetadata:
 
     @staticmethod
     def of(
-        rows: BatchView,
-        processors: Mapping[str, LoadedProcessor],
-        mode: LogprobsMode,
-        device: Device,
-        ops: Ops,
+        rows: BatchView, processors: Mapping[str, LoadedProcessor], mode: LogprobsMode, device: Device, ops: Ops
     ) -> SamplingMetadata:
         """The sampling of `rows`; `processors`: custom logit processors by name."""
         table, slots = rows.batch, rows.slots
@@ -219,21 +263,21 @@ class SamplingMetadata:
         seeds, samples, places = device.upload(
             table.seed[slots], table.sample[slots], np.fromiter(masked, np.int64, len(masked))
         )
-        edits_logits = bool(ruled or grammars or early)
+        gatherer = None
+        if len(logprob_rows):
+            gatherer = LogprobsGatherer(rows, logprob_rows, changed, sampling, mode, device, ops)
         return SamplingMetadata(
             rows,
             device,
             ops,
             columns=PlainColumns(sampling, seeds, samples),
-            logprobs_gatherer=LogprobsGatherer(rows, logprob_rows, changed, sampling, mode, device, ops)
-            if len(logprob_rows)
-            else None,
+            logprobs_gatherer=gatherer,
             logits_processor=logits_processor,
             early=EarlyMask.of(early, device) if early else None,
             grammars=GrammarMasks(grammars, device, ops) if grammars else None,
             masked=places if masked else None,
             masked_rows=masked,
-            edits_logits=edits_logits,
+            edits_logits=bool(ruled or grammars or early),
             needs_host=bool(grammars) or (logits_processor is not None and logits_processor.needs_host),
         )
 
@@ -243,22 +287,18 @@ class SamplingMetadata:
         return None if self.edits_logits or self.logprobs_gatherer is not None else self.columns
 
     def collect(self, sampled: SampleResult, download: Download | None = None) -> SampledTokens:
-        """Tokens that were sampled with the parameters of `plain`.
+        """Tokens that were sampled with the parameters of `plain`; `sampled` must not be written to any more.
 
-        Args:
-            sampled: [R] tokens and rows with NaN logits; must not be written to any more.
-            download: copies both to the host; None: start a copy.
+        `download` copies its tokens [R] and rows with NaN logits to the host; None: start a copy.
         """
         assert sampled.bad is not None
         download = download or self._device.download(sampled.tokens, sampled.bad)
         return SampledTokens(sampled.tokens, self, {}, download)
 
     def sample(self, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
-        """Sample one token per row.
+        """Sample one token per row from the model's logits [R, V], which are changed in place.
 
-        Args:
-            logits: [R, V] of the model; changed in place.
-            num_sampled: [R] int64 on the device, tokens sampled for each row so far.
+        `num_sampled`: [R] int64 on the device, tokens sampled for each row so far.
         """
         ops = self._ops
         # First, because the host fills masks while the device computes the logits.
@@ -267,11 +307,9 @@ class SamplingMetadata:
         raw = self.logprobs_gatherer.gather_raw(logits) if self.logprobs_gatherer is not None else None
         if self.edits_logits:
             logits = logits.float()
-        errors = (
-            {}
-            if self.logits_processor is None
-            else self.logits_processor(logits, self._hidden_from_processors(self.logits_processor, bad))
-        )
+        errors: dict[int, ErrorInfo] = {}
+        if self.logits_processor is not None:
+            errors = self.logits_processor(logits, self._hidden_from_processors(self.logits_processor, bad))
         # Masks commute; that of first tokens is last, because it is undone for rows that have no token left.
         if self.grammars is not None and masks is not None:
             self.grammars.apply(logits, masks)
@@ -309,31 +347,23 @@ class Sampler:
     """Sampling of the steps of one job."""
 
     def __init__(
-        self,
-        device: Device,
-        ops: Ops,
-        processors: Mapping[str, LoadedProcessor] | None = None,
-        logprobs_mode: LogprobsMode = "raw",
+        self, device: Device, ops: Ops, processors: Mapping[str, LoadedProcessor], logprobs_mode: LogprobsMode
     ) -> None:
         """`processors`: custom logit processors by name."""
         self._device = device
         self._ops = ops
-        self._processors = processors or {}
+        self._processors = processors
         self._mode: LogprobsMode = logprobs_mode
-        self._sequence_ids: npt.NDArray[np.int64] | None = None
+        self._sequence_ids = np.zeros(0, np.int64)
         self._metadata: SamplingMetadata | None = None
 
     def metadata(self, rows: BatchView) -> SamplingMetadata:
         """Sampling of a step's rows; the same object while the rows stay the same."""
-        metadata = self._metadata
-        if metadata is None or self._sequence_ids is None or not _same_rows(rows.sequence_ids, self._sequence_ids):
-            metadata = SamplingMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
-            self._metadata, self._sequence_ids = metadata, rows.sequence_ids
-        return metadata
-
-
-def _same_rows(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
-    return one is other or np.array_equal(one, other)
+        ids = rows.sequence_ids
+        if self._metadata is None or not (ids is self._sequence_ids or np.array_equal(ids, self._sequence_ids)):
+            self._metadata = SamplingMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
+            self._sequence_ids = ids
+        return self._metadata
 
 
 def _no_token_left(params: SamplingParams) -> ErrorInfo:

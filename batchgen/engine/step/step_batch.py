@@ -15,6 +15,7 @@ from torch import Tensor
 from batchgen.engine.media.step import StepEmbeds, StepMedia
 from batchgen.engine.step.decode_table import DecodeTable
 from batchgen.engine.step.input_batch import BatchView, InputBatch
+from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import Device
 from batchgen.kernels.grouped import restarted
 from batchgen.kernels.lora import LoraStep, lora_step
@@ -55,11 +56,8 @@ class StepBatch:
 
     def feed(self, last: Tensor | None) -> Tensor:
         """[T] the step's input ids; `last` [R'] int64: tokens of the last step on the device."""
-        return (
-            self.input_ids
-            if self.source is None or last is None
-            else select_input_ids(self.input_ids, self.source, last)
-        )
+        ids, source = self.input_ids, self.source
+        return ids if source is None or last is None else select_input_ids(ids, source, last)
 
 
 def select_input_ids(ids: Tensor, source: Tensor, last: Tensor) -> Tensor:
@@ -126,27 +124,19 @@ class StepArrays:
 
 def lay_out_step(
     plan: StepPlan,
-    table: RequestTable,
+    workload: JobWorkload,
     running: InputBatch,
     decodes: Sequence[DecodeTable],
-    adapter: npt.NDArray[np.int32] | None = None,
-    unread: BatchView | None = None,
-    media: StepMedia | None = None,
-    attention_chunk: int | None = None,
+    unread: BatchView | None,
+    media: StepMedia | None,
+    attention_chunk: int | None,
 ) -> StepArrays:
     """Lay out a step: its prefill chunks in order, then its decode rows.
 
-    Args:
-        plan: the step.
-        table: every prompt of the job.
-        running: the running batch, with all sequences of the plan.
-        decodes: the decode table of each cache group; they must see every step of the job, in order.
-        adapter: [N] adapter of each request, -1 for none.
-        unread: [R'] rows of the last step if its tokens are still only on the device.
-        media: features and positions of images and sounds; None: no prompt has any.
-        attention_chunk: as in `ModelSpec`.
+    `decodes`: the table of each cache group, which must see every step of the job, in order; `unread`: [R'] rows of the
+    last step if its tokens are still only on the device.
     """
-    total = plan.tokens
+    total, table, adapter = plan.tokens, workload.table, workload.adapter
     ids = np.empty(total, np.int64)
     positions = np.empty(total, np.int64)
     source = np.full(total, -1, np.int64) if unread is not None else None
@@ -196,13 +186,8 @@ def _lay_out_pages(
 ) -> tuple[AttentionBatch, Int64]:
     """Page tables of one cache group, and the slot mapping [T].
 
-    Args:
-        plan: the step.
-        decodes: the group's decode table.
-        positions: [T].
-        rows: [R] slots of the decode rows.
-        group_pages: the group's, as in `StepPlan`.
-        attention_chunk: size of the chunks in which layers with a window attend; None: their window slides.
+    `positions`: [T]; `rows`: [R] slots of the decode rows; `group_pages`: the group's, as in `StepPlan`;
+    `attention_chunk`: as in `ModelSpec`.
     """
     at, slots = len(positions) - len(rows), np.empty(len(positions), np.int64)
     chunks: list[ChunkPages] = []

@@ -100,8 +100,7 @@ def check(result: Completion, reference: Reference, prompt: list[int], requested
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    return save_with_words("llama", folder, num_hidden_layers=LAYERS)
+    return save_with_words("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +186,8 @@ def test_states_of_ends_copies_and_kept_samples(folder: Path, reference: Referen
         row([4, 5, 6], output, n=2, best_of=5, temperature=1.0),
         row([5, 6, 7], False),
     ]
-    asked: list[Any] = [
-        {"layers": [-1], "tokens": "all", "pool": "none"},
-        output,
-        *[{"layers": [0, 2]}] * 3,
-        output,
-        None,
-    ]
+    whole = {"layers": [-1], "tokens": "all", "pool": "none"}
+    asked: list[Any] = [whole, output, *[{"layers": [0, 2]}] * 3, output, None]
     results = list(engine.generate(rows, ordered=True))
     assert [r.dedup_of for r in results] == [None] * 3 + [2, 2] + [None] * 3
     assert len(list(results[1].output_ids or [])) < 12
@@ -210,11 +204,7 @@ def test_shared_prompt_states_are_stored_once(folder: Path) -> None:
     for pool in ("none", "mean"):
         engine = engine_of(folder, "native")
         table_rows = [row(prompt, {"tokens": "prompt", "pool": pool}, 3) for prompt in prompts]
-        peak = 0
-        for _ in engine.generate(table_rows):
-            collector = engine.last_run.loop.states
-            peak = max(peak, collector.nbytes)
-        peaks[pool] = peak
+        peaks[pool] = max(engine.last_run.loop.states.nbytes for _ in engine.generate(table_rows))
     hidden = 64
     assert peaks["none"] <= (64 + 16) * hidden * 4
     assert peaks["mean"] <= (1 + 16) * hidden * 8

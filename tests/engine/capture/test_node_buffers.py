@@ -10,16 +10,15 @@ from batchgen.engine.capture.node_buffers import NodeBuffers, split_spans
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.step_plan import StepPlan
 from tests.plan.simulator import Simulator
-from tests.plan.test_scheduler import configs, rows, tight_jobs
+from tests.plan.test_scheduler import EITHER, columns
 
 
 class Capturing(Simulator):
     """Stores the identity of every needed prefix, and compares a request's rows with its prefixes."""
 
     def __init__(self, rows: list[tuple], wants: list[tuple[int, int]], config: SchedulerConfig) -> None:
-        prompts, targets = [r[0] for r in rows], [r[1] for r in rows]
-        limits = [max(r[1], default=1) + r[2] for r in rows]
-        super().__init__(prompts, targets, limits, config, [r[3] for r in rows])
+        prompts, targets, limits, keys = columns(rows)
+        super().__init__(prompts, targets, limits, config, keys)
         live = np.array([bool(t) and r not in self.too_large for r, t in enumerate(targets)])
         lengths = np.array([len(p) for p in prompts])
         self.first = np.array([w[0] for w in wants]) % lengths
@@ -59,7 +58,11 @@ class Capturing(Simulator):
 wants = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=14, max_size=14)
 
 
-def check(rows: list[tuple], wants: list[tuple[int, int]], config: SchedulerConfig) -> None:
+@settings(max_examples=90, deadline=None)
+@given(EITHER, wants)
+def test_each_request_gets_its_positions(job: tuple[list[tuple], SchedulerConfig], wants: list) -> None:
+    """In pools of many pages, and for little more than one request."""
+    rows, config = job
     sim = Capturing(rows, wants[: len(rows)], config)
     sim.run()
     assert len(sim.put) == len(set(sim.put)) == sim.buffers.positions, "a position was stored twice"
@@ -67,15 +70,3 @@ def check(rows: list[tuple], wants: list[tuple[int, int]], config: SchedulerConf
     assert sim.compared == sum(map(sim.buffers.needs, range(len(rows))))
     assert sim.buffers.nbytes == 0, "some arrays were not freed"
     assert bool(sim.buffers) == (sim.compared > 0)
-
-
-@settings(max_examples=40, deadline=None)
-@given(rows, wants, configs(num_pages=1000))
-def test_each_request_gets_its_positions(rows: list[tuple], wants: list, config: SchedulerConfig) -> None:
-    check(rows, wants, config)
-
-
-@settings(max_examples=50, deadline=None)
-@given(tight_jobs(), wants)
-def test_in_pools_for_little_more_than_one_request(job: tuple[list[tuple], SchedulerConfig], wants: list) -> None:
-    check(job[0], wants, job[1])

@@ -22,7 +22,7 @@ from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import RequestTable
 from tests.engine.capture.test_prompt_logprobs import listed
 from tests.plan.simulator import Simulator
-from tests.plan.test_scheduler import configs, rows, tight_jobs
+from tests.plan.test_scheduler import EITHER, columns
 
 VOCAB = 12
 pytestmark = pytest.mark.field("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
@@ -33,33 +33,21 @@ def logits_of(prefix: int) -> np.ndarray:
     return np.random.default_rng(prefix).integers(-6, 6, VOCAB).astype(np.float32) / 2
 
 
-wants = st.lists(
-    st.tuples(
-        st.integers(-1, 25),
-        st.sampled_from([0, 0, 1, 3, VOCAB]),
-        st.lists(st.integers(0, VOCAB - 1), max_size=3),
-        st.booleans(),
-    ),
-    min_size=14,
-    max_size=14,
-)
+ids = st.lists(st.integers(0, VOCAB - 1), max_size=3)
+want = st.tuples(st.integers(-1, 25), st.sampled_from([0, 0, 1, 3, VOCAB]), ids, st.booleans())
+wants = st.lists(want, min_size=14, max_size=14)
 
 
 class Scoring(Simulator):
     """Scores every step, whose states are identities of prefixes, and checks each request at its end."""
 
     def __init__(self, rows: list[tuple], wants: list[tuple], config: SchedulerConfig) -> None:
-        prompts, targets = [r[0] for r in rows], [r[1] for r in rows]
-        limits = [max(r[1], default=1) + r[2] for r in rows]
-        super().__init__(prompts, targets, limits, config, [r[3] for r in rows])
+        prompts, targets, limits, keys = columns(rows)
+        super().__init__(prompts, targets, limits, config, keys)
         table = RequestTable()
         for i, (ids, (start, k, named, scored)) in enumerate(zip(prompts, wants, strict=False)):
-            params = SamplingParams(
-                return_logprob=True,
-                logprob_start_len=-1 if scored else min(start, len(ids)),
-                top_logprobs_num=k,
-                token_ids_logprob=tuple(named),
-            )
+            first, asked = -1 if scored else min(start, len(ids)), {"token_ids_logprob": tuple(named)}
+            params = SamplingParams(return_logprob=True, logprob_start_len=first, top_logprobs_num=k, **asked)
             table.append(i, 0, ids, params, i, 1)
             if scored and max(start, 1) < len(ids):
                 table.set_score_start(max(start, 1))
@@ -93,7 +81,7 @@ class Scoring(Simulator):
             self.unended[request] -= 1
             if not self.unended[request]:
                 self.check(request)
-                self.scorer.release(request)
+                self.scorer.buffers.release(request)
         return finished
 
     def check(self, index: int) -> None:
@@ -128,23 +116,13 @@ class Scoring(Simulator):
             same(done.input_ids_logprobs, [logprobs[j - 1][token] for j in places for token in named], len(named))
 
 
-def check(rows: list[tuple], wants: list[tuple], config: SchedulerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.engine.capture.prompt_logprobs.LOGITS_BYTES", 2 * 4 * VOCAB)
-    sim = Scoring(rows, wants, config)
-    sim.run()
+@settings(max_examples=70, deadline=None)
+@given(EITHER, wants)
+def test_every_request_gets_its_prompt_logprobs(job: tuple[list[tuple], SchedulerConfig], wants: list) -> None:
+    """In pools of many pages, and for little more than one request."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("batchgen.engine.capture.prompt_logprobs.LOGITS_BYTES", 2 * 4 * VOCAB)
+        sim = Scoring(job[0], wants, job[1])
+        sim.run()
     assert not sim.read or max(sim.read.values()) == 1, "a position was scored twice"
     assert sim.scorer.buffers.nbytes == 0
-
-
-@settings(max_examples=30, deadline=None)
-@given(rows, wants, configs(num_pages=1000))
-def test_every_request_gets_its_prompt_logprobs(rows: list[tuple], wants: list, config: SchedulerConfig) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        check(rows, wants, config, patch)
-
-
-@settings(max_examples=40, deadline=None)
-@given(tight_jobs(), wants)
-def test_in_pools_for_little_more_than_one_request(job: tuple[list[tuple], SchedulerConfig], wants: list) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        check(job[0], wants, job[1], patch)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from batchgen import Engine
-from batchgen.request.completion import Completion
 from tests.engine.media.test_media_models import FIELDS, SMALL, TALL, WORDS, greedy
 from tests.engine.reference import assert_all_same
 from tests.models.media_steps import Item, Loaded, Parts, library_inputs, library_logits, load, media_row
@@ -40,11 +39,6 @@ def rows_of(loaded: Loaded, cases: list[Parts] = CASES, **fields: Any) -> list[d
     return [media_row(loaded.processor, parts, **{**FIELDS, **fields}) for parts in cases]
 
 
-def prompt_of(done: Completion) -> list[int]:
-    assert done.prompt_ids is not None
-    return list(done.prompt_ids)
-
-
 @pytest.mark.parametrize("options", [{"max_tokens_per_step": 4, "max_num_seqs": 2}, {"deterministic": True}], ids=str)
 def test_prompts_equal_the_library(paligemma: tuple[Path, Any, Loaded], options: dict[str, Any]) -> None:
     folder, model, loaded = paligemma
@@ -52,7 +46,7 @@ def test_prompts_equal_the_library(paligemma: tuple[Path, Any, Loaded], options:
     for done, parts in zip(found, CASES, strict=True):
         assert done.error is None, done.error
         inputs = library_inputs(loaded, parts)
-        assert prompt_of(done) == inputs["input_ids"][0].tolist()
+        assert list(done.prompt_ids) == inputs["input_ids"][0].tolist()
         ids, logprobs, settled = greedy(model, inputs)
         assert list(done.output_ids or ())[:settled] == ids[:settled]
         np.testing.assert_allclose((done.output_logprobs or [])[:settled], logprobs[:settled], atol=1e-4, rtol=0)
@@ -69,7 +63,6 @@ def test_equal_prompts_share_all_and_others_nothing(paligemma: tuple[Path, Any, 
     assert sorted(cached[1]) == [0, found[2].prompt_tokens]
     assert max(*cached[3], *cached[4]) > 0
     assert min(*cached[3], *cached[4]) >= 0
-    assert engine.last_run is not None
     assert engine.last_run.loop.counts()["media_encoded"] == 1
 
 
@@ -81,7 +74,6 @@ def test_preempted_prompts_are_computed_whole_again(paligemma: tuple[Path, Any, 
     engine = engine_of(folder, kv_memory="1MiB")
     engine.admission = "free"
     found = list(engine.generate(many, ordered=True))
-    assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
     assert_all_same(found, wanted)
 
@@ -94,7 +86,6 @@ def test_texts_that_are_scored_are_causal(paligemma: tuple[Path, Any, Loaded]) -
     for done in engine_of(folder).generate(rows, ordered=True):
         assert done.error is None, done.error
         inputs = library_inputs(loaded, CASES[done.row_index])
-        assert done.scores is not None
         for text, score in zip(texts, done.scores, strict=True):
             ids = loaded.library.tokenizer(text, add_special_tokens=False)["input_ids"]
             logits = library_logits(model, inputs, ids).log_softmax(-1)[-len(ids) - 1 : -1]
@@ -111,4 +102,4 @@ def test_ids_with_placeholders_become_what_the_text_becomes(paligemma: tuple[Pat
     whole = library_inputs(loaded, CASES[0])["input_ids"][0].tolist()
     for done in engine_of(folder).generate([*rows, {"input_ids": whole, **as_text}], ordered=True):
         assert done.error is None, done.error
-        assert prompt_of(done) == whole
+        assert list(done.prompt_ids) == whole

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from batchgen.engine.engine import Engine
 from batchgen.engine.memory.dummy_run import (
     PAGES,
-    CudaMeter,
     DummyRun,
+    cuda_peak,
     dummy_run,
     estimated_bytes,
     measure_largest_step,
@@ -49,14 +49,12 @@ KINDS = {
 }
 
 
-class LiveMeter:
+def live_peak(body: Callable[[], None]) -> int:
     """Peak bytes of CPU tensors, including kernel workspaces, from the memory events of PyTorch's profiler."""
-
-    def peak(self, body: Callable[[], None]) -> int:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
-            body()
-        events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
-        return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
+        body()
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +84,11 @@ def test_no_step_takes_more_than_the_largest(engine: Engine, kind: str) -> None:
     engine.grammars.prepare(p.constraint for p in KINDS[kind] if p.constraint is not None)
     limits = ROWS, TOKENS
     run = engine.dummy_runner(engine.resources(workload, limits), limits)
-    measured, tokens = measure_largest_step(run, workload, spec, PAGE, limits, LiveMeter())
+    measured, tokens = measure_largest_step(run, workload, spec, PAGE, limits, live_peak)
     assert tokens == TOKENS
     running = engine.start(rows)
     done: list[list[Completion]] = []
-    needed = LiveMeter().peak(lambda: done.extend(running.loop.run()))
+    needed = live_peak(lambda: done.extend(running.loop.run()))
     assert len(done) == 16
     assert all(sample.error is None for group in done for sample in group)
     assert 0 < needed <= measured
@@ -175,10 +173,9 @@ class Narrow:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-class Calling:
-    def peak(self, body: Callable[[], None]) -> int:
-        body()
-        return 77
+def calling(body: Callable[[], None]) -> int:
+    body()
+    return 77
 
 
 def long_prompts() -> JobWorkload:
@@ -190,20 +187,20 @@ def long_prompts() -> JobWorkload:
 
 def test_a_step_that_does_not_fit_is_halved() -> None:
     steps = Narrow(1500)
-    assert measure_largest_step(steps, long_prompts(), SPEC, PAGE, (16, 4096), Calling()) == (77, 1024)
+    assert measure_largest_step(steps, long_prompts(), SPEC, PAGE, (16, 4096), calling) == (77, 1024)
     assert steps.tried == [4096, 2048, 1024]
 
 
 def test_too_little_memory_for_a_step_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match=r"a step of 16 tokens and 16 sequences .* lower --max-num-seqs"):
-        measure_largest_step(Narrow(10), long_prompts(), SPEC, PAGE, (16, 128), Calling())
+        measure_largest_step(Narrow(10), long_prompts(), SPEC, PAGE, (16, 128), calling)
 
 
 def test_an_empty_job_needs_no_memory() -> None:
-    assert measure_largest_step(Narrow(0), plan_workload(RequestTable()), SPEC, PAGE, (16, 128), Calling()) == (0, 128)
+    assert measure_largest_step(Narrow(0), plan_workload(RequestTable()), SPEC, PAGE, (16, 128), calling) == (0, 128)
 
 
-def test_cuda_meter_reads_the_allocator_s_reserved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_a_gpu_is_that_of_the_allocator_s_reserved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     held = {"now": 300, "most": 300}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
@@ -216,5 +213,5 @@ def test_cuda_meter_reads_the_allocator_s_reserved_bytes(monkeypatch: pytest.Mon
         assert calls == ["synchronize"]
         held.update(now=700, most=900)
 
-    assert CudaMeter(torch.device("cuda")).peak(body) == 800
+    assert cuda_peak(torch.device("cuda"), body) == 800
     assert calls == ["synchronize"] * 2

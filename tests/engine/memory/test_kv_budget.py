@@ -36,30 +36,22 @@ from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.window_pages import WindowGroup
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import RequestTable
+from tests.cases import each
 from tests.engine.reference import shared_prefix_prompts
 
 _DEMO = str(Path(batchgen.__file__).parent / "demo" / "model")
 _ROWS = [f"Sort: {i} 3 {7 * i % 11} 1" for i in range(9)] + ["Reverse: a b c d e f g h i j k l m n o p", "Sort: 9"]
 
 LAYER = LayerKV(2, 8, 8)
-SPEC = ModelSpec(
-    name="tiny",
-    implementation="native",
-    vocab_size=64,
-    hidden_size=16,
-    num_layers=1,
-    context_length=512,
-    kv_layers=(LAYER,),
-    dtype=torch.float32,
-    device=torch.device("cpu"),
-    parameters=1,
-)
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_layers": 1, "context_length": 512, "parameters": 1}
+KINDS: dict[str, Any] = {"kv_layers": (LAYER,), "dtype": torch.float32, "device": torch.device("cpu")}
+SPEC = ModelSpec(name="tiny", implementation="native", **SIZES, **KINDS)
 
 
-@pytest.mark.parametrize(
-    ("given", "limits"),
-    [({}, (256, 1024)), ({"max_num_seqs": 2000}, (2000, 2000)), ({"max_tokens_per_step": 100}, (100, 100))],
-)
+STEP_LIMITS = [({}, (256, 1024)), ({"max_num_seqs": 2000}, (2000, 2000)), ({"max_tokens_per_step": 100}, (100, 100))]
+
+
+@each("given, limits", STEP_LIMITS)
 def test_limits_of_a_step_on_a_cpu(given: dict[str, int], limits: tuple[int, int]) -> None:
     assert step_limits(EngineConfig(model="m", **given), torch.device("cpu")) == limits
 

@@ -34,16 +34,8 @@ def _spelled(text: str) -> str:
 
 def save_grammar_model(folder: Path, context: int = 512) -> Path:
     """Write the checkpoint to `folder`."""
-    save_tiny(
-        "llama",
-        folder,
-        vocab_size=VOCAB + PADDING,
-        num_hidden_layers=1,
-        max_position_embeddings=context,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=EOS,
-    )
+    sizes = {"vocab_size": VOCAB + PADDING, "num_hidden_layers": 1, "max_position_embeddings": context}
+    save_tiny("llama", folder, **sizes, initializer_range=0.2, bos_token_id=0, eos_token_id=EOS)
     save_grammar_tokenizer(folder)
     return folder
 

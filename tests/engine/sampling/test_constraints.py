@@ -307,12 +307,8 @@ def test_rows_of_the_second_compiler_end_as_others(engine: Engine) -> None:
     longer = only(engine, json_schema=multiple, logit_bias=eos, min_new_tokens=6)
     assert (longer.min_new_tokens_unmet, longer.stop_kind, longer.constraint_ok) == (False, "eos", True)
     whole = only(engine, json_schema={**multiple, "minimum": 3, "maximum": 7}, min_new_tokens=6)
-    assert (whole.text, whole.stop_kind, whole.min_new_tokens_unmet, whole.constraint_ok) == (
-        "5",
-        "grammar",
-        True,
-        True,
-    )
+    assert (whole.text, whole.stop_kind) == ("5", "grammar")
+    assert whole.min_new_tokens_unmet is whole.constraint_ok is True
     cut = only(engine, json_schema=PAIR, max_new_tokens=2)
     assert (cut.finish_reason, cut.constraint_ok) == ("length", False)
     letter = engine.tokenizer.encode_plain(["a"])[0][0]
@@ -363,7 +359,6 @@ def test_a_failing_matcher_only_ends_its_row(
 
     monkeypatch.setattr(GrammarState, "__init__", init)
     found = run(engine, rows)
-    assert found[0].error is not None
     assert (found[0].error.code, found[0].error.param) == ("grammar_error", "regex")
     assert named(found[1:]) == {key: value for key, value in before.items() if key[0] != "broken"}
 
@@ -388,11 +383,8 @@ def test_logprobs_of_constrained_rows(folder: Path, engine: Engine, mode: str) -
 
 
 def test_a_row_s_constraint_overrides_the_run_s(engine: Engine) -> None:
-    rows: list[Any] = [
-        "plain",
-        {"text": "own", "choice": ["own"]},
-        {"text": "none", "response_format": {"type": "text"}},
-    ]
+    free_row = {"text": "none", "response_format": {"type": "text"}}
+    rows: list[Any] = ["plain", {"text": "own", "choice": ["own"]}, free_row]
     params = SamplingParams(regex="[ab]{3}", max_new_tokens=9, temperature=0.0)
     plain, own, free = engine.generate(rows, params, ordered=True)
     assert re.fullmatch("[ab]{3}", plain.text or "")
@@ -416,7 +408,7 @@ def test_a_grammar_that_takes_too_long_ends_its_row(engine: Engine, monkeypatch:
 def test_masks_filled_one_by_one_are_the_same(
     engine: Engine, closing: dict[str, float], alone: dict[tuple[Any, ...], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchgen.engine.sampling.constraints._SLOW_FILL_SECONDS", 0.0)
+    monkeypatch.setattr("batchgen.engine.step.sampler._SLOW_FILL_SECONDS", 0.0)
     assert named(run(engine, rows_of(closing))) == alone
 
 

@@ -26,8 +26,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    return save_with_words("llama", folder)
+    return save_with_words("llama", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +98,7 @@ def test_a_processor_runs_between_bias_and_masks(folder: Path, prompts: list[lis
     oracle = Oracle(folder)
     changed = 0
     for row, done in zip(rows, generate(engine_of(folder, implementation), rows), strict=True):
-        params = SamplingParams(
-            **GREEDY,
-            **({**logits_state, "logit_bias": {9: 2.0}} if "logit_bias" in row else {}),  # type: ignore[arg-type]
-        )
+        params = SamplingParams(**GREEDY, **({**logits_state, "logit_bias": {9: 2.0}} if "logit_bias" in row else {}))
         by = row.get("custom_params", {}).get("by", 3.0)
         processor = (lambda v, p, o, by=by: push_one(v, p, o, by)) if "custom_logit_processor" in row else None
         output = list(done.output_ids or [])
@@ -168,9 +164,7 @@ def test_a_processor_is_called_once_per_step_for_its_rows(folder: Path, prompts:
     done = generate(engine, rows)
     assert [c.output_ids for c in done] == [c.output_ids for c in plain]
     assert len(calls) <= engine.last_run.loop.state.steps
-    assert sorted(pair for call in calls for pair in call) == [
-        (i, step) for i in (1, 4, 5) for step in range(NEW_TOKENS)
-    ]
+    assert sorted(pair for call in calls for pair in call) == [(i, n) for i in (1, 4, 5) for n in range(NEW_TOKENS)]
     assert max(len(call) for call in calls) == 3
 
 

@@ -21,13 +21,7 @@ from batchgen.kernels.noise import row_keys
 from batchgen.request.completion import Completion
 from batchgen.request.fields.params import SamplingParams
 from tests.engine.pipeline import Oracle
-from tests.engine.reference import (
-    EXACT,
-    assert_same,
-    eager_model,
-    save_with_words,
-    shared_prefix_prompts,
-)
+from tests.engine.reference import EXACT, assert_same, eager_model, save_with_words, shared_prefix_prompts
 from tests.kernels.references import sample_reference
 from tests.models.tiny import VOCAB
 
@@ -40,8 +34,7 @@ PATHS = ["native", "transformers"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    return save_with_words("llama", folder, initializer_range=0.12)
+    return save_with_words("llama", tmp_path_factory.mktemp("model"), initializer_range=0.12)
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +134,10 @@ def generations(folder: Path, prompts: list[list[int]]) -> list[tuple[dict[str, 
 )  # fmt: skip
 @pytest.mark.parametrize("implementation", PATHS)
 def test_greedy_generations_equal_transformers(
-    folder: Path,
-    prompts: list[list[int]],
-    generations: list[tuple[dict[str, Any], list[list[int]]]],
-    implementation: str,
+    folder: Path, prompts: list[list[int]], generations: list[tuple[dict[str, Any], Any]], implementation: str
 ) -> None:
-    rows = [
-        {"input_ids": prompt, "temperature": 0, "max_new_tokens": NEW_TOKENS, **ours}
-        for ours, _ in generations
-        for prompt in prompts
-    ]
+    greedy = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
+    rows = [{"input_ids": prompt, **greedy, **ours} for ours, _ in generations for prompt in prompts]
     engine = engine_of(folder, implementation, repetition_penalty_scope="prompt+output")
     done = by_row(engine, rows)
     changed = 0
@@ -209,11 +196,8 @@ def mixed_rows(prompts: list[list[int]], count: int, seed: int) -> list[dict[str
     rows = []
     for i in range(count):
         fields = drawn_fields(rng, i)
-        fields |= {
-            "return_logprob": True,
-            "top_logprobs_num": i % 5,
-            "token_ids_logprob": rng.sample(range(VOCAB), i % 4),
-        }
+        ids = rng.sample(range(VOCAB), i % 4)
+        fields |= {"return_logprob": True, "top_logprobs_num": i % 5, "token_ids_logprob": ids}
         rows.append({"id": str(i), "input_ids": prompts[i % len(prompts)], **fields})
     return rows
 
@@ -229,18 +213,12 @@ def params_of(row: dict[str, Any]) -> SamplingParams:
     "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids",
     "min_new_tokens", "return_logprob", "top_logprobs_num", "token_ids_logprob", "seed",
 )  # fmt: skip
-@pytest.mark.parametrize(
-    ("implementation", "mode", "scope"),
-    [
-        ("native", "raw", "output"),
-        ("native", "processed", "prompt+output"),
-        ("transformers", "raw", "prompt+output"),
-        ("transformers", "processed", "output"),
-    ],
-)
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("mode", ["raw", "processed"])
 def test_every_position_follows_the_pipeline(
-    folder: Path, prompts: list[list[int]], implementation: str, mode: str, scope: str
+    folder: Path, prompts: list[list[int]], implementation: str, mode: str
 ) -> None:
+    scope = "output" if (implementation == "native") == (mode == "raw") else "prompt+output"
     rows = mixed_rows(prompts, 40, seed=3)
     engine = engine_of(folder, implementation, repetition_penalty_scope=scope, logprobs_mode=mode)
     oracle = Oracle(folder)
@@ -310,13 +288,8 @@ def rows_of(prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
 def test_rows_are_the_same_alone_shuffled_and_preempted(
     folder: Path, prompts: list[list[int]], implementation: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(
-        folder,
-        implementation,
-        logprobs_mode=mode,
-        repetition_penalty_scope="prompt+output",
-        logit_processor={"push": push},
-    )
+    options: dict[str, Any] = {"repetition_penalty_scope": "prompt+output", "logit_processor": {"push": push}}
+    engine = engine_of(folder, implementation, logprobs_mode=mode, **options)
     rows = rows_of(prompts, 24)
     together = {(c.id, c.sample_index): c for c in engine.generate(rows)}
     Random(1).shuffle(rows)

@@ -118,12 +118,8 @@ def test_columns_equal_lists(tokenizer: Tokenizer, seed: int) -> None:
 def _without_last(expected: Expected, params: SamplingParams) -> Expected:
     top = len(expected.top_logprobs) - params.top_logprobs_num
     ids_logprobs = len(expected.ids_logprobs) - len(params.token_ids_logprob)
-    return Expected(
-        expected.logprobs[:-1],
-        expected.top_ids[:top],
-        expected.top_logprobs[:top],
-        expected.ids_logprobs[:ids_logprobs],
-    )
+    tops = expected.top_ids[:top], expected.top_logprobs[:top]
+    return Expected(expected.logprobs[:-1], *tops, expected.ids_logprobs[:ids_logprobs])
 
 
 def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:

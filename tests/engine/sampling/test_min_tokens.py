@@ -72,11 +72,7 @@ def test_stop_ids_are_masked_until_the_minimum(lag: int, seed: int) -> None:
 
 
 def test_rows_join_at_any_length() -> None:
-    rows = [
-        Row(5, (1, 2), num_sampled=4, on_host=4),
-        Row(5, (3,), num_sampled=5, on_host=4),
-        Row(2, (4,), num_sampled=7, on_host=7),
-    ]
+    rows = [Row(5, (1, 2), 4, 4), Row(5, (3,), 5, 4), Row(2, (4,), 7, 7)]  # (minimum, ids, sampled, on the host)
     mask = mask_of(rows)
     logits = torch.zeros(3, VOCAB)
     masked = mask.apply(logits, torch.tensor([row.num_sampled for row in rows]))

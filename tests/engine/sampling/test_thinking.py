@@ -65,12 +65,8 @@ def draw(parser: ReasoningParser, grammars: Grammars, seed: int, **fields: Any) 
 @pytest.mark.field("thinking_budget", "constrain_reasoning")
 def test_whatever_is_drawn_keeps_the_budget_and_the_constraint(model: ReasoningParser) -> None:
     grammars = Grammars(model.tokenizer, model.tokenizer.vocab_size)
-    fields: list[dict[str, Any]] = [
-        {},
-        {"regex": "[0-9]{2,4}"},
-        {"choice": ["<", "<b", "Here I am"]},
-        {"regex": "[^x]{0,9}y"},
-    ]
+    fields: list[dict[str, Any]] = [{}, {"regex": "[0-9]{2,4}"}, {"choice": ["<", "<b", "Here I am"]}]
+    fields += [{"regex": "[^x]{0,9}y"}]
     grammars.prepare(constraint for each in fields if (constraint := SamplingParams(**each).constraint) is not None)
     cut = finished = 0
     for seed in range(60):
@@ -147,7 +143,6 @@ def test_the_grammar_receives_an_answers_characters_in_a_marker_once(tmp_path: P
     tokenizer = Tokenizer.load(tmp_path)
     parser, params = reasoning_of(tokenizer, "auto"), SamplingParams(separate_reasoning=True, regex="123")
     grammars = Grammars(tokenizer, tokenizer.vocab_size)
-    assert parser is not None
     assert params.constraint is not None
     grammars.prepare([params.constraint])
     state = parser.start([])
