@@ -31,13 +31,7 @@ from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
 from batchgen.kernels.decoder import DecoderWeights, FusedDecoder
 from batchgen.kernels.flash.attention import flash_factory
 from batchgen.kernels.flash.check import check_library, flash_refusal
-from batchgen.kernels.flash.library import (
-    FlashLibrary,
-    FlashUnavailable,
-    find_flash,
-    first_line,
-    versions_for,
-)
+from batchgen.kernels.flash.library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
 from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds, tune_chip
 from batchgen.kernels.ops import TORCH_OPS, Ops

@@ -213,12 +213,7 @@ class CompiledAttention(PooledAttention):
         return out.to(dtype)
 
     def stack(
-        self,
-        query: Tensor,
-        out: Tensor,
-        args: AttentionArgs,
-        windows: Sequence[int | None],
-        wanted: Ints | None = None,
+        self, query: Tensor, out: Tensor, args: AttentionArgs, windows: Sequence[int | None], wanted: Ints | None = None
     ) -> StackArguments:
         """Arguments of `attention_items_part` and `attention_merge_part` for all layers of a step.
 

@@ -118,13 +118,7 @@ class MatmulCall(ctypes.Structure):
 class _Packing(ctypes.Structure):
     """`Packing` of `src/pack.cpp`, `BfpPacking` of `src/bfp.cpp`."""
 
-    _fields_ = (
-        ("weight", c_void_p),
-        ("packed", c_void_p),
-        ("inner", c_int64),
-        ("outer", c_int64),
-        ("stride", c_int64),
-    )
+    _fields_ = (("weight", c_void_p), ("packed", c_void_p), ("inner", c_int64), ("outer", c_int64), ("stride", c_int64))
 
 
 @dataclass(frozen=True, slots=True)

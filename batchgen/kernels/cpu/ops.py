@@ -71,14 +71,7 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor
     out = torch.empty_like(x)
     width, numbers = x.shape[-1], x.numel()
     call = Norm(
-        x.data_ptr(),
-        address(delta),
-        weight.data_ptr(),
-        out.data_ptr(),
-        numbers // width,
-        width,
-        DTYPES[x.dtype],
-        eps,
+        x.data_ptr(), address(delta), weight.data_ptr(), out.data_ptr(), numbers // width, width, DTYPES[x.dtype], eps
     )
     library().bg_norm(byref(call), _threads(numbers))
     return out

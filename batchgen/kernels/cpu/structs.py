@@ -24,12 +24,7 @@ class Norm(Structure):
 class FillSampledIds(Structure):
     """`FillSampledIds` of elementwise.h: token ids that the previous step sampled."""
 
-    _fields_ = (
-        ("ids", c_void_p),
-        ("source", c_void_p),
-        ("sampled", c_void_p),
-        ("tokens", c_int64),
-    )
+    _fields_ = (("ids", c_void_p), ("source", c_void_p), ("sampled", c_void_p), ("tokens", c_int64))
 
 
 class Gated(Structure):
@@ -84,13 +79,7 @@ class PageCopies(Structure):
 class Logits(Structure):
     """`Logits` of sampling.h: rows of logits."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("rows", c_int64),
-        ("vocab", c_int64),
-        ("stride", c_int64),
-        ("dtype", c_int64),
-    )
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("vocab", c_int64), ("stride", c_int64), ("dtype", c_int64))
 
 
 class RowScan(Structure):

@@ -118,13 +118,7 @@ class FlashAttention(PooledAttention):
         return out.to(query.dtype)
 
     def _attend_part(
-        self,
-        number: int,
-        query: Tensor,
-        out: Tensor,
-        cache: tuple[Tensor, Tensor],
-        runs: Runs,
-        args: AttentionArgs,
+        self, number: int, query: Tensor, out: Tensor, cache: tuple[Tensor, Tensor], runs: Runs, args: AttentionArgs
     ) -> Tensor:
         """Call the library once; it writes to `out`. Returns lse [t, N] float32."""
         keys, values = cache

@@ -262,11 +262,7 @@ def _sample(
 
 
 def sample(
-    logits: Tensor,
-    columns: SamplingColumns,
-    sample_rows: Tensor | None = None,
-    *,
-    tile: SamplingTile = DEFAULT_TILE,
+    logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None, *, tile: SamplingTile = DEFAULT_TILE
 ) -> SampleResult:
     """Sample one token per row.
 

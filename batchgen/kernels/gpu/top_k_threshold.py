@@ -243,15 +243,7 @@ def collect(
 
 @triton.jit
 def boundary_of_rank(
-    p_row,
-    stride,
-    vocab,
-    k,
-    b_largest,
-    p_ids,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    STAGES: tl.constexpr = 4,
+    p_row, stride, vocab, k, b_largest, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, STAGES: tl.constexpr = 4
 ):
     """Boundary of the first k tokens of a row.
 

@@ -242,11 +242,7 @@ class HookedModel:
                 self.experts.step_context(inputs.ops),
             ):
                 return self._decoder(
-                    **self._tokens(inputs),
-                    position_ids=_position_ids(inputs),
-                    use_cache=False,
-                    **options,
-                    **keyword,
+                    **self._tokens(inputs), position_ids=_position_ids(inputs), use_cache=False, **options, **keyword
                 )
         finally:
             if self._slot is not None:

@@ -253,11 +253,7 @@ def _numel(fused: FusedTensor) -> int:
 
 
 def load_native(
-    spec: ModelSpec,
-    config: NativeConfig,
-    layout: NativeLayout,
-    folder: ModelFolder,
-    adapters: Sequence[Adapter] = (),
+    spec: ModelSpec, config: NativeConfig, layout: NativeLayout, folder: ModelFolder, adapters: Sequence[Adapter] = ()
 ) -> NativeModel:
     """Read the weights directly into the fused tensors on the device.
 
