@@ -44,7 +44,6 @@ class PrefixPass(Protocol):
         Returns:
             [R, N, Dv] float32 and the log-sum-exp [R, N] float32; 0 and -inf for rows that see no shared page.
         """
-        ...
 
 
 PrefixFactory = Callable[[KVPool, AttentionBatch], PrefixPass]
@@ -65,7 +64,6 @@ class MergeParts(Protocol):
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `merge.merge_parts`."""
-        ...
 
 
 def flash_factory(

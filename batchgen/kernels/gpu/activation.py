@@ -84,14 +84,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     assert gate_up.stride(1) == 1
     out = torch.empty(tokens, both // 2, dtype=gate_up.dtype, device=gate_up.device)
     launch(
-        _gated,
-        (tokens, triton.cdiv(both // 2, _BLOCK)),
-        gate_up,
-        out,
-        gate_up.stride(0),
-        INNER=both // 2,
-        KIND=KINDS[activation].value,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+        _gated, (tokens, triton.cdiv(both // 2, _BLOCK)), gate_up, out, gate_up.stride(0),
+        INNER=both // 2, KIND=KINDS[activation].value, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
     return out

@@ -18,16 +18,9 @@ _TILE: Final = 512
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rope_tables(
-    p_inv_freq,
-    p_positions,
-    p_cos,
-    p_sin,
-    tokens,
-    scale,
-    HALF: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    p_inv_freq, p_positions, p_cos, p_sin, tokens, scale,
+    HALF: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     """Per token cos = (c, c) and sin = (-s, s), with c, s = scale * cos, sin(position * inv_freq).
 
     inv_freq [HALF] float32, positions [T] int64, tables [T, 2 HALF]. Grid: one program per BLOCK_TOKENS tokens. Angles
@@ -69,17 +62,7 @@ def rope_tables(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.
     block_half = power_of_2(half)
     block_tokens = max(1, _TILE // block_half)
     launch(
-        _rope_tables,
-        (triton.cdiv(tokens, block_tokens),),
-        inv_freq,
-        positions,
-        cos,
-        sin,
-        tokens,
-        scale,
-        HALF=half,
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_HALF=block_half,
-        num_warps=4,
-    )
+        _rope_tables, (triton.cdiv(tokens, block_tokens),), inv_freq, positions, cos, sin, tokens, scale,
+        HALF=half, BLOCK_TOKENS=block_tokens, BLOCK_HALF=block_half, num_warps=4,
+    )  # fmt: skip
     return cos, sin
