@@ -66,22 +66,10 @@ class _LayerList:
         assert all(array is None or array.flags.c_contiguous for array in arrays)
         self.struct = _List(
             *(None if array is None else array.ctypes.data for array in arrays),
-            address(self._part_out),
-            address(self._part_lse),
-            len(work.items),
-            len(work.shares) - 1,
-            work.num_merges,
-            heads,
-            keys.shape[2],
-            keys.shape[3],
-            values.shape[3],
-            keys.shape[1],
-            values.stride(1),
-            shape.window or 0,
-            DTYPES[keys.dtype],
-            shape.block or 0,
-            dots,
-        )
+            address(self._part_out), address(self._part_lse), len(work.items), len(work.shares) - 1, work.num_merges,
+            heads, keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1], values.stride(1), shape.window or 0,
+            DTYPES[keys.dtype], shape.block or 0, dots,
+        )  # fmt: skip
 
 
 class StackArguments:

@@ -15,12 +15,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from batchgen.kernels.activation import KINDS
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.command_buffer import DECODE, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import LoraWorkspace, StackCall, stack_call
 from batchgen.kernels.cpu.matmul import METHODS, MatmulCall
-from batchgen.kernels.cpu.ops import ACTIVATION_CODES
 from batchgen.kernels.cpu.structs import fields
 from batchgen.kernels.decoder import DecoderLayer, DecoderWeights
 from batchgen.kernels.layouts import Compiled
@@ -96,20 +96,10 @@ class CompiledDecoder:
         self._stacks = stacks  # kept alive, as the layers point to them
         self._lora = LoraWorkspace(max((stack.width for layer in stacks for stack in layer.values()), default=0))
         self._decoder = _Decoder(
-            addressof(self._layers),
-            embedding.data.data_ptr(),
-            weights.norm.data_ptr(),
-            len(layers),
-            hidden,
-            inner,
-            weights.heads,
-            weights.kv_heads,
-            weights.dim,
-            ACTIVATION_CODES[weights.activation],
-            DTYPES[embedding.dtype],
-            embedding.packed,
-            weights.eps,
-        )
+            addressof(self._layers), embedding.data.data_ptr(), weights.norm.data_ptr(), len(layers), hidden, inner,
+            weights.heads, weights.kv_heads, weights.dim, KINDS[weights.activation], DTYPES[embedding.dtype],
+            embedding.packed, weights.eps,
+        )  # fmt: skip
         self._rope = _RopeRows(weights.inv_freq, weights.rope_scale, embedding.dtype)
         self._workspace = _Workspace(widths, weights.heads, weights.dim, embedding.dtype)
         self._no_capture = self._capture_addresses({})

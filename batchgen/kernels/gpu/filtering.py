@@ -79,19 +79,9 @@ def filtered_scores(
     drawn: Tensor,
     tile: SamplingTile = DEFAULT_TILE,
 ) -> Tensor:
-    """Scores of rows, as `kernels.filtering.filtered_scores`, without a sort or a read on the host.
+    """See `kernels.filtering.filtered_scores`; logits may be float16 or bfloat16 too.
 
-    Args:
-        logits: [r, V] float32, float16 or bfloat16, after penalties and masks; not modified.
-        temperature: [r] float32; below 1e-5 the row is greedy.
-        top_k: [r] int64; 0 or less keeps all.
-        top_p: [r] float32 in (0, 1].
-        min_p: [r] float32 in [0, 1].
-        drawn: [r] int64, a token that the row drew; it always survives, even if rounding at the edge differs.
-        tile: sizes of the passes; does not change the result.
-
-    Returns:
-        [r, V] float32.
+    `tile`: sizes of the passes; does not change the result.
     """
     rows, vocab = logits.shape
     scores = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)

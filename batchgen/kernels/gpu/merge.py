@@ -60,8 +60,8 @@ def _merge_lists_kernel(
         M x blocks of BLOCK_H heads, blocks fastest.
     Numerics:
         an online sum in base 2 in float32.
+    Bytes:
         4 (D + 1) per part and head, read once; the results written once.
-        4 (D + 1) per part and head, read once; the results once.
     """
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     i_program = tl.program_id(0)

@@ -43,17 +43,7 @@ def _rope_tables(
 
 
 def rope_tables(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of a step's positions, shared by all layers.
-
-    Args:
-        inv_freq: [D/2] float32.
-        scale: factor on cos and sin.
-        positions: [T] int64.
-        dtype: the model's; angles are float32.
-
-    Returns:
-        cos [T, 1, D] = (cos, cos) and sin [T, 1, D] = (-sin, sin).
-    """
+    """See `kernels.rope.rope_tables`."""
     assert inv_freq.dtype == torch.float32
     assert inv_freq.is_contiguous()
     assert positions.is_contiguous()

@@ -227,14 +227,9 @@ def _sample(
 def sample(
     logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None, *, tile: SamplingTile = DEFAULT_TILE
 ) -> SampleResult:
-    """Sample one token per row.
+    """See `kernels.sampling.sample`; rows that are `bad` in the result yield some id in range.
 
-    Args:
-        logits: [U, V] float32, float16 or bfloat16, after penalties and masks; not modified. -inf is never sampled.
-            Rows that are `bad` in the result yield some id in range.
-        columns: the parameters of R rows, with keys unless all are greedy. Their grouping of rows is not used.
-        sample_rows: as in `sampling.sample`.
-        tile: sizes of the passes; does not change the result.
+    `columns`: its grouping of rows is not used. `tile`: sizes of the passes; does not change the result.
     """
     assert columns.keys is not None or columns.all_greedy, "draws need keys"
     if sample_rows is not None:
