@@ -111,8 +111,8 @@ def _described(entry: Any, source: str) -> QuantFormat | None:
     if not isinstance(entry, dict):
         return QuantFormat(str(entry)[:80], {}, source)
     named = entry.get("quant_method")
-    told = next((method for keys, method in _TELLING_KEYS if any(key in entry for key in keys)), "unnamed")
-    method = str(named)[:80].lower() if named else told
+    unnamed = next((method for keys, method in _TELLING_KEYS if any(key in entry for key in keys)), "unnamed")
+    method = str(named)[:80].lower() if named else unnamed
     return None if method in _FULL or _is_full(entry) else QuantFormat(method, entry, source)
 
 
