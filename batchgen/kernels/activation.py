@@ -18,17 +18,13 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return torch.sigmoid(1.702 * x).mul_(x)
 
 
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "relu": F.relu,
-}
-"""Activation functions by the name of `hidden_act` in a model's configuration."""
+KINDS: Final = {
+    "silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "gelu_fast": 2, "quick_gelu": 3, "relu": 4,
+}  # fmt: skip
+"""`hidden_act` of a model's configuration -> number of its function: `Activation` of elementwise.h."""
+_FUNCTIONS: Final[tuple[Callable[[Tensor], Tensor], ...]] = (F.silu, F.gelu, _gelu_tanh, _quick_gelu, F.relu)
+ACTIVATIONS: Final = {name: _FUNCTIONS[kind] for name, kind in KINDS.items()}
+"""Activation functions by the name of `hidden_act`."""
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

@@ -31,13 +31,7 @@ from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
 from batchgen.kernels.decoder import DecoderWeights, FusedDecoder
 from batchgen.kernels.flash.attention import flash_factory
 from batchgen.kernels.flash.check import check_library, flash_refusal
-from batchgen.kernels.flash.library import (
-    FlashLibrary,
-    FlashUnavailable,
-    find_flash,
-    first_line,
-    versions_for,
-)
+from batchgen.kernels.flash.library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
 from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds, tune_chip
 from batchgen.kernels.ops import TORCH_OPS, Ops
@@ -150,7 +144,7 @@ def choose_backend(
     if needs.deterministic:
         return _deterministic(name, needs)
     if name == "auto" and needs.capability is None:
-        return _for_cpu(needs)
+        return _or_torch(_compiled, needs, TORCH) if needs.device.type == "cpu" else TORCH
     timer = timer or device_timer(needs.device)
     if name != "auto":
         named = _BACKENDS[name](needs)
@@ -172,14 +166,12 @@ def choose_backend(
     return replace(best, description=f"{best.description} ({'; '.join(missing)})") if missing else best
 
 
-def _for_cpu(needs: AttentionNeeds) -> Backend:
-    """The compiled backend where it can be built, else PyTorch with the reason."""
-    if needs.device.type != "cpu":
-        return TORCH
+def _or_torch(compiled: Callable[[AttentionNeeds], Backend], needs: AttentionNeeds, plain: Backend) -> Backend:
+    """The compiled backend where it can be built, else plain PyTorch with the reason."""
     try:
-        return _compiled(needs)
+        return compiled(needs)
     except BackendUnavailable as problem:
-        return replace(TORCH, description=f"{TORCH.description} (no compiled: {problem})")
+        return replace(plain, description=f"{plain.description} (no compiled: {problem})")
 
 
 def _compiled(needs: AttentionNeeds) -> Backend:
@@ -197,10 +189,8 @@ def _compiled(needs: AttentionNeeds) -> Backend:
     compiler = Path(find_compiler()[0]).name
     saving = None
     if needs.layers:
-        measure = partial(
-            measured_saving, needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers)
-        )
-        saving = GroupSaving(ROWS, measure)
+        sizes = (needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers))
+        saving = GroupSaving(ROWS, partial(measured_saving, *sizes))
     return Backend(
         "compiled",
         f"compiled by {compiler}",
@@ -220,12 +210,9 @@ def _deterministic(name: str, needs: AttentionNeeds) -> Backend:
         return _deterministic_triton(needs)
     if name == "torch" or (name == "auto" and not needs.native):
         return DETERMINISTIC
-    try:
+    if name == "compiled":
         return _deterministic_compiled(needs)
-    except BackendUnavailable as problem:
-        if name == "compiled":
-            raise
-        return replace(DETERMINISTIC, description=f"{DETERMINISTIC.description} (no compiled: {problem})")
+    return _or_torch(_deterministic_compiled, needs, DETERMINISTIC)
 
 
 def refuse_deterministic(name: str, on_gpu: bool) -> None:

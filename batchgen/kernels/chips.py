@@ -19,8 +19,7 @@ import torch
 ATTENTION_KINDS: Final = (
     "decode", "prefill", "fixed", "float32", "latent_decode", "latent_prefill", "latent_float32"
 )  # fmt: skip
-GROUPED_KINDS: Final = ("half", "float32")
-MATMUL_KINDS: Final = ("half", "float32")
+PRODUCT_KINDS: Final = ("half", "float32")
 LARGEST_TILE: Final = 65536
 
 
@@ -40,8 +39,8 @@ class AttentionTile:
     stages: int
 
     def __post_init__(self) -> None:
-        _check_power_of_2("queries", self.queries, 16)
-        _check_power_of_2("keys", self.keys, 16)
+        _check_power_of_2("queries", self.queries)
+        _check_power_of_2("keys", self.keys)
         _check_launch(self.warps, self.stages)
 
 
@@ -64,7 +63,7 @@ class _ProductTile:
 
     def __post_init__(self) -> None:
         for name in ("rows", "columns", "inner"):
-            _check_power_of_2(name, getattr(self, name), 16)
+            _check_power_of_2(name, getattr(self, name))
         _check_launch(self.warps, self.stages)
 
 
@@ -112,7 +111,7 @@ class ChipTuning:
 
     def __post_init__(self) -> None:
         for name in ("split_keys", "split_keys_large"):
-            _check_power_of_2(name, getattr(self, name), 16)
+            _check_power_of_2(name, getattr(self, name))
         for name in ("shared_bytes", "items_per_sm", "items_per_sm_large", "prefix_pass_tokens"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -147,15 +146,15 @@ class ChipTuning:
 
 _FAMILIES: Final = {
     "attention": (AttentionTile, ATTENTION_KINDS),
-    "grouped": (GroupedTile, GROUPED_KINDS),
-    "matmul": (MatmulTile, MATMUL_KINDS),
+    "grouped": (GroupedTile, PRODUCT_KINDS),
+    "matmul": (MatmulTile, PRODUCT_KINDS),
 }
 """Kernels with tiles -> class of these, and their kinds."""
 
 
-def _check_power_of_2(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least or value > LARGEST_TILE or value & (value - 1):
-        raise ValueError(f"{name} must be a power of 2 from {least} to {LARGEST_TILE}, got {value!r}")
+def _check_power_of_2(name: str, value: Any) -> None:
+    if type(value) is not int or not 16 <= value <= LARGEST_TILE or value & (value - 1):
+        raise ValueError(f"{name} must be a power of 2 from 16 to {LARGEST_TILE}, got {value!r}")
 
 
 def _check_launch(warps: Any, stages: Any) -> None:
@@ -202,7 +201,7 @@ def _tiles(where: str, tiles: Mapping[str, Mapping[str, Any]], cls: Any) -> dict
     for size, tile in tiles.items():
         entry = f"{where}.{size}"
         try:
-            _check_power_of_2("size", int(size) if size.isdecimal() else size, 16)
+            _check_power_of_2("size", int(size) if size.isdecimal() else size)
             rows = {"rows": int(size)} if cls is GroupedTile else {}
             _check_keys(entry, tile, set(cls.__dataclass_fields__) - rows.keys())
             made[int(size)] = cls(**rows, **tile)

@@ -86,14 +86,7 @@ def count_tokens(lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor,
     lists.used.index_put_((slots,), (used + (~listed & (slots > 0))).int())
 
 
-def penalise(
-    logits: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    lists: CountLists,
-    penalties: Penalties,
-    width: int,
-) -> None:
+def penalise(logits: Tensor, rows: Tensor, slots: Tensor, lists: CountLists, penalties: Penalties, width: int) -> None:
     """Apply the three penalties to the tokens in Q sequences' lists, in place.
 
     Args:

@@ -57,7 +57,6 @@ class FusedDecoder(Protocol):
 
     def takes(self, attention: Attention) -> bool:
         """Whether it can compute a step with this attention."""
-        ...
 
     def hidden(
         self,
@@ -84,4 +83,3 @@ class FusedDecoder(Protocol):
         Returns:
             [T, H], or [W, H], in the weights' dtype.
         """
-        ...

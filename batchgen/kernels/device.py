@@ -33,11 +33,9 @@ class Download(Protocol):
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
-        ...
 
     def wait(self) -> list[Array]:
         """The values in the order of the `download` call, once they have arrived; bfloat16 as its bits in uint16."""
-        ...
 
 
 class Graph(Protocol):
@@ -45,7 +43,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Queue the work again; it reads and writes the tensors of the capture."""
-        ...
 
 
 class Device(Protocol):
@@ -54,43 +51,35 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """The torch device of tensors."""
-        ...
 
     @property
     def asynchronous(self) -> bool:
         """Whether calls return before the device is done, so that planning the next step meanwhile pays off."""
-        ...
 
     @property
     def captures(self) -> bool:
         """Whether `capture` is supported."""
-        ...
 
     def upload(self, *arrays: Array) -> list[Tensor]:
         """Copy host arrays to contiguous tensors of the same dtypes and shapes, in one transfer.
 
         The caller may change the arrays as soon as the call returns.
         """
-        ...
 
     def upload_into(self, array: Array, target: Tensor) -> None:
         """Overwrite the beginning of a contiguous tensor [n] with `array` [m <= n] of its dtype, in stream order."""
-        ...
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """Copy tensors to the host. Later work must not write to them: clone what a graph will overwrite first."""
-        ...
 
     def capture(self, body: Callable[[], None]) -> Graph:
         """Capture what `body` launches, without running it; see `captures`.
 
         `body` must have run before (kernels compiled, libraries warm), and must not upload or download.
         """
-        ...
 
     def release_cache(self) -> None:
         """Return cached free memory to the device."""
-        ...
 
 
 class _HostDownload:

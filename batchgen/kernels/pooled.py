@@ -70,9 +70,8 @@ class PooledAttention(ABC):
 def store(cache: Tensor, new: Tensor, slots: Tensor) -> None:
     """Write keys or values `new` [T, K, x] to slots [T] int64 of `cache` [P, S, K, x], in its dtype."""
     pages, size, heads, dim = cache.shape
-    cache.view(pages * size, heads, dim).index_copy_(
-        0, slots, in_e4m3(new) if cache.dtype == E4M3 else new.to(cache.dtype)
-    )
+    made = in_e4m3(new) if cache.dtype == E4M3 else new.to(cache.dtype)
+    cache.view(pages * size, heads, dim).index_copy_(0, slots, made)
 
 
 _MOST_E4M3: Final = 448.0

@@ -199,7 +199,6 @@ class Attention(Protocol):
         Returns:
             [T, N, Dv] in the query's dtype; softmax and merges in float32.
         """
-        ...
 
 
 @runtime_checkable
@@ -213,11 +212,9 @@ class PagedAttention(Attention, Protocol):
             keys [P, S, K, D], values [P, S, K, Dv], slot_mapping [T] int64: token t goes to slot `slot_mapping[t]` of
             the first two dimensions taken as one.
         """
-        ...
 
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """`attend` for keys and values that are in the pool already."""
-        ...
 
 
 class DecodeWork(Protocol):
@@ -226,7 +223,6 @@ class DecodeWork(Protocol):
     @property
     def launches(self) -> Hashable:
         """Shapes of all launches: a graph runs the steps whose shapes equal those it was captured with."""
-        ...
 
 
 class StaticAttention(PagedAttention, Protocol):
@@ -235,11 +231,9 @@ class StaticAttention(PagedAttention, Protocol):
     @property
     def launches(self) -> Hashable:
         """`DecodeWork.launches` of all layers computed so far."""
-        ...
 
     def refill(self, work: DecodeWork) -> bool:
         """Queue the upload of a step's lists; False, with nothing changed, if they do not fit."""
-        ...
 
 
 class DecodePlanner(Protocol):
@@ -250,14 +244,12 @@ class DecodePlanner(Protocol):
 
         The batch's slot mapping is not read.
         """
-        ...
 
     def attention(self, slots: Tensor, work: DecodeWork) -> StaticAttention:
         """Attention of tokens whose keys and values go to `slots` [tokens] int64, filled with `work`.
 
         Results for padding tokens are zeros.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,6 @@ class Model(Protocol):
     @property
     def spec(self) -> ModelSpec:
         """Sizes and identity."""
-        ...
 
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, [T, H] in the model's dtype, or [W, H] of `wanted`; fills `inputs.capture`.
@@ -213,22 +212,18 @@ class Model(Protocol):
         The keys and values of all tokens are stored. Kernels may be recorded to run later, so that only other kernels
         may read their results.
         """
-        ...
 
     def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[R, H] -> [R, V] in the model's dtype.
 
         `adapters` [R] int64 is each state's adapter, -1 for none, where one of them `adapts_head`.
         """
-        ...
 
     def accepts_embeds(self) -> bool:
         """Whether tokens may be given as arbitrary embeddings."""
-        ...
 
     def fit_positions(self, longest: int) -> None:
         """Choose the rotary frequencies for a job whose longest row has `longest` tokens; until then, for the context.
 
         Called between jobs. Without an `unscaled_context` there is nothing to choose.
         """
-        ...

@@ -99,11 +99,30 @@ class DeterministicModel:
 
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, as `Model.hidden`."""
-        return inputs.select(_hidden(self._model, inputs, self._tile_sizes))
+        assert isinstance(inputs.attention, TorchAttention | GroupedAttention | SpanAttention)
+        parts, capture, axes = [], _TileCapture(inputs.capture), inputs.rope_positions
+        for start, end, tile_size in _tiles_around(inputs.attention.spans, len(inputs.input_ids), self._tile_sizes):
+            tile = ModelInput(
+                _padded(inputs.input_ids[start:end], tile_size),
+                _padded(inputs.positions[start:end], tile_size),
+                inputs.attention.tile(start, end, tile_size),
+                capture.of_tile(start, end, tile_size),
+                lora=_tile_lora(inputs.lora, start, end),
+                embeds=_tile_embeds(inputs.embeds, start, end),
+                rope_positions=None if axes is None else F.pad(axes[:, start:end], (0, tile_size - (end - start))),
+                ops=inputs.ops,
+            )
+            parts.append(self._model.hidden(tile)[: end - start])
+            capture.collect()
+        return inputs.select(torch.cat(parts))
 
     def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         """See `Model.logits`."""
-        return _logits(self._model, hidden, self._tile_sizes, adapters)
+        parts = []
+        for start, end, tile_size in _tiles(len(hidden), self._tile_sizes):
+            own = None if adapters is None else F.pad(adapters[start:end], (0, tile_size - (end - start)), value=-1)
+            parts.append(self._model.logits(_padded(hidden[start:end], tile_size), own)[: end - start])
+        return torch.cat(parts) if parts else self._model.logits(hidden)
 
 
 def _tiles(count: int, tile_sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -116,33 +135,6 @@ def _tiles(count: int, tile_sizes: Sequence[int]) -> Iterator[tuple[int, int, in
         start = end
 
 
-def _hidden(model: Model, inputs: ModelInput, tile_sizes: Sequence[int]) -> Tensor:
-    assert isinstance(inputs.attention, TorchAttention | GroupedAttention | SpanAttention)
-    parts, capture = [], _TileCapture(inputs.capture)
-    for start, end, tile_size in _tiles_around(inputs.attention.spans, len(inputs.input_ids), tile_sizes):
-        tile = ModelInput(
-            _padded(inputs.input_ids[start:end], tile_size),
-            _padded(inputs.positions[start:end], tile_size),
-            inputs.attention.tile(start, end, tile_size),
-            capture.of_tile(start, end, tile_size),
-            lora=_tile_lora(inputs.lora, start, end),
-            embeds=_tile_embeds(inputs.embeds, start, end),
-            rope_positions=_tile_axes(inputs.rope_positions, start, end, tile_size),
-            ops=inputs.ops,
-        )
-        parts.append(model.hidden(tile)[: end - start])
-        capture.collect()
-    return torch.cat(parts)
-
-
-def _logits(model: Model, hidden: Tensor, tile_sizes: Sequence[int], adapters: Tensor | None = None) -> Tensor:
-    parts = []
-    for start, end, tile_size in _tiles(len(hidden), tile_sizes):
-        own = None if adapters is None else F.pad(adapters[start:end], (0, tile_size - (end - start)), value=-1)
-        parts.append(model.logits(_padded(hidden[start:end], tile_size), own)[: end - start])
-    return torch.cat(parts) if parts else model.logits(hidden)
-
-
 def _tiles_around(
     spans: Sequence[tuple[int, int]], count: int, tile_sizes: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
@@ -153,11 +145,6 @@ def _tiles_around(
         if begin < end:
             yield begin, end, -(-(end - begin) // tile_sizes[0]) * tile_sizes[0]
         at = end
-
-
-def _tile_axes(positions: Tensor | None, start: int, end: int, tile_size: int) -> Tensor | None:
-    """[A, T] -> [A, tile size]."""
-    return None if positions is None else F.pad(positions[:, start:end], (0, tile_size - (end - start)))
 
 
 def _padded(values: Tensor, tile_size: int) -> Tensor:

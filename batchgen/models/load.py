@@ -26,11 +26,7 @@ KVDtypeName = Literal["auto", "fp8"]
 _CACHE_DTYPES: Final[dict[str, torch.dtype | None]] = {"auto": None, "fp8": E4M3}
 """Dtype of keys and values; None: that of the run."""
 
-_DTYPES: Final[dict[str, torch.dtype]] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+_DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 
 
 def load_checked(checked: CheckedModel, spec: ModelSpec) -> Model:
@@ -108,12 +104,7 @@ def _dtype(checked: CheckedModel, name: DtypeName, device: torch.device) -> torc
     if name != "auto":
         return _DTYPES[name]
     stored = _DTYPES.get(checked.stored_dtype, torch.float32)
-    if device.type != "cpu":
+    if device.type != "cpu" or stored == torch.float32:
         return stored
-    return torch.bfloat16 if stored != torch.float32 and _multiplies_bfloat16() else torch.float32
-
-
-def _multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("amx_tile"))
+    has = torch.cpu.get_capabilities()  # instructions for products of bfloat16
+    return torch.bfloat16 if any(map(has.get, ("avx512_bf16", "amx_bf16", "amx_tile"))) else torch.float32

@@ -202,9 +202,8 @@ class ItemPlanner:
         if not self._chunks:
             return
         size = self._shape.page_size
-        q_start, q_len, kv_len, tables = np.array(
-            [(c.q_start, c.q_len, c.kv_len, len(c.pages)) for c in self._chunks]
-        ).T
+        sizes = [(c.q_start, c.q_len, c.kv_len, len(c.pages)) for c in self._chunks]
+        q_start, q_len, kv_len, tables = np.array(sizes).T
         page_at = self._add_pages([c.pages for c in self._chunks], tables)
         shared, covered = shared_pages(self._chunks, size, self._shape.shared_queries, self._shape.align // size)
         if shared:

@@ -13,6 +13,7 @@ from batchgen.kernels.cpu.attention_list import ListPlanner, ListShape, WorkList
 from batchgen.kernels.cpu.command_buffer import CannotRecord, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.packed_pages import PackedPages, PackedPool
+from batchgen.kernels.cpu.structs import fields
 from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
@@ -22,29 +23,9 @@ class _List(Structure):
     """`AttentionList` of attention.h."""
 
     _fields_ = (
-        ("items", c_void_p),
-        ("shares", c_void_p),
-        ("tokens", c_void_p),
-        ("positions", c_void_p),
-        ("pages", c_void_p),
-        ("versions", c_void_p),
-        ("parts", c_void_p),
-        ("merges", c_void_p),
-        ("part_out", c_void_p),
-        ("part_lse", c_void_p),
-        ("num_items", c_int64),
-        ("num_shares", c_int64),
-        ("num_merges", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("page_size", c_int64),
-        ("value_stride", c_int64),
-        ("window", c_int64),
-        ("dtype", c_int64),
-        ("block", c_int64),
-        ("dots", c_int64),
+        *fields(c_void_p, "items shares tokens positions pages versions parts merges part_out part_lse"),
+        *fields(c_int64, "num_items num_shares num_merges heads kv_heads key_dim value_dim page_size value_stride"),
+        *fields(c_int64, "window dtype block dots"),
     )
 
 
@@ -52,17 +33,9 @@ class _Step(Structure):
     """`Attention` of attention.h."""
 
     _fields_ = (
-        ("lists", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("sinks", c_void_p),
-        ("packed", c_void_p),
-        ("query", c_void_p),
-        ("out", c_void_p),
-        ("query_stride", c_int64),
-        ("out_stride", c_int64),
-        ("scale", c_float),
-        ("softcap", c_float),
+        *fields(c_void_p, "lists keys values sinks packed query out"),
+        *fields(c_int64, "query_stride out_stride"),
+        *fields(c_float, "scale softcap"),
     )
 
 
@@ -93,22 +66,10 @@ class _LayerList:
         assert all(array is None or array.flags.c_contiguous for array in arrays)
         self.struct = _List(
             *(None if array is None else array.ctypes.data for array in arrays),
-            address(self._part_out),
-            address(self._part_lse),
-            len(work.items),
-            len(work.shares) - 1,
-            work.num_merges,
-            heads,
-            keys.shape[2],
-            keys.shape[3],
-            values.shape[3],
-            keys.shape[1],
-            values.stride(1),
-            shape.window or 0,
-            DTYPES[keys.dtype],
-            shape.block or 0,
-            dots,
-        )
+            address(self._part_out), address(self._part_lse), len(work.items), len(work.shares) - 1, work.num_merges,
+            heads, keys.shape[2], keys.shape[3], values.shape[3], keys.shape[1], values.stride(1), shape.window or 0,
+            DTYPES[keys.dtype], shape.block or 0, dots,
+        )  # fmt: skip
 
 
 class StackArguments:
@@ -213,12 +174,7 @@ class CompiledAttention(PooledAttention):
         return out.to(dtype)
 
     def stack(
-        self,
-        query: Tensor,
-        out: Tensor,
-        args: AttentionArgs,
-        windows: Sequence[int | None],
-        wanted: Ints | None = None,
+        self, query: Tensor, out: Tensor, args: AttentionArgs, windows: Sequence[int | None], wanted: Ints | None = None
     ) -> StackArguments:
         """Arguments of `attention_items_part` and `attention_merge_part` for all layers of a step.
 

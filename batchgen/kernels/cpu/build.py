@@ -22,15 +22,9 @@ from typing import Final
 
 _SOURCES: Final = Path(__file__).with_name("src")
 _FLAGS: Final = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fPIC",
-    "-fopenmp",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
+    "-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno",
     "-fno-trapping-math",
-)
+)  # fmt: skip
 _SECONDS: Final = 300
 """Timeout of the compiler in seconds."""
 _KEPT: Final = 8
@@ -202,6 +196,5 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
 
 def _first_error(output: bytes) -> str:
     lines = output.decode(errors="replace").splitlines()
-    return next(
-        (line.strip() for line in lines if "error" in line), lines[0].strip() if lines else "it printed no message"
-    )
+    first = lines[0] if lines else "it printed no message"
+    return next((line for line in lines if "error" in line), first).strip()

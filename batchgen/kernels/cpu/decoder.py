@@ -15,12 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from batchgen.kernels.activation import KINDS
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.command_buffer import DECODE, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import LoraWorkspace, StackCall, stack_call
 from batchgen.kernels.cpu.matmul import METHODS, MatmulCall
-from batchgen.kernels.cpu.ops import ACTIVATION_CODES
+from batchgen.kernels.cpu.structs import fields
 from batchgen.kernels.decoder import DecoderLayer, DecoderWeights
 from batchgen.kernels.layouts import Compiled
 from batchgen.kernels.lora import LoraStep, tiles_of
@@ -36,14 +37,8 @@ class _Layer(Structure):
     """`DecoderLayer` of decoder.h."""
 
     _fields_ = (
-        ("qkv", MatmulCall),
-        ("o", MatmulCall),
-        ("gate_up", MatmulCall),
-        ("down", MatmulCall),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
+        *fields(MatmulCall, "qkv o gate_up down"),
+        *fields(c_void_p, "input_norm post_norm q_norm k_norm"),
         *((f"{name}_lora", c_void_p) for name in _PRODUCTS),
     )
 
@@ -52,18 +47,8 @@ class _Decoder(Structure):
     """`Decoder` of decoder.h."""
 
     _fields_ = (
-        ("layers", c_void_p),
-        ("embedding", c_void_p),
-        ("final_norm", c_void_p),
-        ("num_layers", c_int64),
-        ("hidden", c_int64),
-        ("inner", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("activation", c_int64),
-        ("dtype", c_int64),
-        ("packed_embedding", c_int64),
+        *fields(c_void_p, "layers embedding final_norm"),
+        *fields(c_int64, "num_layers hidden inner heads kv_heads dim activation dtype packed_embedding"),
         ("eps", c_double),
     )
 
@@ -72,28 +57,9 @@ class _Step(Structure):
     """`DecoderStep` of decoder.h."""
 
     _fields_ = (
-        ("ids", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("attention", c_void_p),
-        ("lora", c_void_p),
-        ("capture", c_void_p),
-        ("x", c_void_p),
-        ("normed", c_void_p),
-        ("product_in", c_void_p),
-        ("qkv", c_void_p),
-        ("attended", c_void_p),
-        ("delta", c_void_p),
-        ("gate_up", c_void_p),
-        ("activated", c_void_p),
-        ("scratch", c_void_p),
-        ("wanted", c_void_p),
-        ("wanted_x", c_void_p),
-        ("tokens", c_int64),
-        ("num_wanted", c_int64),
-        ("wide", c_int64),
+        *fields(c_void_p, "ids positions slots cos sin attention lora capture x normed product_in qkv attended"),
+        *fields(c_void_p, "delta gate_up activated scratch wanted wanted_x"),
+        *fields(c_int64, "tokens num_wanted wide"),
     )
 
 
@@ -130,20 +96,10 @@ class CompiledDecoder:
         self._stacks = stacks  # kept alive, as the layers point to them
         self._lora = LoraWorkspace(max((stack.width for layer in stacks for stack in layer.values()), default=0))
         self._decoder = _Decoder(
-            addressof(self._layers),
-            embedding.data.data_ptr(),
-            weights.norm.data_ptr(),
-            len(layers),
-            hidden,
-            inner,
-            weights.heads,
-            weights.kv_heads,
-            weights.dim,
-            ACTIVATION_CODES[weights.activation],
-            DTYPES[embedding.dtype],
-            embedding.packed,
-            weights.eps,
-        )
+            addressof(self._layers), embedding.data.data_ptr(), weights.norm.data_ptr(), len(layers), hidden, inner,
+            weights.heads, weights.kv_heads, weights.dim, KINDS[weights.activation], DTYPES[embedding.dtype],
+            embedding.packed, weights.eps,
+        )  # fmt: skip
         self._rope = _RopeRows(weights.inv_freq, weights.rope_scale, embedding.dtype)
         self._workspace = _Workspace(widths, weights.heads, weights.dim, embedding.dtype)
         self._no_capture = self._capture_addresses({})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import DTYPES, library
+from batchgen.kernels.cpu.structs import fields
 from batchgen.kernels.lora import LoraPairs, LoraStack, LoraStep, LoraTiles, tiles_of
 from batchgen.kernels.lora import add_lora as plain_add_lora
 
@@ -25,40 +26,19 @@ _SERIAL: Final = 1 << 14
 class _Stack(Structure):
     """`LoraStack` of lora.h."""
 
-    _fields_ = (
-        ("down", c_void_p),
-        ("up", c_void_p),
-        ("ranges", c_void_p),
-        ("spans", c_void_p),
-        ("inner", c_int64),
-        ("outer", c_int64),
-        ("dtype", c_int64),
-    )
+    _fields_ = (*fields(c_void_p, "down up ranges spans"), *fields(c_int64, "inner outer dtype"))
 
 
 class _Step(Structure):
     """`LoraStep` of lora.h."""
 
-    _fields_ = (
-        ("order", c_void_p),
-        ("tiles", c_void_p),
-        ("sums", c_void_p),
-        ("num_tiles", c_int64),
-        ("width", c_int64),
-    )
+    _fields_ = (*fields(c_void_p, "order tiles sums"), *fields(c_int64, "num_tiles width"))
 
 
 class _Call(Structure):
     """`LoraCall` of lora.cpp."""
 
-    _fields_ = (
-        ("stack", c_void_p),
-        ("step", c_void_p),
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("x_stride", c_int64),
-        ("out_stride", c_int64),
-    )
+    _fields_ = (*fields(c_void_p, "stack step x out"), *fields(c_int64, "x_stride out_stride"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.command_buffer import MATMUL, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, library
+from batchgen.kernels.cpu.structs import fields
 from batchgen.kernels.quantization import BFP, INT8, GroupedWeight, Scheme, groups_of
 
 SLAB: Final = 64 << 20
@@ -99,32 +100,17 @@ class MatmulCall(ctypes.Structure):
     """`Matmul` of `src/matmul.h`."""
 
     _fields_ = (
-        ("x", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("rows", c_int64),
-        ("inner", c_int64),
-        ("outer", c_int64),
-        ("x_stride", c_int64),
-        ("out_stride", c_int64),
-        ("method", c_int64),
+        *fields(c_void_p, "x weight bias out"),
+        *fields(c_int64, "rows inner outer x_stride out_stride method"),
         ("scratch", c_void_p),
-        ("x_wide", c_int64),
-        ("group", c_int64),
+        *fields(c_int64, "x_wide group"),
     )
 
 
 class _Packing(ctypes.Structure):
     """`Packing` of `src/pack.cpp`, `BfpPacking` of `src/bfp.cpp`."""
 
-    _fields_ = (
-        ("weight", c_void_p),
-        ("packed", c_void_p),
-        ("inner", c_int64),
-        ("outer", c_int64),
-        ("stride", c_int64),
-    )
+    _fields_ = (("weight", c_void_p), ("packed", c_void_p), ("inner", c_int64), ("outer", c_int64), ("stride", c_int64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,19 +26,6 @@ from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import KVPool
 
-_GELU_TANH: Final = 2
-ACTIVATION_CODES: Final[dict[str, int]] = {
-    "silu": 0,
-    "swish": 0,
-    "gelu": 1,
-    "gelu_pytorch_tanh": _GELU_TANH,
-    "gelu_new": _GELU_TANH,
-    "gelu_fast": _GELU_TANH,
-    "quick_gelu": 3,
-    "relu": 4,
-}
-"""Codes of the activations in `activation.ACTIVATIONS`: `Activation` of elementwise.h."""
-
 _SERIAL: Final = 1 << 14
 """Operations on fewer elements than this run on one thread, as waking others takes as long."""
 
@@ -71,14 +58,7 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor
     out = torch.empty_like(x)
     width, numbers = x.shape[-1], x.numel()
     call = Norm(
-        x.data_ptr(),
-        address(delta),
-        weight.data_ptr(),
-        out.data_ptr(),
-        numbers // width,
-        width,
-        DTYPES[x.dtype],
-        eps,
+        x.data_ptr(), address(delta), weight.data_ptr(), out.data_ptr(), numbers // width, width, DTYPES[x.dtype], eps
     )
     library().bg_norm(byref(call), _threads(numbers))
     return out
@@ -86,12 +66,12 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor
 
 def _gated(gate_up: Tensor, name: str) -> Tensor:
     """See `activation.gated`."""
-    code = ACTIVATION_CODES[name]
+    kind = activation.KINDS[name]
     if not _takes(gate_up):
         return activation.gated(gate_up, name)
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
-    call = Gated(gate_up.data_ptr(), out.data_ptr(), tokens, inner, code, DTYPES[gate_up.dtype])
+    call = Gated(gate_up.data_ptr(), out.data_ptr(), tokens, inner, kind, DTYPES[gate_up.dtype])
     library().bg_gated(byref(call), _threads(out.numel()))
     return out
 
@@ -106,13 +86,7 @@ def _qk_norm_rope_cache(
     kv_heads = keys.shape[2]
     query_heads = qkv.shape[1] - 2 * kv_heads
     call = Heads(
-        qkv.data_ptr(),
-        *map(address, weights),
-        *(table.data_ptr() for table in tables),
-        None,
-        keys.data_ptr(),
-        values.data_ptr(),
-        slots.data_ptr(),
+        *map(address, (qkv, *weights, *tables, None, keys, values, slots)),
         qkv.shape[0],
         query_heads,
         kv_heads,
@@ -216,13 +190,8 @@ def _sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None
         rows,
         address(sample_rows),
         draws,
-        columns.temperature.data_ptr(),
-        columns.top_k.data_ptr(),
-        columns.top_p.data_ptr(),
-        columns.min_p.data_ptr(),
-        None if columns.all_greedy else address(columns.keys),
-        tokens.data_ptr(),
-        bad.data_ptr(),
+        *map(address, (columns.temperature, columns.top_k, columns.top_p, columns.min_p)),
+        *map(address, (None if columns.all_greedy else columns.keys, tokens, bad)),
     )
     buffer = current_buffer()
     if buffer is None:

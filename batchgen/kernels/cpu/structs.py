@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
+from typing import TypeVar
+
+Kind = TypeVar("Kind")
+
+
+def fields(kind: Kind, names: str) -> tuple[tuple[str, Kind], ...]:
+    """Fields of one type; `names` is separated by blanks."""
+    return tuple((name, kind) for name in names.split())
 
 
 class Norm(Structure):
     """`Norm` of elementwise.h: RMS norm of x, or of x + delta."""
 
     _fields_ = (
-        ("x", c_void_p),
-        ("delta", c_void_p),
-        ("weight", c_void_p),
-        ("out", c_void_p),
-        ("tokens", c_int64),
-        ("hidden", c_int64),
-        ("dtype", c_int64),
+        *fields(c_void_p, "x delta weight out"),
+        *fields(c_int64, "tokens hidden dtype"),
         ("eps", c_double),
         ("wide", c_int64),
     )
@@ -24,46 +27,21 @@ class Norm(Structure):
 class FillSampledIds(Structure):
     """`FillSampledIds` of elementwise.h: token ids that the previous step sampled."""
 
-    _fields_ = (
-        ("ids", c_void_p),
-        ("source", c_void_p),
-        ("sampled", c_void_p),
-        ("tokens", c_int64),
-    )
+    _fields_ = (("ids", c_void_p), ("source", c_void_p), ("sampled", c_void_p), ("tokens", c_int64))
 
 
 class Gated(Structure):
     """`Gated` of elementwise.h: activation(gate) * up."""
 
-    _fields_ = (
-        ("gate_up", c_void_p),
-        ("out", c_void_p),
-        ("tokens", c_int64),
-        ("inner", c_int64),
-        ("activation", c_int64),
-        ("dtype", c_int64),
-        ("wide", c_int64),
-    )
+    _fields_ = (*fields(c_void_p, "gate_up out"), *fields(c_int64, "tokens inner activation dtype wide"))
 
 
 class Heads(Structure):
     """`Heads` of elementwise.h: query and key norms, rotary embedding, and the store to the KV pool."""
 
     _fields_ = (
-        ("qkv", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("positions", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("slots", c_void_p),
-        ("tokens", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("dim", c_int64),
-        ("dtype", c_int64),
+        *fields(c_void_p, "qkv q_norm k_norm cos sin positions keys values slots"),
+        *fields(c_int64, "tokens heads kv_heads dim dtype"),
         ("eps", c_double),
     )
 
@@ -71,38 +49,19 @@ class Heads(Structure):
 class PageCopies(Structure):
     """`PageCopies` of copies.h: the first positions of pages copied to other pages."""
 
-    _fields_ = (
-        ("caches", c_void_p),
-        ("bytes", c_void_p),
-        ("copies", c_void_p),
-        ("num_caches", c_int64),
-        ("num_copies", c_int64),
-        ("page_size", c_int64),
-    )
+    _fields_ = (*fields(c_void_p, "caches bytes copies"), *fields(c_int64, "num_caches num_copies page_size"))
 
 
 class Logits(Structure):
     """`Logits` of sampling.h: rows of logits."""
 
-    _fields_ = (
-        ("data", c_void_p),
-        ("rows", c_int64),
-        ("vocab", c_int64),
-        ("stride", c_int64),
-        ("dtype", c_int64),
-    )
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("vocab", c_int64), ("stride", c_int64), ("dtype", c_int64))
 
 
 class RowScan(Structure):
     """`RowScan` of sampling.h: argmax, maximum, normalizer and validity of each row."""
 
-    _fields_ = (
-        ("logits", Logits),
-        ("ids", c_void_p),
-        ("largest", c_void_p),
-        ("normalizers", c_void_p),
-        ("bad", c_void_p),
-    )
+    _fields_ = (("logits", Logits), *fields(c_void_p, "ids largest normalizers bad"))
 
 
 class Top(Structure):
@@ -114,13 +73,7 @@ class Top(Structure):
 class RowKeys(Structure):
     """`RowKeys` of sampling.h: noise keys of the rows."""
 
-    _fields_ = (
-        ("seeds", c_void_p),
-        ("samples", c_void_p),
-        ("positions", c_void_p),
-        ("keys", c_void_p),
-        ("rows", c_int64),
-    )
+    _fields_ = (*fields(c_void_p, "seeds samples positions keys"), ("rows", c_int64))
 
 
 class Sample(Structure):
@@ -130,11 +83,5 @@ class Sample(Structure):
         ("logits", Logits),
         ("sample_rows", c_void_p),
         ("draws", c_int64),
-        ("temperature", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("min_p", c_void_p),
-        ("keys", c_void_p),
-        ("tokens", c_void_p),
-        ("bad", c_void_p),
+        *fields(c_void_p, "temperature top_k top_p min_p keys tokens bad"),
     )

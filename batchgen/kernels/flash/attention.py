@@ -44,7 +44,6 @@ class PrefixPass(Protocol):
         Returns:
             [R, N, Dv] float32 and the log-sum-exp [R, N] float32; 0 and -inf for rows that see no shared page.
         """
-        ...
 
 
 PrefixFactory = Callable[[KVPool, AttentionBatch], PrefixPass]
@@ -65,7 +64,6 @@ class MergeParts(Protocol):
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `merge.merge_parts`."""
-        ...
 
 
 def flash_factory(
@@ -118,13 +116,7 @@ class FlashAttention(PooledAttention):
         return out.to(query.dtype)
 
     def _attend_part(
-        self,
-        number: int,
-        query: Tensor,
-        out: Tensor,
-        cache: tuple[Tensor, Tensor],
-        runs: Runs,
-        args: AttentionArgs,
+        self, number: int, query: Tensor, out: Tensor, cache: tuple[Tensor, Tensor], runs: Runs, args: AttentionArgs
     ) -> Tensor:
         """Call the library once; it writes to `out`. Returns lse [t, N] float32."""
         keys, values = cache

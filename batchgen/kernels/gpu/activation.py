@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.activation import KINDS
 from batchgen.kernels.gpu.common import rounded
 from batchgen.kernels.gpu.launch import launch
 
@@ -17,17 +18,6 @@ _GELU = tl.constexpr(1)
 _GELU_TANH = tl.constexpr(2)
 _QUICK_GELU = tl.constexpr(3)
 _RELU = tl.constexpr(4)
-
-KINDS: Final[dict[str, tl.constexpr]] = {
-    "silu": _SILU,
-    "swish": _SILU,
-    "gelu": _GELU,
-    "gelu_pytorch_tanh": _GELU_TANH,
-    "gelu_new": _GELU_TANH,
-    "gelu_fast": _GELU_TANH,
-    "quick_gelu": _QUICK_GELU,
-    "relu": _RELU,
-}
 _BLOCK: Final = 1024
 
 
@@ -84,14 +74,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     assert gate_up.stride(1) == 1
     out = torch.empty(tokens, both // 2, dtype=gate_up.dtype, device=gate_up.device)
     launch(
-        _gated,
-        (tokens, triton.cdiv(both // 2, _BLOCK)),
-        gate_up,
-        out,
-        gate_up.stride(0),
-        INNER=both // 2,
-        KIND=KINDS[activation].value,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+        _gated, (tokens, triton.cdiv(both // 2, _BLOCK)), gate_up, out, gate_up.stride(0),
+        INNER=both // 2, KIND=KINDS[activation], BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
     return out

@@ -85,14 +85,7 @@ def count_tokens(lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor,
     )  # fmt: skip
 
 
-def penalise(
-    logits: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    lists: CountLists,
-    penalties: Penalties,
-    width: int,
-) -> None:
+def penalise(logits: Tensor, rows: Tensor, slots: Tensor, lists: CountLists, penalties: Penalties, width: int) -> None:
     """See `kernels.counts.penalise`; all tensors but the logits contiguous. `width` only sizes the grid."""
     launch(
         _penalise_kernel, (slots.shape[0], triton.cdiv(width, _PENALISED)), logits, logits.stride(0), logits.stride(1),

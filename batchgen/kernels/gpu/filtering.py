@@ -20,22 +20,9 @@ from batchgen.kernels.gpu.top_k_threshold import boundary_in_few, boundary_in_ro
 
 @triton.jit
 def _filter(
-    p_logits,
-    stride_row,
-    stride,
-    vocab,
-    p_temperature,
-    p_top_k,
-    p_top_p,
-    p_min_p,
-    p_drawn,
-    p_ids,
-    p_scores,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SPREAD: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_logits, stride_row, stride, vocab, p_temperature, p_top_k, p_top_p, p_min_p, p_drawn, p_ids, p_scores,
+    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     p_row = p_logits + row * stride_row
     p_ids += row * CAPACITY
@@ -92,41 +79,17 @@ def filtered_scores(
     drawn: Tensor,
     tile: SamplingTile = DEFAULT_TILE,
 ) -> Tensor:
-    """Scores of rows, as `kernels.filtering.filtered_scores`, without a sort or a read on the host.
+    """See `kernels.filtering.filtered_scores`; logits may be float16 or bfloat16 too.
 
-    Args:
-        logits: [r, V] float32, float16 or bfloat16, after penalties and masks; not modified.
-        temperature: [r] float32; below 1e-5 the row is greedy.
-        top_k: [r] int64; 0 or less keeps all.
-        top_p: [r] float32 in (0, 1].
-        min_p: [r] float32 in [0, 1].
-        drawn: [r] int64, a token that the row drew; it always survives, even if rounding at the edge differs.
-        tile: sizes of the passes; does not change the result.
-
-    Returns:
-        [r, V] float32.
+    `tile`: sizes of the passes; does not change the result.
     """
     rows, vocab = logits.shape
     scores = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     launch(
-        _filter,
-        (rows,),
-        logits,
-        logits.stride(0),
-        logits.stride(1),
-        vocab,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        drawn,
-        torch.empty(rows, tile.capacity, dtype=torch.int32, device=logits.device),
-        scores,
-        BLOCK=tile.block,
-        CAPACITY=tile.capacity,
-        SPREAD=tile.spread,
-        STAGES=1,
+        _filter, (rows,), logits, logits.stride(0), logits.stride(1), vocab, temperature, top_k, top_p, min_p, drawn,
+        torch.empty(rows, tile.capacity, dtype=torch.int32, device=logits.device), scores,
+        BLOCK=tile.block, CAPACITY=tile.capacity, SPREAD=tile.spread, STAGES=1,
         num_warps=2 * tile.warps,  # half the registers per thread: the bisections are wide
         maxnreg=128,  # else ptxas aims at two programs per multiprocessor, which spills on sm_80 and sm_89
-    )
+    )  # fmt: skip
     return scores

@@ -17,30 +17,11 @@ _TILE = 2048
 
 @triton.jit
 def _qk_norm_rope_cache(
-    p_qkv,
-    p_q_norm,
-    p_k_norm,
-    p_cos,
-    p_sin,
-    p_slots,
-    p_query,
-    p_keys,
-    p_values,
-    eps,
-    qkv_token,
-    qkv_head,
-    table_token,
-    key_slot,
-    key_head,
-    value_slot,
-    value_head,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    p_qkv, p_q_norm, p_k_norm, p_cos, p_sin, p_slots, p_query, p_keys, p_values, eps, qkv_token, qkv_head, table_token,
+    key_slot, key_head, value_slot, value_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """Of each token and head: rope(norm(x)) of q and k; q goes to the output, k and v to the token's slot.
 
         norm(x) = x / sqrt(mean(x^2) + eps) * w
@@ -130,31 +111,10 @@ def qk_norm_rope_cache(
     block_half = power_of_2(dim // 2)
     block_heads = min(max(_TILE // (2 * block_half), 1), power_of_2(total))
     launch(
-        _qk_norm_rope_cache,
-        (tokens, triton.cdiv(total, block_heads)),
-        qkv,
-        qkv if norms is None else norms.query,
-        qkv if norms is None else norms.key,
-        cos,
-        sin,
-        slots,
-        query,
-        keys,
-        values,
-        0.0 if norms is None else norms.eps,
-        qkv.stride(0),
-        qkv.stride(1),
-        cos.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        values.stride(1),
-        values.stride(2),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        HALF=dim // 2,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=block_half,
-        NORM=norms is not None,
-        num_warps=4,
-    )
+        _qk_norm_rope_cache, (tokens, triton.cdiv(total, block_heads)), qkv, qkv if norms is None else norms.query,
+        qkv if norms is None else norms.key, cos, sin, slots, query, keys, values, 0.0 if norms is None else norms.eps,
+        qkv.stride(0), qkv.stride(1), cos.stride(0), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
+        NORM=norms is not None, num_warps=4,
+    )  # fmt: skip
     return query

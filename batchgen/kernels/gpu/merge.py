@@ -60,8 +60,8 @@ def _merge_lists_kernel(
         M x blocks of BLOCK_H heads, blocks fastest.
     Numerics:
         an online sum in base 2 in float32.
+    Bytes:
         4 (D + 1) per part and head, read once; the results written once.
-        4 (D + 1) per part and head, read once; the results once.
     """
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     i_program = tl.program_id(0)
@@ -104,22 +104,11 @@ def merge_lists(
     block_d = power_of_2(dim, 16)
     block_h = min(power_of_2(heads), max(1, _BLOCK // block_d))
     launch(
-        _merge_lists_kernel,
-        (lists.tokens.shape[0] * -(-heads // block_h),),
-        part_out,
-        part_lse,
-        *lists,
-        out,
-        lse,
+        _merge_lists_kernel, (lists.tokens.shape[0] * -(-heads // block_h),), part_out, part_lse, *lists, out, lse,
         sinks,
-        HEADS=heads,
-        VALUE_DIM=dim,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        WRITES_LSE=lse is not None,
-        SINKS=sinks is not None,
-        num_warps=4,
-    )
+        HEADS=heads, VALUE_DIM=dim, BLOCK_H=block_h, BLOCK_D=block_d, WRITES_LSE=lse is not None,
+        SINKS=sinks is not None, num_warps=4,
+    )  # fmt: skip
 
 
 # The strides of log-sum-exps stored as [N, T] change with every step.
@@ -185,24 +174,8 @@ def merge_parts(
     block_d = power_of_2(dim, 16)
     block_h = min(power_of_2(heads), max(1, _BLOCK // block_d))
     launch(
-        _merge_parts_kernel,
-        (tokens * -(-heads // block_h),),
-        out_a,
-        lse_a,
-        out_b,
-        lse_b,
-        out,
-        lse,
-        sinks,
-        *out_a.stride()[:2],
-        *lse_a.stride(),
-        *out_b.stride()[:2],
-        *lse_b.stride(),
-        HEADS=heads,
-        VALUE_DIM=dim,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        SINKS=sinks is not None,
-        num_warps=4,
-    )
+        _merge_parts_kernel, (tokens * -(-heads // block_h),), out_a, lse_a, out_b, lse_b, out, lse, sinks,
+        *out_a.stride()[:2], *lse_a.stride(), *out_b.stride()[:2], *lse_b.stride(),
+        HEADS=heads, VALUE_DIM=dim, BLOCK_H=block_h, BLOCK_D=block_d, SINKS=sinks is not None, num_warps=4,
+    )  # fmt: skip
     return out, lse

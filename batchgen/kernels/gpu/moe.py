@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.activation import KINDS
 from batchgen.kernels.chips import GroupedTile, chip_tuning
-from batchgen.kernels.gpu.activation import KINDS, activated
+from batchgen.kernels.gpu.activation import activated
 from batchgen.kernels.gpu.common import dot, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.moe import Experts, Routing
@@ -23,16 +24,7 @@ _COMBINE_BLOCK = 1024
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts, best first, the lower id of equal ones.
-
-    Args:
-        logits: [T, E], any float dtype.
-        routing: the rule.
-        bias: [E] float32, added to the scores for the choice only.
-
-    Returns:
-        ids [T, k] int32 and weights [T, k] float32, those of the chosen scores.
-    """
+    """See `kernels.moe.route`."""
     tokens, experts = logits.shape
     routing.check(experts)
     assert logits.stride(1) == 1, "a token's logits must be contiguous"
@@ -53,17 +45,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, tile: GroupedTile | None = None) -> Tensor:
-    """Compute each token's experts and their weighted sum.
+    """See `kernels.moe.moe_experts`; sums over a token's experts are in the order of `ids`.
 
-    Args:
-        x: [T, H], in the weights' dtype.
-        ids: [T, k] int32 or int64; ids outside of [0, E) add nothing.
-        weights: [T, k], any float dtype.
-        experts: of the layer.
-        tile: of the products; None: the chip's.
-
-    Returns:
-        [T, H] in x's dtype; sums over a token's experts in float32, in the order of `ids`.
+    `tile`: of the products; None: the chip's.
     """
     tokens, hidden = x.shape
     chosen, (count, both, _), inner = ids.shape[1], experts.gate_up.shape, experts.down.shape[2]
@@ -88,7 +72,7 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, tile:
         _gate_up, (slots * triton.cdiv(inner, tile.columns),), x, order, tiles, experts.gate_up,
         x if up_bias is None else up_bias, middle, x.stride(0), stride_expert, stride_out, stride_in,
         stride_out * inner, hidden, inner, chosen, gating.limit or 0.0, gating.shift,
-        KIND=KINDS[gating.activation].value, LIMITED=gating.limit is not None, BIASED=up_bias is not None,
+        KIND=KINDS[gating.activation], LIMITED=gating.limit is not None, BIASED=up_bias is not None,
         INTERLEAVED=gating.interleaved, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

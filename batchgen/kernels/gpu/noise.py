@@ -75,17 +75,8 @@ def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor
     rows = seeds.shape[0]
     keys = torch.empty(rows, dtype=torch.int64, device=seeds.device)
     launch(
-        _row_keys,
-        (triton.cdiv(rows, _BLOCK),),
-        seeds,
-        sample_indexes,
-        positions,
-        keys,
-        rows,
-        seeds.stride(0),
-        sample_indexes.stride(0),
-        positions.stride(0),
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
+        _row_keys, (triton.cdiv(rows, _BLOCK),), seeds, sample_indexes, positions, keys, rows, seeds.stride(0),
+        sample_indexes.stride(0), positions.stride(0),
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
     return keys

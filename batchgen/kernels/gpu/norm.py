@@ -16,22 +16,9 @@ _TILE = 2048
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
-    p_x,
-    p_delta,
-    p_weight,
-    p_out,
-    rows,
-    eps,
-    x_outer,
-    x_inner,
-    delta_outer,
-    delta_inner,
-    INNER: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    p_x, p_delta, p_weight, p_out, rows, eps, x_outer, x_inner, delta_outer, delta_inner,
+    INNER: tl.constexpr, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     """Per row y = x / sqrt(mean(x^2) + eps) * w, where x = round(x + delta) is stored first if ADD.
 
     x, delta [rows / INNER, INNER, WIDTH] with strides (outer, inner, 1), w [WIDTH], y [rows, WIDTH] contiguous.
@@ -90,25 +77,11 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: f
     # Independent of the number of rows, which would compile another specialisation for small steps.
     block_rows = max(1, _TILE // block_width)
     launch(
-        _norm,
-        (triton.cdiv(rows, block_rows),),
-        x,
-        x if delta is None else delta,
-        weight,
-        out,
-        rows,
-        eps,
-        x_outer,
-        x_inner,
-        delta_outer,
-        delta_inner,
-        INNER=inner,
-        WIDTH=width,
-        BLOCK_ROWS=block_rows,
-        BLOCK_WIDTH=block_width,
-        ADD=delta is not None,
+        _norm, (triton.cdiv(rows, block_rows),), x, x if delta is None else delta, weight, out, rows, eps, x_outer,
+        x_inner, delta_outer, delta_inner,
+        INNER=inner, WIDTH=width, BLOCK_ROWS=block_rows, BLOCK_WIDTH=block_width, ADD=delta is not None,
         num_warps=min(max(block_rows * block_width // 512, 4), 16),
-    )
+    )  # fmt: skip
 
 
 def _rows(x: Tensor) -> tuple[int, int, int]:

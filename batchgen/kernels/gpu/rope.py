@@ -18,16 +18,9 @@ _TILE: Final = 512
 
 @triton.jit(do_not_specialize=["tokens"])
 def _rope_tables(
-    p_inv_freq,
-    p_positions,
-    p_cos,
-    p_sin,
-    tokens,
-    scale,
-    HALF: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    p_inv_freq, p_positions, p_cos, p_sin, tokens, scale,
+    HALF: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     """Per token cos = (c, c) and sin = (-s, s), with c, s = scale * cos, sin(position * inv_freq).
 
     inv_freq [HALF] float32, positions [T] int64, tables [T, 2 HALF]. Grid: one program per BLOCK_TOKENS tokens. Angles
@@ -50,17 +43,7 @@ def _rope_tables(
 
 
 def rope_tables(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of a step's positions, shared by all layers.
-
-    Args:
-        inv_freq: [D/2] float32.
-        scale: factor on cos and sin.
-        positions: [T] int64.
-        dtype: the model's; angles are float32.
-
-    Returns:
-        cos [T, 1, D] = (cos, cos) and sin [T, 1, D] = (-sin, sin).
-    """
+    """See `kernels.rope.rope_tables`."""
     assert inv_freq.dtype == torch.float32
     assert inv_freq.is_contiguous()
     assert positions.is_contiguous()
@@ -69,17 +52,7 @@ def rope_tables(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.
     block_half = power_of_2(half)
     block_tokens = max(1, _TILE // block_half)
     launch(
-        _rope_tables,
-        (triton.cdiv(tokens, block_tokens),),
-        inv_freq,
-        positions,
-        cos,
-        sin,
-        tokens,
-        scale,
-        HALF=half,
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_HALF=block_half,
-        num_warps=4,
-    )
+        _rope_tables, (triton.cdiv(tokens, block_tokens),), inv_freq, positions, cos, sin, tokens, scale,
+        HALF=half, BLOCK_TOKENS=block_tokens, BLOCK_HALF=block_half, num_warps=4,
+    )  # fmt: skip
     return cos, sin

@@ -95,20 +95,9 @@ def largest_of_row(p_row, stride, vocab, BLOCK: tl.constexpr, STAGES: tl.constex
 
 @triton.jit
 def cut(
-    p_row,
-    stride,
-    vocab,
-    b_largest,
-    largest,
-    temperature,
-    top_k,
-    top_p,
-    p_ids,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SPREAD: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_row, stride, vocab, b_largest, largest, temperature, top_k, top_p, p_ids,
+    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Find top_k's boundary, or collect few tokens that include all of top_p's, if there are few.
 
     Returns:
@@ -140,20 +129,9 @@ def cut(
 
 @triton.jit
 def _draw(
-    p_row,
-    stride,
-    p_ids,
-    count,
-    largest,
-    temperature,
-    min_p,
-    key,
-    value,
-    last,
-    want_mass,
-    FEW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_row, stride, p_ids, count, largest, temperature, min_p, key, value, last, want_mass,
+    FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One pass over `count` tokens (those of `p_ids` if FEW): the mass inside the boundary, and a draw among it.
 
     Returns:
@@ -216,24 +194,9 @@ def _settle(
 
 @triton.jit
 def _sample(
-    p_logits,
-    stride_row,
-    stride,
-    vocab,
-    p_temperature,
-    p_top_k,
-    p_top_p,
-    p_min_p,
-    p_keys,
-    p_ids,
-    p_tokens,
-    p_bad,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SPREAD: tl.constexpr,
-    FEW_BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    p_logits, stride_row, stride, vocab, p_temperature, p_top_k, p_top_p, p_min_p, p_keys, p_ids, p_tokens, p_bad,
+    BLOCK: tl.constexpr, CAPACITY: tl.constexpr, SPREAD: tl.constexpr, FEW_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     p_row = p_logits + row * stride_row
     p_ids += row * CAPACITY
@@ -262,20 +225,11 @@ def _sample(
 
 
 def sample(
-    logits: Tensor,
-    columns: SamplingColumns,
-    sample_rows: Tensor | None = None,
-    *,
-    tile: SamplingTile = DEFAULT_TILE,
+    logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None, *, tile: SamplingTile = DEFAULT_TILE
 ) -> SampleResult:
-    """Sample one token per row.
+    """See `kernels.sampling.sample`; rows that are `bad` in the result yield some id in range.
 
-    Args:
-        logits: [U, V] float32, float16 or bfloat16, after penalties and masks; not modified. -inf is never sampled.
-            Rows that are `bad` in the result yield some id in range.
-        columns: the parameters of R rows, with keys unless all are greedy. Their grouping of rows is not used.
-        sample_rows: as in `sampling.sample`.
-        tile: sizes of the passes; does not change the result.
+    `columns`: its grouping of rows is not used. `tile`: sizes of the passes; does not change the result.
     """
     assert columns.keys is not None or columns.all_greedy, "draws need keys"
     if sample_rows is not None:
@@ -285,27 +239,12 @@ def sample(
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     bad = torch.empty(rows, dtype=torch.bool, device=device)
     launch(
-        _sample,
-        (rows,),
-        logits,
-        logits.stride(0),
-        logits.stride(1),
-        vocab,
-        columns.temperature,
-        columns.top_k,
-        columns.top_p,
-        columns.min_p,
-        columns.keys if columns.keys is not None else columns.top_k,
-        torch.empty(rows, tile.capacity, dtype=torch.int32, device=device),
-        tokens,
-        bad,
-        BLOCK=tile.block,
-        CAPACITY=tile.capacity,
-        SPREAD=tile.spread,
-        FEW_BLOCK=tile.few_block,
-        STAGES=tile.stages_for(logits),
-        num_warps=tile.warps,
-    )
+        _sample, (rows,), logits, logits.stride(0), logits.stride(1), vocab, columns.temperature, columns.top_k,
+        columns.top_p, columns.min_p, columns.keys if columns.keys is not None else columns.top_k,
+        torch.empty(rows, tile.capacity, dtype=torch.int32, device=device), tokens, bad,
+        BLOCK=tile.block, CAPACITY=tile.capacity, SPREAD=tile.spread, FEW_BLOCK=tile.few_block,
+        STAGES=tile.stages_for(logits), num_warps=tile.warps,
+    )  # fmt: skip
     return SampleResult(tokens, bad)
 
 

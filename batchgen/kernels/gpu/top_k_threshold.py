@@ -196,20 +196,9 @@ def boundary_in_row(
 
 @triton.jit
 def collect(
-    p_row,
-    stride,
-    vocab,
-    value,
-    last,
-    ties,
-    p_ids,
-    largest,
-    temperature,
-    WITH_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    STAGES: tl.constexpr = 4,
-):
+    p_row, stride, vocab, value, last, ties, p_ids, largest, temperature,
+    WITH_MASS: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, STAGES: tl.constexpr = 4,
+):  # fmt: skip
     """One pass: write the ids above `value`, and the first `ties` of those equal to it up to `last`, in rising order.
 
     Returns the number of ids (those beyond CAPACITY are not written) and, if WITH_MASS, the sum of exp(x) over the
@@ -243,15 +232,7 @@ def collect(
 
 @triton.jit
 def boundary_of_rank(
-    p_row,
-    stride,
-    vocab,
-    k,
-    b_largest,
-    p_ids,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    STAGES: tl.constexpr = 4,
+    p_row, stride, vocab, k, b_largest, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, STAGES: tl.constexpr = 4
 ):
     """Boundary of the first k tokens of a row.
 

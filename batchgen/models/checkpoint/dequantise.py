@@ -113,7 +113,9 @@ class _Piece:
 
 
 def _number_pieces(tensor: ScaledTensor | PackedTensor, read: ReadRows) -> Iterator[_Piece]:
-    return _scaled_pieces(tensor, read) if isinstance(tensor, ScaledTensor) else _packed_pieces(tensor, read)
+    if isinstance(tensor, ScaledTensor):
+        return _scaled_pieces(tensor, read)
+    return _column_pieces(tensor, read) if tensor.layout == "columns" else _input_pieces(tensor, read)
 
 
 def _fill_assembled(target: Tensor, tensor: AssembledTensor, read: ReadRows) -> None:
@@ -222,10 +224,6 @@ def _groups(tensor: PackedTensor, read: ReadRows) -> Tensor:
 def _in_order(tensor: PackedTensor) -> Tensor:
     """[I]: the group of each input, where groups are runs of inputs."""
     return torch.arange(tensor.shape[1]) // tensor.group
-
-
-def _packed_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:
-    return _column_pieces(tensor, read) if tensor.layout == "columns" else _input_pieces(tensor, read)
 
 
 def _column_pieces(tensor: PackedTensor, read: ReadRows) -> Iterator[_Piece]:

@@ -111,12 +111,9 @@ def _described(entry: Any, source: str) -> QuantFormat | None:
     if not isinstance(entry, dict):
         return QuantFormat(str(entry)[:80], {}, source)
     named = entry.get("quant_method")
-    method = str(named)[:80].lower() if named else _method(entry)
+    unnamed = next((method for keys, method in _TELLING_KEYS if any(key in entry for key in keys)), "unnamed")
+    method = str(named)[:80].lower() if named else unnamed
     return None if method in _FULL or _is_full(entry) else QuantFormat(method, entry, source)
-
-
-def _method(entry: Mapping[str, Any]) -> str:
-    return next((method for keys, method in _TELLING_KEYS if any(key in entry for key in keys)), "unnamed")
 
 
 def _is_full(entry: Mapping[str, Any]) -> bool:

@@ -172,7 +172,8 @@ class _Checkpoint:
     def _scaled(self, name: str, info: TensorInfo) -> _Taken | None:
         """Values of 8 bits, or pairs of 4-bit floats, with scales in a tensor next to them."""
         base = name.removesuffix(".weight")
-        scale = next((at for at in _scale_names(name, base) if at in self.stored), None)
+        names = (f"{name}_scale_inv", f"{name}_scale", f"{base}.SCB", f"{base}.scale")
+        scale = next((at for at in names if at in self.stored), None)
         if scale is None or scale == name or info.dtype not in (*_KINDS, "U8"):
             return None
         parts = {"values": info, "scale": self.stored[scale]}
@@ -250,10 +251,6 @@ def _group_setting(settings: Mapping[str, Any], key: str) -> Any:
     weights = [entry.get("weights") for entry in _values(settings.get("config_groups")) if isinstance(entry, dict)]
     values = [weight.get(key) for weight in weights if isinstance(weight, dict)]
     return values[0] if values and all(value == values[0] for value in values) else None
-
-
-def _scale_names(name: str, base: str) -> tuple[str, ...]:
-    return (f"{name}_scale_inv", f"{name}_scale", f"{base}.SCB", f"{base}.scale")
 
 
 def _compressed(checkpoint: _Checkpoint, name: str, base: str) -> _Taken:

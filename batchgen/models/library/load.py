@@ -153,11 +153,6 @@ def meta_model(config: Any, cls: Any) -> Any:
     return model.eval()
 
 
-def _drop_padding(model: Any) -> None:
-    """Unset the padding id: some forwards search every batch for padding, which would wait for the device."""
-    vars(model.config)["pad_token_id"] = None  # some classes check assignments, and want a number
-
-
 def _use_our_attention(model: Any) -> None:
     """Let the text decoder of a causal part attend through batchgen's attention."""
     register_attention()
@@ -170,7 +165,8 @@ def _use_our_attention(model: Any) -> None:
     if part.config._attn_implementation != ATTENTION_NAME:
         raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
     for module in (model, decoder):
-        _drop_padding(module)
+        # Some forwards search every batch for padding, which would wait for the device. Some classes check assignments.
+        vars(module.config)["pad_token_id"] = None
 
 
 def _run_empty(model: Any) -> tuple[HookedModel, ModelInput, ProbeAttention]:

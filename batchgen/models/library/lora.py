@@ -95,7 +95,6 @@ class AppliesAdapters(Protocol):
 
     def adapt(self, adapters: LayerAdapters) -> None:
         """Apply these adapters from now on."""
-        ...
 
 
 _Changes = TypeVar("_Changes")

@@ -102,6 +102,7 @@ def _attend(
         )
     q = query[0].transpose(0, 1)  # [T, N, D]
     chunk = _attention_chunk(module, layer)
+    kind = getattr(getattr(module, "config", None), "model_type", None)
     out = attention.attend(
         layer,
         q if absorbed is None else absorbed.fold_query(q),
@@ -114,7 +115,7 @@ def _attend(
             softcap=softcap or None,
             sinks=s_aux,
             latent=absorbed is not None,
-            runs=bool(sliding_window) or _type_of(module) not in _CAUSAL_FULL_LAYERS,
+            runs=bool(sliding_window) or kind not in _CAUSAL_FULL_LAYERS,
         ),
     )  # [T, N, Dv]
     if absorbed is not None:
@@ -127,10 +128,6 @@ def _attention_chunk(module: nn.Module, layer: int) -> int | None:
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     return config.attention_chunk_size if config and kinds and kinds[layer] == "chunked_attention" else None
-
-
-def _type_of(module: nn.Module) -> str | None:
-    return getattr(getattr(module, "config", None), "model_type", None)
 
 
 class _Positions:
@@ -232,6 +229,8 @@ class HookedModel:
     def _forward(self, inputs: ModelInput, **options: bool) -> Any:
         """Run the decoder; returns the library's output."""
         keyword: dict[str, Any] = {} if self._slot is not None else {_KEYWORD: inputs.attention}
+        # [1, T], or [A, 1, T] on several axes
+        at = inputs.positions[None] if inputs.rope_positions is None else inputs.rope_positions[:, None]
         if self.counts_by_cache and self._cache_name is not None:
             keyword[self._cache_name] = _Positions(inputs.positions)
         if self._slot is not None:
@@ -241,13 +240,7 @@ class HookedModel:
                 self.lora.step_context(inputs.lora, len(inputs.input_ids), inputs.ops),
                 self.experts.step_context(inputs.ops),
             ):
-                return self._decoder(
-                    **self._tokens(inputs),
-                    position_ids=_position_ids(inputs),
-                    use_cache=False,
-                    **options,
-                    **keyword,
-                )
+                return self._decoder(**self._tokens(inputs), position_ids=at, use_cache=False, **options, **keyword)
         finally:
             if self._slot is not None:
                 self._slot.attention = None
@@ -340,11 +333,6 @@ class TransformersModel:
         except Exception:  # a forward that needs the ids may raise anything
             return False
         return True
-
-
-def _position_ids(inputs: ModelInput) -> Tensor:
-    """Positions as the library has them: [1, T], or [A, 1, T] on several axes."""
-    return inputs.positions[None] if inputs.rope_positions is None else inputs.rope_positions[:, None]
 
 
 def _head_only(model: Any, decoder: str) -> Any:

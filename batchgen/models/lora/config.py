@@ -384,7 +384,8 @@ def _layer(name: str, config: Mapping[str, Any], module: str, parts: Mapping[str
         raise _error(name, f"{_WEIGHTS} holds one of the two matrices of {module}; copy the folder again")
     down, up, magnitude = parts["down"], parts["up"], parts.get("magnitude")
     # Those of a convolution have the axes of its kernel, too.
-    if len(down.shape) != len(up.shape) or len(up.shape) < 2 or (down.shape[0], *up.shape[1:]) != _ranks(rank, up):
+    axes, ranks = len(up.shape), (rank, rank, *[1] * (len(up.shape) - 2))
+    if len(down.shape) != axes or axes < 2 or (down.shape[0], *up.shape[1:]) != ranks:
         shapes = f"{list(down.shape)} and {list(up.shape)}"
         raise _error(name, f"{module} has matrices {shapes} where {_CONFIG} calls for rank {rank}")
     if (magnitude is not None) != bool(config.get("use_dora")) or (magnitude and magnitude.shape != up.shape[:1]):
@@ -393,11 +394,6 @@ def _layer(name: str, config: Mapping[str, Any], module: str, parts: Mapping[str
     if (bias is not None) != bool(config.get("lora_bias")) or (bias and (magnitude or bias.shape != up.shape[:1])):
         raise _error(name, f"the bias of {module} (lora_B.bias) does not fit lora_bias in {_CONFIG}")
     return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), magnitude, bias)
-
-
-def _ranks(rank: int, up: TensorInfo) -> tuple[int, ...]:
-    """The first axis of A and all but the first of B."""
-    return (rank, rank, *[1] * (len(up.shape) - 2))
 
 
 def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

@@ -62,12 +62,10 @@ class Header(Protocol):
     @property
     def kind(self) -> MediaKind:
         """Kind of the item."""
-        ...
 
     @property
     def size(self) -> tuple[int, ...]:
         """Image: (width, height); audio: (samples,)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

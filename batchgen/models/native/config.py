@@ -106,9 +106,9 @@ class _Reader:
             raise ModelError(f"config.json: {key} must be a number, got {str(value)[:80]!r}. Copy the file again.")
         return float(value)
 
-    def flag(self, key: str, default: bool = False) -> bool:
+    def flag(self, key: str) -> bool:
         value = self.values.get(key)
-        value = default if value is None else value
+        value = False if value is None else value
         if type(value) is not bool:
             raise ModelError(f"config.json: {key} must be true or false, got {value!r}. Copy the file again.")
         return value
@@ -133,7 +133,8 @@ def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
     activation = str(read.values.get("hidden_act", "silu"))
     if activation not in _ACTIVATIONS:
         raise NativeUnsupported(f"The native decoder does not have the activation {activation}.")
-    qkv_bias, o_bias, mlp_bias = _biases(read)
+    bias = read.model_type in ("llama", "qwen3") and read.flag("attention_bias")
+    mlp_bias = read.model_type == "llama" and read.flag("mlp_bias")
     return NativeConfig(
         model_type=read.model_type,
         vocab_size=read.integer("vocab_size"),
@@ -146,8 +147,8 @@ def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
         rms_eps=read.number("rms_norm_eps", 1e-6),
         activation=activation,
         tied=read.flag("tie_word_embeddings"),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
+        qkv_bias=bias or read.model_type == "qwen2",
+        o_bias=bias,
         mlp_bias=mlp_bias,
         qk_norm=read.model_type == "qwen3",
         windows=_windows(read, layers),
@@ -160,21 +161,6 @@ def _contexts(read: _Reader, max_positions: int) -> Contexts:
     rope = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
     original = read.values.get("original_max_position_embeddings")
     return contexts_of(read.model_type, max_positions, rope, original if type(original) is int else None)
-
-
-def _biases(read: _Reader) -> tuple[bool, bool, bool]:
-    """Whether there are biases in (q, k and v; o; mlp)."""
-    match read.model_type:
-        case "llama":
-            bias = read.flag("attention_bias")
-            return bias, bias, read.flag("mlp_bias")
-        case "qwen2":
-            return True, False, False
-        case "qwen3":
-            bias = read.flag("attention_bias")
-            return bias, bias, False
-        case _:
-            return False, False, False
 
 
 def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:

@@ -6,7 +6,7 @@ letters: T tokens, H hidden size, N heads, K kv heads, D head size, I intermedia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Final
@@ -60,7 +60,10 @@ class NativeModel:
 
     def with_product(self, product: Product) -> NativeModel:
         """The model with its linear layers and head computed by `product`."""
-        layers = [_changed(layer, lambda linear: linear.with_product(product)) for layer in self._weights.layers]
+        layers = [
+            replace(layer, linears={name: linear.with_product(product) for name, linear in layer.linears.items()})
+            for layer in self._weights.layers
+        ]
         weights, head = replace(self._weights, layers=layers), self._head.with_product(product)
         return NativeModel(self.spec, weights, head, self._rope, self._ends)
 
@@ -147,11 +150,6 @@ class NativeModel:
     def accepts_embeds(self) -> bool:
         """True: tokens may be given as arbitrary embeddings."""
         return True
-
-
-def _changed(layer: DecoderLayer, change: Callable[[Linear], Linear]) -> DecoderLayer:
-    """The layer with all its linear layers changed."""
-    return replace(layer, linears={name: change(linear) for name, linear in layer.linears.items()})
 
 
 def _hidden_fused(decoder: FusedDecoder, inputs: ModelInput, spec: ModelSpec) -> Tensor:
@@ -253,11 +251,7 @@ def _numel(fused: FusedTensor) -> int:
 
 
 def load_native(
-    spec: ModelSpec,
-    config: NativeConfig,
-    layout: NativeLayout,
-    folder: ModelFolder,
-    adapters: Sequence[Adapter] = (),
+    spec: ModelSpec, config: NativeConfig, layout: NativeLayout, folder: ModelFolder, adapters: Sequence[Adapter] = ()
 ) -> NativeModel:
     """Read the weights directly into the fused tensors on the device.
 

@@ -88,9 +88,8 @@ def _layer(config: NativeConfig, prefix: str) -> dict[str, FusedTensor]:
         weights = tuple((f"{prefix}{block}.{part}.weight", rows) for part, rows in parts)
         layer[name] = FusedTensor(weights, (columns,))
         if bias:
-            layer[f"{name}_bias"] = FusedTensor(
-                tuple((f"{prefix}{block}.{part}.bias", rows) for part, rows in parts), ()
-            )
+            biases = tuple((f"{prefix}{block}.{part}.bias", rows) for part, rows in parts)
+            layer[f"{name}_bias"] = FusedTensor(biases, ())
     norms = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
     layer |= {key: FusedTensor(((f"{prefix}{name}.weight", hidden),), ()) for key, name in norms.items()}
     if config.qk_norm:
@@ -100,13 +99,9 @@ def _layer(config: NativeConfig, prefix: str) -> dict[str, FusedTensor]:
 
 
 def adapted_parts(fused: FusedTensor) -> list[tuple[str, int]]:
-    """(module name in adapters, outputs) of each part of a fused weight."""
-    return [(_module(name), rows) for name, rows in fused.parts]
-
-
-def _module(tensor: str) -> str:
-    """Module name of a layer's tensor in adapters, which always begins with `model.layers.`."""
-    return "model.layers." + tensor.partition("layers.")[2].removesuffix(".weight")
+    """(module name in adapters, outputs) of each part of a fused weight; names always begin with `model.layers.`."""
+    parts = ((name.partition("layers.")[2].removesuffix(".weight"), rows) for name, rows in fused.parts)
+    return [(f"model.layers.{module}", rows) for module, rows in parts]
 
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
