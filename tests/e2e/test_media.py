@@ -27,10 +27,17 @@ from tests.models.tiny_media import save_media
 LLAVA = "<image>"
 DEADLY = """
 import os, signal
+from concurrent.futures import ThreadPoolExecutor
 from batchgen.data import feature_files
 from batchgen.models.media.encoder import MediaEncoder
 
 encode = MediaEncoder.encode
+
+class AtOnce(ThreadPoolExecutor):
+    def submit(self, *call):
+        done = super().submit(*call)
+        done.result()
+        return done
 
 def counted(self, items):
     with open("encoded", "a") as file:
@@ -40,6 +47,7 @@ def counted(self, items):
 if "DEADLY" in os.environ:
     MediaEncoder.encode = counted
     feature_files.FILE_BYTES = 1  # each image has its own file
+    feature_files.ThreadPoolExecutor = AtOnce  # so that features are written before the process ends
 
 def deadly(logits, rows):
     if "DEADLY" in os.environ and any(row.params["dies"] == len(row.output_ids) for row in rows):
