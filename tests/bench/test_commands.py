@@ -42,7 +42,7 @@ def test_sigterm_ends_the_benchmark_and_removes_its_files(tmp_path: Path) -> Non
     arguments = [sys.executable, "-m", "batchgen", "bench", "plan", "--plan-size", "200000x50"]
     pipe, env = subprocess.PIPE, {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(arguments, env=env, stdout=pipe, stderr=pipe, text=True)
-    while process.poll() is None and not any(path.is_file() for path in tmp_path.rglob("*")):
+    while process.poll() is None and not any(tmp_path.glob("batchgen-plan-*/*")):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
