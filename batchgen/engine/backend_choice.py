@@ -99,7 +99,7 @@ def _needs(config: EngineConfig, spec: ModelSpec) -> AttentionNeeds:
     return AttentionNeeds(
         device=spec.device,
         capability=capability_of(spec.device),
-        layers=spec.kv_layers,
+        layers=spec.attention_layers,
         heads=spec.num_heads,
         dtype=spec.dtype,
         page_size=config.page_size,
@@ -120,7 +120,7 @@ def typical_step(
     """
     samples = workload.samples.astype(np.int64)
     count = int(samples.sum())
-    if not count or not spec.kv_layers:
+    if not count or not spec.attention_layers:
         return None
     tree, max_tokens = workload.tree, workload.max_tokens
     ends = tree.end[tree.node_of_request]
@@ -129,7 +129,7 @@ def typical_step(
     rows = min(rows, count)
     steps = max(1, int((samples * max_tokens).sum()) // rows)
     return TypicalStep(
-        layer=spec.kv_layers[0],
+        layer=spec.attention_layers[0],
         heads=spec.num_heads,
         dtype=spec.dtype,
         cache_dtype=spec.cache_dtype,

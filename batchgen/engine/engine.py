@@ -36,6 +36,7 @@ from batchgen.engine.memory.kv_budget import (
     most_pages,
     pool_pages,
     sized_groups,
+    sized_states,
     with_job_windows,
     with_windows_in,
 )
@@ -51,6 +52,7 @@ from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.grouped import GroupedPool
 from batchgen.kernels.linear import describe_products
+from batchgen.kernels.mixers.states import StatePool
 from batchgen.models.base import Model
 from batchgen.models.check import check_model
 from batchgen.models.checkpoint.model_files import TOKENIZER_FILES, resolve_model
@@ -353,6 +355,8 @@ class Engine:
         reserved = device_feature_bytes(workload.table, spec, self.device)
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
         budget = memory.budget(config.kv_budget)
+        states = sized_states(spec, workload, limits[0], budget)
+        budget -= 0 if states is None else states.num_pages * states.page_bytes
         planned = with_job_windows(spec, workload, config.page_size)
         planned = with_windows_in(planned, workload, config.page_size, budget)
         pages = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
@@ -365,6 +369,9 @@ class Engine:
             kept = GroupedPool.allocate(spec.kv_layers, layers, counts, size, dtype, spec.device)
             shares = [(part, (budget - kept.nbytes) * part.nbytes // max(1, kept.nbytes)) for part in kept.parts]
             pool = kept = replace(kept, parts=[backend.extend_pool(part, share) for part, share in shares])
+        if states is not None:
+            slots = StatePool.allocate(spec.states, states.num_pages, spec.dtype, spec.device)
+            pool, groups = replace(pool, states=slots), (*groups, states)
         if spec.device.type == "cpu":
             self._pool = kept
         return pool, CachePlan(groups, pages, limits)

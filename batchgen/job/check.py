@@ -21,7 +21,7 @@ from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.store.work_folder import output_paths
 from batchgen.engine.machine import step_limits
-from batchgen.engine.memory.kv_budget import cache_groups, with_job_windows
+from batchgen.engine.memory.kv_budget import cache_groups, state_group, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.clock import set_clock
 from batchgen.job.display.console import SafeConsole
@@ -34,14 +34,13 @@ from batchgen.job.rows.fingerprint import identify_job
 from batchgen.job.rows.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.summary import write_report
-from batchgen.plan.cache_groups import bytes_by_kind
+from batchgen.plan.cache_groups import HeldGroup, bytes_by_kind, held_groups
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.simulate import simulate
-from batchgen.plan.window_pages import WindowGroup, held_groups
 from batchgen.request.completion import Completion
 from batchgen.request.printable import format_kv_peak, format_size, json_printable, printable
 from batchgen.request.rows.unknown_keys import MAX_NOTES, carried_notes, note_line
@@ -274,14 +273,16 @@ def _plan(setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerSta
     groups = cache_groups(with_job_windows(setup.spec, workload, page_size), page_size)
     counts = plan_counts(order.tree, workload.samples, draws, page_size, sequences)
     pages = [counts.kv_peak_pages]
+    if setup.spec.states:
+        groups = (*groups, state_group(setup.spec))
     if held_groups(groups):  # windows are small: a prompt's chunk in work may hold more than all of them
-        sized = [replace(group, num_pages=_ALL_PAGES) if isinstance(group, WindowGroup) else group for group in groups]
+        sized = [replace(group, num_pages=_ALL_PAGES) if isinstance(group, HeldGroup) else group for group in groups]
         limits = replace(limits, cache_groups=tuple(sized))
         scheduler = Scheduler(workload.tree, workload.samples, draws, limits, kinds, workload.spans)
         scheduler.dry_run(_MOST_TOKENS, _lag(setup, len(groups)))
         pages = scheduler.group_peaks
         if scheduler.unended:
-            most = [0 if isinstance(group, WindowGroup) else counts.kv_peak_pages for group in groups]
+            most = [0 if isinstance(group, HeldGroup) else counts.kv_peak_pages for group in groups]
             pages = list(map(max, pages, most))
     return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
 

@@ -7,7 +7,7 @@ Backends know nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from batchgen.kernels.attention.spans import SpanAttention
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.device import Device
+from batchgen.kernels.mixers.states import StatePool
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import (
     AttentionArgs,
@@ -38,8 +39,10 @@ class GroupedPool:
     """A model's cache: a pool for each cache group."""
 
     parts: list[KVPool]
-    places: tuple[tuple[int, int], ...]
-    """By layer: its group, and its index in the group's pool."""
+    places: Mapping[int, tuple[int, int]]
+    """Layer with attention -> its group, and its index in the group's pool."""
+    states: StatePool | None = None
+    """Recurrent states; None: the model has none."""
 
     @staticmethod
     def allocate(
@@ -79,7 +82,7 @@ class GroupedPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.parts) + (0 if self.states is None else self.states.nbytes)
 
     def first(self, groups: Sequence[Sequence[int]], pages: Sequence[int]) -> GroupedPool | None:
         """A pool of the first pages of each group, in the same memory; None if it has less, or other groups."""
@@ -89,10 +92,9 @@ class GroupedPool:
         return replace(self, parts=[part.first(count) for part, count in wanted])
 
 
-def places_of(groups: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """By layer: its group, and its index in the group; `groups`: layers of each group."""
-    places = {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group)}
-    return tuple(places[layer] for layer in range(len(places)))
+def places_of(groups: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """Layer -> its group, and its index in the group; `groups`: layers of each group."""
+    return {layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group)}
 
 
 def restarted(batch: AttentionBatch, size: int, page_size: int) -> AttentionBatch:
@@ -157,13 +159,14 @@ def grouped_attention(
 ) -> PagedAttention:
     """A step's attention in all layers; `batches`: the step over the pages of each group."""
     parts = [attention_of(factory, part, batch) for part, batch in zip(pool.parts, batches, strict=True)]
-    return parts[0] if len(parts) == 1 else GroupedAttention(parts, pool.places)
+    alone = len(parts) == 1 and all(layer == index for layer, (_, index) in pool.places.items())
+    return parts[0] if alone else GroupedAttention(parts, pool.places)
 
 
 class GroupedAttention(PooledAttention):
     """One step's attention (the `PagedAttention` protocol) in the layers of several groups."""
 
-    def __init__(self, parts: Sequence[PagedAttention], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, parts: Sequence[PagedAttention], places: Mapping[int, tuple[int, int]]) -> None:
         """`parts`: the attention of each group; `places`: as in `GroupedPool`."""
         self.parts = parts
         self.places = places
@@ -221,7 +224,7 @@ class GroupedWork:
 class GroupedStaticAttention(GroupedAttention):
     """Attention of all layers inside a CUDA graph."""
 
-    def __init__(self, parts: list[StaticAttention], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, parts: list[StaticAttention], places: Mapping[int, tuple[int, int]]) -> None:
         super().__init__(parts, places)
         self._static = parts
 

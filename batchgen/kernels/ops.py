@@ -6,7 +6,7 @@ A backend is `replace(TORCH_OPS, ...)` with the operations that it computes bett
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,8 @@ from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.layouts import Product
 from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPairs, LoraStep
+from batchgen.kernels.mixers import conv, gated_delta
+from batchgen.kernels.mixers.states import RunBatch
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import KVPool
@@ -82,6 +84,14 @@ class Ops:
     """Expert ids and weights of each token; see `moe.route`."""
     moe_experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor] = moe.moe_experts
     """Weighted sum of each token's experts; see `moe.moe_experts`."""
+    causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Sequence[RunBatch], str | None], Tensor] = (
+        conv.causal_conv
+    )
+    """Short convolution of packed rows, which keeps their last inputs; see `conv.causal_conv`."""
+    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[RunBatch]], Tensor] = (
+        gated_delta.gated_delta
+    )
+    """Gated delta rule of packed rows, which keeps their states; see `gated_delta.gated_delta`."""
     count_tokens: Callable[[CountLists, Tensor, Tensor, Tensor, int], None] = counts.count_tokens
     """Count one more token for each of some sequences, in place; see `counts.count_tokens`."""
     penalise: Callable[[Tensor, Tensor, Tensor, CountLists, Penalties, int], None] = counts.penalise

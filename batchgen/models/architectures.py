@@ -57,6 +57,10 @@ _HYBRID_KEYS: Final = (
     "block_types", "full_attn_idxs", "full_attention_interval", "layer_group_size", "linear_attn_config",
 )  # fmt: skip
 """Keys that say which layers of a hybrid type are recurrent. The library derives the type of each layer from them."""
+MIXERS: Final = (
+    "lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini",
+)  # fmt: skip
+"""Hybrid types whose recurrent layers run: short convolutions and gated delta rules."""
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _NOT_ATTENTION: Final = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"), _RECURRENT),
@@ -137,7 +141,7 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         )
     if text.get("index_topk"):
         raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
-    if name in HYBRIDS and not any(text.get(key) for key in _HYBRID_KEYS):
+    if name in HYBRIDS and name not in MIXERS and not any(text.get(key) for key in _HYBRID_KEYS):
         raise ModelError(f"The architecture {name} is not supported: {_RECURRENT}. Use another model.")
     check_layer_types(name, text.get("layer_types") or text.get("layers_block_type"))
 
@@ -153,7 +157,7 @@ def check_layer_types(name: str, types: Any) -> None:
         ModelError: a layer has another type; the message says what is missing.
     """
     listed = [str(kind) for kind in types] if isinstance(types, list | tuple) else []
-    others = sorted(set(listed) - set(_LAYER_TYPES))
+    others = [] if name in MIXERS else sorted(set(listed) - set(_LAYER_TYPES))
     if others:
         count, reason = listed.count(others[0]), _NOT_ATTENTION.get(others[0], "their computation is not known here")
         raise ModelError(

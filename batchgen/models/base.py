@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.kernels.layouts import Products
 from batchgen.kernels.lora import LoraStep
+from batchgen.kernels.mixers.states import States, StateSize
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
 from batchgen.models.lora.config import Adapter
@@ -58,7 +59,7 @@ class ModelSpec:
     context_length: int
     """Maximum number of positions, including rope scaling."""
     kv_layers: tuple[LayerKV, ...]
-    """Key and value shapes of each layer."""
+    """Key and value shapes of each layer; those of one without attention are empty."""
     dtype: torch.dtype
     device: torch.device
     parameters: int
@@ -77,6 +78,8 @@ class ModelSpec:
     """Names of the LoRA adapters, in the order of their indexes."""
     tower_adapters: tuple[Adapter | None, ...] = ()
     """By index: what an adapter changes of the modules that read images or audio; None: nothing."""
+    states: tuple[tuple[StateSize, ...], ...] = ()
+    """By layer: its recurrent states. Empty: no layer has any."""
     windows: tuple[int | None, ...] = ()
     """By layer: positions that a token sees, itself included; None: all. Empty: no layer has a window."""
     attention_chunk: int | None = None
@@ -104,6 +107,11 @@ class ModelSpec:
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     @property
+    def attention_layers(self) -> tuple[LayerKV, ...]:
+        """The sizes of the layers with attention."""
+        return tuple(layer for layer in self.kv_layers if layer.position_size)
+
+    @property
     def state_limits(self) -> CaptureSupport:
         """Hidden states and expert choices that rows may request."""
         return CaptureSupport(self.state_layers, self.hidden_size, bool(self.moe_layers))
@@ -112,6 +120,11 @@ class ModelSpec:
     def kv_bytes_per_token(self) -> int:
         """Bytes that all layers store for one position."""
         return sum(layer.position_size for layer in self.kv_layers) * self.kv_dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of one row, all layers together."""
+        return sum(size.nbytes(self.dtype) for sizes in self.states for size in sizes)
 
     @property
     def embeds_size(self) -> int:
@@ -183,6 +196,8 @@ class ModelInput:
     """[A, T] int64 rotary positions of a model with `ModelSpec.rope_axes` A; None: `positions` on all axes."""
     ops: Ops = TORCH_OPS
     """Operations that compute the step."""
+    states: States | None = None
+    """Recurrent states of the step's rows; None: the model has none."""
     wanted: Tensor | None = None
     """[W] int64: flat tokens whose final states are needed; None for all."""
 

@@ -47,6 +47,11 @@ def deterministic_model(model: Model, backend: Backend) -> Model:
             "`--deterministic`: an adapter (--lora) changes more than linear layers, and such products depend on the "
             "batch; leave the option out, or merge the adapter into the model"
         )
+    if model.spec.states:
+        raise UsageError(
+            f"`--deterministic`: the recurrent layers of a {model.spec.name} model are computed for several rows "
+            "together, and such products depend on the batch; leave the option out"
+        )
     if backend.name == "compiled":
         if _probe_bits(model, backend) is None:
             raise _batch_dependent(model, "or try `--attention torch`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
@@ -13,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.plan.block_manager import BlockManager
+from batchgen.plan.cache_groups import HeldPages
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.page_forecast import Candidate, Int64s, PageForecast, Samples, WithCandidate, with_new_samples
 from batchgen.plan.sequences import ScheduledSequence, SequenceScheduler
+from batchgen.plan.window_pages import WindowHold, WindowPages
 
 
 class PendingSubtrees:
@@ -102,55 +105,146 @@ class SampleSlots:
         return count
 
 
+def held_forecasts(
+    nodes: BlockManager, sequences: SequenceScheduler, ends: LengthPredictor, tokens: int
+) -> list[HeldForecast]:
+    """The forecast of each group in `nodes.held`; `tokens`: most of a step."""
+    return [
+        WindowForecast(pages, number, nodes, sequences, ends, tokens)
+        if isinstance(pages, WindowPages)
+        else SlotForecast(pages, nodes)
+        for number, pages in enumerate(nodes.held)
+    ]
+
+
+class HeldForecast(ABC):
+    """Whether a group has pages for samples until their ends."""
+
+    @abstractmethod
+    def begin(self, pages: int) -> None:
+        """Record that a sample has begun, which has so many `pages` of page tables at its full length."""
+
+    @abstractmethod
+    def end(self, pages: Iterable[int]) -> None:
+        """Record that samples have ended."""
+
+    @abstractmethod
+    def fits_at_most(self, pages: Iterable[int]) -> bool:
+        """Whether further holders, with so many `pages` of page tables each, fit next to all that has begun."""
+
+    @abstractmethod
+    def update(self, waiting: Iterable[Candidate]) -> None:
+        """Recompute the forecast for this step; `waiting` are the samples whose prompts are being computed."""
+
+    @abstractmethod
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the pool holds all samples until their ends if the candidate begins."""
+
+    @abstractmethod
+    def add(self, candidate: Candidate) -> None:
+        """Add a candidate that begins now."""
+
+
 _NO_NODES: Final = np.zeros(0, np.int64)
 
 
-class WindowForecast(PageForecast):
+class WindowForecast(PageForecast, HeldForecast):
     """Forecast of the pages of a group that keeps a window: a sample holds those of its window at most.
 
     What nodes hold counts as held forever. They hold a window only for samples that have not begun.
     """
 
     def __init__(
-        self, number: int, nodes: BlockManager, sequences: SequenceScheduler, ends: LengthPredictor, chunk_tokens: int
+        self,
+        pages: WindowPages,
+        number: int,
+        nodes: BlockManager,
+        sequences: SequenceScheduler,
+        ends: LengthPredictor,
+        tokens: int,
     ) -> None:
-        """`number`: of the group in `nodes.held`; `chunk_tokens`: most tokens of a step, whose pages are kept free for
-        the chunks in progress.
-        """
+        """`number`: of the group in `nodes.held`; pages of `tokens` are kept free for the chunks in progress."""
         super().__init__(nodes, sequences, ends)
-        self._number = number
-        self._allocator = nodes.held[number].allocator
-        self.most = nodes.held[number].group.most_pages(self._page_size)
+        self._number, self._allocator = number, pages.allocator
+        self._most = pages.group.most_pages(self._page_size)
         """Most pages that a sample holds."""
-        self.begun = 0
+        self._begun = 0
         """Most pages that the begun samples hold."""
-        self._capacity = self._allocator.capacity - min(self._allocator.capacity // 4, chunk_tokens // self._page_size)
+        self._capacity = self._allocator.capacity - min(self._allocator.capacity // 4, tokens // self._page_size)
 
-    def fits_at_most(self, pages: int) -> bool:
-        """Whether `pages` further pages fit, with those of the begun samples."""
-        return self._allocator.used_count + self.begun + pages <= self._capacity
+    def begin(self, pages: int) -> None:
+        """See `HeldForecast.begin`."""
+        self._begun += self._most_of([pages])
 
-    def most_of(self, pages: Iterable[int]) -> int:
-        """Most pages that holders with so many `pages` of page tables hold together."""
-        return sum(min(count, self.most) for count in pages)
+    def end(self, pages: Iterable[int]) -> None:
+        """See `HeldForecast.end`."""
+        self._begun -= self._most_of(pages)
+
+    def fits_at_most(self, pages: Iterable[int]) -> bool:
+        """See `HeldForecast.fits_at_most`."""
+        return self._allocator.used_count + self._begun + self._most_of(pages) <= self._capacity
+
+    def _most_of(self, pages: Iterable[int]) -> int:
+        return sum(min(count, self._most) for count in pages)
 
     def _samples(self, columns: Int64s, nodes: Int64s) -> Samples:
         end, position, allocated, own = columns
-        held = np.minimum(own, self.most)
-        return Samples(end, position, allocated, held, _NO_NODES, _NO_NODES, self.most - held)
+        held = np.minimum(own, self._most)
+        return Samples(end, position, allocated, held, _NO_NODES, _NO_NODES, self._most - held)
 
     def _other_columns(self, sample: ScheduledSequence) -> tuple[int, int, int, int, int]:
         end, position, allocated, freed, node = super()._other_columns(sample)
         if sample.node is not None:
-            allocated = sample.holds[self._number].high  # pages are allocated as its positions are recomputed
+            hold = sample.holds[self._number]
+            assert isinstance(hold, WindowHold)
+            allocated = hold.high  # pages are allocated as its positions are recomputed
             freed = max(0, allocated - sample.first_own_page - (sample.in_place and sample.node.tail_held))
         return end, position, allocated, freed, node
 
     def _with_candidate(self, candidate: Candidate) -> WithCandidate:
-        length, size = self._block_manager.end[candidate.node], self._page_size
-        usage = with_new_samples(self._curve, self._ends_of(candidate), length - 1, length // size, 0, size, self.most)
-        path = (min(self.most, self._path_pages(n, first=n == candidate.path[0])) for n in candidate.path)
+        length, size, most = self._block_manager.end[candidate.node], self._page_size, self._most
+        usage = with_new_samples(self._curve, self._ends_of(candidate), length - 1, length // size, 0, size, most)
+        path = (min(most, self._path_pages(n, first=n == candidate.path[0])) for n in candidate.path)
         return WithCandidate(usage, sum(path), {}, {})
+
+
+class SlotForecast(HeldForecast):
+    """Forecast of slots: a node and a sample hold one each, for which nothing else of the slots matters than how many
+    are free now.
+    """
+
+    def __init__(self, slots: HeldPages, nodes: BlockManager) -> None:
+        self._allocator, self._nodes = slots.allocator, nodes
+        self._left = 0
+        """Slots that no row needs."""
+
+    def begin(self, pages: int) -> None:
+        """See `HeldForecast.begin`."""
+
+    def end(self, pages: Iterable[int]) -> None:
+        """See `HeldForecast.end`."""
+
+    def fits_at_most(self, pages: Iterable[int]) -> bool:
+        """See `HeldForecast.fits_at_most`."""
+        return sum(1 for _ in pages) <= self._free()
+
+    def update(self, waiting: Iterable[Candidate]) -> None:
+        """See `HeldForecast.update`."""
+        self._left = self._free()
+        for candidate in waiting:
+            self.add(candidate)
+
+    def fits(self, candidate: Candidate) -> bool:
+        """See `HeldForecast.fits`."""
+        return len(candidate.path) + len(candidate.requests) <= self._left
+
+    def add(self, candidate: Candidate) -> None:
+        """See `HeldForecast.add`."""
+        self._left -= len(candidate.path) + len(candidate.requests)
+
+    def _free(self) -> int:
+        """Free slots, less those of the samples that have begun and hold none yet."""
+        return self._allocator.free_count - sum(self._nodes.waiting.values())
 
 
 class Admission:
@@ -178,10 +272,7 @@ class Admission:
         self.uses_forecast = config.admission == "foreseen"
         """Whether admission uses the page forecast, or only counts the pages needed now."""
         self._forecast = PageForecast(block_manager, sequences, predictor)
-        self._windows = [
-            WindowForecast(number, block_manager, sequences, predictor, config.max_tokens_per_step)
-            for number in range(len(block_manager.held))
-        ]
+        self._held = held_forecasts(block_manager, sequences, predictor, config.max_tokens_per_step)
         self._forecast_step = -1
         """Step of the current forecast."""
         self.blocked_until = 0
@@ -199,16 +290,16 @@ class Admission:
         self._predictor.begin(sequence, request, self._block_manager.step)
         self._max_pages[sequence] = pages = self._own_pages(request, node_id)
         self._total_max_pages += pages
-        for window in self._windows:
-            window.begun += window.most_of([pages])
+        for forecast in self._held:
+            forecast.begin(pages)
 
     def end(self, sequences: Collection[int]) -> None:
         """Record that samples have ended."""
         self._predictor.end(sequences, self._block_manager.step)
         ended = [self._max_pages.pop(sequence) for sequence in sequences]
         self._total_max_pages -= sum(ended)
-        for window in self._windows:
-            window.begun -= window.most_of(ended)
+        for forecast in self._held:
+            forecast.end(ended)
         self.blocked_until = 0
 
     def admit(
@@ -239,30 +330,31 @@ class Admission:
     ) -> Candidate | None:
         if self._forecast_step != self._block_manager.step:
             candidates = waiting()
-            for forecast in (self._forecast, *self._windows):
+            self._forecast.update(candidates)
+            for forecast in self._held:
                 forecast.update(candidates)
             self._forecast_step = self._block_manager.step
         fewest = max(1, min(len(candidate.requests), self._start_together, len(self._max_pages) // _WAIT_FRACTION))
         if nothing_running:
             fewest = 1
-        while not all(window.fits(candidate) for window in self._windows) or not self._forecast.admit(candidate):
+        while not all(forecast.fits(candidate) for forecast in self._held) or not self._forecast.admit(candidate):
             if len(candidate.requests) == fewest:
                 if not nothing_running:
                     return None
                 self._forecast.add(candidate)
                 break
             candidate = replace(candidate, requests=candidate.requests[: max(fewest, len(candidate.requests) // 2)])
-        for window in self._windows:
-            window.add(candidate)
+        for forecast in self._held:
+            forecast.add(candidate)
         return candidate
 
     def _fits_at_full_length(self, candidate: Candidate, waiting: Callable[[], list[Candidate]]) -> bool:
         if self._forecast_step == self._block_manager.step:
             return False
         manager = self._block_manager
-        for window in self._windows:
-            pages = sum(window.most_of(self._page_counts(each)) for each in (candidate, *waiting()))
-            if not window.fits_at_most(pages):
+        for forecast in self._held:
+            counts = (count for each in (candidate, *waiting()) for count in self._page_counts(each))
+            if not forecast.fits_at_most(counts):
                 return False
         held = manager.allocator.used_count + self._total_max_pages + self._pages(candidate)
         capacity = manager.allocator.capacity

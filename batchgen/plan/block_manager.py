@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.plan.cache_groups import HeldPages, Hold, StateSpan, state_spans
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.page_allocator import PageAllocator
 from batchgen.plan.step_plan import PageCopy
 from batchgen.plan.tree import PrefixTree, user_counts
-from batchgen.plan.window_pages import Hold, WindowPages
 
 COMPUTING = -1
 """`Node.completed_step` of a node that is not complete."""
@@ -94,7 +94,7 @@ class BlockManager:
         samples: npt.NDArray[np.int32],
         allocator: PageAllocator,
         stats: SchedulerStats,
-        groups: Sequence[WindowPages | None] = (None,),
+        groups: Sequence[HeldPages | None] = (None,),
     ) -> None:
         """`groups`: pages of each cache group; None: those of page tables."""
         self.parent = tree.parent.data
@@ -120,6 +120,7 @@ class BlockManager:
         self._groups = groups
         self.held = [pages for pages in groups if pages is not None]
         """The groups that have their own pages."""
+        self._exact = any(pages.exact for pages in self.held)
         self._advanced: list[Node] = []
         """Nodes that have been computed further in the last step, and hold pages for that."""
         self._computed_to: dict[int, int] = {}
@@ -135,7 +136,7 @@ class BlockManager:
                 hold.slide(restart)
         self._advanced.clear()
 
-    def advance(self, node: Node, end: int) -> None:
+    def advance(self, node: Node, end: int) -> tuple[StateSpan, ...]:
         """Record that this step computes a node up to `end`, for which held pages are allocated."""
         node.next_position = end
         node.last_used_step = self.step
@@ -143,6 +144,7 @@ class BlockManager:
             hold.extend(end)
         if node.holds:
             self._advanced.append(node)
+        return state_spans(node.holds, end)
 
     def reach(self, node: Node) -> int:
         """Position up to which a node can be computed in this step, as far as pages are concerned."""
@@ -217,14 +219,17 @@ class BlockManager:
     def _branch(self, page_table: list[int], begin: int, in_place: bool, node: Node | None) -> Branch:
         """A branch of `node`, holding the pages that its user needs of the node."""
         if node is None:
-            return Branch(page_table, begin, in_place, [Hold(pages, page_table) for pages in self.held])
+            return Branch(page_table, begin, in_place, [pages.hold(page_table, None, begin) for pages in self.held])
         assert not node.window_lost, f"node {node.id} has lost its window"
-        # What the user computes in the node's own chunk attends to all that this chunk holds.
-        holds = [Hold(hold.pages, page_table, hold.low, begin) for hold in node.holds]
+        holds = [pages.hold(page_table, above, begin) for pages, above in zip(self.held, node.holds, strict=True)]
         return Branch(page_table, begin, in_place, holds)
 
     def _copy(self, source: int, target: int, tokens: int) -> PageCopy:
-        pages = [(source, target) if own is None else (own.page(source), own.page(target)) for own in self._groups]
+        pages = [
+            (source, target) if own is None else own.copied(source, target)
+            for own in self._groups
+            if own is None or not own.exact
+        ]
         return PageCopy(source, target, tokens, pages)
 
     def detach(self, node: Node, in_place: bool) -> None:
@@ -236,7 +241,7 @@ class BlockManager:
     def admit(self, node_id: int, copies: list[PageCopy]) -> Node:
         """Allocate the pages of a node that will be computed; its parent is complete, or it is a root."""
         if (lost := self.active.get(node_id)) is not None:
-            return self._reopen(lost)
+            return self._reopen(lost, copies)
         parent = self._parent_of(node_id)
         start, end = self.start_of(node_id), self.end[node_id]
         branch = self.branch(parent, start, end, copies)
@@ -257,22 +262,25 @@ class BlockManager:
         self.tail_held[node_id], self.in_place[node_id] = node.tail_held, node.in_place
         return node
 
-    def _reopen(self, node: Node) -> Node:
+    def _reopen(self, node: Node, copies: list[PageCopy]) -> Node:
         """Compute a node that has lost its window once more, in its own pages."""
+        parent, size = node.parent, self._page_size
         self._computed_to[node.id] = node.end
         node.completed_step, node.window_lost = COMPUTING, False
-        node.next_position = node.start // self._page_size * self._page_size
-        if node.end % self._page_size and not node.tail_held:
+        node.next_position = begin = node.start if self._exact else node.start // size * size
+        if node.end % size and not node.tail_held:
             node.page_table += self.allocator.alloc(1)
             node.tail_held = self.tail_held[node.id] = True
-        lows = [pages.first_page(node.next_position) for pages in self.held]
-        if node.parent is not None and node.parent.last_used_step == self.step:
-            lows = [min(low, hold.low) for low, hold in zip(lows, node.parent.holds, strict=True)]
+        above = (None,) * len(self.held) if parent is None else parent.holds
+        now = parent is not None and parent.last_used_step == self.step
         node.holds = [
-            Hold(pages, node.page_table, low, node.next_position) for pages, low in zip(self.held, lows, strict=True)
+            pages.reopen(node.page_table, hold if now or pages.exact else None, begin)
+            for pages, hold in zip(self.held, above, strict=True)
         ]
-        if node.parent is not None:
-            self.drop_unused(node.parent)
+        if parent is not None:
+            if begin % size and (tail := parent.page_table[-1]) != (first := node.page_table[node.first_own_page]):
+                copies.append(self._copy(tail, first, begin % size))
+            self.drop_unused(parent)
         return node
 
     def computable(self, node_id: int) -> bool:
@@ -317,18 +325,28 @@ class BlockManager:
         else:
             del self.waiting[node_id]
 
+    def held_fit(self, users: int, growing: int = 0) -> bool:
+        """Whether the held groups have pages for further holders; as in `HeldPages.needs`."""
+        return all(pages.needs(users, growing) <= pages.free_count for pages in self.held)
+
     def make_room(
-        self, need: Callable[[], int], *, held: int = 0, spare_waiting: bool, keep: Node | None = None
+        self,
+        need: Callable[[], int],
+        *,
+        users: int = 0,
+        growing: int = 0,
+        spare_waiting: bool,
+        keep: Node | None = None,
     ) -> bool:
         """Evict nodes without users, the deepest first, until `need()` pages are free.
 
-        `need`: number of pages needed, which evictions may lower; `held`: of each group that has its own;
+        `need`: number of pages needed, which evictions may lower; `users`, `growing`: as in `HeldPages.needs`;
         `spare_waiting`: keep nodes that begun sequences wait for, else tails and windows are freed, too; `keep`: a node
         that stays, with its tail and its window. Returns whether so many pages are free now.
         """
 
         def enough() -> bool:
-            return need() <= self.allocator.free_count and all(held <= pages.free_count for pages in self.held)
+            return need() <= self.allocator.free_count and self.held_fit(users, growing)
 
         def idle(node: Node) -> bool:
             if node.users or node is keep or node.last_used_step == self.step:
@@ -385,6 +403,8 @@ class BlockManager:
         node.tail_held = False
         self.tail_held[node.id] = False
         self.allocator.free([node.page_table.pop()])
+        if self._exact:  # users would have to recompute its positions
+            self._lose_window(node)
 
     def _lose_window(self, node: Node) -> None:
         for hold in node.holds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.plan.cache_groups import StateSpan
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.step_plan import DecodeRows, PrefillChunk, SampleRow, SampleRows, StepPlan
 
@@ -25,10 +26,18 @@ class StepBuilder:
         self._samples: list[SampleRow] = []
 
     def chunk(
-        self, request: int, sequence: int | None, start: int, end: int, pages: list[int], *, store: bool = True
+        self,
+        request: int,
+        sequence: int | None,
+        start: int,
+        end: int,
+        pages: list[int],
+        *,
+        store: bool = True,
+        states: tuple[StateSpan, ...] = (),
     ) -> int:
         """Add a chunk and return the flat token of position `start`."""
-        self.plan.prefills.append(PrefillChunk(request, sequence, start, end, pages, store))
+        self.plan.prefills.append(PrefillChunk(request, sequence, start, end, pages, store, states))
         self._stats.prefill_chunks += 1
         self._stats.chunk_kv_positions += end
         self._stats.chunk_reads += (end * (end + 1) - start * (start + 1)) // 2

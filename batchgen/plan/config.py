@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
-from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
-from batchgen.plan.window_pages import held_groups
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, held_groups
 
 Order = Literal["longest", "tree", "first-come"]
 """Order in which prompts begin; see `order.begin_order`."""
@@ -95,6 +94,8 @@ class SchedulerStats:
     page_copies: int = 0
     peak_pages: int = 0
     peak_window_pages: int = 0
+    peak_states: int = 0
+    """Most recurrent states at once, of nodes and of sequences."""
     max_decode_rows: int = 0
     slots: int = 0
     """Samples that could run at once with unlimited pages: the smaller of the job's samples and `max_num_seqs`."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from batchgen.plan.admission import Admission, PendingSubtrees, SampleSlots
 from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
+from batchgen.plan.cache_groups import StateSpan, state_spans
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import BeginOrder
@@ -123,7 +124,7 @@ class PrefillScheduler:
         self._requeue_deferred()
         if self._runs:
             keep = self._runs[0].node
-            self._block_manager.make_room(lambda: 0, held=1, spare_waiting=False, keep=keep)
+            self._block_manager.make_room(lambda: 0, growing=1, spare_waiting=False, keep=keep)
             self.advance(builder)
             return
         parent_id = next(iter(self._backlog), -1)
@@ -197,12 +198,12 @@ class PrefillScheduler:
             spare = len(self._sequences.by_id) + self._slots.reserved
             if self._admission.uses_forecast:
                 spare = 0
-            if any(pages.free_count < 2 + spare for pages in block_manager.held):
+            if not block_manager.held_fit(2, spare):
                 return False
             return block_manager.pages_to_admit(node_id) + spare <= block_manager.allocator.free_count
         keep = block_manager.active.get(block_manager.parent[node_id])
         return block_manager.make_room(
-            lambda: block_manager.pages_to_admit(node_id), held=2, spare_waiting=False, keep=keep
+            lambda: block_manager.pages_to_admit(node_id), users=2, spare_waiting=False, keep=keep
         )
 
     def _blocked_until(self, node_id: int, builder: StepBuilder) -> int:
@@ -261,6 +262,7 @@ class PrefillScheduler:
         block_manager = self._block_manager
         begin = position = run.node.next_position
         budget = builder.budget
+        states: tuple[StateSpan, ...] = ()
         while True:
             node = run.node
             end = min(block_manager.reach(node), begin + budget)
@@ -269,7 +271,7 @@ class PrefillScheduler:
             if end <= position:
                 self._runs.append(run)
                 break
-            block_manager.advance(node, end)
+            states += block_manager.advance(node, end)
             self._count_tokens(node, position)
             position = node.next_position
             if position == node.end:
@@ -283,7 +285,7 @@ class PrefillScheduler:
                     break
         if position > begin:
             pages = node.page_table[: -(-position // self._config.page_size)]
-            builder.chunk(self._block_manager.request_of(node.id), None, begin, position, pages)
+            builder.chunk(self._block_manager.request_of(node.id), None, begin, position, pages, states=states)
 
     def _extend(self, run: _Run, builder: StepBuilder) -> bool:
         """Continue into the next node of the path in the same chunk; returns whether that was possible."""
@@ -353,9 +355,9 @@ class PrefillScheduler:
             self._begin_samples(node.id, builder, None, count)
             return
         node.last_used_step = builder.step
-        flat = builder.chunk(
-            self._block_manager.request_of(node.id), None, node.end - 1, node.end, node.page_table[:], store=False
-        )
+        request, pages = self._block_manager.request_of(node.id), node.page_table[:]
+        states = state_spans(node.holds, node.end, store=False)
+        flat = builder.chunk(request, None, node.end - 1, node.end, pages, store=False, states=states)
         self._stats.recomputed_last_tokens += 1
         self._begin_samples(node.id, builder, flat, count)
 

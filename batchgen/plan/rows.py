@@ -46,6 +46,8 @@ class DecodeRows(Sequence[DecodeRow]):
     """[R] position of each row's token."""
     pages: list[list[int]]
     """[R] page tables, owned by the scheduler: read-only."""
+    states: Int64 | None = None
+    """[2, R] slots of the state that each row reads, and of the one that it writes; None: the model has no states."""
 
     @staticmethod
     def of(rows: Iterable[DecodeRow]) -> DecodeRows:
@@ -65,7 +67,8 @@ class DecodeRows(Sequence[DecodeRow]):
 
     def __getitem__(self, index: int | slice) -> DecodeRow | DecodeRows:
         if isinstance(index, slice):
-            return DecodeRows(self.sequence_ids[index], self.positions[index], self.pages[index])
+            states = None if self.states is None else self.states[:, index]
+            return DecodeRows(self.sequence_ids[index], self.positions[index], self.pages[index], states)
         return DecodeRow(int(self.sequence_ids[index]), int(self.positions[index]), self.pages[index])
 
     def __iter__(self) -> Iterator[DecodeRow]:

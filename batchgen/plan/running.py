@@ -10,12 +10,12 @@ from typing import Final, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.plan.cache_groups import StateSpan
 from batchgen.plan.rows import DecodeRows
-from batchgen.plan.window_pages import WindowGroup
 
 Int64 = npt.NDArray[np.int64]
 
-_ID, _ROW, _POSITION, _LIMIT, _CAPACITY, _REQUEST, _NODE, _IN_PLACE = range(8)
+_ID, _ROW, _POSITION, _LIMIT, _CAPACITY, _REQUEST, _NODE, _IN_PLACE, _SOURCE, _STATE = range(10)
 _ROOM: Final = 64
 
 
@@ -32,6 +32,10 @@ class RunningRow(Protocol):
     in_place: bool
     pages: list[int]
 
+    @property
+    def state(self) -> StateSpan | None:
+        """The state that its next decode row reads and writes; None: the model has none."""
+
 
 Row = TypeVar("Row", bound=RunningRow)
 
@@ -45,9 +49,11 @@ class Running(Generic[Row]):
     def __init__(self) -> None:
         self._rows: list[Row] = []
         self._pages: list[list[int]] = []
-        self._columns = np.empty((8, _ROOM), np.int64)
+        self._columns = np.empty((10, _ROOM), np.int64)
         self._sequence_ids: Int64 | None = None
         self._tables: list[list[int]] = []
+        self.has_states = False
+        """Whether rows have states."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -109,7 +115,9 @@ class Running(Generic[Row]):
             row.request,
             row.node_id,
             row.in_place,
+            *(state[1:] if (state := row.state) is not None else (0, 0)),
         )
+        self.has_states = state is not None
         self._rows.insert(at, row)
         self._pages.insert(at, row.pages)
         self._sequence_ids = None
@@ -133,14 +141,6 @@ class Running(Generic[Row]):
         places: list[int] = (columns[_POSITION] == columns[_CAPACITY]).nonzero()[0].tolist()
         return places
 
-    def leaving_page(self, group: WindowGroup, page_size: int) -> list[tuple[Row, int]]:
-        """Rows that have just ceased to see a page of a group, with the position that they feed next."""
-        positions = self.positions
-        first = group.first_visible(positions)
-        before = group.first_visible(positions - 1)
-        leaving = ((first > 0) & (first // page_size > before // page_size)).nonzero()[0]
-        return [(self._rows[i], p) for i, p in zip(leaving.tolist(), positions[leaving].tolist(), strict=True)]
-
     def index_of(self, row: Row) -> int:
         """Index of a row."""
         return bisect_left(self._rows, (row.row, row.id), key=_tree_order)
@@ -157,6 +157,8 @@ class Running(Generic[Row]):
         """Advance all rows by one position; returns those that have reached their limit."""
         columns = self._columns[:, : len(self._rows)]
         columns[_POSITION] += 1
+        if self.has_states:
+            columns[_SOURCE] = columns[_STATE]
         return [self._rows[i] for i in (columns[_POSITION] == columns[_LIMIT]).nonzero()[0].tolist()]
 
     def decode_rows(self) -> DecodeRows:
@@ -164,7 +166,8 @@ class Running(Generic[Row]):
         columns = self._columns[:, : len(self._rows)]
         if self._sequence_ids is None:
             self._sequence_ids, self._tables = columns[_ID].copy(), self._pages.copy()
-        return DecodeRows(self._sequence_ids, columns[_POSITION].copy(), self._tables)
+        states = columns[[_SOURCE, _STATE]] if self.has_states else None
+        return DecodeRows(self._sequence_ids, columns[_POSITION].copy(), self._tables, states)
 
 
 def _tree_order(row: RunningRow) -> tuple[int, int]:

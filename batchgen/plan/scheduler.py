@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.builder import StepBuilder
+from batchgen.plan.cache_groups import HeldGroup
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
@@ -21,7 +22,6 @@ from batchgen.plan.spans import Spans
 from batchgen.plan.step_plan import StepPlan
 from batchgen.plan.tree import PrefixTree
 from batchgen.plan.unbegun import UnbegunSamples
-from batchgen.plan.window_pages import WindowGroup, WindowPages
 from batchgen.plan.work import Work, WorkForecast, WorkLeft, work_done
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
@@ -69,8 +69,7 @@ class Scheduler:
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         self._pages = [
-            WindowPages(group, config.page_size) if isinstance(group, WindowGroup) else None
-            for group in config.cache_groups
+            group.planned(config.page_size) if isinstance(group, HeldGroup) else None for group in config.cache_groups
         ]
         self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats, self._pages)
         self._groups = PrefixGroups(
@@ -174,6 +173,8 @@ class Scheduler:
         self._open = False
         self.stats.sampled_tokens -= dropped
         self._sequences.commit()
+        for pages in self._block_manager.held:
+            pages.end_step()
         if finished:
             self.unended -= len(finished)
             self._sequences.finish(finished)
@@ -263,8 +264,13 @@ class Scheduler:
         stats.sampled_tokens += sampled
         stats.max_decode_rows = max(stats.max_decode_rows, len(plan.decodes))
         stats.peak_pages = self._allocator.peak
-        stats.peak_window_pages = sum(pages.allocator.peak for pages in self._block_manager.held)
-        plan.group_pages = [None if pages is None else pages.by_page for pages in self._pages]
+        stats.peak_window_pages, stats.peak_states = (
+            sum(pages.allocator.peak for pages in self._block_manager.held if pages.exact is exact)
+            for exact in (False, True)
+        )
+        plan.group_pages = [
+            None if pages is None else pages.by_page for pages in self._pages if pages is None or not pages.exact
+        ]
         if not self._unbegun:
             stats.tail_steps += 1
             stats.tail_tokens += sampled

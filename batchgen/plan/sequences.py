@@ -15,9 +15,9 @@ import numpy as np
 
 from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
+from batchgen.plan.cache_groups import Hold, StateSpan, state_spans
 from batchgen.plan.running import Running
 from batchgen.plan.spans import Spans
-from batchgen.plan.window_pages import Hold
 
 
 class Phase(Enum):
@@ -65,6 +65,11 @@ class ScheduledSequence:
     recompute_last: bool = False
     """Whether it is RESUMING only for the logits of its last prompt token, whose keys and values are in its pages."""
 
+    @property
+    def state(self) -> StateSpan | None:
+        """The state that its next decode row reads and writes; None: the model has none."""
+        return next(iter(state_spans(self.holds, self.position + 1, store=False)), None)
+
 
 def _age(sequence: ScheduledSequence) -> int:
     return sequence.id
@@ -90,6 +95,8 @@ class SequenceScheduler:
         """Number of sequences that have all their tokens."""
         self.spans: Spans | None = None
         """Spans that no chunk may cut; None: there are none."""
+        self._entering: list[ScheduledSequence] = []
+        """RUNNING sequences whose first decode row is not planned yet."""
         self._scheduled: list[ScheduledSequence] = []
         """FRESH and RESUMING sequences that sample in this step."""
         self._block_manager = block_manager
@@ -127,8 +134,9 @@ class SequenceScheduler:
     def begin_step(self) -> None:
         """Begin to plan a step: sequences let go of the held pages that only the last step read."""
         for number, held in enumerate(self._block_manager.held):
-            for sequence, position in self.running.leaving_page(held.group, self._page_size):
-                sequence.holds[number].slide(position)
+            positions = self.running.positions
+            for place in held.leaving(positions):
+                self.running[place].holds[number].slide(int(positions[place]))
             for sequence in self.resuming:
                 sequence.holds[number].slide(sequence.next_position)
 
@@ -141,13 +149,13 @@ class SequenceScheduler:
         short = self.running.at_capacity()
         if not short:
             return False
-        if self._block_manager.make_room(lambda: len(short), held=len(short), spare_waiting=True):
+        if self._block_manager.make_room(lambda: len(short), growing=len(short), spare_waiting=True):
             self._grow(short)
             return False
         before = self._stats.preemptions
         for sequence in sorted((self.running[place] for place in short), key=_age):
             while sequence.phase is Phase.RUNNING and not self._block_manager.make_room(
-                lambda: 1, held=1, spare_waiting=False
+                lambda: 1, growing=1, spare_waiting=False
             ):
                 self._preempt(max((*self.running, *self.resuming), key=_age))
             if sequence.phase is Phase.RUNNING:
@@ -197,7 +205,9 @@ class SequenceScheduler:
             for hold in sequence.holds:
                 hold.extend(end)
             pages = sequence.pages[: -(-end // self._page_size)]
-            flat = builder.chunk(sequence.request, sequence.id, begin, end, pages, store=not sequence.recompute_last)
+            store = not sequence.recompute_last
+            states = state_spans(sequence.holds, end, store=store)
+            flat = builder.chunk(sequence.request, sequence.id, begin, end, pages, store=store, states=states)
             sequence.next_position = end
             self._stats.recomputed_tokens += min(end, sequence.position) - begin
             if end > sequence.position:
@@ -216,6 +226,9 @@ class SequenceScheduler:
         if len(self._places) != count:
             self._places = np.arange(count)
         builder.decode(self.running.decode_rows(), self._places)
+        for sequence in self._entering:
+            state_spans(sequence.holds, 0)
+        self._entering.clear()
         self._stats.decode_tokens += count
         return self._kv_positions
 
@@ -269,9 +282,9 @@ class SequenceScheduler:
         def need() -> int:
             return spare + self._block_manager.pages_to_branch(node, sequence.prompt_len, sequence.position + 1)
 
-        if self._block_manager.make_room(need, held=spare + 1, spare_waiting=True):
+        if self._block_manager.make_room(need, users=1, growing=spare, spare_waiting=True):
             return True
-        return nothing_running and self._block_manager.make_room(need, held=1, spare_waiting=False, keep=node)
+        return nothing_running and self._block_manager.make_room(need, users=1, spare_waiting=False, keep=node)
 
     def _allocate(self, sequence: ScheduledSequence, node: Node, builder: StepBuilder) -> None:
         prompt_len, position = sequence.prompt_len, sequence.position
@@ -297,6 +310,8 @@ class SequenceScheduler:
         sequence.phase = Phase.RUNNING
         for hold in sequence.holds:
             hold.slide(sequence.position)
+        if sequence.holds:
+            self._entering.append(sequence)
         self.running.add(sequence)
         self._kv_positions += sequence.position + 1
         self._on_decode_start(sequence.node)
@@ -327,7 +342,7 @@ class SequenceScheduler:
     def make_progress(self) -> None:
         """Make room for the oldest sequence that is recomputed, if there is none for anyone: preempt the others."""
         oldest, *others = self.resuming
-        while not self._block_manager.make_room(lambda: 0, held=1, spare_waiting=False, keep=oldest.node) and others:
+        while not self._block_manager.make_room(lambda: 0, growing=1, spare_waiting=False, keep=oldest.node) and others:
             self._preempt(others.pop())
 
     def _free_pages(self, sequence: ScheduledSequence, node: Node) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.plan.cache_groups import StateSpan
 from batchgen.plan.rows import DecodeRow, DecodeRows, SampleRow, SampleRows
 from batchgen.plan.spans import Spans
 
@@ -60,7 +61,10 @@ class PrefillChunk:
     pages: list[int]
     """Pages of positions 0..end-1."""
     store: bool = True
-    """False if the keys and values are in the pages already (a last prompt token recomputed for its logits)."""
+    """False if the keys and values are in the pages already (a last prompt token recomputed for its logits). Then the
+    state that is read holds the token, too."""
+    states: tuple[StateSpan, ...] = ()
+    """The spans [start, ..., end) between which the state is kept, in order; empty: the model has no states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,8 @@ def _split_samples(plan: StepPlan) -> tuple[StepPlan, StepPlan] | None:
     count = len(plan.samples)
     if not plan.prefills or count < (1 if plan.prefills[0].store else 2):
         return None
-    again = [replace(plan.prefills[0], store=False)]
+    states = tuple(span._replace(source=span.slot) for span in plan.prefills[0].states)
+    again = [replace(plan.prefills[0], store=False, states=states)]
     return (
         replace(plan, samples=plan.samples[: count // 2]),
         StepPlan(prefills=again, samples=plan.samples[count // 2 :], group_pages=plan.group_pages),
@@ -192,10 +197,22 @@ def _cut_chunks(chunks: list[PrefillChunk], at: int, page_size: int) -> tuple[li
             if not at:
                 return chunks[:i], chunks[i:]
             middle = chunk.start + at
-            head = replace(chunk, end=middle, pages=chunk.pages[: -(-middle // page_size)])
-            return [*chunks[:i], head], [replace(chunk, start=middle), *chunks[i + 1 :]]
+            before, after = _cut_states(chunk.states, middle)
+            head = replace(chunk, end=middle, pages=chunk.pages[: -(-middle // page_size)], states=before)
+            return [*chunks[:i], head], [replace(chunk, start=middle, states=after), *chunks[i + 1 :]]
         at -= length
     return chunks, []
+
+
+def _cut_states(spans: tuple[StateSpan, ...], at: int) -> tuple[tuple[StateSpan, ...], tuple[StateSpan, ...]]:
+    """The spans before a position and those behind it: one that holds it goes on from its own slot."""
+    before = [span for span in spans if span.end <= at]
+    after = [span for span in spans if span.end > at]
+    if after and not (before and before[-1].end == at):
+        first = after[0]
+        before.append(first._replace(end=at))
+        after[0] = first._replace(source=first.slot)
+    return tuple(before), tuple(after)
 
 
 def _slice_groups(groups: list[PrefixGroup], low: int, high: int) -> list[PrefixGroup]:

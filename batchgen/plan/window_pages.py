@@ -7,27 +7,23 @@ a prefix that several rows share keeps pages only while a row is within a window
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.cache_groups import CacheGroup
-from batchgen.plan.page_allocator import PageAllocator
+from batchgen.plan.cache_groups import HeldGroup, HeldPages, Hold
 
 Position = TypeVar("Position", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
-class WindowGroup(CacheGroup):
+class WindowGroup(HeldGroup):
     """Layers that keep only the last positions, in their own pages, which are planned with those of the tables."""
 
     window: int
     """Most positions that a token sees, itself included"""
-    num_pages: int = 0
-    """Pages of the pool, the scratch page included; 0: it has no size yet"""
 
     kind: ClassVar[str] = "window"
 
@@ -46,40 +42,44 @@ class WindowGroup(CacheGroup):
         """
         return 2 * (replace(self, window=self.window + longest_span).most_pages(page_size) + 2) + 2
 
-    def pool_pages(self, pages: int) -> int:
-        """See `CacheGroup.pool_pages`."""
-        return self.num_pages
+    def planned(self, page_size: int) -> HeldPages:
+        """See `HeldGroup.planned`."""
+        return WindowPages(self, page_size)
 
 
-def held_groups(groups: Sequence[CacheGroup]) -> list[WindowGroup]:
-    """The groups that have their own pages."""
-    return [group for group in groups if isinstance(group, WindowGroup)]
-
-
-class WindowPages:
-    """Pages of a group while a job is planned.
-
-    Args:
-        group: with its number of pages.
-        page_size: positions per page, S.
-    """
+class WindowPages(HeldPages):
+    """Pages of a group that keeps a window."""
 
     def __init__(self, group: WindowGroup, page_size: int) -> None:
+        super().__init__(group, page_size)
         self.group = group
-        self.allocator = PageAllocator(group.num_pages, page_size)
         self.page_size = page_size
         self.by_page: npt.NDArray[np.int64] = np.zeros(64, np.int64)
         """The group's page, by page of the tables. Out of date where no page is held."""
         self._held: dict[int, int] = {}
 
-    @property
-    def free_count(self) -> int:
-        """Number of free pages."""
-        return self.allocator.free_count
+    def needs(self, users: int, growing: int = 0) -> int:
+        """See `HeldPages.needs`: each user fills a page."""
+        return users + growing
 
-    def page(self, page: int) -> int:
-        """The group's page of a page for which one is held."""
-        return self._held[page]
+    def hold(self, table: list[int], above: Hold | None, begin: int) -> Hold:
+        """See `HeldPages.hold`: what a user computes in a node's own chunk attends to all that this chunk holds."""
+        return WindowHold(self, table) if above is None else WindowHold(self, table, _low(above), begin)
+
+    def reopen(self, table: list[int], above: Hold | None, begin: int) -> Hold:
+        """See `HeldPages.reopen`."""
+        low = self.first_page(begin)
+        return WindowHold(self, table, low if above is None else min(low, _low(above)), begin)
+
+    def copied(self, source: int, target: int) -> tuple[int, int]:
+        """See `HeldPages.copied`."""
+        return self._held[source], self._held[target]
+
+    def leaving(self, positions: npt.NDArray[np.int64]) -> list[int]:
+        """See `HeldPages.leaving`: rows that have just ceased to see a page of the group."""
+        first, before = self.group.first_visible(positions), self.group.first_visible(positions - 1)
+        rows: list[int] = ((first > 0) & (first // self.page_size > before // self.page_size)).nonzero()[0].tolist()
+        return rows
 
     def first_page(self, position: int) -> int:
         """Index of the first page that a token at `position` or later sees."""
@@ -103,7 +103,7 @@ class WindowPages:
             del self._held[page]
 
 
-class Hold:
+class WindowHold(Hold):
     """Indices [low, high) of a page table whose pages of a group are held, at first those of positions before `end`."""
 
     __slots__ = ("high", "low", "pages", "table")
@@ -113,30 +113,35 @@ class Hold:
         self.extend(end)
 
     def room(self) -> int:
-        """Position up to which `extend` can hold pages now."""
+        """See `Hold.room`."""
         return (self.high + self.pages.free_count) * self.pages.page_size
 
     def extend(self, end: int) -> None:
-        """Hold the pages of positions before `end`, too."""
+        """See `Hold.extend`."""
         high = -(-end // self.pages.page_size)
         for index in range(self.high, high):
             self.pages.take(self.table[index])
         self.high = max(self.high, high)
 
     def slide(self, position: int) -> None:
-        """Let go of the pages that no token at `position` or later sees."""
+        """See `Hold.slide`."""
         low = min(self.pages.first_page(position), self.high)
         for index in range(self.low, low):
             self.pages.drop(self.table[index])
         self.low = max(self.low, low)
 
     def shrink(self, high: int) -> None:
-        """Let go of the pages from index `high` on."""
+        """See `Hold.shrink`."""
         high = max(high, self.low)
         for index in range(high, self.high):
             self.pages.drop(self.table[index])
         self.high = min(self.high, high)
 
     def release(self) -> None:
-        """Let go of all pages."""
+        """See `Hold.release`."""
         self.shrink(self.low)
+
+
+def _low(hold: Hold) -> int:
+    assert isinstance(hold, WindowHold)
+    return hold.low

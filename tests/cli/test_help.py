@@ -109,6 +109,7 @@ def test_a_terminal_gets_a_rendered_page(columns: int) -> None:
         ("blip_2", ["blip-2", "transformers", "not compared", "text, of `opt`"]),
         ("jamba", ["jamba", "transformers", "where the configuration names layers of attention alone"]),
         ("phi3", ["phi3", "transformers"]),
+        ("lfm2", ["lfm2", "transformers"]),
     ],
 )
 def test_model_types_are_listed(name: str, row: list[str], capsys: pytest.CaptureFixture[str]) -> None:

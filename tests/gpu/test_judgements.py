@@ -30,6 +30,7 @@ from tests.gpu.stages.profile import Span, busy
 from tests.gpu.stages.syncs import counted_syncs, judge_graphs, judge_lateness, judge_waits
 from tests.gpu.steady import TimedDevice, steady_rows
 from tests.gpu.under_test import kernel, reference
+from tests.kernels.op_cases import PYTORCH_ONLY
 
 CPU = torch.device("cpu")
 TRUTH = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
@@ -273,7 +274,7 @@ def test_shards_have_each_case_once_and_keep_kernels_together() -> None:
 
 
 def test_every_operation_is_checked_by_its_kernel() -> None:
-    declared = {field.name for field in fields(Ops)} - {"copy_pages"}  # PyTorch copies pages on a device, too
+    declared = {field.name for field in fields(Ops)} - PYTORCH_ONLY
     real, toy = checks(toy=False), checks(toy=True)
     assert declared <= {case.op for case in real}
     assert declared <= {case.op for case in toy}

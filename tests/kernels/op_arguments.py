@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from batchgen.kernels.device import device_for
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, lora_step
 from batchgen.kernels.merge import PartLists
+from batchgen.kernels.mixers.states import Run, RunBatch, chunk_batches, decode_batch
 from batchgen.kernels.moe import Experts, Gating, Routing
 from batchgen.kernels.noise import row_keys as keys_of
 from batchgen.kernels.rope import rope_tables
@@ -227,6 +229,57 @@ def copies(n: Numbers, dtype: torch.dtype, page_size: int, count: int) -> Argume
     sources = pages[count:][n.randint(0, 90 - count, count)]
     table = torch.stack((sources, pages[:count], torch.full((count,), page_size)), 1)
     return {"pool": KVPool(*caches, page_size), "copies": table}
+
+
+# Recurrent states.
+
+
+def state_runs(n: Numbers, lengths: Sequence[int]) -> tuple[int, int, list[RunBatch]]:
+    """Tokens, slots and batches of a step: a chunk of each length, cut in two where it can be, a token that is computed
+    again, and two decode rows.
+    """
+    chunks, flat, slot = [], 0, 1
+    for number, length in enumerate(lengths):
+        middle = flat + length // 2
+        before = [] if length < 2 else [Run(flat, middle, 0 if number % 2 else slot, slot + 1)]
+        source = slot + 1 if before else 0
+        chunks.append([*before, Run(middle if before else flat, flat + length, source, slot + 2)])
+        flat, slot = flat + length, slot + 3
+    chunks.append([Run(flat, flat + 1, slot, None)])
+    device = device_for(n.device)
+    decode = decode_batch(flat + 1, np.array([slot, slot]), np.array([slot + 1, slot + 2]), device)
+    return flat + 3, slot + 3, [*chunk_batches(chunks, device), decode]
+
+
+def conv_runs(n: Numbers, dtype: torch.dtype, lengths: Sequence[int], channels: int, width: int) -> Arguments:
+    tokens, slots, batches = state_runs(n, lengths)
+    states = n.randn(slots, width, channels, dtype=dtype)
+    states[:1].zero_()
+    return {
+        "x": n.randn(tokens, channels, dtype=dtype),
+        "weight": n.randn(channels, width, dtype=dtype),
+        "bias": n.randn(channels, dtype=dtype) if width % 2 else None,
+        "states": states,
+        "batches": batches,
+        "activation": "silu" if channels % 2 else None,
+    }
+
+
+def delta_runs(n: Numbers, dtype: torch.dtype, lengths: Sequence[int], heads: int, key: int, value: int) -> Arguments:
+    tokens, slots, batches = state_runs(n, lengths)
+    keys = n.randn(2, tokens, heads, key, dtype=torch.float32)
+    query, unit = keys / keys.norm(dim=-1, keepdim=True)
+    states = n.randn(slots, heads, key, value, dtype=torch.float32)
+    states[:1].zero_()
+    return {
+        "query": query * key**-0.5,
+        "key": unit,
+        "value": n.randn(tokens, heads, value, dtype=dtype),
+        "decay": -n.randn(tokens, heads, dtype=torch.float32).abs(),
+        "beta": n.randn(tokens, heads, dtype=torch.float32).sigmoid(),
+        "states": states,
+        "batches": batches,
+    }
 
 
 # Adapters, experts, merges.

@@ -404,6 +404,22 @@ OPERATIONS = (
         "sample", make.sample, _sizes("vocab drawn", (1, 0), (63, 0), (300, 0), (300, 5)), equal=ALL, adapt=_tokens
     ),
     Operation("filtered_scores", make.filtered, _sizes("vocab", (1,), (63,), (300,)), dtypes=FLOAT32, tolerance=1e-6),
+    Operation(
+        "causal_conv",
+        make.conv_runs,
+        _sizes("lengths channels width", ((1,), 5, 3), ((7, 1, 6), 64, 4), ((2, 130), 33, 3), ((65, 64, 3), 8, 2)),
+        exact=exact.conv_runs,
+        bounds={"*": (1e-5, 1e-5)},
+    ),
+    Operation(
+        "gated_delta",
+        make.delta_runs,
+        _sizes("lengths heads key value", ((1,), 2, 4, 3), ((7, 1, 6), 3, 16, 16), ((2, 130), 2, 8, 24)),
+        exact=exact.delta_runs,
+        bounds={"*": (2e-5, 2e-5)},
+    ),
     Operation("copy_pages", make.copies, _sizes("page_size count", (1, 0), (3, 1), (16, 70)), equal=ALL),
 )
-"""The last three have no cases on a device: draws may differ there where scores tie (`stages.parity_sampling`)."""
+"""The last five have no cases on a device: draws may differ there where scores tie (`stages.parity_sampling`)."""
+PYTORCH_ONLY = frozenset(("copy_pages", "causal_conv", "gated_delta"))
+"""Operations that PyTorch computes on a device, too."""

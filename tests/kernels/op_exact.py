@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.merge import PartLists
+from batchgen.kernels.mixers.conv import naive_causal_conv
+from batchgen.kernels.mixers.gated_delta import naive_gated_delta
+from batchgen.kernels.mixers.states import RunBatch
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.moe import route as plain_route
 
@@ -140,3 +144,51 @@ def _merged(values: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     joined = total if sinks is None else torch.logaddexp(total, sinks.expand_as(total))
     weights = torch.where(lse == -torch.inf, 0.0, (lse - joined).exp())[..., None]
     return torch.where(weights > 0, weights * values, 0.0).sum(0), total
+
+
+def conv_runs(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batches: list[RunBatch], activation: str | None
+) -> Tensor:
+    """Short convolution, token by token."""
+
+    def run(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return naive_causal_conv(x[rows], weight, bias, state)
+
+    def again(rows: Tensor, state: Tensor) -> Tensor:
+        return (state * weight.T).sum(0, keepdim=True) + (0 if bias is None else bias)
+
+    out = _by_run(torch.empty_like(x), states, batches, run, again)
+    return out if activation is None else torch.nn.functional.silu(out)
+
+
+def delta_runs(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batches: list[RunBatch]
+) -> Tensor:
+    """Gated delta rule, token by token."""
+
+    def run(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return naive_gated_delta(query[rows], key[rows], value[rows], decay[rows], beta[rows], state)
+
+    def again(rows: Tensor, state: Tensor) -> Tensor:
+        return torch.einsum("hkv,lhk->lhv", state, query[rows])
+
+    return _by_run(torch.empty_like(value), states, batches, run, again)
+
+
+def _by_run(
+    out: Tensor,
+    states: Tensor,
+    batches: list[RunBatch],
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    again: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Fill `out` and `states` run by run; `again`: a token whose state is stored."""
+    for batch in batches:
+        before = states.clone()  # no run reads what another one of its round writes
+        for number, (rows, length, source) in enumerate(zip(batch.rows, batch.lengths, batch.sources, strict=True)):
+            rows = rows[: int(length)]
+            if batch.slots is None:
+                out[rows] = again(rows, before[source])
+            else:
+                out[rows], states[batch.slots[number]] = run(rows, before[source])
+    return out

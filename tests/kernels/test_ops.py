@@ -22,7 +22,7 @@ from batchgen.kernels.ops import TORCH_OPS, Ops
 from tests.gpu.under_test import kernel, reference
 from tests.kernels.closeness import DTYPES, assert_as_close
 from tests.kernels.numbers import Numbers
-from tests.kernels.op_cases import OPERATIONS, Operation, Sizes
+from tests.kernels.op_cases import OPERATIONS, PYTORCH_ONLY, Operation, Sizes
 from tests.kernels.op_results import results
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ class Backend:
     def find(self, name: str) -> Any:
         """The backend's own version of an operation; None if it has none."""
         if self.ops is TRITON_OPS:
-            return kernel(name) if name != "copy_pages" else None
+            return kernel(name) if name not in PYTORCH_ONLY else None
         found = getattr(self.ops, name, None)
         return None if found is getattr(self.base, name, None) else found
 

@@ -64,7 +64,6 @@ UNLISTED: dict[str, tuple[dict[str, Any], str]] = {
         r"type linear_attention \(1 of 3\)",
     ),
     "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, r"type linear_attention \(2 of 3\)"),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "layers of type conv"),
     "phimoe": ({"sliding_window": 5}, "does not pass its window of 5 tokens to attention"),
     "camembert": ({"is_decoder": True}, "logits differ"),
 }

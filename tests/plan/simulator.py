@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from batchgen.plan.cache_groups import held_groups
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.spans import ItemSpans, PromptSpans, Spans
+from batchgen.plan.state_slots import StateGroup
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.plan.tree import build_tree
-from batchgen.plan.window_pages import held_groups
+from batchgen.plan.window_pages import WindowGroup
 
 FIRST_ITEM = 100
 """First id of a feature."""
@@ -55,8 +57,13 @@ class Simulator:
         self.keys = keys or [0] * len(prompts)
         self.size = config.page_size
         self.memory: list[list[int | None]] = [[None] * self.size for _ in range(config.num_pages)]
-        self.held = held_groups(config.cache_groups)
-        """At most one group, the last of all."""
+        held = held_groups(config.cache_groups)
+        self.held = [group for group in held if isinstance(group, WindowGroup)]
+        """At most one group, the last of all but that of states."""
+        self.slots: list[int | None] = [None] * sum(group.num_pages for group in held if isinstance(group, StateGroup))
+        """The prefix after which the state of each slot is; empty: the model has no states."""
+        self.state_tokens = 0
+        """Prompt and output tokens that states were computed over."""
         self.window_memory: list[list[int | None]] = [
             [None] * self.size for group in self.held for _ in range(group.num_pages)
         ]
@@ -171,8 +178,37 @@ class Simulator:
             self.attend_in_window(plan, row.pages, row.position, row.position + 1, self.tokens[row.sequence])
         if self.held and not self.lag:
             self.count_window_pages(plan)
+        if self.slots:
+            self.compute_states(plan)
         self.check_groups(plan)
         self.check_samples(plan)
+
+    def compute_states(self, plan: StepPlan) -> None:
+        """Each row reads the state after its prefix, and writes its own. No other row of the step reads that slot."""
+        before, writers, readers = list(self.slots), dict[int, int](), list[tuple[int, int]]()
+
+        def compute(row: int, source: int, slot: int, ids: list[int], begin: int, end: int) -> None:
+            assert before[source] == (ids[begin - 1] if begin else None)
+            assert slot not in (0, *writers)
+            readers.append((source, row))
+            writers[slot], before[slot] = row, ids[end - 1]
+            self.state_tokens += end - begin
+
+        for number, chunk in enumerate(plan.prefills):
+            ids, begin = self.ids(chunk), chunk.start
+            assert chunk.states[-1].end == chunk.end
+            for end, source, slot in chunk.states:
+                if chunk.store:
+                    compute(number, source, slot, ids, begin, end)
+                    begin = end
+                else:
+                    readers.append((source, number))
+                    assert before[source] == ids[end - 1]
+        for at, row in enumerate(plan.decodes):
+            source, slot = plan.decodes.states[:, at].tolist()
+            compute(-1 - at, source, slot, self.tokens[row.sequence], row.position, row.position + 1)
+        assert all(writers.get(source, row) == row for source, row in readers)
+        self.slots = before
 
     def count_window_pages(self, plan: StepPlan) -> None:
         """The window layers hold pages for what the step sees and for what starts later, and for nothing else."""
@@ -183,7 +219,8 @@ class Simulator:
             for pages, start, end in spans
             for page in pages[self.first_visible(start) // self.size : -(-end // self.size)]
         }
-        spare = self.scheduler.group_pages_in_use[-1] - len(seen)
+        number = self.config.cache_groups.index(self.held[0])
+        spare = self.scheduler.group_pages_in_use[number] - len(seen)
         assert spare >= 0
         decoding = {row.sequence for row in plan.decodes}
         alive = set(self.owners) - self.ended

@@ -19,7 +19,9 @@ from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.grouped import GroupedPool
+from batchgen.kernels.mixers.states import StatePool
 from batchgen.models.base import ModelSpec
+from batchgen.plan.cache_groups import StateSpan
 from batchgen.plan.step_plan import (
     DecodeRow,
     DecodeRows,
@@ -74,6 +76,8 @@ def measure_largest_step(
     pool = GroupedPool.allocate(spec.kv_layers, layers, pages, page_size, spec.kv_dtype, spec.device)
     while True:
         job = dummy_run(workload, spec, page_size, rows, tokens)
+        if spec.states:
+            pool = replace(pool, states=StatePool.allocate(spec.states, job.slots, spec.dtype, spec.device))
         try:
             return meter(partial(run, job, pool)), tokens
         except (RuntimeError, MemoryError) as problem:
@@ -111,6 +115,8 @@ class DummyRun:
     """Steps to run after `start`, at the job's longest positions and lengths"""
     rows: int
     """Number of sequences, which are numbered from 0"""
+    slots: int = 0
+    """Slots of the recurrent states that the steps use, the first included"""
 
 
 def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int, tokens: int) -> DummyRun:
@@ -138,6 +144,12 @@ def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int,
     last_chunk = PrefillChunk(0, None, max(0, longest - chunk), longest, _page_list(longest, page_size))
     short_length = min(chunk, longest, page_size)
     short_chunks = [replace(last_chunk, start=longest - short_length)] * (chunk // short_length)
+    slots = 0
+    if spec.states:
+        slots = 1 + rows + max(1, len(prefills), len(short_chunks))
+        decodes = replace(decodes, states=np.stack([np.zeros(rows, np.int64), np.arange(1, rows + 1)]))
+        prefills, short_chunks = _with_states(prefills, rows), _with_states(short_chunks, rows)
+        (last_chunk,) = _with_states([last_chunk], rows)
     steps = [_step_plan([], decodes, groups)] * _DECODE_STEPS + [_step_plan(prefills, decodes, [])]
     steps += [_step_plan(chunks, decodes, groups) for chunks in ([last_chunk], short_chunks)]
     group_pages = [_HELD_PAGES if isinstance(group, WindowGroup) else None for group in cache_groups(spec, page_size)]
@@ -151,7 +163,13 @@ def dummy_run(workload: JobWorkload, spec: ModelSpec, page_size: int, rows: int,
         ),
         steps=[replace(step, group_pages=group_pages) for step in steps],
         rows=rows,
+        slots=slots,
     )
+
+
+def _with_states(chunks: Sequence[PrefillChunk], rows: int) -> list[PrefillChunk]:
+    """The chunks, each with a slot behind those of the decode rows."""
+    return [replace(chunk, states=(StateSpan(chunk.end, 0, 1 + rows + i),)) for i, chunk in enumerate(chunks)]
 
 
 def widest_params(params: Sequence[SamplingParams]) -> SamplingParams:

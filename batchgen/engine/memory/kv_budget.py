@@ -20,9 +20,10 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec, windows_within
-from batchgen.plan.cache_groups import CacheGroup
+from batchgen.plan.cache_groups import CacheGroup, held_groups
+from batchgen.plan.state_slots import StateGroup
 from batchgen.plan.tree import user_counts
-from batchgen.plan.window_pages import WindowGroup, held_groups
+from batchgen.plan.window_pages import WindowGroup
 from batchgen.request.printable import format_size
 
 AUTO_SHARE: Final = 0.4
@@ -139,18 +140,46 @@ def _whole_mib(count: int) -> str:
 def cache_groups(spec: ModelSpec, page_size: int) -> tuple[CacheGroup, ...]:
     """The caches that a model's layers keep: a group of those without a window, and one of those with a window."""
     windows = spec.windows or (None,) * len(spec.kv_layers)
-    full = tuple(layer for layer, window in enumerate(windows) if window is None)
+    attends = [bool(layer.position_size) for layer in spec.kv_layers]
+    full = tuple(layer for layer, window in enumerate(windows) if window is None and attends[layer])
     held = tuple(layer for layer, window in enumerate(windows) if window is not None)
 
     def page_bytes(layers: Sequence[int]) -> int:
         return KVPool.page_bytes([spec.kv_layers[layer] for layer in layers], page_size, spec.kv_dtype)
 
     groups: list[CacheGroup] = []
-    if full:
+    if full or not held:
         groups.append(CacheGroup(full, page_bytes(full)))
     if held:
         groups.append(WindowGroup(held, page_bytes(held), max(filter(None, windows))))
     return tuple(groups)
+
+
+def state_group(spec: ModelSpec) -> StateGroup:
+    """The group of a model's recurrent states, without a size."""
+    return StateGroup(tuple(layer for layer, sizes in enumerate(spec.states) if sizes), spec.state_bytes)
+
+
+def sized_states(spec: ModelSpec, workload: JobWorkload, rows: int, budget: int) -> StateGroup | None:
+    """The group of recurrent states with its slots, in at most half of `budget` bytes; None: the model has none.
+
+    With enough memory no row waits for a slot: the running ones have one each, as have the nodes that they begin at.
+
+    Raises:
+        UsageError: the budget does not hold the states of a row.
+    """
+    if not spec.states:
+        return None
+    group = state_group(spec)
+    least = group.least_pages(1)
+    allowed = budget // 2 // group.page_bytes
+    if allowed < least:
+        raise UsageError(
+            f"`--kv-memory`: half of {format_size(budget)} holds {allowed} recurrent states of "
+            f"{format_size(group.page_bytes)}, at least {least} are needed"
+        )
+    running = min(rows, int(workload.samples.sum(dtype=np.int64)))
+    return replace(group, num_pages=min(allowed, running + min(running, len(workload.tree)) + least))
 
 
 def with_job_windows(spec: ModelSpec, workload: JobWorkload, page_size: int) -> ModelSpec:
@@ -208,7 +237,7 @@ class _Needs:
         rows, tokens = min(limits[0], int(workload.samples.sum(dtype=np.int64))), limits[1]
         self._chunks = -(-tokens // page_size) + rows
         self._budget = budget
-        held = held_groups(groups)
+        held = [group for group in groups if isinstance(group, WindowGroup)]
         self._held_bytes = sum(group.page_bytes for group in held)
         self._table_bytes = sum(group.page_bytes for group in groups) - self._held_bytes
         self._needs = {group: self._of(group, workload, page_size, rows) for group in held}

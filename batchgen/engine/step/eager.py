@@ -7,6 +7,7 @@ from torch import Tensor
 
 from batchgen.engine.step.executor import Executor, InFlight, Step
 from batchgen.engine.step.step_batch import StepBatch
+from batchgen.kernels.mixers.states import PooledStates
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.models.base import ModelInput
 
@@ -60,6 +61,7 @@ class EagerExecutor(Executor):
             ops=context.backend.ops,
             wanted=None if scores else batch.logit_rows,
             rope_positions=batch.rope_positions,
+            states=None if context.pool.states is None else PooledStates(context.pool.states, batch.runs),
         )
         hidden = context.model.hidden(inputs)
         if isinstance(attention, PooledAttention):

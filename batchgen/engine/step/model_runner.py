@@ -98,6 +98,8 @@ class ModelRunner:
         def run(part: StepPlan) -> Issued:
             return self._issue(part, running, unread, read_last, copies)
 
+        # A part would go on from states that the failed try has written.
+        split = split and self._context.pool.states is None
         parts = self.oom_splitter.run(plan, run) if split else [Part(plan, run(plan))]
         return self._in_flight(plan, parts, running)
 
@@ -174,7 +176,8 @@ class ModelRunner:
 def executors_for(context: ExecutorContext) -> list[Executor]:
     """The executors that the backend offers for the context's device, in order of preference."""
     executors: list[Executor] = []
-    for support in context.backend.executors:
+    # Recurrent layers are computed by PyTorch, which neither waits for recorded kernels nor has its runs in a graph.
+    for support in context.backend.executors if context.pool.states is None else ():
         match support:
             case Graphs():
                 if context.device.captures:

@@ -19,6 +19,7 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import Device
 from batchgen.kernels.grouped import restarted
 from batchgen.kernels.lora import LoraStep, lora_step
+from batchgen.kernels.mixers.states import Run, RunBatch, chunk_batches, decode_batch
 from batchgen.kernels.types import AttentionBatch, ChunkPages
 from batchgen.models.base import TokenEmbeds
 from batchgen.plan.step_plan import PrefillChunk, StepPlan
@@ -53,6 +54,8 @@ class StepBatch:
     """Tokens given as embeddings; None: none"""
     rope_positions: Tensor | None = None
     """[A, T] int64 as in `ModelInput`"""
+    runs: Sequence[RunBatch] = ()
+    """What goes on from recurrent states"""
 
     def feed(self, last: Tensor | None) -> Tensor:
         """[T] the step's input ids; `last` [R'] int64: tokens of the last step on the device."""
@@ -86,6 +89,10 @@ class StepArrays:
     """Tokens given as embeddings; None: none"""
     rope_positions: Int64 | None = None
     """[A, T] as in `ModelInput`"""
+    runs: Sequence[Sequence[Run]] = ()
+    """By chunk: its runs of tokens with a state"""
+    decode_states: Int64 | None = None
+    """[2, R] as in `DecodeRows`; None: the model has no states, or there is no decode row"""
 
     @property
     def decode_only(self) -> bool:
@@ -119,7 +126,15 @@ class StepArrays:
             lora=None if self.adapters is None else lora_step(self.adapters, device),
             embeds=None if self.embeds is None else self.embeds.upload(device),
             rope_positions=None if self.rope_positions is None else device.upload(self.rope_positions)[0],
+            runs=self._upload_runs(device),
         )
+
+    def _upload_runs(self, device: Device) -> list[RunBatch]:
+        batches = chunk_batches(self.runs, device)
+        if self.decode_states is not None:
+            sources, slots = self.decode_states
+            batches.append(decode_batch(len(self.ids) - len(slots), sources, slots, device))
+        return batches
 
 
 def lay_out_step(
@@ -173,7 +188,23 @@ def lay_out_step(
         adapters=None if adapter is None else _token_adapters(plan, running.request[rows], adapter),
         embeds=embeds or None,
         rope_positions=rope_positions,
+        runs=_lay_out_runs(plan.prefills),
+        decode_states=plan.decodes.states if len(plan.decodes) else None,
     )
+
+
+def _lay_out_runs(prefills: Sequence[PrefillChunk]) -> list[list[Run]]:
+    """The runs of each chunk's tokens with a state; empty if the model has none."""
+    chunks, flat = [], 0
+    for chunk in prefills:
+        runs, begin, at = [], chunk.start, flat - chunk.start
+        for end, source, slot in chunk.states:
+            start = begin if chunk.store else end - 1
+            runs.append(Run(at + start, at + end, source, slot if chunk.store else None))
+            begin = end
+        flat += chunk.end - chunk.start
+        chunks.append(runs)
+    return chunks
 
 
 def _lay_out_pages(

@@ -17,7 +17,9 @@ from torch import Tensor
 from batchgen.errors import ModelError, first_line, library_errors
 from batchgen.kernels.device import device_for
 from batchgen.kernels.lora import lora_step
+from batchgen.kernels.mixers.states import StateSize
 from batchgen.kernels.ops import TORCH_OPS
+from batchgen.kernels.types import LayerKV
 from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.checkpoint.folder import ModelFolder, placed
@@ -85,7 +87,7 @@ def transformers_spec(
         sites = library_sites(model)
         fitted = fit_adapters(adapters, sites, tower_test(folder))
         store_latents(model)
-        uses, hooks = _probe_layers(model, context)
+        uses, states, hooks = _probe_layers(model, context)
     text, contexts = decoder_config(config), library_contexts(decoder_config(config))
     traits = media_traits(folder)
     return ModelSpec(
@@ -104,7 +106,8 @@ def transformers_spec(
         experts_per_token=hooks.experts_per_token,
         adapters=tuple(adapter.name for adapter in adapters),
         tower_adapters=tuple(adapter.towers for adapter in fitted),
-        num_heads=uses[0].num_heads if uses else 1,
+        num_heads=max((use.num_heads for use in uses), default=1),
+        states=states,
         windows=windows_within([use.window for use in uses], context),
         attention_chunk=next((use.window for use in uses if use.restarts), None),
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
@@ -183,12 +186,14 @@ def _run_empty(model: Any) -> tuple[HookedModel, ModelInput, ProbeAttention]:
         return _hook(model.to_empty(device="cpu"), inputs), inputs, probe
 
 
-def _probe_layers(model: Any, context: int) -> tuple[list[LayerUse], ModelHooks]:
+def _probe_layers(model: Any, context: int) -> tuple[list[LayerUse], tuple[tuple[StateSize, ...], ...], ModelHooks]:
     """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
     hooked, inputs, probe = _run_empty(model)
     decoder = text_decoder(model)
-    uses = _check_layers(decoder.config, context, probe.calls, skipped_blocks(decoder))
-    return uses, _find_hooks(hooked, inputs)
+    sizes = probe.states.sizes
+    uses = _check_layers(decoder.config, context, probe.calls, skipped_blocks(decoder), bool(sizes))
+    states = tuple(tuple(sizes.get(layer, ())) for layer in range(len(uses))) if sizes else ()
+    return uses, states, _find_hooks(hooked, inputs)
 
 
 def _find_hooks(hooked: HookedModel, inputs: ModelInput) -> ModelHooks:
@@ -220,15 +225,24 @@ def _unsupported(config: Any, reason: str) -> ModelError:
     return ModelError(f"The architecture {config.model_type} is not supported: {reason}. Use another model.")
 
 
-def _check_layers(config: Any, context: int, calls: list[tuple[int, LayerUse]], skipped: int = 0) -> list[LayerUse]:
-    """Check that each layer attends once, with the window of the configuration; returns the layers in order."""
+_NO_ATTENTION: Final = LayerUse(LayerKV(0, 0, 0), None, 0)
+
+
+def _check_layers(
+    config: Any, context: int, calls: list[tuple[int, LayerUse]], skipped: int, hybrid: bool
+) -> list[LayerUse]:
+    """Check that each layer attends once, with the window of the configuration; returns the layers in order.
+
+    In a `hybrid` model layers may have states instead, or neither.
+    """
     counts = Counter(layer for layer, _ in calls)
     layers = int(config.num_hidden_layers) - skipped
-    if set(counts) != set(range(layers)):
+    if set(counts) != set(range(layers)) and not hybrid:
         raise _unsupported(config, f"only {len(counts)} of its {layers} layers attend to separate keys and values")
-    if set(counts.values()) != {1}:
+    if set(counts.values()) - {1}:
         raise _unsupported(config, "a layer attends more than once")
-    uses = [use for _, use in sorted(calls, key=lambda call: call[0])]
+    by_layer = dict(calls)
+    uses = [by_layer.get(layer, _NO_ATTENTION) for layer in range(layers)]
     _check_windows(config, context, [use.window for use in uses])
     return uses
 
@@ -353,7 +367,8 @@ def library_model(
 
 
 def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:
-    return ModelInput(ids[start:end], torch.arange(start, end, device=ids.device), probe)
+    states = probe.states.on(ids.device, end - start)
+    return ModelInput(ids[start:end], torch.arange(start, end, device=ids.device), probe, states=states)
 
 
 def _check_logits(hooked: HookedModel, spec: ModelSpec, expected: Expected) -> TransformersModel:

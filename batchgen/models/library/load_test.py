@@ -47,7 +47,8 @@ class Expected:
             probe.parts = tuple((i, end - start) for i, start, end in step)
             ids = torch.cat([self.ids[start:end] for _, start, end in step])
             at = [torch.arange(start, end, device=ids.device) + self.starts[i] for i, start, end in step]
-            inputs = ModelInput(ids, torch.cat(at), probe, ops=ops)
+            states = probe.states.on(ids.device, len(ids))
+            inputs = ModelInput(ids, torch.cat(at), probe, ops=ops, states=states)
             logits = model.logits(model.hidden(inputs)).float()
             rows = torch.split(logits, [end - start for _, start, end in step])
             for (i, start, _), part in zip(step, rows, strict=True):

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from batchgen.errors import ModelError
-from batchgen.models.architectures import HYBRIDS, causal_lm_types, choose_implementation, packed_types
+from batchgen.models.architectures import HYBRIDS, MIXERS, causal_lm_types, choose_implementation, packed_types
 from batchgen.models.checkpoint.text_part import is_packed, text_config
 from batchgen.models.library.media_config import UNSUPPORTED
 
@@ -59,7 +59,7 @@ def _outcome(name: str) -> tuple[str, str]:
             words = words.partition(end)[0]
         return "no", words.partition("not supported: ")[2] or words.partition(f"{name} ")[2] or words
     part = text_config(config).get("model_type")
-    if part in HYBRIDS:
+    if part in HYBRIDS and part not in MIXERS:
         return chosen, "where the configuration names layers of attention alone"
     return chosen, f"text, of `{part}`" if part not in (None, name) else "text" if is_packed(config) else ""
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchgen.kernels.device import device_for
+from batchgen.kernels.mixers.states import Run, RunBatch, StateSize, chunk_batches
 from batchgen.kernels.types import AttentionArgs, LayerKV
 
 
@@ -37,6 +39,8 @@ class ProbeAttention:
         """(sequence, tokens) of the next forward, in order; empty for all tokens in one sequence."""
         self.starts: Sequence[int] = (0,)
         """First position of each sequence."""
+        self.states = ProbeStates(self)
+        """Recurrent states of the same sequences."""
         self._keys: dict[tuple[int, int], Tensor] = {}
         self._values: dict[tuple[int, int], Tensor] = {}
 
@@ -57,6 +61,40 @@ class ProbeAttention:
             key, value = torch.cat((self._keys[at], key)), torch.cat((self._values[at], value))
         self._keys[at], self._values[at] = key, value
         return _dense(query, key, value, args, self.starts[at[1]])
+
+
+class ProbeStates:
+    """Recurrent states (the `States` protocol) of the sequences of a `ProbeAttention`, which records their sizes."""
+
+    def __init__(self, attention: ProbeAttention) -> None:
+        self._attention = attention
+        self.sizes: dict[int, list[StateSize]] = {}
+        """Layer -> its states, in the order of the calls."""
+        self._device: torch.device | None = None
+        self._tokens = 0
+        self._states: dict[tuple[int, int], Tensor] = {}
+
+    def on(self, device: torch.device, tokens: int) -> ProbeStates:
+        """The states for a forward over `tokens` tokens on a device; on the meta device it only records."""
+        self._device, self._tokens = device, tokens
+        return self
+
+    def of(self, layer: int, index: int, size: StateSize) -> tuple[Tensor, Sequence[RunBatch]]:
+        """See `States.of`."""
+        sizes = self.sizes.setdefault(layer, [])
+        if index == len(sizes):
+            sizes.append(size)
+        assert self._device is not None
+        if self._device.type == "meta":
+            return torch.empty(0), ()
+        sequences = len(self._attention.starts)
+        if (layer, index) not in self._states:
+            self._states[layer, index] = torch.zeros(sequences + 1, *size.shape, device=self._device)
+        runs, at = [], 0
+        for number, count in self._attention.parts or ((0, self._tokens),):
+            runs.append([Run(at, at + count, number + 1, number + 1)])
+            at += count
+        return self._states[layer, index], chunk_batches(runs, device_for(self._device))
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs, start: int) -> Tensor:

@@ -1,0 +1,105 @@
+"""Models with recurrent layers, whose states are kept where prompts branch, against transformers' eager model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.engine.engine import Engine
+from batchgen.errors import UsageError
+from tests.engine.reference import assert_same, eager_greedy, save_with_words, shared_prefix_prompts
+from tests.models.tiny import VOCAB
+
+NEW = 12
+SIZE = 4
+_CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+TYPES: dict[str, dict[str, Any]] = {
+    "lfm2": {**_CONV, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_CONV, "num_dense_layers": 1},
+    "lfm3": _CONV,
+    "lara_mini": {name: value for name, value in _DELTA.items() if name != "layer_types"},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
+}
+"""Type -> fields of its tiny configuration, with recurrent layers."""
+LARGE_STATES = {**_DELTA, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+
+
+def engine_of(folder: Path, **options: Any) -> Engine:
+    return Engine(str(folder), dtype="float32", page_size=SIZE, **{"max_tokens_per_step": 2048, **options})
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_hybrids_equal_the_full_forward(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together and alone; shuffled in small chunks; preempted, which goes on from the nearest state that is kept."""
+    folder = save_with_words(model_type, tmp_path, **TYPES[model_type])
+    prompts = shared_prefix_prompts(12, VOCAB, seed=3)
+    expected = eager_greedy(folder, prompts, NEW)
+    everything = list(range(len(prompts)))
+    engine = engine_of(folder)
+    expected.check(engine, prompts, everything)
+    stats = engine.last_run.scheduler.stats
+    assert stats.recomputed_tokens == 0
+    longest = max(everything, key=lambda i: len(prompts[i]))
+    expected.check(engine, prompts, [longest])
+
+    engine = engine_of(folder, max_tokens_per_step=24, max_num_seqs=8)
+    expected.check(engine, prompts, everything[::-1])
+    with monkeypatch.context() as patch:
+        patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 4 * (len(prompts[longest]) + NEW) // SIZE)
+        patch.setattr(engine, "order", "tree")
+        patch.setattr(engine, "admission", "free")
+        expected.check(engine, prompts, everything)
+    assert engine.last_run.scheduler.stats.preemptions > 0
+    assert engine.last_run.scheduler.stats.recomputed_tokens > 0
+
+
+def test_samples_and_prompt_outputs_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    save_with_words("qwen3_next", tmp_path, **TYPES["qwen3_next"])
+    rows = [
+        {
+            "input_ids": prompt,
+            "sampling_params": {"seed": i, "max_new_tokens": NEW, "ignore_eos": True, "n": 1 + i % 3},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_hidden_states": True,
+        }
+        for i, prompt in enumerate(shared_prefix_prompts(12, VOCAB, seed=5))
+    ]
+    expected = list(engine_of(tmp_path).generate(rows, ordered=True))
+    engine = engine_of(tmp_path, max_tokens_per_step=24, max_num_seqs=3)
+    for got, want in zip(engine.generate(rows, ordered=True), expected, strict=True):
+        assert_same(got, want, atol=1e-3)  # a chunk and single tokens are summed in other orders
+
+
+def test_states_are_computed_once_however_few_slots_there_are(tmp_path: Path) -> None:
+    """Half of the memory is for states: it holds those of two rows, and of the nodes that they begin at."""
+    save_with_words("qwen3_next", tmp_path, **LARGE_STATES)
+    prompts = [[7] * 20 + [group] * 8 + [i] for group in range(3, 6) for i in range(3, 9)]
+    rows = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}} for prompt in prompts]
+    plenty, few = engine_of(tmp_path), engine_of(tmp_path, kv_memory="2MiB")
+    wanted = [completion.output_ids for completion in plenty.generate(rows, ordered=True)]
+    assert [completion.output_ids for completion in few.generate(rows, ordered=True)] == wanted
+    for engine in (plenty, few):
+        stats = engine.last_run.scheduler.stats
+        assert stats.prompt_tokens == 20 + 3 * 8 + len(rows)
+        assert (stats.recomputed_tokens, stats.preemptions, stats.evicted_nodes) == (0, 0, 0)
+        assert engine.last_run.kv_peak_bytes["recurrent"] == stats.peak_states * engine.model.spec.state_bytes
+    assert few.last_run.scheduler.stats.peak_states < plenty.last_run.scheduler.stats.peak_states
+
+
+def test_what_states_do_not_allow_is_refused(tmp_path: Path) -> None:
+    save_with_words("qwen3_next", tmp_path, **LARGE_STATES)
+    with pytest.raises(UsageError, match="`deterministic`: the recurrent layers of a qwen3_next model"):
+        engine_of(tmp_path, deterministic=True)
+    engine = engine_of(tmp_path, kv_memory="1MiB")
+    with pytest.raises(UsageError, match=r"holds 3 recurrent states of 1[0-9]+\.[0-9] KiB, at least 6 are needed"):
+        list(engine.generate([{"input_ids": [3]}]))
