@@ -286,6 +286,19 @@ void attention_merge_part(const Attention& a, int64_t layer, int part, int parts
     }
 }
 
+std::vector<int32_t> attention_pages(const AttentionList& l, int64_t share, int64_t most) {
+    std::vector<int32_t> pages;
+    for (int64_t i = l.shares[share]; i < l.shares[share + 1]; i++) {
+        const Item item(l, i);
+        if (!item.few(l) || item.head) continue;  // an item split by key head has one entry per head
+        for (int64_t p = item.first / l.page_size; p * l.page_size < item.end; p++) {
+            if (int64_t(pages.size()) == most) return pages;
+            pages.push_back(item.pages[p]);
+        }
+    }
+    return pages;
+}
+
 }  // namespace bg
 
 extern "C" void bg_attention(const bg::Attention* a, int64_t layer, int64_t threads) {

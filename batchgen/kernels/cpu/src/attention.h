@@ -13,6 +13,8 @@
 // total.
 #pragma once
 
+#include <vector>
+
 #include "work_stealing.h"
 #include "parallel.h"
 #include "simd.h"
@@ -72,5 +74,8 @@ struct Attention {
 // on which thread computes them.
 void attention_items_part(const Attention& a, int64_t layer, const WorkStealingQueue& queue, int thread);
 void attention_merge_part(const Attention& a, int64_t layer, int part, int parts);
+
+// Pages that a share's items of few query rows read, in the order of the items; at most `most` pages.
+std::vector<int32_t> attention_pages(const AttentionList& l, int64_t share, int64_t most);
 
 }  // namespace bg

@@ -221,7 +221,7 @@ void bfp_tile(const Attention& a, const BfpBlock& m, const Rows& rows, int64_t r
         for (int64_t g = 0; g < groups.count; g++)
             tile_grouped<Bfp, R, NO_PREFETCH, COLUMNS, 0>(
                 m.query + row * query_stride + g * groups.size, query_stride, m.query_scales + row * groups.count + g,
-                groups.count, m.key_block(k, g), groups.size, m.scores + k, g == 0, m.block, nullptr);
+                groups.count, m.key_block(k, g), groups.size, m.scores + k, g == 0, m.block, {});
     from = from / m.shared * m.shared;
     float* sums = rows.sums + row * rows.width;
     float decay[R];
@@ -233,7 +233,7 @@ void bfp_tile(const Attention& a, const BfpBlock& m, const Rows& rows, int64_t r
         for (int64_t k = from; k < to; k += m.shared)
             tile_grouped<Bfp, R, NO_PREFETCH, VALUE_COLUMNS, 0>(
                 m.weights + k, m.block, m.weight_scales + (k - from) / m.shared, MOST_GROUPS, m.value_block(d, k),
-                m.shared, sums + d, false, rows.width, nullptr);
+                m.shared, sums + d, false, rows.width, {});
 }
 
 template <class T>

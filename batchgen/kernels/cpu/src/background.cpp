@@ -21,10 +21,15 @@ int64_t num_queues(const std::vector<Command>& commands) {
 }  // namespace
 
 CommandBuffer::CommandBuffer(const Command* commands, int64_t count, int threads)
-    : threads(threads), commands_(commands, commands + count), queues_(num_queues(commands_), threads) {}
+    : threads(threads), commands_(commands, commands + count), queues_(num_queues(commands_), threads) {
+    for (const Command& c : commands_)
+        if (c.kind == DECODE)
+            fetches_.emplace_back(*as<DecoderStep>(c.second).attention, as<Decoder>(c.first).num_layers);
+}
 
 void CommandBuffer::run(int thread) {
     int64_t at = 0;
+    KvFetch* fetch = fetches_.data();
     for (const Command& c : commands_) {
         const WorkStealingQueue queue = queues_.of(at);
         if (c.kind == COPY) {
@@ -37,8 +42,9 @@ void CommandBuffer::run(int thread) {
             parallel_for_parts(
                 queue, f.tokens, thread, [&](int part, int parts) { fill_sampled_ids_part(f, part, parts); });
         }
-        if (c.kind == DECODE) decode_part(as<Decoder>(c.first), as<DecoderStep>(c.second), queues_, at, thread);
-        if (c.kind == MATMUL) queue.wait(matmul_part(as<Matmul>(c.first), {queue, thread}));
+        if (c.kind == DECODE)
+            decode_part(as<Decoder>(c.first), as<DecoderStep>(c.second), queues_, at, *fetch++, thread);
+        if (c.kind == MATMUL) queue.wait(matmul_part(as<Matmul>(c.first), {queue, thread, nullptr}));
         if (c.kind == SAMPLE) {
             const Sample& s = as<Sample>(c.first);
             parallel_for_parts(queue, s.draws, thread, [&](int part, int parts) { sample_part(s, part, parts); });

@@ -42,6 +42,7 @@ class CommandBuffer {
   private:
     std::vector<Command> commands_;
     WorkStealingQueues queues_;
+    std::vector<KvFetch> fetches_;  // of the decode commands
 };
 
 // Runs command buffers in the order of submission.

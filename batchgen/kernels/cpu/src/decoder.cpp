@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace bg {
 namespace {
@@ -11,9 +12,9 @@ class Run {
     static constexpr int64_t PER_LAYER = 20, BEFORE = 1;
 
     // The queues from number `first` on are unused, one for each operation.
-    Run(const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, int thread)
-        : d_(d), s_(s), queues_(queues), next_queue_(first), tokens_(s.tokens), x_(s.x), attended_(s.attended),
-          thread_(thread) {}
+    Run(const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, KvFetch& fetch, int thread)
+        : d_(d), s_(s), queues_(queues), next_queue_(first), fetch_(fetch), tokens_(s.tokens), x_(s.x),
+          attended_(s.attended), thread_(thread) {}
 
     void operator()() {
         begin();
@@ -21,6 +22,7 @@ class Run {
             const DecoderLayer& layer = d_.layers[l];
             product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide, nullptr);
             attend(layer, l);
+            attended_layers_ = l + 1;
             if (s_.num_wanted >= 0 && l + 1 == d_.num_layers) select_wanted();
             product(layer.o, layer.o_lora, attended_, s_.delta, 0, &layer.gate_up);
             norm(s_.delta, layer.post_norm, 0);
@@ -93,7 +95,7 @@ class Run {
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
         const WorkStealingQueue queue = next_queue();
-        const int64_t units = matmul_part(m, {queue, thread_, next});
+        const int64_t units = matmul_part(m, {queue, thread_, fetch_.layer(attended_layers_, thread_), next});
         if (!s_.lora) lora = nullptr;
         const auto down = [&](int part, int parts) { lora_down_part(*lora, *s_.lora, x, m.inner, part, parts); };
         if (lora) parallel_for_parts(tokens_, down);
@@ -134,6 +136,8 @@ class Run {
     const DecoderStep& s_;
     WorkStealingQueues& queues_;
     int64_t next_queue_;  // number of the next operation's queue
+    KvFetch& fetch_;
+    int64_t attended_layers_ = 0;
     int64_t tokens_;
     void* x_;
     const void* attended_;
@@ -145,15 +149,17 @@ class Run {
 // One queue per operation: a thread that is several operations late finds their units claimed.
 int64_t decode_queues(const Decoder& d) { return Run::BEFORE + Run::PER_LAYER * d.num_layers; }
 
-void decode_part(const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, int thread) {
-    Run(d, s, queues, first, thread)();
+void decode_part(
+    const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, KvFetch& fetch, int thread) {
+    Run(d, s, queues, first, fetch, thread)();
 }
 
 }  // namespace bg
 
 extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
     bg::WorkStealingQueues queues(bg::decode_queues(*d), threads);
+    bg::KvFetch fetch(*s->attention, d->num_layers);
     // A region may get fewer threads than it asks for.
 #pragma omp parallel num_threads(threads)
-    bg::decode_part(*d, *s, queues, 0, omp_get_thread_num());
+    bg::decode_part(*d, *s, queues, 0, fetch, omp_get_thread_num());
 }

@@ -52,7 +52,9 @@ struct DecoderStep {
 // Number of queues that `decode_part` uses.
 int64_t decode_queues(const Decoder& d);
 
-// Runs a thread's part; returns when all parts are done. Uses the queues from number `first` on.
-void decode_part(const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, int thread);
+// Runs a thread's part; returns when all parts are done. Uses the queues from number `first` on; `fetch` is the
+// prefetch of the step's attention.
+void decode_part(
+    const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, KvFetch& fetch, int thread);
 
 }  // namespace bg

@@ -85,7 +85,7 @@ float quantise(const T* x, int64_t count, int64_t size, typename Kind::Number* o
 template <class Kind, int ROWS, Ahead AHEAD, int ACROSS = COLUMNS, int C_STRIDE = PANEL>
 __attribute__((noinline)) void tile_grouped(
     const typename Kind::Number* x, int64_t stride, const float* x_scale, int64_t scale_stride, const char* block,
-    int64_t size, float* c, bool first, int64_t c_stride, const char* ahead) {
+    int64_t size, float* c, bool first, int64_t c_stride, Lines ahead) {
     constexpr int64_t STEP = 4 / sizeof(*x), WIDTH = ACROSS * LANES;
     const float* scale = reinterpret_cast<const float*>(block);
     const char* w = block + Kind::HEADER_BYTES * WIDTH;
@@ -146,10 +146,10 @@ void grouped_rows(const Matmul& m, const Panels& s, const typename Kind::Groups&
         if (!groups.count) std::fill(s.c, s.c + rows * PANEL, 0.0f);
         for (int64_t g = 0; g < groups.count; g++, block += groups.bytes()) {
             const int64_t size = round_up(inputs(g), STEP);
-            NextBlock next(s.next_weights(block, groups.bytes(), p, g + 1 == groups.count), rows);
+            NextBlock next(s.next_weights(block, groups.bytes(), p, g + 1 == groups.count), rows, s.fetch);
             by_runs<Kind::ROWS>(rows, [&](auto n, int64_t r) {
                 const Number* x = numbers + r * stride + g * groups.size;
-                next.for_tile(size / STEP / 2, [&](auto ahead, const char* from) {
+                next.for_tile(size / STEP / 2, [&](auto ahead, Lines from) {
                     tile_grouped<Kind, n(), ahead()>(
                         x, stride, scale + r * scales + g, scales, block, size, s.c + r * PANEL, g == 0, PANEL, from);
                 });

@@ -33,9 +33,9 @@ void float32_rows(const Part& s, int64_t row, int64_t rows) {
         const float* b = static_cast<const float*>(m.weight) + p * m.inner * PANEL;
         for (int64_t k = 0; k < m.inner; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, m.inner - k);
-            NextBlock next(s.next_weights(b, 4 * PANEL * count, p, k + count == m.inner), rows);
+            NextBlock next(s.next_weights(b, 4 * PANEL * count, p, k + count == m.inner), rows, s.fetch);
             by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
-                next.for_tile(count / 2, [&](auto ahead, const char* from) {
+                next.for_tile(count / 2, [&](auto ahead, Lines from) {
                     tile<n(), ahead()>(x + r * m.x_stride + k, m.x_stride, b, count, s.c + r * PANEL, k == 0, from);
                 });
             });
@@ -64,14 +64,14 @@ void widened_rows(const Part& s, int64_t row, int64_t rows) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
         for (int64_t k = 0; k < even; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, even - k);
-            NextBlock next(s.next_weights(b, 2 * PANEL * count, p, k + count == even), rows);
+            NextBlock next(s.next_weights(b, 2 * PANEL * count, p, k + count == even), rows, s.fetch);
             by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 const float* a = x + r * stride + k;
                 float* c = s.c + r * PANEL;
                 if (n() == rows) {
                     tile_pairs<n(), false, STREAM>(a, stride, b, count / 2, c, k == 0, nullptr);
                 } else if (r > 0) {
-                    next.for_tile(count / 2, [&](auto ahead, const char* from) {
+                    next.for_tile(count / 2, [&](auto ahead, Lines from) {
                         tile<n(), ahead() == STREAM ? NO_PREFETCH : ahead()>(
                             a, stride, s.wide_panel, count, c, k == 0, from);
                     });
@@ -107,20 +107,21 @@ void dot_rows(const Part& s, int64_t row, int64_t rows) {
         const bool whole = width % LANES == 0;
         for (int64_t k = 0; k < even; k += DOT_BLOCK, b += DOT_BLOCK * PANEL) {
             const int64_t count = std::min(DOT_BLOCK, even - k);
-            NextBlock next(s.next_weights(b, 2 * PANEL * count, p, k + count == even), rows);
+            NextBlock next(s.next_weights(b, 2 * PANEL * count, p, k + count == even), rows, s.fetch);
             bf16* out = nullptr;
             if (whole && k + count == even) out = static_cast<bf16*>(m.out) + row * m.out_stride + p * PANEL;
             const float* bias = m.bias ? m.bias + p * PANEL : nullptr;
             const auto runs = [&](auto across) {
                 by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
-                    const auto run = [&](auto ahead, const char* from) {
+                    const auto run = [&](auto ahead, Lines from) {
                         tile_dot<n(), ahead(), across()>(
                             x + r * stride + k, stride, b, count / 2, s.c + r * PANEL, k == 0, from,
                             out ? out + r * m.out_stride : nullptr, m.out_stride, bias);
                     };
                     if constexpr (across() == COLUMNS) next.for_tile(count / 2, run);
                     else
-                        run(std::integral_constant<Ahead, NO_PREFETCH>{}, nullptr);  // the last panel: no next block
+                        run(std::integral_constant<Ahead, NO_PREFETCH>{},
+                            Lines{});  // the last panel: there is no next block
                 });
             };
             with_constant<COLUMNS>(round_up(width, LANES) / LANES, runs);
@@ -185,5 +186,5 @@ Block first_weights(const Matmul& m, int64_t rows, const Worker& worker) {
 extern "C" void bg_matmul(const bg::Matmul* m, int64_t threads) {
     bg::WorkStealingQueues queues(1, int(threads));
 #pragma omp parallel num_threads(threads)
-    bg::matmul_part(*m, {queues.of(0), omp_get_thread_num()});
+    bg::matmul_part(*m, {queues.of(0), omp_get_thread_num(), nullptr});
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "work_stealing.h"
+#include "fetch.h"
 #include "simd.h"
 
 namespace bg {
@@ -49,6 +50,7 @@ struct Matmul {
 struct Worker {
     WorkStealingQueue queue;  // unused
     int thread;
+    KvFetch::Layer* fetch;         // keys and values to prefetch meanwhile; or null
     const Matmul* next = nullptr;  // the next product, whose first weights are prefetched at the end
 };
 

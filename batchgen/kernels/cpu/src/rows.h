@@ -39,7 +39,8 @@ struct Panels {
     bool fresh;  // these are the thread's first panels for these rows
     float* c;    // [ROW_BLOCK, PANEL]
     float* work;
-    Block after;  // the weights that it multiplies after these panels, if known
+    KvFetch::Layer* fetch;  // or null
+    Block after;            // the weights that it multiplies after these panels, if known
 
     // The weights that follow the `bytes` at `block`; `last`: the block is the last one of panel p.
     Block next_weights(const void* block, int64_t bytes, int64_t p, bool last) const {
@@ -95,7 +96,7 @@ int64_t for_each_claim(const Matmul& m, const Worker& w, int64_t panel_bytes, in
             const int64_t panel = first + (at - share_begin) % width;
             Block after{weights + (first + (end - share_begin) % width) * panel_bytes, panel_bytes};
             if (end == share_end) after = w.next ? first_weights(*w.next, m.rows, w) : Block{};
-            kernel(Panels{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, after}, row, rows);
+            kernel(Panels{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, w.fetch, after}, row, rows);
             held = block, at = end;
         }
         w.queue.done(claim);

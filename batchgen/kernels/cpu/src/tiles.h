@@ -3,51 +3,64 @@
 
 #include <type_traits>
 
+#include "fetch.h"
 #include "matmul.h"
 
 namespace bg {
 
 constexpr int COLUMNS = PANEL / LANES;  // registers across a panel
 
-// How a tile prefetches later weights into the L2 cache while it multiplies. With many tiles, each prefetches a part of
-// the next block of weights. With few tiles, the first streams the weights.
+// How a tile prefetches later data into the L2 cache while it multiplies. With many tiles, each prefetches a part of
+// the next block of weights, and when all of it is assigned, keys and values. With few tiles, the first streams the
+// weights.
 enum Ahead {
     NO_PREFETCH,
-    SPREAD,  // one line for every two k
-    STREAM,  // as much as is read, STREAM_BYTES ahead of it
+    SPREAD,   // one of adjacent lines for every two k
+    SCATTER,  // one of lines in chunks for every two k
+    STREAM,   // as much as is read, STREAM_BYTES ahead of it
 };
 constexpr int64_t STREAM_BYTES = 4096;
 
 constexpr int64_t FEW_TILES = 3;  // fewer tiles than this cannot fetch the next block with one line for every two k
 
-// Assigns the lines of the next weights to the tiles of a block.
+// Assigns the lines to prefetch to the tiles of a block: first the next weights, then those of `fetch`, which may be
+// null.
 class NextBlock {
   public:
-    NextBlock(const Block& next, int64_t rows)
-        : at(next.at), end(at + next.bytes), few(rows <= (FEW_TILES - 1) * TILE_ROWS) {}
+    NextBlock(const Block& next, int64_t rows, KvFetch::Layer* fetch)
+        : at(next.at),
+          end(at + next.bytes),
+          few(rows <= (FEW_TILES - 1) * TILE_ROWS),
+          fetch(fetch) {}
 
-    // Calls kernel(constant Ahead, first line) for a tile that prefetches up to `lines` lines.
+    // Calls kernel(constant Ahead, Lines) for a tile that prefetches up to `lines` lines.
     template <class Kernel>
     inline __attribute__((always_inline)) void for_tile(int64_t lines, Kernel kernel) {
         if (few && at < end) {  // the first tile streams all
             at = end;
-            return kernel(std::integral_constant<Ahead, STREAM>{}, at);
+            return kernel(std::integral_constant<Ahead, STREAM>{}, Lines{});
         }
-        if (at >= end) return kernel(std::integral_constant<Ahead, NO_PREFETCH>{}, at);
-        const char* from = at;
-        at += lines * LINE;
-        kernel(std::integral_constant<Ahead, SPREAD>{}, from);
+        if (at < end) {
+            const Lines from{at, nullptr};
+            at += lines * LINE;
+            return kernel(std::integral_constant<Ahead, SPREAD>{}, from);
+        }
+        const Lines from = fetch ? fetch->take(lines) : Lines{};
+        if (from.base) return kernel(std::integral_constant<Ahead, SCATTER>{}, from);
+        kernel(std::integral_constant<Ahead, NO_PREFETCH>{}, from);
     }
 
   private:
     const char *at, *end;
     const bool few;
+    KvFetch::Layer* const fetch;
 };
 
 // Prefetches line i of a tile's lines.
 template <Ahead AHEAD>
-inline __attribute__((always_inline)) void fetch_line(const char* from, uint64_t i) {
-    if (AHEAD == SPREAD) __builtin_prefetch(from + i * LINE, 0, 2);
+inline __attribute__((always_inline)) void fetch_line(const Lines& from, uint64_t i) {
+    if (AHEAD == SPREAD) __builtin_prefetch(from.base + i * LINE, 0, 2);
+    if (AHEAD == SCATTER) __builtin_prefetch(from.at(i), 0, 2);
 }
 
 // Prefetches BYTES bytes, STREAM_BYTES after `p`.
@@ -140,7 +153,7 @@ struct Sums {
 
 // c [ROWS, PANEL] (+)= x [ROWS, count] b [count, PANEL], all float32.
 template <int ROWS, Ahead AHEAD>
-void tile(const float* x, int64_t stride, const float* b, int64_t count, float* c, bool first, const char* ahead) {
+void tile(const float* x, int64_t stride, const float* b, int64_t count, float* c, bool first, Lines ahead) {
     Sums<ROWS> sums(c, first);
     for (int64_t k = 0; k < count; k++, b += PANEL) {
         fetch_line<AHEAD>(ahead, k / 2);
@@ -179,7 +192,7 @@ void tile_pairs(const float* x, int64_t stride, const bf16* b, int64_t pairs, fl
 // The same with the dot instruction, for the panel's first ACROSS registers; the sums go to `out` if it is not null.
 template <int ROWS, Ahead AHEAD, int ACROSS = COLUMNS>
 void tile_dot(
-    const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, const char* ahead, bf16* out,
+    const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, Lines ahead, bf16* out,
     int64_t out_stride, const float* bias) {
     Sums<ROWS, ACROSS> sums(c, first);
     for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
