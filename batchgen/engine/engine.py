@@ -356,10 +356,14 @@ class Engine:
         memory = replace(memory, free=max(0, memory.free - reserved) + (0 if kept is None else kept.nbytes))
         budget = memory.budget(config.kv_budget)
         states = sized_states(spec, workload, limits[0], budget)
-        budget -= 0 if states is None else states.num_pages * states.page_bytes
+        kv_budget = config.kv_budget
+        if states is not None:
+            size = states.num_pages * states.page_bytes
+            kv_budget = budget = budget - size
+            memory = replace(memory, free=max(0, memory.free - size))
         planned = with_job_windows(spec, workload, config.page_size)
         planned = with_windows_in(planned, workload, config.page_size, budget)
-        pages = pool_pages(workload, planned, config.page_size, config.kv_budget, memory, limits)
+        pages = pool_pages(workload, planned, config.page_size, kv_budget, memory, limits)
         groups = sized_groups(workload, planned, config.page_size, pages, limits, min(budget, memory.room))
         layers, counts = [group.layers for group in groups], [group.pool_pages(pages) for group in groups]
         pool = None if kept is None else kept.first(layers, counts)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen.engine.engine import Engine
-from batchgen.errors import UsageError
+from batchgen.errors import DeviceError, UsageError
 from tests.engine.reference import assert_same, eager_greedy, save_with_words, shared_prefix_prompts
 from tests.models.tiny import VOCAB
 
@@ -103,3 +103,25 @@ def test_what_states_do_not_allow_is_refused(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, kv_memory="1MiB")
     with pytest.raises(UsageError, match=r"holds 3 recurrent states of 1[0-9]+\.[0-9] KiB, at least 6 are needed"):
         list(engine.generate([{"input_ids": [3]}]))
+
+
+def test_states_and_pages_share_the_memory(tmp_path: Path) -> None:
+    """The job's keys and values alone would take 2 MiB."""
+    save_with_words("qwen3_next", tmp_path, **LARGE_STATES)
+    engine = engine_of(tmp_path, kv_memory="2MiB", max_num_seqs=4)
+    rows = [{"input_ids": [i] * 400, "sampling_params": {"max_new_tokens": 1}} for i in range(3, 25)]
+    assert all(completion.error is None for completion in engine.generate(rows))
+    assert engine.last_run.pool.nbytes <= 2 << 20
+
+
+def test_a_step_that_does_not_fit_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first layers have written their states, from which a part of it would go on."""
+    save_with_words("lfm2", tmp_path, **TYPES["lfm2"])
+    engine = engine_of(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.model, "hidden", full)
+    with pytest.raises(DeviceError, match="out of memory in a step of 2 tokens, which is not split"):
+        list(engine.generate([{"input_ids": [3, 4]}]))

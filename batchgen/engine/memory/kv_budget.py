@@ -176,7 +176,7 @@ def sized_states(spec: ModelSpec, workload: JobWorkload, rows: int, budget: int)
     if allowed < least:
         raise UsageError(
             f"`--kv-memory`: half of {format_size(budget)} holds {allowed} recurrent states of "
-            f"{format_size(group.page_bytes)}, at least {least} are needed"
+            f"{format_size(group.page_bytes)}, at least {least} are needed; raise it"
         )
     running = min(rows, int(workload.samples.sum(dtype=np.int64)))
     return replace(group, num_pages=min(allowed, running + min(running, len(workload.tree)) + least))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.media.job import JobMedia
-from batchgen.engine.memory.oom import OOMSplitter, Part, out_of_memory
+from batchgen.engine.memory.oom import OOMSplitter, Part, is_out_of_memory, out_of_memory
 from batchgen.engine.step.cuda_graph import CudaGraphExecutor, GraphCounts
 from batchgen.engine.step.decode_table import DecodeTable
 from batchgen.engine.step.eager import EagerExecutor
@@ -20,6 +20,7 @@ from batchgen.engine.step.overlapped_cpu import OverlappedCpuExecutor
 from batchgen.engine.step.sampler import Sampler, StepSamples
 from batchgen.engine.step.step_batch import lay_out_step
 from batchgen.engine.workload import JobWorkload
+from batchgen.errors import DeviceError
 from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.types import Graphs
 from batchgen.plan.step_plan import PageCopy, StepPlan
@@ -98,10 +99,27 @@ class ModelRunner:
         def run(part: StepPlan) -> Issued:
             return self._issue(part, running, unread, read_last, copies)
 
-        # A part would go on from states that the failed try has written.
-        split = split and self._context.pool.states is None
-        parts = self.oom_splitter.run(plan, run) if split else [Part(plan, run(plan))]
+        if split and self._context.pool.states is not None:
+            parts = [Part(plan, self._run_whole(plan, run))]
+        else:
+            parts = self.oom_splitter.run(plan, run) if split else [Part(plan, run(plan))]
         return self._in_flight(plan, parts, running)
+
+    def _run_whole(self, plan: StepPlan, run: Callable[[StepPlan], Issued]) -> Issued:
+        """Run a step of a model with recurrent layers: a part would go on from states that a failed try has written.
+
+        Raises:
+            DeviceError: it does not fit into memory.
+        """
+        try:
+            return run(plan)
+        except (RuntimeError, MemoryError) as problem:
+            if not is_out_of_memory(problem):
+                raise
+            raise DeviceError(
+                f"out of memory in a step of {plan.tokens} tokens, which is not split as the model has recurrent "
+                "layers; lower --max-tokens-per-step or --max-num-seqs"
+            ) from None
 
     def _issue(
         self,

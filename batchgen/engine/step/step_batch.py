@@ -195,6 +195,8 @@ def lay_out_step(
 
 def _lay_out_runs(prefills: Sequence[PrefillChunk]) -> list[list[Run]]:
     """The runs of each chunk's tokens with a state; empty if the model has none."""
+    if not prefills or not prefills[0].states:
+        return []
     chunks, flat = [], 0
     for chunk in prefills:
         runs, begin, at = [], chunk.start, flat - chunk.start

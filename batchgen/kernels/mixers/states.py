@@ -10,7 +10,7 @@ Shape letters: T tokens of the step, B runs computed together, L their longest l
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -55,10 +55,6 @@ class StatePool:
     def nbytes(self) -> int:
         """Bytes of all slots."""
         return sum(state.nbytes for states in self.layers for state in states)
-
-    def first(self, slots: int) -> StatePool:
-        """A pool of the first `slots` slots, in the same memory."""
-        return replace(self, layers=[[state[:slots] for state in states] for states in self.layers])
 
 
 @dataclass(frozen=True, slots=True)
