@@ -81,23 +81,22 @@ class RunBatch:
     """[B] int64."""
     slots: Tensor | None
     """[B] int64; None: the runs only read."""
-    even: bool
-    """Whether all have length L."""
+    inside: Tensor | None
+    """[n] int64 places in [B * L] of the tokens of the runs, without those behind their ends; None: all."""
 
     @property
     def padding(self) -> Tensor | None:
         """[B, L] whether a token is behind the end of its run; None: no token is."""
-        if self.even:
+        if self.inside is None:
             return None
         return torch.arange(self.rows.shape[1], device=self.rows.device) >= self.lengths[:, None]
 
     def put(self, out: Tensor, values: Tensor) -> None:
         """Store the runs' results [B, L, ...] in `out` [T, ...]."""
-        if self.even:
-            out[self.rows.flatten()] = values.flatten(0, 1).to(out.dtype)
-        else:
-            inside = ~self.padding  # type: ignore[operator] # it is not even
-            out[self.rows[inside]] = values[inside].to(out.dtype)
+        rows, values = self.rows.flatten(), values.flatten(0, 1)
+        if self.inside is not None:
+            rows, values = rows[self.inside], values[self.inside]
+        out[rows] = values.to(out.dtype)
 
 
 def chunk_batches(chunks: Iterable[Sequence[Run]], device: Device) -> list[RunBatch]:
@@ -119,7 +118,7 @@ def decode_batch(first: int, sources: Ints, slots: Ints, device: Device) -> RunB
     rows, lengths, read, written = device.upload(
         np.arange(first, first + count), np.ones(count, np.int64), sources, slots
     )
-    return RunBatch(rows[:, None], lengths, read, written, even=True)
+    return RunBatch(rows[:, None], lengths, read, written, None)
 
 
 def _batch(runs: Sequence[Run], device: Device) -> RunBatch:
@@ -128,12 +127,12 @@ def _batch(runs: Sequence[Run], device: Device) -> RunBatch:
     longest = int(lengths.max())
     rows = np.minimum(starts[:, None] + np.arange(longest), ends[:, None] - 1)
     stored = runs[0].slot is not None
-    slots = [np.array([run.slot for run in runs], np.int64)] if stored else []
-    uploaded = device.upload(rows.ravel(), lengths, sources, *slots)
-    even = bool((lengths == longest).all())
-    return RunBatch(
-        uploaded[0].view(len(runs), longest), uploaded[1], uploaded[2], uploaded[3] if stored else None, even
-    )
+    more = [np.array([run.slot for run in runs], np.int64)] if stored else []
+    if (lengths < longest).any():
+        more.append(np.flatnonzero(np.arange(longest) < lengths[:, None]))
+    flat, *columns = device.upload(rows.ravel(), lengths, sources, *more)
+    slots, inside = columns[2] if stored else None, columns[2 + stored] if len(columns) > 2 + stored else None
+    return RunBatch(flat.view(len(runs), longest), columns[0], columns[1], slots, inside)
 
 
 class States(Protocol):

@@ -27,7 +27,7 @@ from batchgen.models.library.load_test import cache_keyword
 from batchgen.models.library.lora import LoraSlot
 from batchgen.models.library.module_discovery import ModelHooks, find_hooks
 from batchgen.models.library.probe import ProbeAttention
-from batchgen.models.library.recurrence import install_recurrence
+from batchgen.models.library.recurrence import install_recurrence, recurrence
 from batchgen.models.library.rope import LibraryRope
 from batchgen.models.library.text import decoder_name, feature_blocks, text_decoder
 
@@ -207,7 +207,7 @@ class HookedModel:
         """Whether forwards get the positions through a cache too; for decoders that count by its length."""
         self.lora = LoraSlot()
         self.experts = ExpertsSlot()
-        self._recurrence = install_recurrence(self._decoder)
+        install_recurrence(self._decoder)
         self.rope: LibraryRope | None = None
         """Frequencies that depend on the longest row."""
         for module in model.modules() if use_slot else ():
@@ -241,7 +241,7 @@ class HookedModel:
             with (
                 self.lora.step_context(inputs.lora, len(inputs.input_ids), inputs.ops),
                 self.experts.step_context(inputs.ops),
-                self._recurrence.step_context(inputs.states, inputs.ops),
+                recurrence(inputs.states, inputs.ops),
             ):
                 return self._decoder(**self._tokens(inputs), position_ids=at, use_cache=False, **options, **keyword)
         finally:

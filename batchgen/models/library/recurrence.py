@@ -18,59 +18,57 @@ from torch import Tensor, nn
 
 from batchgen.errors import ModelError
 from batchgen.kernels.mixers.states import RunBatch, States, StateSize
-from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.kernels.ops import Ops
 
 
-class RecurrenceSlot:
-    """The states of the current step, for the mixers of one model."""
+class _Recurrence:
+    """What the mixers of a step read: its states and operations, and which mixer runs."""
 
-    __slots__ = ("_index", "_layer", "ops", "states")
+    __slots__ = ("_index", "layer", "ops", "states")
 
-    def __init__(self) -> None:
-        self.states: States | None = None
-        self.ops: Ops = TORCH_OPS
-        self._layer, self._index = -1, 0
+    def __init__(self, states: States, ops: Ops) -> None:
+        self.states, self.ops = states, ops
+        self.layer, self._index = -1, 0
 
-    @contextmanager
-    def step_context(self, states: States | None, ops: Ops) -> Iterator[None]:
-        """Set the step's states and operations while its forward runs."""
-        global _active
-        self.states, self.ops, before = states, ops, _active
-        _active = self
-        try:
-            yield
-        finally:
-            _active, self.states, self.ops = before, None, TORCH_OPS
-
-    def enter(self, layer: int, *_: Any) -> None:
+    def enter(self, layer: int) -> None:
         """Begin the forward of a mixer."""
-        self._layer, self._index = layer, 0
+        self.layer, self._index = layer, 0
 
     def next_state(self, size: StateSize) -> tuple[Tensor, Sequence[RunBatch]]:
         """The next state of the mixer that runs."""
-        if self.states is None:
-            raise ModelError("a recurrent layer runs without states")
         self._index += 1
-        return self.states.of(self._layer, self._index - 1, size)
+        return self.states.of(self.layer, self._index - 1, size)
 
 
-_active: RecurrenceSlot | None = None
-"""Of the model whose forward runs; None: none, and the library's functions compute what they are called for."""
+_active: _Recurrence | None = None
+"""Of the step that runs; None: none, and the library's functions compute what they are called for."""
 
 
-def install_recurrence(decoder: nn.Module) -> RecurrenceSlot:
+@contextmanager
+def recurrence(states: States | None, ops: Ops) -> Iterator[None]:
+    """Set a step's states and operations while its forward runs; None: the model has no states."""
+    global _active
+    before = _active
+    _active = None if states is None else _Recurrence(states, ops)
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def install_recurrence(decoder: nn.Module) -> None:
     """Let the mixers of a decoder go on from the states of a step. Without mixers it is unchanged."""
-    slot = RecurrenceSlot()
     for module in decoder.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and is_mixer(module):
             _replace_functions(sys.modules[type(module).__module__])
-            module.register_forward_pre_hook(partial(_enter, slot, layer))
-    return slot
+            module.register_forward_pre_hook(partial(_enter, layer))
 
 
-def _enter(slot: RecurrenceSlot, layer: int, *_: Any) -> None:
-    slot.enter(layer)
+def _enter(layer: int, *_: Any) -> None:
+    if _active is None:
+        raise ModelError("a recurrent layer runs without states")
+    _active.enter(layer)
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -96,7 +94,7 @@ def _switch(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def _conv(
-    slot: RecurrenceSlot,
+    step: _Recurrence,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -104,15 +102,15 @@ def _conv(
     **_: Any,
 ) -> Tensor:
     """Convolution of packed rows: [1, C, T] -> [1, C, T]."""
-    states, batches = slot.next_state(StateSize((weight.shape[1], weight.shape[0]), exact=False))
+    states, batches = step.next_state(StateSize((weight.shape[1], weight.shape[0]), exact=False))
     if x.is_meta:
         return torch.empty_like(x)
     rows = x[0].T.contiguous()
-    return slot.ops.causal_conv(rows, weight, bias, states, batches, activation).T[None]
+    return step.ops.causal_conv(rows, weight, bias, states, batches, activation).T[None]
 
 
 def _gated_delta(
-    slot: RecurrenceSlot,
+    step: _Recurrence,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -123,13 +121,13 @@ def _gated_delta(
 ) -> tuple[Tensor, None]:
     """Gated delta rule of packed rows: [1, T, H, K] twice, [1, T, Hv, V], [1, T, Hv] twice -> [1, T, Hv, V]."""
     heads, size = value.shape[2], key.shape[3]
-    states, batches = slot.next_state(StateSize((heads, size, value.shape[3])))
+    states, batches = step.next_state(StateSize((heads, size, value.shape[3])))
     if value.is_meta:
         return torch.empty_like(value), None
     q, k = (_unit(x[0]) if use_qk_l2norm_in_kernel else x[0].float() for x in (query, key))
     if q.shape[1] != heads:
         q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
-    return slot.ops.gated_delta(q * size**-0.5, k, value[0], g[0], beta[0], states, batches)[None], None
+    return step.ops.gated_delta(q * size**-0.5, k, value[0], g[0], beta[0], states, batches)[None], None
 
 
 def _unit(x: Tensor) -> Tensor:
