@@ -158,6 +158,8 @@ def grouped_attention(
     factory: Callable[[KVPool, AttentionBatch], PagedAttention], pool: GroupedPool, batches: Sequence[AttentionBatch]
 ) -> PagedAttention:
     """A step's attention in all layers; `batches`: the step over the pages of each group."""
+    if not pool.places:  # no layer attends
+        return GroupedAttention((), {})
     parts = [attention_of(factory, part, batch) for part, batch in zip(pool.parts, batches, strict=True)]
     alone = len(parts) == 1 and all(layer == index for layer, (_, index) in pool.places.items())
     return parts[0] if alone else GroupedAttention(parts, pool.places)
@@ -197,7 +199,7 @@ class GroupedAttention(PooledAttention):
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
         """See `PooledAttention.spans`."""
-        return self.parts[0].spans if isinstance(self.parts[0], PooledAttention) else ()
+        return self.parts[0].spans if self.parts and isinstance(self.parts[0], PooledAttention) else ()
 
     @property
     def counts(self) -> AttentionCounts:

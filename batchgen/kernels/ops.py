@@ -33,7 +33,7 @@ from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.layouts import Product
 from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPairs, LoraStep
-from batchgen.kernels.mixers import conv, gated_delta
+from batchgen.kernels.mixers import conv, linear_attention, selective_scan
 from batchgen.kernels.mixers.states import RunBatch
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
@@ -88,10 +88,14 @@ class Ops:
         conv.causal_conv
     )
     """Short convolution of packed rows, which keeps their last inputs; see `conv.causal_conv`."""
-    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[RunBatch]], Tensor] = (
-        gated_delta.gated_delta
+    linear_attention: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Sequence[RunBatch]], Tensor] = (
+        linear_attention.linear_attention
     )
-    """Gated delta rule of packed rows, which keeps their states; see `gated_delta.gated_delta`."""
+    """Linear attention of packed rows, which keeps their states; see `linear_attention.linear_attention`."""
+    selective_scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[RunBatch]], Tensor] = (
+        selective_scan.selective_scan
+    )
+    """Selective scan of packed rows, which keeps their states; see `selective_scan.selective_scan`."""
     count_tokens: Callable[[CountLists, Tensor, Tensor, Tensor, int], None] = counts.count_tokens
     """Count one more token for each of some sequences, in place; see `counts.count_tokens`."""
     penalise: Callable[[Tensor, Tensor, Tensor, CountLists, Penalties, int], None] = counts.penalise

@@ -31,7 +31,7 @@ _REASONS: Final[dict[str, str]] = {
         "inkling_mm_model inkling2 inkling2_text inkling2_loop inkling2_loop_text mpt openai-gpt xglm xlm "
         "xlnet reformer blt"
     ),
-    _RECURRENT: "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm",
+    _RECURRENT: "rwkv xlstm",
     _SPARSE: "deepseek_v32 deepseek_v4 glm_moe_dsa minimax_m3_vl_text dots3_note dots3_note_text hy_v4 axk2",
     _ENCODER: (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
@@ -59,8 +59,10 @@ _HYBRID_KEYS: Final = (
 """Keys that say which layers of a hybrid type are recurrent. The library derives the type of each layer from them."""
 MIXERS: Final = (
     "lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini",
+    "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "mamba2", "zamba2", "kimi_linear", "bailing_hybrid",
+    "jamba", "mamba", "falcon_mamba", "zamba",
 )  # fmt: skip
-"""Hybrid types whose recurrent layers run: short convolutions and gated delta rules."""
+"""Hybrid types whose recurrent layers run."""
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _NOT_ATTENTION: Final = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"), _RECURRENT),

@@ -151,8 +151,10 @@ class Greedy:
         np.testing.assert_allclose(got, self.logprobs[prompt][settled], atol=1e-4, rtol=0)
 
 
-def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> Greedy:
+def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int, *, use_cache: bool = True) -> Greedy:
     """Greedy ids and logprobs of transformers' `generate`, with eager attention in float32 and without stops.
+
+    `use_cache`: whether it goes on from keys, values and states; else it computes all tokens at each.
 
     Prompts of similar length share a batch, padded on the left; attention weights of the padding are exactly 0.
     """
@@ -170,6 +172,7 @@ def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> Gre
                 max_new_tokens=new_tokens,
                 do_sample=False,
                 pad_token_id=0,
+                use_cache=use_cache,
                 return_dict_in_generate=True,
                 output_logits=True,
             )

@@ -22,12 +22,42 @@ _DELTA = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+_LINEAR = {"layer_types": _DELTA["layer_types"]}
+_KIMI = {**_LINEAR, "linear_num_heads": 2, "linear_head_dim": 16, "head_dim": 8}
+_SSD = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 8}
+_SCAN = {"mamba_d_state": 8, "mamba_dt_rank": 4}
+_SHARED = {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
+_MAMBA = {"state_size": 8, "num_hidden_layers": 2}
 TYPES: dict[str, dict[str, Any]] = {
     "lfm2": {**_CONV, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**_CONV, "num_dense_layers": 1},
     "lfm3": _CONV,
     "lara_mini": {name: value for name, value in _DELTA.items() if name != "layer_types"},
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
+    "granitemoehybrid": {**_LINEAR, **_SSD},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 48,
+        "time_step_limit": (0.01, 0.1),
+    },
+    "bamba": {**_SSD, "attn_layer_indices": [1]},
+    "falcon_h1": {**_SSD, "mamba_d_ssm": 128, "num_hidden_layers": 2},
+    "mamba2": {**_MAMBA, "num_heads": 4, "head_dim": 32, "n_groups": 2, "chunk_size": 16},
+    "zamba2": {
+        **_SHARED,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 2,
+    },
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KIMI),
+    "jamba": {**_SCAN, "attn_layer_period": 3, "attn_layer_offset": 1},
+    "mamba": _MAMBA,
+    "falcon_mamba": _MAMBA,
+    "zamba": {**_SCAN, **_SHARED},
 }
 """Type -> fields of its tiny configuration, with recurrent layers."""
 LARGE_STATES = {**_DELTA, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
@@ -42,7 +72,7 @@ def test_hybrids_equal_the_full_forward(model_type: str, tmp_path: Path, monkeyp
     """Together and alone; shuffled in small chunks; preempted, which goes on from the nearest state that is kept."""
     folder = save_with_words(model_type, tmp_path, **TYPES[model_type])
     prompts = shared_prefix_prompts(12, VOCAB, seed=3)
-    expected = eager_greedy(folder, prompts, NEW)
+    expected = eager_greedy(folder, prompts, NEW, use_cache=False)
     everything = list(range(len(prompts)))
     engine = engine_of(folder)
     expected.check(engine, prompts, everything)

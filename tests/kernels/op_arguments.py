@@ -265,9 +265,20 @@ def conv_runs(n: Numbers, dtype: torch.dtype, lengths: Sequence[int], channels: 
     }
 
 
-def delta_runs(n: Numbers, dtype: torch.dtype, lengths: Sequence[int], heads: int, key: int, value: int) -> Arguments:
+def linear_attention_runs(
+    n: Numbers,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    groups: int,
+    heads: int,
+    key: int,
+    value: int,
+    delta: int,
+    channels: int,
+) -> Arguments:
+    """`delta`: whether there is a delta rule; `channels`: whether each channel of a key decays by itself."""
     tokens, slots, batches = state_runs(n, lengths)
-    keys = n.randn(2, tokens, heads, key, dtype=torch.float32)
+    keys = n.randn(2, tokens, groups, key, dtype=torch.float32)
     query, unit = keys / keys.norm(dim=-1, keepdim=True)
     states = n.randn(slots, heads, key, value, dtype=torch.float32)
     states[:1].zero_()
@@ -275,8 +286,23 @@ def delta_runs(n: Numbers, dtype: torch.dtype, lengths: Sequence[int], heads: in
         "query": query * key**-0.5,
         "key": unit,
         "value": n.randn(tokens, heads, value, dtype=dtype),
-        "decay": -n.randn(tokens, heads, dtype=torch.float32).abs(),
-        "beta": n.randn(tokens, heads, dtype=torch.float32).sigmoid(),
+        "decay": -n.randn(tokens, heads, *[key] * channels, dtype=torch.float32).abs(),
+        "beta": n.randn(tokens, heads, dtype=torch.float32).sigmoid() if delta else None,
+        "states": states,
+        "batches": batches,
+    }
+
+
+def scan_runs(n: Numbers, dtype: torch.dtype, lengths: Sequence[int], channels: int, size: int) -> Arguments:
+    tokens, slots, batches = state_runs(n, lengths)
+    states = n.randn(slots, channels, size, dtype=torch.float32)
+    states[:1].zero_()
+    return {
+        "x": n.randn(tokens, channels, dtype=dtype),
+        "dt": n.randn(tokens, channels, dtype=torch.float32).abs(),
+        "a": -n.randn(channels, size, dtype=torch.float32).abs(),
+        "b": n.randn(tokens, size, dtype=dtype),
+        "c": n.randn(tokens, size, dtype=dtype),
         "states": states,
         "batches": batches,
     }

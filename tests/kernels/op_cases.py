@@ -412,14 +412,28 @@ OPERATIONS = (
         bounds={"*": (1e-5, 1e-5)},
     ),
     Operation(
-        "gated_delta",
-        make.delta_runs,
-        _sizes("lengths heads key value", ((1,), 2, 4, 3), ((7, 1, 6), 3, 16, 16), ((2, 130), 2, 8, 24)),
-        exact=exact.delta_runs,
+        "linear_attention",
+        make.linear_attention_runs,
+        _sizes(
+            "lengths groups heads key value delta channels",
+            ((1,), 1, 2, 4, 3, 0, 0),
+            ((7, 1, 6), 3, 3, 16, 16, 1, 0),
+            ((2, 130), 2, 6, 8, 24, 1, 0),
+            ((2, 130), 1, 5, 16, 8, 0, 0),
+            ((7, 1, 70), 2, 4, 8, 24, 1, 1),
+        ),
+        exact=exact.linear_attention_runs,
+        bounds={"*": (2e-5, 2e-5)},
+    ),
+    Operation(
+        "selective_scan",
+        make.scan_runs,
+        _sizes("lengths channels size", ((1,), 5, 3), ((7, 1, 6), 64, 16), ((2, 130), 33, 8)),
+        exact=exact.scan_runs,
         bounds={"*": (2e-5, 2e-5)},
     ),
     Operation("copy_pages", make.copies, _sizes("page_size count", (1, 0), (3, 1), (16, 70)), equal=ALL),
 )
-"""The last five have no cases on a device: draws may differ there where scores tie (`stages.parity_sampling`)."""
-PYTORCH_ONLY = frozenset(("copy_pages", "causal_conv", "gated_delta"))
+"""The last six have no cases on a device: draws may differ there where scores tie (`stages.parity_sampling`)."""
+PYTORCH_ONLY = frozenset(("copy_pages", "causal_conv", "linear_attention", "selective_scan"))
 """Operations that PyTorch computes on a device, too."""

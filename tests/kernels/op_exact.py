@@ -15,7 +15,8 @@ from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.merge import PartLists
 from batchgen.kernels.mixers.conv import naive_causal_conv
-from batchgen.kernels.mixers.gated_delta import naive_gated_delta
+from batchgen.kernels.mixers.linear_attention import naive_linear_attention
+from batchgen.kernels.mixers.selective_scan import naive_selective_scan
 from batchgen.kernels.mixers.states import RunBatch
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.moe import route as plain_route
@@ -161,18 +162,39 @@ def conv_runs(
     return out if activation is None else torch.nn.functional.silu(out)
 
 
-def delta_runs(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, states: Tensor, batches: list[RunBatch]
+def linear_attention_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    states: Tensor,
+    batches: list[RunBatch],
 ) -> Tensor:
-    """Gated delta rule, token by token."""
+    """Linear attention, token by token."""
 
     def run(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return naive_gated_delta(query[rows], key[rows], value[rows], decay[rows], beta[rows], state)
+        share = None if beta is None else beta[rows]
+        return naive_linear_attention(query[rows], key[rows], value[rows], decay[rows], share, state)
 
     def again(rows: Tensor, state: Tensor) -> Tensor:
-        return torch.einsum("hkv,lhk->lhv", state, query[rows])
+        return torch.einsum("hkv,lhk->lhv", state, query[rows].repeat_interleave(len(state) // query.shape[1], 1))
 
     return _by_run(torch.empty_like(value), states, batches, run, again)
+
+
+def scan_runs(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, batches: list[RunBatch]
+) -> Tensor:
+    """Selective scan, token by token."""
+
+    def run(rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return naive_selective_scan(x[rows], dt[rows], a, b[rows], c[rows], state)
+
+    def again(rows: Tensor, state: Tensor) -> Tensor:
+        return c[rows] @ state.T
+
+    return _by_run(torch.empty_like(x), states, batches, run, again)
 
 
 def _by_run(

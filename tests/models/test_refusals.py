@@ -30,7 +30,7 @@ def bare_folder(folder: Path, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["bloom", "falcon", "gpt_neo", "mpt", "mamba", "mamba2", "rwkv", "jamba", "t5", "bert"]
+    "name", ["bloom", "falcon", "gpt_neo", "mpt", "rwkv", "xlstm", "t5", "bert"]
 )
 def test_known_unsupported_types_are_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"The architecture {name} is not supported: "):
@@ -54,16 +54,10 @@ UNLISTED: dict[str, tuple[dict[str, Any], str]] = {
         "does not go through the attention interface",
     ),
     "rwkv": ({}, "does not go through the attention interface"),
-    "mamba": ({}, r"type linear_attention \(3 of 3\)"),
     "diffllama": ({}, "attends more than once"),
     "doge": ({}, "passes its own mask to attention"),
     "inkling_text": ({}, "layers of type hybrid"),
     "sarvam_mla": ({"num_key_value_heads": 2}, "has 4 query heads of size 24 for 4 key heads of size 24, 2 per"),
-    "granitemoehybrid": (
-        {"layer_types": ["full_attention", "mamba", "full_attention"]},
-        r"type linear_attention \(1 of 3\)",
-    ),
-    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, r"type linear_attention \(2 of 3\)"),
     "phimoe": ({"sliding_window": 5}, "does not pass its window of 5 tokens to attention"),
     "camembert": ({"is_decoder": True}, "logits differ"),
 }

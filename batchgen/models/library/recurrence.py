@@ -14,6 +14,7 @@ from functools import partial, wraps
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from batchgen.errors import ModelError
@@ -109,7 +110,7 @@ def _conv(
     return step.ops.causal_conv(rows, weight, bias, states, batches, activation).T[None]
 
 
-def _gated_delta(
+def _delta_rule(
     step: _Recurrence,
     query: Tensor,
     key: Tensor,
@@ -119,15 +120,13 @@ def _gated_delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Gated delta rule of packed rows: [1, T, H, K] twice, [1, T, Hv, V], [1, T, Hv] twice -> [1, T, Hv, V]."""
-    heads, size = value.shape[2], key.shape[3]
-    states, batches = step.next_state(StateSize((heads, size, value.shape[3])))
+    """Linear attention with a delta rule: [1, T, G, K] twice, [1, T, H, V], [1, T, H] or [1, T, H, K], [1, T, H]."""
+    size = key.shape[3]
+    states, batches = step.next_state(StateSize((value.shape[2], size, value.shape[3])))
     if value.is_meta:
         return torch.empty_like(value), None
     q, k = (_unit(x[0]) if use_qk_l2norm_in_kernel else x[0].float() for x in (query, key))
-    if q.shape[1] != heads:
-        q, k = (x.repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
-    return step.ops.gated_delta(q * size**-0.5, k, value[0], g[0], beta[0], states, batches)[None], None
+    return step.ops.linear_attention(q * size**-0.5, k, value[0], g[0], beta[0], states, batches)[None], None
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -135,8 +134,64 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def _mamba2(
+    step: _Recurrence,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """Scan of Mamba-2: [1, T, H, V], [1, T, H], [H], [1, T, G, K] twice, [H] -> [1, T, H, V] float32."""
+    heads, size = hidden_states.shape[2:]
+    states, batches = step.next_state(StateSize((heads, B.shape[3], size)))
+    x = hidden_states[0].float()
+    if x.is_meta:
+        return x[None]
+    lengths = _step_lengths(dt[0], dt_bias, dt_softplus).clamp(*dt_limit).float()
+    values = step.ops.linear_attention(C[0], B[0], x * lengths[..., None], lengths * A.float(), None, states, batches)
+    return (values if D is None else values + D[:, None] * x)[None]
+
+
+def _mamba(
+    step: _Recurrence,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Scan of Mamba-1: [1, C, T] twice, [C, N], [1, N, T] twice, [C], [1, C, T] -> [1, C, T] float32."""
+    states, batches = step.next_state(StateSize((A.shape[0], A.shape[1])))
+    if hidden_states.is_meta:
+        return hidden_states.float()
+    lengths = _step_lengths(dt[0].T, delta_bias, delta_softplus)
+    out = step.ops.selective_scan(hidden_states[0].T, lengths, A, B[0].T, C[0].T, states, batches).T[None]
+    if D is not None:
+        out = out + hidden_states * D[:, None]
+    return out if z is None else out * F.silu(z)
+
+
+def _step_lengths(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
+
+
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "causal_conv1d_fn": _conv,
-    "torch_chunk_gated_delta_rule": _gated_delta,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba,
 }
 """Function of the library's files -> the one that goes on from states."""

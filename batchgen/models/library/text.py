@@ -23,6 +23,8 @@ from batchgen.models.checkpoint.folder import ModelFolder
 from batchgen.models.checkpoint.text_part import TextTensors, find_text_tensors, is_packed, text_config
 
 _UNREAD: Final = "batchgen_unread"
+_RECURRENT_CONTEXT: Final = 1 << 20
+"""Context of a model without positions, all of whose layers are recurrent: the state has the same size after any."""
 
 
 def read_transformers_config(folder: ModelFolder, context_length: int | None) -> tuple[Any, int]:
@@ -53,6 +55,8 @@ def unset_quantisation(config: Any) -> None:
 def library_contexts(config: Any, requested: int | None = None) -> Contexts | None:
     """Contexts of a text decoder: the one requested if its configuration names none, None without either."""
     longest: Any = getattr(config, "max_position_embeddings", None) or requested
+    if longest is None and set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
+        longest = _RECURRENT_CONTEXT
     if longest is None:
         return None
     settings = rope_settings(config)
