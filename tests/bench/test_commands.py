@@ -54,6 +54,7 @@ def test_sigterm_ends_the_benchmark_and_removes_its_files(tmp_path: Path) -> Non
 # The start
 
 
+@pytest.mark.slow
 def test_startup_reports_three_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["bench", "startup", "--repeat", "1"]) == 0
     found = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}

@@ -67,7 +67,21 @@ def engine_of(folder: Path, **options: Any) -> Engine:
     return Engine(str(folder), dtype="float32", page_size=SIZE, **{"max_tokens_per_step": 2048, **options})
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+_SLOW = (
+    "lfm2_moe",
+    "lfm3",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "bamba",
+    "mamba2",
+    "falcon_mamba",
+    "zamba",
+)
+"""Types whose parts others have too."""
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(t, marks=pytest.mark.slow) if t in _SLOW else t for t in TYPES])
 def test_hybrids_equal_the_full_forward(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together and alone; shuffled in small chunks; preempted, which goes on from the nearest state that is kept."""
     folder = save_with_words(model_type, tmp_path, **TYPES[model_type])

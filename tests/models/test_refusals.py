@@ -29,9 +29,7 @@ def bare_folder(folder: Path, **config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["bloom", "falcon", "gpt_neo", "mpt", "rwkv", "xlstm", "t5", "bert"]
-)
+@pytest.mark.parametrize("name", ["bloom", "falcon", "gpt_neo", "mpt", "rwkv", "xlstm", "t5", "bert"])
 def test_known_unsupported_types_are_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"The architecture {name} is not supported: "):
         check_model(bare_folder(tmp_path, model_type=name))
