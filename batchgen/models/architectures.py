@@ -60,7 +60,7 @@ _HYBRID_KEYS: Final = (
 MIXERS: Final = (
     "lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini",
     "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "mamba2", "zamba2", "kimi_linear", "bailing_hybrid",
-    "jamba", "mamba", "falcon_mamba", "zamba",
+    "jamba", "mamba", "falcon_mamba", "zamba", "minimax", "zaya", "recurrent_gemma",
 )  # fmt: skip
 """Hybrid types whose recurrent layers run."""
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")

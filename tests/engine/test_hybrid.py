@@ -58,6 +58,9 @@ TYPES: dict[str, dict[str, Any]] = {
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
     "zamba": {**_SCAN, **_SHARED},
+    "minimax": {**_LINEAR, "block_size": 8, "sliding_window": None},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "cca_time0": 3, "attention_bias": True},
+    "recurrent_gemma": {"lru_width": 64, "attention_window_size": 5},
 }
 """Type -> fields of its tiny configuration, with recurrent layers."""
 LARGE_STATES = {**_DELTA, "linear_key_head_dim": 64, "linear_value_head_dim": 64}

@@ -96,14 +96,6 @@ def _blocks(decoder: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(lists[0][1]) if len(lists) == 1 else ()
 
 
-def number_shared_layers(decoder: nn.Module) -> None:
-    """Give attention whose weights blocks share, which has no number or -1, that of its block."""
-    for number, block in enumerate(_blocks(decoder)):
-        for module in block.modules():
-            if getattr(module, "layer_idx", 0) in (-1, None):
-                module.layer_idx = number  # type: ignore[assignment]
-
-
 def _has_attention(module: nn.Module) -> bool:
     return any(hasattr(child, "layer_idx") for child in module.modules())
 
