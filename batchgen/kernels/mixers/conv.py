@@ -36,7 +36,7 @@ def causal_conv(
             inputs = x[batch.rows]
             seen = torch.cat([last, inputs.to(last.dtype)], 1)  # [B, K + L, C]
             at = batch.lengths[:, None] + torch.arange(width, device=x.device)  # [B, K]
-            states[batch.slots] = seen.take_along_dim(at[:, :, None], 1)
+            batch.keep(states, seen.take_along_dim(at[:, :, None], 1))
             seen = seen[:, 1:]
         values = F.conv1d(seen.to(weight.dtype).transpose(1, 2), weight[:, None], bias, groups=len(weight))
         values = values.transpose(1, 2)
