@@ -15,7 +15,7 @@ from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.runs import load_run, packed, run_args
 from batchgen.kernels.mixers.states import RunBatch
 
-_TILE: Final = 1024
+_TILE: Final = 2048
 """Numbers of a state in a program, which has one warp: the tokens of a run wait for one another, values do not."""
 
 
