@@ -16,12 +16,14 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.running import Running
 from batchgen.engine.step import cuda_graph
 from batchgen.engine.step.cuda_graph import padded_rows
+from batchgen.errors import DeviceError
 from batchgen.kernels.device import Graph
 from batchgen.kernels.types import Graphs
-from batchgen.models.base import Numbers
+from batchgen.models.base import ModelInput, Numbers
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
 from tests.engine.reference import assert_all_same, save_with_words
+from tests.engine.test_hybrid import TYPES
 from tests.models.tiny import VOCAB
 
 SHARED, STEM = [5, 6, 7, 8], [9, 10, 11, 12]
@@ -46,16 +48,19 @@ def model_folder(tmp_path: Path, model_type: str = "llama", layers: int = 1, **o
     return save_with_words(model_type, tmp_path / model_type, num_hidden_layers=layers, **sizes, **overrides)
 
 
+def engine_of(folder: Path, attention: str, **options: Any) -> Engine:
+    return Engine(str(folder), attention=attention, dtype="float32", page_size=4, max_tokens_per_step=128, **options)
+
+
 def without_graphs(folder: Path, work: list[dict[str, Any]]) -> list[Completion]:
     """Results of PyTorch's kernels."""
-    engine = Engine(str(folder), attention="torch", dtype="float32", page_size=4, max_tokens_per_step=128)
-    return list(engine.generate(work, ordered=True))
+    return list(engine_of(folder, "torch").generate(work, ordered=True))
 
 
 def run(
-    folder: Path, work: list[dict[str, Any]], meanwhile: Callable[[Engine], None] = lambda _: None
+    folder: Path, work: list[dict[str, Any]], meanwhile: Callable[[Engine], None] = lambda _: None, **options: Any
 ) -> tuple[list[Completion], LateDevice, Running]:
-    engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4, max_tokens_per_step=128)
+    engine = engine_of(folder, "triton", **options)
     engine.device = device = LateDevice(captures=True)
     meanwhile(engine)
     done = list(engine.generate(work, ordered=True))
@@ -75,9 +80,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "choose_numbers", lambda *given: Numbers(products="torch"))
 
 
-def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, dict[str, int]]:
+def check(folder: Path, work: list[dict[str, Any]], **options: Any) -> tuple[LateDevice, dict[str, int]]:
     """The device and counters of a run with graphs, whose results equal those of a run without."""
-    got, device, last = run(folder, work)
+    got, device, last = run(folder, work, **options)
     assert_all_same(got, without_graphs(folder, work))
     counts = last.loop.counts()
     counts["group_passes"] = last.scheduler.stats.group_passes
@@ -126,6 +131,50 @@ def test_attention_begins_again_at_the_borders_of_chunks_inside_graphs(tmp_path:
 def test_experts_are_captured_inside_graphs(tmp_path: Path) -> None:
     """A transformers model's forward is captured too, because it does not wait for the host."""
     check(model_folder(tmp_path, "qwen3_moe", moe_intermediate_size=16), rows(return_routed_experts=True)[:3])
+
+
+_DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "qwen3_next": {**_DELTA, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]},
+    "mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 2},
+    "mamba": {"state_size": 4},
+}
+"""Type -> fields of a tiny configuration of two layers."""
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_recurrent_layers_run_inside_graphs(model_type: str, tmp_path: Path) -> None:
+    """3 rows are padded to 4; one that begins after the first graph finds the state before any token as it was."""
+    row = {"ignore_eos": True, "temperature": 0, "return_logprob": True}
+    work = [{"input_ids": [30 + number], "max_new_tokens": 3 + 3 * (number % 2), **row} for number in range(4)]
+    _, counts = check(model_folder(tmp_path, model_type, layers=2, **RECURRENT[model_type]), work, max_num_seqs=3)
+    assert counts["graph_padded"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_recurrent_type_is_captured(model_type: str, tmp_path: Path) -> None:
+    check(save_with_words(model_type, tmp_path, **TYPES[model_type]), rows(temperature=0)[2:])
+
+
+def test_a_first_step_that_does_not_fit_ends_the_run_of_a_recurrent_model(tmp_path: Path) -> None:
+    """It has written states, from which the same step without a graph would go on."""
+
+    def fill(engine: Engine) -> None:
+        hidden = engine.model.hidden
+
+        def full(inputs: ModelInput) -> Tensor:
+            found = hidden(inputs)
+            if len(inputs.input_ids) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return found
+
+        engine.model.hidden = full  # type: ignore[method-assign]
+
+    work = [{"input_ids": [5, 6], "max_new_tokens": 3, "ignore_eos": True}]
+    with pytest.raises(DeviceError, match="out of memory in a step of 1 tokens, which is not split"):
+        run(model_folder(tmp_path, "mamba", **RECURRENT["mamba"]), work, meanwhile=fill)
 
 
 @pytest.fixture(scope="module")

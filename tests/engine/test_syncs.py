@@ -23,6 +23,7 @@ from tests.engine.fake_cuda import Sync, fake_cuda
 from tests.engine.fake_device import Counts, Wait
 from tests.engine.reference import assert_all_same, save_with_words
 from tests.engine.sampling.grammar_model import save_grammar_model
+from tests.engine.test_hybrid import TYPES
 from tests.models.adapters import KINDS, save_adapter
 
 
@@ -255,6 +256,18 @@ def test_adapters_and_transformers_models_do_not_wait(tmp_path: Path, model_type
     adapters = {"all": str(save_adapter(folder, tmp_path / "all", seed=1, **KINDS["all"]))} if native else {}
     work = rows([{"temperature": 0}, {"temperature": 0, "lora_path": "all" if native else None}])
     job = run_job(folder, work, lora=adapters, model_impl="native" if native else "transformers")
+    assert all(c.error is None for c in job.done), job.done
+    assert job.syncs == []
+    assert steady_steps(job)
+    assert_late(job, downloads=1)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(t, marks=() if t in ("lfm2", "mamba") else pytest.mark.slow) for t in TYPES]
+)
+def test_recurrent_models_do_not_wait(tmp_path: Path, model_type: str) -> None:
+    folder = save_with_words(model_type, tmp_path, **TYPES[model_type])
+    job = run_job(folder, rows(FREE[:2]))
     assert all(c.error is None for c in job.done), job.done
     assert job.syncs == []
     assert steady_steps(job)

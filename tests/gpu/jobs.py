@@ -33,20 +33,22 @@ def checkpoint(
     dtype: torch.dtype,
     context: int = 1024,
     adapters: Sequence[str] = (),
+    **fields: Any,
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Folder of a random model, and of each named adapter, until the block ends.
 
     Args:
-        family: a `model_type` of the native decoder.
+        family: a `model_type`.
         hidden: hidden size.
         layers: number of layers.
         dtype: dtype of the stored weights.
         context: context length.
-        adapters: names of LoRA adapters.
+        adapters: names of LoRA adapters, for a model of the native decoder.
+        fields: further values of the configuration.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
-        _save_checkpoint(folder, family, hidden, layers, dtype, context)
+        _save_checkpoint(folder, family, hidden, layers, dtype, context, fields)
         yield str(folder), {x: _save_adapter(folder, Path(name) / x, seed) for seed, x in enumerate(adapters)}
 
 
@@ -61,7 +63,9 @@ def finished(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[Completi
     return sorted(engine.generate(rows), key=lambda done: done.key)
 
 
-def _save_checkpoint(folder: Path, family: str, hidden: int, layers: int, dtype: torch.dtype, context: int) -> None:
+def _save_checkpoint(
+    folder: Path, family: str, hidden: int, layers: int, dtype: torch.dtype, context: int, fields: Mapping[str, Any]
+) -> None:
     """Heads of 64 (16 where `hidden` is below 128), and half as many for keys."""
     dim = 16 if hidden < 128 else 64
     save_tiny(
@@ -79,6 +83,7 @@ def _save_checkpoint(folder: Path, family: str, hidden: int, layers: int, dtype:
         initializer_range=1.6 * hidden**-0.5,
         use_sliding_window=False,
         sliding_window=None,
+        **fields,
     )
     save_grammar_tokenizer(folder)
 

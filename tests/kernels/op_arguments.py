@@ -236,7 +236,7 @@ def copies(n: Numbers, dtype: torch.dtype, page_size: int, count: int) -> Argume
 
 def state_runs(n: Numbers, lengths: Sequence[int]) -> tuple[int, int, list[RunBatch]]:
     """Tokens, slots and batches of a step: a chunk of each length, cut in two where it can be, a token that is computed
-    again, and two decode rows.
+    again, two decode rows, and one of padding.
     """
     chunks, flat, slot = [], 0, 1
     for number, length in enumerate(lengths):
@@ -247,8 +247,8 @@ def state_runs(n: Numbers, lengths: Sequence[int]) -> tuple[int, int, list[RunBa
         flat, slot = flat + length, slot + 3
     chunks.append([Run(flat, flat + 1, slot, None)])
     device = device_for(n.device)
-    decode = decode_batch(flat + 1, np.array([slot, slot]), np.array([slot + 1, slot + 2]), device)
-    return flat + 3, slot + 3, [*chunk_batches(chunks, device), decode]
+    decode = decode_batch(flat + 1, np.array([slot, slot, 0]), np.array([slot + 1, slot + 2, 0]), device)
+    return flat + 4, slot + 3, [*chunk_batches(chunks, device), decode]
 
 
 def conv_runs(n: Numbers, dtype: torch.dtype, lengths: Sequence[int], channels: int, width: int) -> Arguments:

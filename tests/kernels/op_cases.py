@@ -408,6 +408,7 @@ OPERATIONS = (
         "causal_conv",
         make.conv_runs,
         _sizes("lengths channels width", ((1,), 5, 3), ((7, 1, 6), 64, 4), ((2, 130), 33, 3), ((65, 64, 3), 8, 2)),
+        _sizes("lengths channels width", ((300, 5, 1000), 8192, 4), ((300,), 2049, 3)),
         exact=exact.conv_runs,
         bounds={"*": (1e-5, 1e-5)},
     ),
@@ -418,9 +419,16 @@ OPERATIONS = (
             "lengths groups heads key value delta channels",
             ((1,), 1, 2, 4, 3, 0, 0),
             ((7, 1, 6), 3, 3, 16, 16, 1, 0),
-            ((2, 130), 2, 6, 8, 24, 1, 0),
-            ((2, 130), 1, 5, 16, 8, 0, 0),
+            ((2, 130), 2, 4, 8, 24, 1, 0),
+            ((2, 130), 1, 3, 16, 8, 0, 0),
             ((7, 1, 70), 2, 4, 8, 24, 1, 1),
+        ),
+        _sizes(
+            "lengths groups heads key value delta channels",
+            ((300, 5, 700), 16, 32, 128, 128, 1, 0),
+            ((300, 5), 2, 48, 256, 64, 0, 0),
+            ((300, 5), 4, 4, 96, 192, 1, 0),
+            ((300, 5), 32, 32, 128, 128, 1, 1),
         ),
         exact=exact.linear_attention_runs,
         bounds={"*": (2e-5, 2e-5)},
@@ -429,11 +437,13 @@ OPERATIONS = (
         "selective_scan",
         make.scan_runs,
         _sizes("lengths channels size", ((1,), 5, 3), ((7, 1, 6), 64, 16), ((2, 130), 33, 8)),
+        _sizes("lengths channels size", ((300, 5, 700), 5120, 16), ((300,), 777, 8)),
         exact=exact.scan_runs,
         bounds={"*": (2e-5, 2e-5)},
     ),
     Operation("copy_pages", make.copies, _sizes("page_size count", (1, 0), (3, 1), (16, 70)), equal=ALL),
 )
-"""The last six have no cases on a device: draws may differ there where scores tie (`stages.parity_sampling`)."""
-PYTORCH_ONLY = frozenset(("copy_pages", "causal_conv", "linear_attention", "selective_scan"))
+"""`sample`, `filtered_scores` and `copy_pages` have no cases on a device: draws may differ there where scores tie
+(`stages.parity_sampling`)."""
+PYTORCH_ONLY = frozenset(("copy_pages",))
 """Operations that PyTorch computes on a device, too."""

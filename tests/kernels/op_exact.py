@@ -211,6 +211,8 @@ def _by_run(
             rows = rows[: int(length)]
             if batch.slots is None:
                 out[rows] = again(rows, before[source])
-            else:
-                out[rows], states[batch.slots[number]] = run(rows, before[source])
+                continue
+            out[rows], after = run(rows, before[source])
+            if (slot := int(batch.slots[number])) > 0:
+                states[slot] = after
     return out

@@ -2,7 +2,7 @@
 
 A graph replays its launches on fixed addresses. So each graph has static inputs, padded to one of a few sizes, which
 every step overwrites in two or three transfers. A padding token attends to token 0 only and is stored in the scratch
-page; its result is ignored.
+page, and its recurrent state is not kept; its result is ignored.
 
 A new graph costs as much time as several steps, and the batch of a job that ends shrinks through all sizes. So a step
 is padded to a larger size that has a graph, until that has wasted about the time of a new one.
@@ -26,12 +26,13 @@ from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.step.executor import Executor, ExecutorContext, InFlight, Step
 from batchgen.engine.step.sampler import PlainColumns
 from batchgen.engine.step.step_batch import StepArrays, select_input_ids
-from batchgen.kernels.device import Device, Graph
+from batchgen.kernels.device import Graph
 from batchgen.kernels.grouped import GroupedPlanner, GroupedWork
+from batchgen.kernels.mixers.states import PooledStates, RunBatch
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import Graphs
-from batchgen.models.base import CaptureSpec, Model, ModelInput
+from batchgen.models.base import CaptureSpec, ModelInput
 
 _PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
 """(up to, step): padded batch sizes above 8."""
@@ -94,8 +95,7 @@ class CudaGraphExecutor(Executor):
         self._planner = GroupedPlanner(support, context.pool, context.device)
         self._device = context.device
         self._most = support.max_graphs
-        groups = len(context.pool.parts)
-        self._shared = _SharedBuffers(context.model, context.backend.ops, context.device, groups)
+        self._shared = _SharedBuffers(context)
         self._steps: OrderedDict[_Key, _GraphStep] = OrderedDict()
         self._retired: deque[_GraphStep] = deque(maxlen=_MAX_RETIRED)
         self._counts = GraphCounts()
@@ -166,8 +166,7 @@ class CudaGraphExecutor(Executor):
             static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture, axes)
         static.load(step, last, plain)
         if not static.warmed_up:
-            static.body()
-            static.warmed_up = True
+            self._warm_up(static)
             self._counts.first += 1
         else:
             if static.graph is None:
@@ -178,6 +177,15 @@ class CudaGraphExecutor(Executor):
         self._store((kind, static.attention.launches), static)
         self._counts.padded += padded - rows
         return static.result(rows, capture)
+
+    def _warm_up(self, static: _GraphStep) -> None:
+        try:
+            static.body()
+        except RuntimeError as problem:
+            if is_out_of_memory(problem) and self._shared.states is not None:
+                raise MemoryError from problem  # eagerly it would go on from states that it has written
+            raise
+        static.warmed_up = True
 
     def _batch_size(self, rows: int, results: Hashable) -> int:
         """The batch size of a step of `rows` rows: the smallest one, or a larger one that has a graph already."""
@@ -220,14 +228,15 @@ class _CannotCapture(RuntimeError):
 class _SharedBuffers:
     """Buffers that all graphs of a job share, because only one graph runs at a time."""
 
-    def __init__(self, model: Model, ops: Ops, device: Device, groups: int) -> None:
-        """`groups`: number of slot mappings, one for each cache group."""
-        self.groups = groups
-        self.model = model
-        self.ops = ops
-        self.device = device
+    def __init__(self, context: ExecutorContext) -> None:
+        self.groups = len(context.pool.parts)
+        """Number of slot mappings."""
+        self.states = context.pool.states
+        self.model = context.model
+        self.ops = context.backend.ops
+        self.device = context.device
         with torch.inference_mode():
-            self.last = torch.zeros(_MAX_FED_TOKENS, dtype=torch.int64, device=device.torch_device)
+            self.last = torch.zeros(_MAX_FED_TOKENS, dtype=torch.int64, device=self.device.torch_device)
         self.logits: Tensor | None = None
         """[largest padded batch size so far, V]"""
 
@@ -258,11 +267,18 @@ class _GraphStep:
         self._shared = shared
         self._padded = padded
         # Rows of an even number of int64 start at multiples of 16 bytes, which kernels need for wide loads.
-        columns = 4 + shared.groups + rope_axes
+        rope_at = 4 + shared.groups
+        states_at = rope_at + rope_axes
+        columns = states_at if shared.states is None else states_at + 2
         self._int_columns = torch.zeros(columns, max(2, padded), dtype=torch.int64, device=device)
         self._ids, self._source, self._positions, self._num_sampled = self._int_columns[:4, :padded]
-        self._rope = self._int_columns[4 + shared.groups :, :padded] if rope_axes else None
-        self.attention = planner.attention(self._int_columns[4 : 4 + shared.groups, :padded], work)
+        self.attention = planner.attention(self._int_columns[4:rope_at, :padded], work)
+        self._rope = self._int_columns[rope_at:states_at, :padded] if rope_axes else None
+        self._states = None
+        if shared.states is not None:
+            rows, lengths = torch.arange(padded, device=device)[:, None], torch.ones_like(self._ids)
+            sources, slots = self._int_columns[states_at:, :padded]
+            self._states = PooledStates(shared.states, [RunBatch(rows, lengths, sources, slots, None)])
         self._columns = _StaticColumns(padded, device) if samples else None
         self._all_rows = torch.arange(padded, device=device) if capture is not None else None
         self._captured = None if capture is None else (capture.layers, capture.experts)
@@ -277,6 +293,8 @@ class _GraphStep:
         columns = [step.ids, step.source, step.positions, step.num_sampled, *step.slots]
         if step.rope_positions is not None:
             columns.extend(step.rope_positions)
+        if step.decode_states is not None:
+            columns.extend(step.decode_states)
         for row, values in zip(int_columns, columns, strict=True):
             if values is not None:
                 row[:rows] = values
@@ -292,7 +310,15 @@ class _GraphStep:
         if self._captured is not None and self._all_rows is not None:
             capture = CaptureSpec(self._all_rows, self._padded, *self._captured)
         ids = select_input_ids(self._ids, self._source, shared.last)
-        inputs = ModelInput(ids, self._positions, self.attention, capture, ops=shared.ops, rope_positions=self._rope)
+        inputs = ModelInput(
+            ids,
+            self._positions,
+            self.attention,
+            capture,
+            ops=shared.ops,
+            rope_positions=self._rope,
+            states=self._states,
+        )
         hidden = shared.model.hidden(inputs)
         logits = shared.model.logits(hidden)  # [padded, V]
         if self._columns is not None:

@@ -194,14 +194,14 @@ class ModelRunner:
 def executors_for(context: ExecutorContext) -> list[Executor]:
     """The executors that the backend offers for the context's device, in order of preference."""
     executors: list[Executor] = []
-    # Recurrent layers are computed by PyTorch, which neither waits for recorded kernels nor has its runs in a graph.
-    for support in context.backend.executors if context.pool.states is None else ():
+    for support in context.backend.executors:
         match support:
             case Graphs():
                 if context.device.captures:
                     executors.append(CudaGraphExecutor(context, support))
             case CommandBuffers():
-                if not context.device.asynchronous:  # an asynchronous device needs no thread
+                # An asynchronous device needs no thread; the PyTorch of recurrent layers does not wait for kernels.
+                if not context.device.asynchronous and context.pool.states is None:
                     executors.append(OverlappedCpuExecutor(context, support))
     return [*executors, EagerExecutor(context)]
 

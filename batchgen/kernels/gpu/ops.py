@@ -11,9 +11,11 @@ from torch import Tensor
 from batchgen.kernels.chips import fixed_tuning
 from batchgen.kernels.gpu import (
     activation,
+    conv,
     counts,
     filtering,
     heads,
+    linear_attention,
     logprobs,
     lora,
     matmul,
@@ -22,6 +24,7 @@ from batchgen.kernels.gpu import (
     norm,
     rope,
     sampling,
+    selective_scan,
     shaping,
 )
 from batchgen.kernels.moe import Experts
@@ -37,6 +40,9 @@ TRITON_OPS: Final = replace(
     add_lora=lora.add_lora,
     route=moe.route,
     moe_experts=moe.moe_experts,
+    causal_conv=conv.causal_conv,
+    linear_attention=linear_attention.linear_attention,
+    selective_scan=selective_scan.selective_scan,
     count_tokens=counts.count_tokens,
     penalise=counts.penalise,
     add_bias=shaping.add_bias,

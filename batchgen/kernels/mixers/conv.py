@@ -51,7 +51,7 @@ def _seen(x: Tensor, width: int, states: Tensor, batch: RunBatch) -> Tensor:
         return last
     seen = torch.cat([last, x[batch.rows].to(last.dtype)], 1)
     at = batch.lengths[:, None] + torch.arange(width, device=x.device)  # [B, K]
-    states[batch.slots] = seen.take_along_dim(at[:, :, None], 1)
+    batch.keep(states, seen.take_along_dim(at[:, :, None], 1))
     return seen[:, 1:]
 
 

@@ -70,7 +70,7 @@ def linear_attention(
         values, after = (_update if rows.shape[1] == 1 else _chunks)(
             q, k, v, g, None if b is None else b.view(*b.shape[:2], *split, 1), before
         )
-        states[batch.slots] = after.flatten(1, 2)
+        batch.keep(states, after.flatten(1, 2))
         batch.put(out, values.flatten(2, 3))
     return out
 

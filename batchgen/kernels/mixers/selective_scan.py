@@ -54,7 +54,7 @@ def selective_scan(
             for i in range(tokens.shape[1]):
                 state = torch.addcmul(taken[:, i], decays[:, i], state)
                 values[:, at + i] = (state @ reads[:, i])[..., 0]
-        states[batch.slots] = state
+        batch.keep(states, state)
         batch.put(out, values)
     return out
 

@@ -80,7 +80,7 @@ class RunBatch:
     sources: Tensor
     """[B] int64."""
     slots: Tensor | None
-    """[B] int64; None: the runs only read."""
+    """[B] int64; 0: the state is not kept, as that of padding; None: the runs only read."""
     inside: Tensor | None
     """[n] int64 places in [B * L] of the tokens of the runs, without those behind their ends; None: all."""
 
@@ -101,6 +101,11 @@ class RunBatch:
             if low < high:  # behind its first part, a run goes on from its own slot
                 runs.append(Run(low - start, high - start, source if low == begin else slot, slot))
         return _batch(runs, HOST) if runs else None
+
+    def keep(self, states: Tensor, after: Tensor) -> None:
+        """Store the states [B, ...] after the runs in `states` [P, ...]."""
+        states[self.slots] = after
+        states[:1].zero_()
 
     def put(self, out: Tensor, values: Tensor) -> None:
         """Store the runs' results [B, L, ...] in `out` [T, ...]."""

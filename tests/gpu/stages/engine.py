@@ -28,6 +28,13 @@ from tests.gpu.steady import TimedDevice
 ADAPTERS = ("one", "two")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REAL = {"hidden": 512, "layers": 4, "rows": 156, "prompt": 200, "new": 24}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": "auto"},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+}
+"""Family with recurrent layers -> fields of its configuration with two layers."""
+SHORT = {"hidden": 512, "layers": 2, "rows": 60, "prompt": 100, "new": 16}
 TOY = {"hidden": 64, "layers": 2, "rows": 28, "prompt": 16, "new": 4}
 
 RUN_MODES: dict[str, tuple[dict[str, bool], dict[str, bool]]] = {
@@ -49,6 +56,15 @@ def mixed_rows(gpu: Gpu, *, family: str, hidden: int, layers: int, **job: int) -
         want = finished(_reference(gpu, folder, lora=adapters), with_gaps(rows))
         got = finished(_engine(gpu, folder, lora=adapters), rows)
         yield from compare(rows, got, want)
+
+
+@case("engine", "recurrent", [{"family": x, **SHORT} for x in RECURRENT], [{"family": "jamba", **TOY}])
+def recurrent_rows(gpu: Gpu, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
+    fields = RECURRENT[family]
+    with checkpoint(family, hidden=hidden, layers=layers, dtype=torch.float32, **fields) as (folder, _):
+        rows = mixed_job(job["rows"], job["prompt"], job["new"], (), seed=4)
+        got = finished(_engine(gpu, folder), rows)
+        yield from compare(rows, got, finished(_reference(gpu, folder), with_gaps(rows)))
 
 
 @case("engine", "run modes", [{"family": "qwen3", **REAL}], [{"family": "qwen3", **TOY}])

@@ -20,8 +20,10 @@ from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.gpu import counts, filtering, logprobs, noise, sampling, shaping, top
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.gpu.conv import causal_conv
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.heads import qk_norm_rope_cache
+from batchgen.kernels.gpu.linear_attention import linear_attention
 from batchgen.kernels.gpu.lora import add_lora
 from batchgen.kernels.gpu.matmul import linear
 from batchgen.kernels.gpu.merge import merge_parts
@@ -29,8 +31,10 @@ from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.quantized_matmul import linear as quantized_linear
 from batchgen.kernels.gpu.rope import rope_tables
+from batchgen.kernels.gpu.selective_scan import selective_scan
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
+from batchgen.kernels.mixers.states import RunBatch
 from batchgen.kernels.moe import Experts, Gating, Routing
 from batchgen.kernels.quantization import FP8, INT4, INT8, GroupedWeight, Scheme
 from batchgen.kernels.sampling import SamplingColumns
@@ -54,7 +58,7 @@ def ints(*shape: int) -> Tensor:
 def launches() -> Cases:
     """(name, call of a launcher) of every case."""
     for dtype in DTYPES:
-        for cases in (_dense, _heads, _products, _quantized, _logits, _drawing, _grouped, _attention):
+        for cases in (_dense, _heads, _products, _quantized, _mixers, _logits, _drawing, _grouped, _attention):
             yield from cases(_name(dtype), dtype)
     yield from _float32()
 
@@ -72,7 +76,7 @@ def steps() -> Cases:
 
 def by_row(rows: int) -> Cases:
     """Operations whose result for a row is a function of that row only, in a step of `rows` rows."""
-    for cases in (_dense, _heads, _products, _logits, _drawing):
+    for cases in (_dense, _heads, _products, _mixers, _logits, _drawing):
         yield from cases(_name(BF16), BF16, rows)
     yield from _float32(rows)
 
@@ -162,6 +166,42 @@ def _grouped_weight(scheme: Scheme, outputs: int, inputs: int, size: int) -> Gro
     numbers = empty(outputs, groups, size // 2 if paired else size, dtype=scheme.dtype)
     zeros = empty(outputs, groups, dtype=torch.uint8) if paired else None
     return GroupedWeight(numbers, empty(outputs, groups), inputs, scheme, zeros)
+
+
+CONVOLUTIONS = {
+    "lfm2": (2048, 3, False, None),
+    "qwen3_next": (8192, 4, False, "silu"),
+    "mamba": (5120, 4, True, "silu"),
+}
+"""Channels, width, whether there is a bias, activation."""
+LINEAR = {
+    "qwen3_next": (16, 32, 128, 128, True, False),
+    "olmo_hybrid": (30, 30, 96, 192, True, False),
+    "kimi_linear": (32, 32, 128, 128, True, True),
+    "mamba2": (1, 64, 128, 64, False, False),
+    "falcon_h1": (2, 48, 256, 64, False, False),
+}
+"""Groups, heads, key and value size, whether there is a delta rule, whether channels decay by themselves."""
+
+
+def _mixers(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:
+    make, tokens = partial(empty, dtype=dtype), 2 * rows
+    whole = partial(ints, rows)
+    runs = [(ints(rows, longest), whole(), whole()) for longest in (rows + 1, 1)]
+    batches = [RunBatch(*run, whole(), None) for run in runs] + [RunBatch(*runs[1], None, None)]
+    for kind, (channels, width, biased, activation) in CONVOLUTIONS.items():
+        weight, bias = make(channels, width), make(channels) if biased else None
+        given = make(tokens, channels), weight, bias, make(rows, width, channels), batches, activation
+        yield f"causal_conv[{name},{kind}]", partial(causal_conv, *given)
+    for kind, (groups, heads, key, value, delta, channels) in LINEAR.items():
+        keys, stored = empty(tokens, groups, key), make(tokens, heads, value)
+        if not delta:
+            keys, stored = make(tokens, groups, key), empty(tokens, heads, value)
+        decay, beta = empty(tokens, heads, *[key] * channels), make(tokens, heads) if delta else None
+        given = keys, keys, stored, decay, beta, empty(rows, heads, key, value), batches
+        yield f"linear_attention[{name},{kind}]", partial(linear_attention, *given)
+    x, share, states = make(tokens, 5120), make(tokens, 16), empty(rows, 5120, 16)
+    yield f"selective_scan[{name}]", partial(selective_scan, x, x, empty(5120, 16), share, share, states, batches)
 
 
 def _logits(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:

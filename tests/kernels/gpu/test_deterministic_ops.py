@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,13 +16,17 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.chips import compiling_for, known_chips
+from batchgen.kernels.device import device_for
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraSegment, LoraStep
+from batchgen.kernels.mixers.states import Run, chunk_batches
 from batchgen.kernels.moe import Experts
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from tests.gpu.interpreted import fix_row_summation_order
 from tests.kernels.gpu import aot_cases
+from tests.kernels.numbers import Numbers
+from tests.kernels.op_cases import OPERATIONS
 
 SIZES = (1, 2, 16, 17, 64, 65, 300, 4096)
 
@@ -127,3 +132,26 @@ def test_a_token_s_experts_do_not_depend_on_other_tokens(dtype: torch.dtype, mon
             == launches
         )
         assert torch.equal(TRITON_INVARIANT_OPS.moe_experts(x[at], ids[at], weights[at], experts)[0], together[token])
+
+
+# Recurrent layers.
+
+
+@pytest.mark.parametrize("name", ["causal_conv", "linear_attention", "selective_scan"])
+def test_a_recurrent_row_does_not_depend_on_how_it_is_cut(name: str) -> None:
+    sizes = {
+        "causal_conv": {"channels": 40, "width": 4},
+        "linear_attention": {"groups": 1, "heads": 2, "key": 16, "value": 24, "delta": 1, "channels": 0},
+        "selective_scan": {"channels": 40, "size": 8},
+    }[name]
+    operation = next(operation for operation in OPERATIONS if operation.name == name)
+    given = operation.make(Numbers(torch.device("cpu"), 0), torch.float32, lengths=(40,), **sizes)
+    found = []
+    for cuts in ([40], [1, 40], [17, 18, 19, 40]):
+        states = given["states"].clone()
+        runs = [Run(begin, end, 1, 1) for begin, end in pairwise([0, *cuts])]
+        arguments = {**given, "states": states, "batches": chunk_batches([runs], device_for(states.device))}
+        out = getattr(TRITON_INVARIANT_OPS, name)(*arguments.values())
+        found.append((out[:40], states))
+    for one in found[1:]:
+        assert all(map(torch.equal, one, found[0]))

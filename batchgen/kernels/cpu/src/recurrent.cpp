@@ -15,7 +15,7 @@ namespace {
 struct Runs {
     const int64_t *rows;               // [B, longest] flat tokens
     const int64_t *lengths, *sources;  // [B]
-    const int64_t *slots;              // [B]; null: the state of a run is that after its token already
+    const int64_t *slots;              // [B], 0: nowhere; null: the state of a run is that after its token already
     int64_t count, longest;
 };
 
@@ -109,7 +109,7 @@ void causal_conv(const CausalConv& c, int thread, int threads) {
                 columns.store(static_cast<T*>(c.out) + token, v, acc);
             }
         }
-        if (again) return;
+        if (again || !c.runs.slots[run]) return;
         T* slot = states + c.runs.slots[run] * K * C + first;
         for (int64_t k = 0; k < K; k++)
             for (int64_t v = 0; v < VECTORS; v++)
@@ -163,7 +163,7 @@ void linear_attention(const LinearAttention& a, int thread, int threads) {
             }
             for (int64_t v = 0; v < VECTORS; v++) columns.store(static_cast<T*>(a.out) + row * V + first, v, out[v]);
         }
-        if (again) return;
+        if (again || !a.runs.slots[run]) return;
         float* slot = a.states + (a.runs.slots[run] * H + head) * K * V + first;
         for (int64_t k = 0; k < K; k++)
             for (int64_t v = 0; v < VECTORS; v++) columns.store(slot + k * V, v, load(&state[k * BLOCK + v * LANES]));
@@ -199,7 +199,7 @@ void selective_scan(const SelectiveScan& s, int thread, int threads) {
                 s.out[at] = sum(total);
             }
         }
-        if (again) return;
+        if (again || !s.runs.slots[run]) return;
         float* slot = s.states + (s.runs.slots[run] * C + first) * N;
         for (int64_t i = 0; i < count; i++) std::copy_n(&state[i * wide], N, slot + i * N);
     });
