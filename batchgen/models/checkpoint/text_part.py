@@ -96,9 +96,10 @@ def find_text_tensors(
         keys = [key.removesuffix("_config") for key in NESTED if isinstance(config.get(key), dict)]
         prefixes = [prefix for prefix in prefixes if any(key in prefix for key in (*keys, "language"))] or prefixes
     if len(prefixes) > 1 and is_packed(config):
+        found = ", ".join(prefix + stems[prefix] for prefix in prefixes)
         raise ModelError(
-            f"The checkpoint holds several decoders ({', '.join(prefix + stems[prefix] for prefix in prefixes)}), and its "
-            "names do not tell which one has the text. Use a checkpoint of the text decoder alone."
+            f"The checkpoint holds several decoders ({found}), and its names do not tell which one has the text. "
+            "Use a checkpoint of the text decoder alone."
         )
     prefix = prefixes[0] if prefixes else "model."
     return TextTensors(prefix, _head_prefix(stored, prefix, head), is_packed(config))
