@@ -21,9 +21,12 @@ from batchgen.gguf.family import families, missing
 from batchgen.gguf.header import read_gguf
 from batchgen.gguf.tensors import hub_tensors
 from tests.engine.test_hybrid import TYPES as HYBRIDS
+from tests.models.dense_attention import DenseCache
 from tests.models.gguf_files import check_file, write_gguf, write_tiny
 from tests.models.gguf_layout import ARCHITECTURES, fused
-from tests.models.tiny import tiny_model
+from tests.models.loading import load_model
+from tests.models.packed import packed_logits, random_sequences
+from tests.models.tiny import VOCAB, tiny_model
 
 torch.set_num_threads(1)
 
@@ -213,6 +216,31 @@ def test_other_layouts_equal_their_original_weights(name: str, tmp_path: Path) -
     model_type, config, options = OTHERWISE[name]
     reference = tiny_model(model_type, **config)
     check_file(write_gguf(tmp_path / "model.gguf", reference, **options), reference)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_heads_of_quantised_weights_are_moved(model_type: str, tmp_path: Path) -> None:
+    """Rows, and values of rows, of blocks of a quantised type."""
+
+    def kind(_: str, values: Any) -> gguf.GGMLQuantizationType:
+        blocks = values.ndim > 1 and values.shape[-1] % 32 == 0
+        return gguf.GGMLQuantizationType.Q8_0 if blocks else gguf.GGMLQuantizationType.F32
+
+    def rounded(tensors: dict[str, Any]) -> dict[str, Any]:
+        kinds = {name: kind(name, values) for name, values in tensors.items()}
+        return {
+            name: gguf.quants.dequantize(gguf.quants.quantize(values, kinds[name]), kinds[name])
+            for name, values in tensors.items()
+        }
+
+    model = tiny_model(model_type, **OPTIONS[model_type])
+    stored = [write_gguf(tmp_path / "quantised.gguf", model, choose=kind)]
+    stored.append(write_gguf(tmp_path / "plain.gguf", model, change=rounded))
+    sequences = random_sequences(VOCAB)
+    models = [load_model(path, dtype="float32", device="cpu") for path in stored]
+    ours, wanted = (packed_logits(each, sequences, DenseCache().step) for each in models)
+    for got, want in zip(ours, wanted, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_every_family_is_tested() -> None:
