@@ -152,11 +152,11 @@ def causal_part(model: Any) -> Any:
     """
     from transformers import PreTrainedModel  # as in _library_config
 
-    head = model.get_output_embeddings()
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    head = next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
     if head is None:
         raise ModelError(f"{type(model).__name__} has no language head. Use a checkpoint with a language head.")
-    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and head in set(part.modules())]
-    return owners[-1]
+    return [part for part in parts if head in set(part.modules())][-1]
 
 
 def decoder_name(model: Any) -> str | None:
