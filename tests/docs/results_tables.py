@@ -125,5 +125,5 @@ def _peers(figures: dict[tuple[str, str], Figure]) -> list[str]:
 def _setting(figures: dict[tuple[str, str], Figure]) -> str:
     """Model, dtype and machine of the figures, in words."""
     figure = next(iter(figures.values()))
-    model = "The demonstration model" if figure.model == "demo" else f"Llama shape `{figure.model}`"
+    model = "The demonstration model" if figure.model == "demo" else f"`{figure.model}`"
     return f"{model}, {figure.dtype}, {figure.threads} threads of an {figure.cpu} ({figure.gemm_gflops:,.0f} GFLOP/s)"
