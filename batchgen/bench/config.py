@@ -34,16 +34,18 @@ class BenchConfig:
         (),
         "Workloads: unique, shared-prefix, few-shot-tree, mixed-lengths (these four by default), multi-turn, "
         "n-samples, json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), "
-        "or a .toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup "
-        "(time to the help and to the first token), job (cost of a row outside the model), eta (errors of the "
-        "estimated time left). Example: shared-prefix",
+        "or a .toml file. For models with recurrent layers: hybrid-prefix, hybrid-unshared. For GPUs: w-nano, "
+        "w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup (time to the help and to the first "
+        "token), job (cost of a row outside the model), eta (errors of the estimated time left). Example: "
+        "shared-prefix",
         _NAMES,
     )
     """Names or .toml files; empty: the defaults of `find_workloads`."""
     model: str = _OPTIONS.option(
         "random:135m",
-        "Model folder or id, random weights of a size (random:5m, random:135m, random:0.6b, random:1b, random:8b), or "
-        "demo, the demonstration model. Example: --model random:5m",
+        "Model folder or id, random weights of a size (random:5m, random:135m, random:0.6b, random:1b, random:8b; with "
+        "recurrent layers random:5m-qwen3-next, random:135m-qwen3-next, random:135m-lfm2), or demo, the demonstration "
+        "model. Example: --model random:5m",
         _MODEL,
     )
     peers: str = _OPTIONS.option(

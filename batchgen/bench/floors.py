@@ -10,7 +10,8 @@
 
 `flops` is the highest matrix multiplication rate measured on the machine, `bandwidth` its highest copy or read rate.
 Each distinct prompt token is computed once. A step reads the weights once, and each cached position of the prefix tree
-once for all rows below it. The arithmetic floor contains neither attention nor memory; CPU goals refer to it.
+once for all rows below it; a decoded token reads the recurrent states of its row, and writes them. The arithmetic
+floor contains neither attention nor memory; CPU goals refer to it.
 
 Adapters add 2 r (I + O) operations per adapted layer and token; the reads of their weights are small and not counted.
 Returned hidden states are written once. Logprobs and constraints add nothing: the head computes all logits anyway, and
@@ -81,7 +82,7 @@ class FloorWork:
 
 
 def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter: int = 0) -> FloorWork:
-    """Count the work of a workload for a dense model with full attention.
+    """Count the work of a workload for a dense model whose layers have full attention or a recurrent state.
 
     Args:
         rows: the workload.
@@ -123,8 +124,11 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
         flops=flops,
         prompt_flops=prompt_flops,
         decode_flops=decode_flops,
-        decode_bytes=steps * stored + read + spec.dtype.itemsize * spec.hidden_size * states,
-        resident_bytes=stored + spec.kv_bytes_per_token * (distinct + decode_rows),
+        decode_bytes=steps * stored
+        + read
+        + 2 * spec.state_bytes * decode_rows
+        + spec.dtype.itemsize * spec.hidden_size * states,
+        resident_bytes=stored + spec.kv_bytes_per_token * (distinct + decode_rows) + spec.state_bytes * len(rows),
     )
 
 

@@ -11,10 +11,10 @@ import math
 import shutil
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,7 +32,7 @@ RANDOM = "random:"
 DEMO = "demo"
 """Name of the packaged demonstration model."""
 _LETTERS = string.ascii_lowercase + string.digits
-_RECIPE_VERSION = 2
+_RECIPE_VERSION = 3
 """Version of how models are generated; part of the cache folder's name."""
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ADAPTER_VERSION = 1
@@ -43,7 +43,7 @@ _B_SCALE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a random Llama or Qwen 3 model."""
+    """Sizes of a random model."""
 
     layers: int
     hidden: int
@@ -53,9 +53,11 @@ class Shape:
     inner: int
     vocab: int
     context: int = 8192
-    family: Literal["llama", "qwen3"] = "llama"
+    family: Literal["llama", "qwen3", "qwen3_next", "lfm2"] = "llama"
     tied: bool = True
     """Whether the head shares the embedding's weights."""
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """More of the configuration."""
 
     @property
     def parameters(self) -> int:
@@ -63,9 +65,28 @@ class Shape:
         return sum(math.prod(size) for size in _tensors(self).values())
 
 
+def _delta(key_heads: int, value_heads: int, size: int) -> dict[str, object]:
+    heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads, "num_experts": 0}
+    return {**heads, "linear_key_head_dim": size, "linear_value_head_dim": size}
+
+
 SHAPES: dict[str, Shape] = {
     "135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=8192),
     "5m": Shape(layers=6, hidden=256, heads=8, kv_heads=4, head_dim=32, inner=640, vocab=2048),
+    # Three recurrent layers for one of attention, or two.
+    "5m-qwen3-next": Shape(8, 256, 8, 4, 32, 640, 2048, family="qwen3_next", fields=_delta(4, 8, 32)),
+    "135m-qwen3-next": Shape(30, 576, 9, 3, 64, 1792, 8192, family="qwen3_next", fields=_delta(3, 9, 64)),
+    "135m-lfm2": Shape(
+        30,
+        576,
+        9,
+        3,
+        64,
+        1792,
+        8192,
+        family="lfm2",
+        fields={"layer_types": ["conv", "conv", "full_attention"] * 10, "block_auto_adjust_ff_dim": False},
+    ),
     # Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
     "0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151_936, family="qwen3"),
     "1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256),
@@ -140,9 +161,17 @@ def _tokenizer(vocab: int) -> Tokenizer:
     return tokenizer
 
 
+_CLASSES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+}
+
+
 def _config(shape: Shape) -> dict[str, object]:
     return {
-        "architectures": ["Qwen3ForCausalLM" if shape.family == "qwen3" else "LlamaForCausalLM"],
+        "architectures": [_CLASSES[shape.family]],
         "model_type": shape.family,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.inner,
@@ -161,29 +190,20 @@ def _config(shape: Shape) -> dict[str, object]:
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **shape.fields,
     }
 
 
 def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Name of each tensor -> its size."""
-    hidden, inner, q, kv = shape.hidden, shape.inner, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    if shape.family == "qwen3":
-        layer |= {f"self_attn.{x}_norm": (shape.head_dim,) for x in "qk"}
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (shape.vocab, hidden)}
-    sizes |= {f"model.layers.{i}.{name}": size for i in range(shape.layers) for name, size in layer.items()}
-    sizes |= {"model.norm": (hidden,)} | ({} if shape.tied else {"lm_head": (shape.vocab, hidden)})
-    return {f"{name}.weight": size for name, size in sizes.items()}
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # slow, and built models need none of it
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            CONFIG_MAPPING[shape.family](**_config(shape)), trust_remote_code=False
+        )
+    stored = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    return {name: size for name, size in stored.items() if not (shape.tied and name == "lm_head.weight")}
 
 
 def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -193,9 +213,9 @@ def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tenso
     last token, so that the correctness gate would detect nothing.
     """
     values = torch.randn(size, generator=generator, device=generator.device)
-    if len(size) == 1:
-        return (1.0 + 0.1 * values).to(torch.bfloat16)
-    scale = 0.02 if name == "model.embed_tokens.weight" else float(size[1]) ** -0.5
+    if len(size) == 1:  # steps of recurrent layers are short, so that states last
+        return ((-4.0 if name.endswith("dt_bias") else 1.0) + 0.1 * values).to(torch.bfloat16)
+    scale = 0.02 if name == "model.embed_tokens.weight" else math.prod(size[1:]) ** -0.5
     return (values * scale).to(torch.bfloat16)
 
 

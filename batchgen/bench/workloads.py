@@ -305,6 +305,7 @@ def find_workload(name: str) -> BenchWorkload:
         **WORKLOADS,
         **MORE_WORKLOADS,
         **{name: load_workload(_DEFINITIONS / f"{name}.toml") for name in ("demo", "pictures")},
+        **HYBRID_WORKLOADS,
         **GPU_WORKLOADS,
     }
     if name not in known:
@@ -446,5 +447,7 @@ WORKLOADS = _named("unique", "shared-prefix", "few-shot-tree", "mixed-lengths")
 """Default workloads, in this order."""
 MORE_WORKLOADS = _named("multi-turn", "n-samples", "json-constrained", "logprobs", "hidden-states", "many-loras")
 """Workloads of other trees and of special rows; they run if named, or with `all`."""
+HYBRID_WORKLOADS = _named("hybrid-prefix", "hybrid-unshared")
+"""Workloads for models with recurrent layers; they run only if named."""
 GPU_WORKLOADS = _named("w-nano", "w-prefix", "w-unshared", "w-tree")
 """Workloads sized for a GPU; they run only if named, because a CPU takes hours."""

@@ -35,6 +35,9 @@ class Assembly:
     """Whether the first axis of the parts counts the matrices; else each part is one matrix."""
     merged: bool = False
     """Whether the matrices lie one below the other in one matrix, as those of heads; those of experts have an axis."""
+    by_key_head: bool = False
+    """Whether the parts are q, k and v in one, and gates, of a gated delta rule, and follow each other in each key
+    head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Family:
     top_names: Mapping[str, str] = field(default_factory=dict)
     """Tensors outside of the layers."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """Configuration key -> tensor of the first layer whose presence it states."""
+    """Configuration key -> tensor of a layer whose presence it states."""
     assembled: Mapping[str, Assembly] = field(default_factory=dict)
     """Tensors of a layer in the checkpoint that are stored in parts."""
     listed: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -73,6 +76,8 @@ class Family:
     """Whether the rows of a fused q, k and v are stored by kind instead of by head."""
     norms_plus_one: bool = False
     """Whether norms are stored with one added."""
+    tiled_values: bool = False
+    """Whether value heads of a gated delta rule are stored by their place in the group of a key head."""
     variants: Mapping[str, str] = field(default_factory=dict)
     """Metadata key -> family of the files that have the key."""
 

@@ -39,6 +39,7 @@ _SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
     "interleave_moe_layer_step": _SCALE,
     "leading_dense_block_count": _OFF,
     "expert_weights_norm": (None, True),
+    "ssm.dt_b_c_rms": _OFF,
     "rope.scaling.yarn_ext_factor": (None, 1, -1),
 }
 """Keys that change what a model computes, with the values that change nothing. Those of an architecture that does
@@ -91,6 +92,14 @@ class Metadata:
         if len(numbers) < count or not all(map(_is_size, numbers[:count])):
             raise self.wrong(key, f"a positive integer, or {count} of them")
         return numbers[:count]
+
+    def largest(self, key: str) -> int:
+        """The largest of the numbers that a key may list for the layers: a positive integer."""
+        value = self.value(key)
+        numbers = value if isinstance(value, list) else [value]
+        if not all(type(number) is int for number in numbers) or not _is_size(max(numbers, default=0)):
+            raise self.wrong(key, "a positive integer, or one for a layer")
+        return int(max(numbers))
 
     def number(self, key: str, default: float) -> float:
         """A finite number."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +15,9 @@ from batchgen.errors import ModelError
 from batchgen.gguf.family import IGNORED, Assembly, Family, gguf_family
 from batchgen.gguf.header import GgufHeader, TensorEntry
 
-_NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:nextn\.)?\w+)\.(weight|bias|scale|input_scale)")
+_NAME: Final = re.compile(r"(?:blk\.(\d{1,6})\.)?((?:(?:nextn|shortconv)\.)?\w+)\.(weight|bias|scale|input_scale)")
+_BARE: Final = (".ssm_a", ".ssm_d", ".ffn_norm")
+"""Ends of names that may have no further one."""
 _MOST_FACTORS: Final = 4096
 """Most factors: of rotary frequencies, a half of the largest head size; of experts, one each."""
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
@@ -28,8 +32,14 @@ class GgufForm:
     rows: int = 1
     """Rows that belong together: a piece holds whole groups."""
     order: tuple[int, int, int] | None = None
-    """(a, b, n): the first a*b*n rows of a group are stored as a blocks of b*n rows, and wanted as b blocks of a*n: of
-    each stored block n rows in turn."""
+    """(a, b, n): a*b*n rows of a group are stored as a blocks of b*n rows, and wanted as b blocks of a*n: of each
+    stored block n rows in turn."""
+    first: int = 0
+    """The first of these rows in a group."""
+    in_row: bool = False
+    """Whether `rows` and `order` are about the values of each row of the tensor, as if each were a row."""
+    is_decay: bool = False
+    """Whether -exp(x) is stored for each value x."""
     offset: float = 0.0
     """Number to add to each value."""
     factor: float = 1.0
@@ -37,7 +47,7 @@ class GgufForm:
 
     def columns(self, shape: Sequence[int]) -> int:
         """Length of a row of a tensor of this shape: a vector with rows in another order has rows of one value."""
-        return 1 if self.order and len(shape) == 1 else shape[-1]
+        return 1 if self.order and (self.in_row or len(shape) == 1) else shape[-1]
 
     def values(self, data: Any, columns: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Values [rows, columns] of the bytes of some groups of rows, in float32."""
@@ -45,9 +55,12 @@ class GgufForm:
         if self.order is not None:
             a, b, n = self.order
             groups = values.reshape(-1, self.rows, columns)
-            moved = groups[:, : a * b * n].reshape(-1, a, b, n, columns).swapaxes(1, 2)
-            values = np.concatenate((moved.reshape(-1, a * b * n, columns), groups[:, a * b * n :]), axis=1)
-            values = values.reshape(-1, columns)
+            before, inside, behind = np.split(groups, (self.first, self.first + a * b * n), axis=1)
+            moved = inside.reshape(-1, a, b, n, columns).swapaxes(1, 2).reshape(inside.shape)
+            values = np.concatenate((before, moved, behind), axis=1).reshape(-1, columns)
+        if self.is_decay:
+            with np.errstate(divide="ignore", invalid="ignore"):  # of a damaged file
+                return np.log(-values)
         values = values if self.factor == 1.0 else values * np.float32(self.factor)
         return values + np.float32(self.offset) if self.offset else values
 
@@ -106,7 +119,7 @@ def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubT
     tensors: dict[str, HubTensor] = {}
     parts: dict[tuple[str, str], dict[str, tuple[TensorEntry, GgufForm]]] = {}
     for name, entry in header.tensors.items():
-        match = _NAME.fullmatch(name)
+        match = _NAME.fullmatch(f"{name}.weight" if name.endswith(_BARE) else name)
         if match is not None and (match[2] in IGNORED or _drafts(header, config, match[1])):
             continue
         if name in scales or name.endswith(".input_scale"):  # scales of inputs are not needed, which are not rounded
@@ -147,7 +160,7 @@ def hub_tensors(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, HubT
         tensors |= held
     tensors |= dict(_listed(header, family, config["num_hidden_layers"]))
     for (prefix, stem), stored in parts.items():
-        tensors[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem)
+        tensors[prefix + stem] = _assembled(header, family.assembled[stem], stored, prefix + stem, config)
     return tensors
 
 
@@ -216,11 +229,19 @@ def _whole(family: Family, layers: int, layer: str | None, part: str, suffix: st
 
 
 def _assembled(
-    header: GgufHeader, assembly: Assembly, stored: Mapping[str, tuple[TensorEntry, GgufForm]], name: str
+    header: GgufHeader,
+    assembly: Assembly,
+    stored: Mapping[str, tuple[TensorEntry, GgufForm]],
+    name: str,
+    config: Mapping[str, Any],
 ) -> HubTensor:
     if missing := [part for part in assembly.parts if part not in stored]:
         raise ModelError(f"{header.path} lacks {missing[0]}, a part of {name}. Copy the file again.")
     parts = tuple(stored[part] for part in assembly.parts)
+    if assembly.by_key_head:
+        parts = tuple(_by_key_head(parts, config))
+        kinds = tuple(map(str, range(len(parts))))
+        assembly = replace(assembly, parts=kinds, transposed=(False,) * len(parts), by_key_head=False)
     sizes = []  # of each part's matrices: those that all have, and that along the axis
     for (entry, _), transposed in zip(parts, assembly.transposed, strict=False):
         shape = entry.shape if assembly.stacked else (1, *entry.shape)
@@ -237,6 +258,25 @@ def _assembled(
     is_matrix = assembly.merged or not assembly.stacked
     whole = (count * rows, columns) if is_matrix else (count, rows, columns)
     return HubTensor(whole, parts, assembly, (count, rows, columns))
+
+
+def _by_key_head(
+    parts: Sequence[tuple[TensorEntry, GgufForm]], config: Mapping[str, Any]
+) -> Iterator[tuple[TensorEntry, GgufForm]]:
+    """Queries, keys, values and gates of a gated delta rule, each with an axis of its key heads in front.
+
+    A part with the wrong number of rows gives parts that do not fit together.
+    """
+    heads, keys = config["linear_num_key_heads"], config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    (entry, form), gate = parts
+    rows = entry.nbytes // entry.shape[0]
+    cuts = (0, keys, 2 * keys, max(entry.shape[0], 2 * keys))
+    whole = [
+        (replace(entry, start=entry.start + a * rows, nbytes=(b - a) * rows, shape=(b - a, *entry.shape[1:])), form)
+        for a, b in pairwise(cuts)
+    ]
+    for part, of_part in (*whole, gate):
+        yield replace(part, shape=(heads, part.shape[0] // heads, *part.shape[1:])), of_part
 
 
 def _targets(family: Family, layers: int, layer: str | None, part: str, suffix: str) -> tuple[str, ...]:
@@ -283,24 +323,46 @@ def _shares(targets: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str,
 
 def _form(family: Family, name: str, entry: TensorEntry, config: Mapping[str, Any]) -> GgufForm | None:
     """Form of a stored tensor; None if its shape is wrong."""
-    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    if (family.paired_rotary or family.halved_rotary) and (".attn_q." in name or ".attn_k." in name):
-        rows, odd = divmod(entry.shape[0], heads if ".attn_q." in name else kv_heads)
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    if (family.paired_rotary or family.halved_rotary) and part in ("attn_q", "attn_k"):
+        rows, odd = divmod(entry.shape[0], config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"])
         rotated = int(rows * config["rope_parameters"].get("partial_rotary_factor", 1.0))
         if odd or rows % 2 or rotated > rows:
             return None
         order = (rows // 2, 2, 1) if family.paired_rotary else (2, rotated // 2, 1)
         return GgufForm(entry.kind, rows, order)
-    if family.fused_by_kind and ".attn_qkv." in name:
+    if family.fused_by_kind and part == "attn_qkv":
+        heads, dim = config["num_attention_heads"], config["head_dim"]
         rows = 3 * heads * dim
         return GgufForm(entry.kind, rows, (3, heads, dim)) if entry.shape[0] == rows else None
-    if family.norms_plus_one and name.endswith("norm.weight"):
+    if family.norms_plus_one and name.endswith("norm.weight") and part != "ssm_norm":
         return GgufForm(entry.kind, offset=-1.0)
-    return GgufForm(entry.kind)
+    form = _tiled(entry, part, config) if family.tiled_values and part in _VALUE_HEADS else GgufForm(entry.kind)
+    return replace(form, is_decay=True) if form is not None and part == "ssm_a" else form
+
+
+_VALUE_HEADS: Final = {
+    "attn_qkv": True, "ssm_conv1d": True, "attn_gate": True, "ssm_out": True, "ssm_alpha": False, "ssm_beta": False,
+    "ssm_a": False, "ssm_dt": False,
+}  # fmt: skip
+"""Tensors of a gated delta rule that have an axis of its value heads -> whether each has all of its channels there."""
+
+
+def _tiled(entry: TensorEntry, part: str, config: Mapping[str, Any]) -> GgufForm | None:
+    """Form of a tensor whose value heads are stored by their place in the group of a key head, not by that group."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size = config["linear_value_head_dim"] if _VALUE_HEADS[part] else 1
+    first = 2 * keys * config["linear_key_head_dim"] if part in ("attn_qkv", "ssm_conv1d") else 0
+    rows = entry.shape[-1 if part == "ssm_out" else 0]
+    if rows != first + values * size or values % keys:
+        return None
+    return GgufForm(entry.kind, rows, (values // keys, keys, size), first, in_row=part == "ssm_out")
 
 
 _ROW_VECTORS: Final = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 """Matrices with one row, which are stored as vectors."""
+_CONVOLUTIONS: Final = (".conv1d.weight", ".conv.conv.weight")
+"""Convolutions of each channel by itself, which are stored as matrices."""
 
 
 def _slices(
@@ -311,9 +373,19 @@ def _slices(
     first, count = rows
     size = entry.nbytes // experts
     row = size // shape[0]
-    shape = (count, *shape[1:])
-    if target.endswith(_ROW_VECTORS) and len(shape) == 1:
-        shape = (1, *shape)
+    wanted = _shape(target, (count, *shape[1:]))
     for i in range(experts):
-        one = replace(entry, shape=shape, start=entry.start + i * size + first * row, nbytes=row * count)
-        yield target.format(i), HubTensor(shape, ((one, forms[i]),))
+        one = replace(entry, shape=wanted, start=entry.start + i * size + first * row, nbytes=row * count)
+        yield target.format(i), HubTensor(wanted, ((one, forms[i]),))
+
+
+def _shape(target: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor in the checkpoint, where the file has it without an axis of 1, or with one more axis."""
+    if target.endswith(_ROW_VECTORS) and len(stored) == 1:
+        return (1, *stored)
+    if target.endswith(_CONVOLUTIONS) and len(stored) == 2:
+        return (stored[0], 1, stored[1])
+    is_vector = target.endswith((".D", ".mamba.norm.weight", ".mixer.norm.weight")) or (
+        target.endswith(".A_log") and stored[-1] == 1
+    )
+    return (math.prod(stored),) if is_vector else stored

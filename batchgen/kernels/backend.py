@@ -25,14 +25,13 @@ from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.cpu.decoder import compiled_decoder
 from batchgen.kernels.cpu.library import DTYPES, missing
-from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS
+from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS, TILED_OPS
 from batchgen.kernels.cpu.packed_pages import packed_pool
 from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
 from batchgen.kernels.decoder import DecoderWeights, FusedDecoder
 from batchgen.kernels.flash.attention import flash_factory
 from batchgen.kernels.flash.check import check_library, flash_refusal
 from batchgen.kernels.flash.library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
-from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds, tune_chip
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import AttentionBatch, Graphs, KVPool, LayerKV, PagedAttention
@@ -108,7 +107,7 @@ class AttentionNeeds:
 TORCH = Backend("torch", "torch", TorchAttention, TORCH_OPS)
 """Plain PyTorch: for CPUs without a compiler, and the reference of the other backends."""
 
-DETERMINISTIC = Backend("torch", "torch, batch-invariant", TorchAttention, INVARIANT_OPS)
+DETERMINISTIC = Backend("torch", "torch, batch-invariant", TorchAttention, TILED_OPS)
 """Batch-invariant plain PyTorch, for models that run in tiles (`models.deterministic`)."""
 
 

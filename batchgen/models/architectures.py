@@ -60,9 +60,11 @@ _HYBRID_KEYS: Final = (
 MIXERS: Final = (
     "lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini",
     "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "mamba2", "zamba2", "kimi_linear", "bailing_hybrid",
-    "jamba", "mamba", "falcon_mamba", "zamba",
+    "jamba", "mamba", "falcon_mamba", "zamba", "minimax", "zaya", "recurrent_gemma",
 )  # fmt: skip
 """Hybrid types whose recurrent layers run."""
+_WHOLE: Final = ("nemo_speechlm",)
+"""Types whose text decoder has other names for its tensors than the same decoder in a checkpoint of text."""
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _NOT_ATTENTION: Final = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"), _RECURRENT),
@@ -122,6 +124,8 @@ def runs_alone(config: Mapping[str, Any], names: Collection[str]) -> bool:
         return False
     if config["model_type"] not in packed_types():
         return True
+    if config["model_type"] in _WHOLE:
+        return False
     blocks = f"{find_text_tensors(names, config).decoder}layers.0."
     return any(name.startswith(blocks) for name in names)
 
@@ -143,9 +147,10 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         )
     if text.get("index_topk"):
         raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
-    if name in HYBRIDS and name not in MIXERS and not any(text.get(key) for key in _HYBRID_KEYS):
-        raise ModelError(f"The architecture {name} is not supported: {_RECURRENT}. Use another model.")
-    check_layer_types(name, text.get("layer_types") or text.get("layers_block_type"))
+    kind = part or name
+    if kind in HYBRIDS and kind not in MIXERS and not any(text.get(key) for key in _HYBRID_KEYS):
+        raise ModelError(f"The architecture {kind} is not supported: {_RECURRENT}. Use another model.")
+    check_layer_types(kind, text.get("layer_types") or text.get("layers_block_type"))
 
 
 def check_layer_types(name: str, types: Any) -> None:

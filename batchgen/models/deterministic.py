@@ -21,8 +21,11 @@ from batchgen.errors import UsageError
 from batchgen.kernels.attention.spans import SpanAttention
 from batchgen.kernels.attention.torch_attention import TorchAttention, product_heights
 from batchgen.kernels.backend import DETERMINISTIC, Backend
+from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.device import HOST
 from batchgen.kernels.grouped import GroupedAttention
 from batchgen.kernels.lora import LoraSegment, LoraStep
+from batchgen.kernels.mixers.states import PooledStates, Run, StatePool, chunk_batches
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import CaptureSpec, Model, ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.library.model import TransformersModel
@@ -47,10 +50,10 @@ def deterministic_model(model: Model, backend: Backend) -> Model:
             "`--deterministic`: an adapter (--lora) changes more than linear layers, and such products depend on the "
             "batch; leave the option out, or merge the adapter into the model"
         )
-    if model.spec.states:
+    if model.spec.states and not loaded():
         raise UsageError(
-            f"`--deterministic`: the recurrent layers of a {model.spec.name} model are computed for several rows "
-            "together, and such products depend on the batch; leave the option out"
+            f"`--deterministic`: the recurrent layers of a {model.spec.name} model need compiled kernels "
+            f"({missing()}); leave the option out"
         )
     if backend.name == "compiled":
         if _probe_bits(model, backend) is None:
@@ -82,7 +85,7 @@ class DeterministicModel:
             )
             raise UsageError(f"`--deterministic`: {reason}; leave the option out")
         threads = torch.get_num_threads()
-        for layer in dict.fromkeys(model.spec.kv_layers):
+        for layer in dict.fromkeys(model.spec.attention_layers):
             group = max(1, model.spec.num_heads // layer.kv_heads)
             if not product_heights(group, layer.key_dim, layer.value_dim, threads).invariant:
                 raise _batch_dependent(model, "or try `--cpu-threads 1`")
@@ -105,6 +108,7 @@ class DeterministicModel:
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, as `Model.hidden`."""
         assert isinstance(inputs.attention, TorchAttention | GroupedAttention | SpanAttention)
+        assert isinstance(inputs.states, PooledStates | None)
         parts, capture, axes = [], _TileCapture(inputs.capture), inputs.rope_positions
         for start, end, tile_size in _tiles_around(inputs.attention.spans, len(inputs.input_ids), self._tile_sizes):
             tile = ModelInput(
@@ -116,6 +120,7 @@ class DeterministicModel:
                 embeds=_tile_embeds(inputs.embeds, start, end),
                 rope_positions=None if axes is None else F.pad(axes[:, start:end], (0, tile_size - (end - start))),
                 ops=inputs.ops,
+                states=None if inputs.states is None else inputs.states.tile(start, end),
             )
             parts.append(self._model.hidden(tile)[: end - start])
             capture.collect()
@@ -294,6 +299,10 @@ def _probe_step(spec: ModelSpec, backend: Backend, step: Sequence[int]) -> Model
         at += length
     batch.slot_mapping = torch.from_numpy(np.concatenate(slots))
     batch.decode_start = at
+    states = StatePool.allocate(spec.states, len(_PROBE_LENGTHS) + 1, spec.dtype, spec.device)
+    ends = np.cumsum([_PROBE_LENGTHS[sequence] for sequence in step]).tolist()
+    starts = zip(step, [0, *ends], ends, strict=False)
+    runs = chunk_batches([[Run(start, end, 0, sequence + 1)] for sequence, start, end in starts], HOST)
     segments = tuple(LoraSegment(adapter, torch.tensor(tokens)) for adapter, tokens in rows.items() if adapter >= 0)
     return ModelInput(
         torch.from_numpy(np.concatenate(ids)),
@@ -301,4 +310,5 @@ def _probe_step(spec: ModelSpec, backend: Backend, step: Sequence[int]) -> Model
         backend.attention(pool, batch),
         lora=LoraStep(segments) if segments else None,
         ops=backend.ops,
+        states=PooledStates(states, runs) if spec.states else None,
     )

@@ -14,6 +14,7 @@ from batchgen.bench.floors import count_work
 from batchgen.bench.shapes import adapter_folders, adapter_parameters
 from batchgen.bench.workloads import (
     GPU_WORKLOADS,
+    HYBRID_WORKLOADS,
     MORE_WORKLOADS,
     WORKLOADS,
     AdapterSet,
@@ -129,7 +130,7 @@ def test_every_definition_has_the_name_of_its_file() -> None:
     """Figures refer to the files by the workloads' names."""
     files = {path.stem: load_workload(path) for path in DEFINITIONS.glob("*.toml")}
     assert {name: workload.name for name, workload in files.items()} == {name: name for name in files}
-    assert files.keys() == {*WORKLOADS, *MORE_WORKLOADS, *GPU_WORKLOADS, "demo", "pictures"}
+    assert files.keys() == {*WORKLOADS, *MORE_WORKLOADS, *HYBRID_WORKLOADS, *GPU_WORKLOADS, "demo", "pictures"}
     assert all(find_workload(name) == workload for name, workload in files.items())
 
 

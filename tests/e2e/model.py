@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -36,11 +37,25 @@ TEMPLATE = """\
 
 
 def save_model(
-    folder: Path, context: int = CONTEXT, *, template: str = TEMPLATE, added: Sequence[str] = (), specials: int = 0
+    folder: Path,
+    context: int = CONTEXT,
+    *,
+    template: str = TEMPLATE,
+    added: Sequence[str] = (),
+    specials: int = 0,
+    model_type: str = "llama",
+    **config: Any,
 ) -> Path:
     """Write the checkpoint to `folder`. Weights are large, so that the likeliest token leads by a wide margin.
 
-    `added`: further tokens of the vocabulary, the first `specials` of which are special tokens.
+    Args:
+        folder: where it is written.
+        context: its context length.
+        template: its chat template.
+        added: further tokens of the vocabulary, the first `specials` of which are special tokens.
+        specials: see `added`.
+        model_type: its type.
+        config: further fields of its configuration.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,15 +73,9 @@ def save_model(
     tokenizer.add_tokens(list(added[:specials]), special_tokens=True)
     tokenizer.add_tokens(list(added[specials:]))
     tokenizer.chat_template = template
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": context, "initializer_range": 0.2}
     save_tiny(
-        "llama",
-        folder,
-        vocab_size=len(tokenizer),
-        num_hidden_layers=2,
-        max_position_embeddings=context,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=1,
+        model_type, folder, **{"vocab_size": len(tokenizer), **sizes, "bos_token_id": 0, "eos_token_id": 1, **config}
     )
     tokenizer.save_pretrained(folder)
     eos_ids = [backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]

@@ -21,7 +21,7 @@ _STEMS = [
 ]
 _FLOATS = (
     *("output_logprobs", "output_top_logprobs", "cumulative_logprob", "mean_logprob"),
-    *("input_logprobs", "input_top_logprobs", "score_logprobs"),
+    *("input_logprobs", "input_top_logprobs", "output_ids_logprobs", "input_ids_logprobs", "score_logprobs"),
 )
 TOLERANCE = 1e-4
 """Allowed difference of logprobs, in nats per token; everything else must be equal."""

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.runner import batchgen
+from tests.engine.test_hybrid import TYPES
 from tests.models.tiny import save_tiny
 from tests.models.tiny_media import save_media
 
@@ -20,9 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "lfm2", "qwen3_next"))],
+)
 def test_the_peak_is_within_a_tenth_of_the_estimate(model_type: str, tmp_path: Path) -> None:
-    model = save_tiny(model_type, tmp_path / "model", vocab_size=80_000, hidden_size=512, tie_word_embeddings=True)
+    sizes = TYPES.get(model_type, {}) | {"vocab_size": 80_000, "hidden_size": 512, "tie_word_embeddings": True}
+    model = save_tiny(model_type, tmp_path / "model", **sizes)
     rows = [{"input_ids": [3 + i, 5, 6], "max_new_tokens": 5, "ignore_eos": True} for i in range(100)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     options = ["rows.jsonl", "--model", model, "--tokenizer", ROOT / "batchgen" / "demo" / "model", "--device", "cpu"]

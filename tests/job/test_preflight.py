@@ -14,13 +14,13 @@ def folder(path: Path, kind: str) -> Path:
     if kind == "missing":
         return model
     model.mkdir(exist_ok=True)
-    config = {"model_type": "mamba" if kind == "mamba" else "llama", "architectures": ["X"]}
+    config = {"model_type": "rwkv" if kind == "rwkv" else "llama", "architectures": ["X"]}
     if kind != "no config":
         (model / "config.json").write_text(json.dumps(config))
     if kind == "half copied":
         index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    if kind == "mamba":
+    if kind == "rwkv":
         header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
         content = len(header).to_bytes(8, "little") + header + bytes(4)
         (model / "model.safetensors").write_bytes(content)
@@ -41,7 +41,7 @@ MODELS = {
     "no config": "no config.json",
     "half copied": "lacks 2 of its 2 weight files",
     "truncated": "model.safetensors",
-    "mamba": "architecture mamba is not supported",
+    "rwkv": "architecture rwkv is not supported",
 }
 
 

@@ -22,16 +22,19 @@ ARCHITECTURES = {
     "ministral3": "mistral3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "hunyuan_v1_moe": "hunyuan-moe",
     "ernie4_5_moe": "ernie4_5-moe", "olmo3": "olmo2", "exaone_moe": "exaone-moe", "glm": "chatglm",
     "gpt_neox": "gptneox", "gpt_bigcode": "starcoder", "granitemoeshared": "granitemoe", "solar_open": "glm4moe",
-    "glm4_moe_lite": "deepseek2", "youtu": "deepseek2",
+    "glm4_moe_lite": "deepseek2", "youtu": "deepseek2", "lfm2_moe": "lfm2moe", "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h_moe", "falcon_mamba": "mamba",
 }  # fmt: skip
 """`model_type` -> architecture, where they differ."""
 _PAIRED = frozenset(
     (
         "llama", "granite", "smollm3", "arcee", "granitemoe", "mistral3", "internlm2", "xverse", "minicpm", "olmo",
+        "granitehybrid",
     )
 )  # fmt: skip
 """Architectures whose q and k rows the converter reorders."""
-_PLUS_ONE = frozenset(("gemma", "gemma2", "gemma3_text", "nemotron"))
+_PLUS_ONE = frozenset(("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 """Types to whose norms the converter adds one."""
 _KEYS = {
     "num_hidden_layers": "block_count",
@@ -105,7 +108,7 @@ def gguf_metadata(config: Any, architecture: str) -> dict[str, Any]:
     found = {key: getattr(config, name) for name, key in _KEYS.items() if getattr(config, name, None) is not None}
     if config.model_type in _NO_WINDOW:
         found.pop("attention.sliding_window", None)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // getattr(config, "num_attention_heads", 1)
     found |= {"attention.key_length": dim, "attention.value_length": dim}
     found |= _latent(config) if architecture in ("deepseek2", "mistral4") else {}
     if getattr(config, "n_routed_experts", None):
@@ -178,6 +181,71 @@ def _gemma4(config: Any) -> dict[str, Any]:
     }
 
 
+def _kv_heads(config: Any) -> dict[str, Any]:
+    """Heads of keys of each layer, none of recurrent ones."""
+    heads = config.num_key_value_heads
+    return {
+        "attention.head_count_kv": [
+            heads if "attention" in kind and "linear" not in kind else 0 for kind in config.layer_types
+        ]
+    }
+
+
+def _ssm(kernel: str, state: str, rank: str, groups: str | None, channels: Callable[[Any], int]) -> Any:
+    """Sizes of Mamba layers and of gated delta rules, from these fields."""
+
+    def keys(config: Any) -> dict[str, Any]:
+        named = {"conv_kernel": kernel, "state_size": state, "time_step_rank": rank, "group_count": groups}
+        sizes = {f"ssm.{key}": getattr(config, name) for key, name in named.items() if name}
+        return {**sizes, "ssm.inner_size": channels(config)}
+
+    return keys
+
+
+_DELTA = _ssm(
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_value_heads", "linear_num_key_heads",
+    lambda config: config.linear_value_head_dim * config.linear_num_value_heads,
+)  # fmt: skip
+_LAYERS = ("mamba_d_conv", "mamba_d_state", "mamba_n_heads", "mamba_n_groups")
+
+
+def _expanded(config: Any) -> int:
+    return int(getattr(config, "mamba_expand", None) or config.expand) * int(config.hidden_size)
+
+
+def _alone(config: Any) -> dict[str, Any]:
+    """What the converter states of models without attention."""
+    return {
+        "attention.head_count": 0, "feed_forward_length": 0, "context_length": 1 << 20,
+        "attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "attention.key_length": None, "attention.value_length": None, "rope.dimension_count": None,
+    }  # fmt: skip
+
+
+def _lfm2(config: Any) -> dict[str, Any]:
+    norms = {"attention.layer_norm_epsilon": None, "attention.layer_norm_rms_epsilon": config.norm_eps}
+    return {**_kv_heads(config), **norms, "shortconv.l_cache": config.conv_L_cache}
+
+
+def _nemotron_h(config: Any) -> dict[str, Any]:
+    sizes = _ssm(
+        "conv_kernel",
+        "ssm_state_size",
+        "mamba_num_heads",
+        "n_groups",
+        lambda config: config.mamba_num_heads * config.mamba_head_dim,
+    )
+    width = {"moe": config.moe_intermediate_size, "mlp": config.intermediate_size}
+    return {
+        **_kv_heads(config), **sizes(config),
+        "feed_forward_length": [width.get(kind, 0) for kind in config.layers_block_type],
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "moe_latent_size": config.moe_latent_size,
+    }  # fmt: skip
+
+
+_MAMBA = _ssm("conv_kernel", "state_size", "time_step_rank", None, _expanded)
+_MAMBA2 = _ssm("conv_kernel", "state_size", "num_heads", "n_groups", _expanded)
 _SPECIAL: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "llama4_text": _llama4, "ministral3": _ministral3, "gemma3n_text": _gemma3n, "gemma4_text": _gemma4,
     "mistral4": lambda config: {
@@ -188,6 +256,25 @@ _SPECIAL: Mapping[str, Callable[[Any], dict[str, Any]]] = {
         "leading_dense_block_count": config.num_hidden_layers, "expert_gating_func": None, "expert_shared_count": 0,
     },
     "glm4_moe_lite": lambda config: {"leading_dense_block_count": config.mlp_layer_types.count("dense")},
+    "lfm2": _lfm2, "lfm2_moe": lambda config: {**_lfm2(config), "expert_gating_func": 2},
+    "qwen3_next": _DELTA,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), lambda config: {
+        **_DELTA(config), "rope.dimension_sections": [*config.rope_parameters.get("mrope_section", [11, 11, 10]), 0],
+    }),
+    "granitemoehybrid": lambda config: {
+        **_kv_heads(config), **_ssm(*_LAYERS, _expanded)(config), "rope.scaling.finetuned": False,
+        "context_length": 1 << 20,
+    },
+    "falcon_h1": lambda config: {
+        **_ssm(*_LAYERS, lambda config: config.mamba_d_ssm)(config), "embedding_scale": None,
+    },
+    "nemotron_h": _nemotron_h,
+    "jamba": lambda config: {
+        **_kv_heads(config), **_ssm("mamba_d_conv", "mamba_d_state", "mamba_dt_rank", None, _expanded)(config),
+    },
+    "mamba": lambda config: {**_MAMBA(config), **_alone(config)},
+    "falcon_mamba": lambda config: {**_MAMBA(config), **_alone(config), "ssm.dt_b_c_rms": True},
+    "mamba2": lambda config: {**_MAMBA2(config), **_alone(config)},
     "minicpm3": lambda config: {
         "logit_scale": None,
         "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim, "attention.value_length": None,
@@ -211,7 +298,7 @@ def gguf_tensors(model: PreTrainedModel, architecture: str) -> dict[str, np.ndar
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        if config.model_type in _PLUS_ONE and name.endswith("norm.weight"):
+        if config.model_type in _PLUS_ONE and name.endswith("norm.weight") and ".linear_attn." not in name:
             values = values + 1
         found[target] = np.ascontiguousarray(values)
     if config.model_type == "gemma4_text":
@@ -258,6 +345,18 @@ def xielu_lists(model: PreTrainedModel) -> dict[str, list[float]]:
 def _converted(name: str, values: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     """What the converter makes of one tensor of transformers."""
     kind = config.model_type
+    if kind == "nemotron_h":
+        name = name.replace("model.", "backbone.")
+    if any(part in name for part in (".linear_attn.", ".mamba.", ".mixer.", ".conv.")) and ".experts." not in name:
+        name, values = recurrent_tensor(name, values, config)
+    if kind == "falcon_h1":
+        values = values * _multipliers(name, config).reshape(-1, *[1] * (values.ndim - 1))
+    if name.endswith("in_proj_qkvz.weight"):
+        layer, heads = name.split(".")[2], config.linear_num_key_heads
+        keys, rows = config.linear_key_head_dim, values.reshape(heads, -1, values.shape[1])
+        ends = np.cumsum([keys, keys, (rows.shape[1] - 2 * keys) // 2])
+        q, k, v, gate = (part.reshape(-1, values.shape[1]) for part in np.split(rows, ends, axis=1))
+        return {f"blk.{layer}.attn_qkv.weight": np.concatenate((q, k, v)), f"blk.{layer}.attn_gate.weight": gate}
     if ".experts." in name and kind in ("gpt_oss", "llama4_text"):
         return _turned_experts(name, values, interleaved=kind == "gpt_oss")
     if kind == "gpt2" and values.ndim == 2 and ".h." in name:
@@ -279,24 +378,79 @@ def _converted(name: str, values: np.ndarray, config: Any) -> dict[str, np.ndarr
     for old, new in _RENAMED.items():
         if name.endswith(old):
             return {name.removesuffix(old) + new: values}
-    if name.endswith("shared_mlp.input_linear.weight"):
+    if ".shared_mlp." in name and kind.startswith("granite"):
+        layer, end = name.split(".")[2], "_shexp" if config.num_local_experts else ""
+        if name.endswith("output_linear.weight"):
+            return {f"blk.{layer}.ffn_down{end}.weight": values}
         gate, up = np.split(values, 2)
-        layer = name.split(".")[2]
-        return {f"blk.{layer}.ffn_gate_shexp.weight": gate, f"blk.{layer}.ffn_up_shexp.weight": up}
+        return {f"blk.{layer}.ffn_gate{end}.weight": gate, f"blk.{layer}.ffn_up{end}.weight": up}
     if ".experts." in name and kind == "mistral4":
         return {f"{name}.weight": values}
+    name = re.sub(r"(block_sparse_moe|feed_forward|mixer)\.experts", "mlp.experts", name).replace(
+        "backbone.layers", "model.layers" if ".experts." in name else "backbone.layers"
+    )
     if name.endswith("experts.gate_up_proj"):
-        stem = name.removesuffix("gate_up_proj").replace("block_sparse_moe", "mlp")
+        stem = name.removesuffix("gate_up_proj")
         gate, up = np.split(values, 2, axis=1)
         return {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
-    if name.endswith("experts.down_proj"):
-        return {f"{name.replace('block_sparse_moe', 'mlp')}.weight": values}
+    if name.endswith(("experts.down_proj", "experts.up_proj")):
+        return {f"{name}.weight": values}
     return {name: values}
+
+
+def recurrent_tensor(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
+    """A tensor of a recurrent layer, and its name."""
+    if ".linear_attn." in name and config.model_type != "qwen3_next":
+        values = _tiled(name, values, config)
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        values = values.squeeze(1)
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", None)
+    if groups:  # Mamba-2
+        if name.endswith((".A_log", ".D")):
+            values = values.reshape(-1, 1)
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            values = values.reshape(groups, -1)
+    return name.replace(".dt_bias", ".dt_proj.bias"), values
+
+
+def _tiled(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """Value heads in the order of their places in the groups of key heads."""
+    keys, heads, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    wide = ("in_proj_qkv.weight", "in_proj_z.weight", "conv1d.weight", "out_proj.weight")
+    if not name.endswith((*wide, "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        return values
+    channels = np.arange(heads * (size if name.endswith(wide) else 1))
+    moved = channels.reshape(keys, heads // keys, -1).swapaxes(0, 1).reshape(-1)
+    if name.endswith("out_proj.weight"):
+        return values[:, moved]
+    before = np.arange(len(values) - len(channels))
+    return values[np.concatenate((before, len(before) + moved))]
+
+
+def _multipliers(name: str, config: Any) -> np.ndarray:
+    """Factors that the computation has, by rows of a weight."""
+    whole = {
+        "feed_forward.down_proj.weight": config.mlp_multipliers[1],
+        "gate_proj.weight": config.mlp_multipliers[0],
+        "k_proj.weight": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj.weight": config.attention_in_multiplier,
+        "v_proj.weight": config.attention_in_multiplier,
+        "o_proj.weight": config.attention_out_multiplier,
+        "mamba.out_proj.weight": config.ssm_out_multiplier,
+        "lm_head.weight": config.lm_head_multiplier,
+        "embed_tokens.weight": config.embedding_multiplier,
+    }
+    if name.endswith("mamba.in_proj.weight"):
+        states = config.mamba_n_groups * config.mamba_d_state
+        sizes = (config.mamba_d_ssm, config.mamba_d_ssm, states, states, config.mamba_n_heads)
+        return np.float32(config.ssm_in_multiplier) * np.repeat(config.ssm_multipliers, sizes).astype(np.float32)
+    return np.float32(next((factor for end, factor in whole.items() if name.endswith(end)), 1.0))
 
 
 _RENAMED = {
     "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
-    "shared_mlp.output_linear.weight": "shared_mlp.output_linear.weight",
     "sinks": "sinks.weight",
     "correct_output_scale": "correct_output_scale.weight",
     "layer_scalar": "layer_scalar.weight",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from batchgen.kernels.mixers.states import StatePool
 from batchgen.models.base import Model, ModelInput, TokenEmbeds
 from batchgen.models.checkpoint.folder import check_model_folder
 from batchgen.models.library.media_config import PREFIXED
 from batchgen.models.media.encoder import MediaEncoder, load_media_encoder
 from batchgen.models.media.processor import MediaProcessor, find_media_processor
 from tests.models.loading import load_model
-from tests.models.packed import PagedCache
+from tests.models.packed import PagedCache, pooled_states
 
 DECODED = 4
 """Last tokens of each prompt, which are run one by one."""
@@ -164,6 +165,7 @@ def logits_of(model: Model, prompts: list[Prompt], of_media: Tensor, seed: int =
     """
     rng, whole = random.Random(seed), model.spec.bidirectional
     cache = PagedCache(model.spec, len(prompts), pages_each=-(-max(len(p.ids) for p in prompts) // 4))
+    pool = StatePool.allocate(model.spec.states, len(prompts) + 1, model.spec.dtype, model.spec.device)
     done, got = [0] * len(prompts), [[] for _ in prompts]  # type: ignore[var-annotated]
     while any(at < len(prompt.ids) for at, prompt in zip(done, prompts, strict=True)):
         step: list[tuple[int, int, int]] = []
@@ -178,7 +180,8 @@ def logits_of(model: Model, prompts: list[Prompt], of_media: Tensor, seed: int =
         if not step:
             continue
         step.sort(key=lambda part: part[2] - part[1] == 1)
-        hidden = model.hidden(_inputs(model, cache, prompts, step, of_media))
+        states = pooled_states(pool, [(number, end - start) for number, start, end in step])
+        hidden = model.hidden(replace(_inputs(model, cache, prompts, step, of_media), states=states))
         rows = model.logits(hidden).split([end - start for _, start, end in step])
         for (number, _, end), logits in zip(step, rows, strict=True):
             got[number].append(logits)

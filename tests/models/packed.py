@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.device import HOST
 from batchgen.kernels.grouped import attention_of
 from batchgen.kernels.lora import lora_step
+from batchgen.kernels.mixers.states import PooledStates, Run, StatePool, chunk_batches
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool, PagedAttention
 from batchgen.models.base import Model, ModelInput, ModelSpec
 
@@ -62,13 +64,15 @@ def packed_logits(
     `attention` creates a step's attention from its (sequence, tokens) parts; `adapters` is each sequence's adapter or
     -1.
     """
+    pool = StatePool.allocate(model.spec.states, len(sequences) + 1, model.spec.dtype, model.spec.device)
     got: list[list[Tensor]] = [[] for _ in sequences]
     for step in schedule([len(s) for s in sequences], seed):
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
         positions = torch.cat([torch.arange(start, end) for _, start, end in step])
         of_token = None if adapters is None else np.concatenate([np.full(end - at, adapters[i]) for i, at, end in step])
         lora = None if of_token is None else lora_step(of_token, HOST)
-        inputs = ModelInput(ids, positions, attention([(i, end - start) for i, start, end in step]), lora=lora)
+        parts = [(i, end - start) for i, start, end in step]
+        inputs = ModelInput(ids, positions, attention(parts), lora=lora, states=pooled_states(pool, parts))
         hidden = model.hidden(inputs)
         assert hidden.shape == (len(ids), model.spec.hidden_size)
         assert hidden.dtype == model.spec.dtype
@@ -81,6 +85,15 @@ def packed_logits(
             got[i].append(rows)
             assert end <= len(sequences[i])
     return [torch.cat(rows) for rows in got]
+
+
+def pooled_states(pool: StatePool, parts: list[tuple[int, int]]) -> PooledStates:
+    """The recurrent states of a step with these (sequence, tokens) parts; slot i + 1 has those of sequence i."""
+    ends = [*accumulate(count for _, count in parts)]
+    runs = [
+        [Run(end - count, end, sequence + 1, sequence + 1)] for (sequence, count), end in zip(parts, ends, strict=True)
+    ]
+    return PooledStates(pool, chunk_batches(runs, HOST))
 
 
 class PagedCache:

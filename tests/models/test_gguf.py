@@ -212,9 +212,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"metadata": {"general.architecture": "new"}}, "'new' is not supported: batchgen does not know how its",
     ),
-    "recurrent": (
+    "missing class": (
         {"metadata": {"general.architecture": "rwkv7"}},
-        "the GGUF architecture 'rwkv7' is not supported: it keeps a recurrent state in addition to keys and values",
+        "the GGUF architecture 'rwkv7' is not supported: the installed transformers has no class with its computation",
     ),
     "setting of another architecture": (
         {"metadata": {"llama.final_logit_softcapping": 30.0}},

@@ -20,9 +20,13 @@ from batchgen.gguf.config import gguf_config
 from batchgen.gguf.family import families, missing
 from batchgen.gguf.header import read_gguf
 from batchgen.gguf.tensors import hub_tensors
+from tests.engine.test_hybrid import TYPES as HYBRIDS
+from tests.models.dense_attention import DenseCache
 from tests.models.gguf_files import check_file, write_gguf, write_tiny
 from tests.models.gguf_layout import ARCHITECTURES, fused
-from tests.models.tiny import tiny_model
+from tests.models.loading import load_model
+from tests.models.packed import packed_logits, random_sequences
+from tests.models.tiny import VOCAB, tiny_model
 
 torch.set_num_threads(1)
 
@@ -36,6 +40,7 @@ MISTRAL4: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "first_k_dense_replace": 1, "n_shared_experts": 1, "rope_parameters": SCALED,
 }  # fmt: skip
+NEMOTRON_H: dict[str, Any] = {**HYBRIDS["nemotron_h"], "sliding_window": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "smollm3"), FULL),
     **{model_type: {"sliding_window": None} for model_type in ("mistral", "mixtral", "starcoder2")},
@@ -52,6 +57,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "phimoe": {"lm_head_bias": True},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "granitemoeshared": {"shared_intermediate_size": 48},
+    **{
+        model_type: HYBRIDS[model_type]
+        for model_type in (
+            "lfm2",
+            "lfm2_moe",
+            "qwen3_next",
+            "qwen3_5_moe_text",
+            "granitemoehybrid",
+            "jamba",
+            "mamba",
+            "falcon_mamba",
+            "mamba2",
+        )
+    },
+    "qwen3_5_text": {**HYBRIDS["qwen3_5_text"], "linear_num_value_heads": 6},
+    "nemotron_h": {**NEMOTRON_H, "moe_latent_size": 32, "n_shared_experts": 1},
+    "falcon_h1": {
+        **HYBRIDS["falcon_h1"],
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "key_multiplier": 0.5,
+        "attention_in_multiplier": 1.5,
+        "attention_out_multiplier": 0.8,
+        "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.75,
+        "mlp_multipliers": [0.9, 1.1],
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+    },
 }
 """What a GGUF file of the type cannot state otherwise, and biases where there may be some."""
 TYPES = (
@@ -61,7 +96,9 @@ TYPES = (
     "glm4_moe", "dots1", "exaone4", "hunyuan_v1_dense", "granitemoe", "minimax_m2",
     "llama4_text", "ministral3", "gemma3n_text", "gemma4_text", "hunyuan_v1_moe", "ernie4_5_moe", "olmo3", "olmo",
     "exaone", "exaone_moe", "phimoe", "glm", "afmoe", "jais2", "minicpm3", "gpt2", "gpt_neox", "gpt_bigcode",
-    "granitemoeshared", "solar_open", "glm4_moe_lite", "apertus", "mistral4",
+    "granitemoeshared", "solar_open", "glm4_moe_lite", "apertus", "mistral4", "lfm2", "lfm2_moe", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "falcon_h1", "nemotron_h", "jamba", "mamba", "falcon_mamba",
+    "mamba2",
 )  # fmt: skip
 
 
@@ -141,6 +178,13 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "qwen3moe, scaled": ("qwen3_moe", {**FULL, "norm_topk_prob": True}, {"change": scaled}),
+    "nemotron_h": (
+        "nemotron_h", {**NEMOTRON_H, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+        {"architecture": "nemotron_h"},
+    ),
+    "granitehybrid without experts": (
+        "granitemoehybrid", {**HYBRIDS["granitemoehybrid"], "num_local_experts": 0, "shared_intermediate_size": 80}, {},
+    ),
     "qwen3moe, fused": (
         "qwen3_moe", {**FULL, "norm_topk_prob": True}, {"change": lambda tensors: fused(tensors, "_exps")},
     ),
@@ -151,7 +195,7 @@ OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 RARE = frozenset(
     (
         "olmo", "jais2", "gpt_bigcode", "solar_open", "minicpm3", "exaone_moe", "phimoe", "glm4_moe_lite", "xverse",
-        "pangu-embedded",
+        "pangu-embedded", "falcon_mamba", "qwen3_5_moe_text", "lfm2_moe", "granitehybrid without experts",
     )
 )  # fmt: skip
 """Those that the slow tests cover."""
@@ -174,13 +218,40 @@ def test_other_layouts_equal_their_original_weights(name: str, tmp_path: Path) -
     check_file(write_gguf(tmp_path / "model.gguf", reference, **options), reference)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_heads_of_quantised_weights_are_moved(model_type: str, tmp_path: Path) -> None:
+    """Rows, and values of rows, of blocks of a quantised type."""
+
+    def kind(_: str, values: Any) -> gguf.GGMLQuantizationType:
+        blocks = values.ndim > 1 and values.shape[-1] % 32 == 0
+        return gguf.GGMLQuantizationType.Q8_0 if blocks else gguf.GGMLQuantizationType.F32
+
+    def rounded(tensors: dict[str, Any]) -> dict[str, Any]:
+        kinds = {name: kind(name, values) for name, values in tensors.items()}
+        return {
+            name: gguf.quants.dequantize(gguf.quants.quantize(values, kinds[name]), kinds[name])
+            for name, values in tensors.items()
+        }
+
+    model = tiny_model(model_type, **OPTIONS[model_type])
+    stored = [write_gguf(tmp_path / "quantised.gguf", model, choose=kind)]
+    stored.append(write_gguf(tmp_path / "plain.gguf", model, change=rounded))
+    sequences = random_sequences(VOCAB)
+    models = [load_model(path, dtype="float32", device="cpu") for path in stored]
+    ours, wanted = (packed_logits(each, sequences, DenseCache().step) for each in models)
+    for got, want in zip(ours, wanted, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_every_family_is_tested() -> None:
     tested = {ARCHITECTURES.get(model_type, model_type) for model_type in TYPES}
     tested |= {options["architecture"] for _, _, options in OTHERWISE.values() if "architecture" in options}
     assert families().keys() - tested == {"qwen2vl", "qwen3vl", "qwen3vlmoe"}  # text parts: those of their siblings
 
 
-NOT_READ = frozenset(("dbrx", "deepseek2-ocr", "chameleon", "hunyuan_vl", "paddleocr", "mimo2", "step35"))
+NOT_READ = frozenset(
+    ("dbrx", "deepseek2-ocr", "kimi-linear", "chameleon", "hunyuan_vl", "paddleocr", "mimo2", "step35")
+)
 """Architectures that could be computed, and whose layout is not known."""
 
 
@@ -200,7 +271,13 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text", "deepseek_v2", "minicpm3", "gpt2"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma3n_text", "gemma4_text", "deepseek_v2", "minicpm3", "gpt2", "qwen3_next", "qwen3_5_text", "jamba",
+        "nemotron_h", "mamba2",
+    ],
+)  # fmt: skip
 def test_any_value_of_a_setting_is_read_or_refused(model_type: str, tmp_path: Path) -> None:
     options = OPTIONS.get(model_type, {})
     header = read_gguf(write_tiny(tmp_path / "model.gguf", model_type, config=options))

@@ -126,6 +126,29 @@ def _aria(config: Any) -> tuple[int, int, Tensors]:
     return 200, 3, {"pixel_values": randn(1, 3, 28, 28), "pixel_mask": torch.ones(1, 28, 28, dtype=torch.bool)}
 
 
+def _lfm2(config: Any) -> tuple[int, int, Tensors]:
+    config.image_token_id = 200
+    config.vision_config.update({"patch_size": 14, "num_patches": 64})
+    shapes = {"spatial_shapes": torch.tensor([[4, 4]]), "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int32)}
+    return 200, 4, {"pixel_values": randn(1, 16, 3 * 14 * 14), **shapes}
+
+
+def _nemotron_image(config: Any) -> tuple[int, int, Tensors]:
+    config.image_token_id = 200
+    config.vision_config.update({"patch_size": 14, "patch_dim": 3 * 14 * 14, "video_patch_dim": 6 * 14 * 14})
+    config.vision_config.update({"max_img_size": 112})
+    return 200, 4, {"pixel_values": randn(16, 3 * 14 * 14), "image_grid_hw": torch.tensor([[4, 4]])}
+
+
+def _nemotron_audio(config: Any) -> tuple[int, int, Tensors]:
+    config.audio_token_id = 200
+    config.audio_config = packed_config(CONFIG_MAPPING["parakeet_encoder"])
+    config.audio_config.update({"num_mel_bins": 32, "subsampling_conv_channels": 16, "attention_bias": False})
+    config.audio_config.update({"scale_input": False, "projection_hidden_size": 64, "projection_bias": False})
+    mask = torch.ones(1, 41, dtype=torch.bool)
+    return 200, 6, {"input_features": randn(1, 41, 32), "input_features_mask": mask}
+
+
 class Case(NamedTuple):
     """An item of one kind for a type."""
 
@@ -153,6 +176,9 @@ CASES = (
     Case("qwen3_asr", "audio", _qwen3_asr),
     Case("aria", "image", _aria),
     Case("kimi_k25", "image", _kimi),
+    Case("lfm2_vl", "image", _lfm2),
+    Case("nemotron_h_omni", "image", _nemotron_image),
+    Case("nemotron_h_omni", "audio", _nemotron_audio),
     Case("phi4_multimodal", "image", _phi4_image),
     Case("phi4_multimodal", "audio", _phi4_audio),
 )

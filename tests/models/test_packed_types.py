@@ -22,11 +22,7 @@ torch.set_num_threads(1)
 
 CLASSES = tuple(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "nemo_speechlm"),
-        "recurrent state",
-    ),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), "recurrent state"),
+    "qwen4_exp": "recurrent state",
     **dict.fromkeys(("dots3_note", "glm5_next", "hy_v4_vl", "minimax_m3_vl", "mistral_large4"), "learned index"),
     "unlimited_ocr": "layers of type reference_sliding_attention",
     **dict.fromkeys(("inkling2", "inkling2_loop", "inkling_mm_model"), "attention interface"),
@@ -43,7 +39,7 @@ REFUSED: dict[str, str] = {
 RUN = [name for name in CLASSES if name not in REFUSED]
 COMMON = (
     "gemma3", "gemma3n", "mistral3", "llama4", "qwen2_5_vl", "qwen3_vl_moe", "glm4v", "internvl", "phi4_multimodal",
-    "smolvlm", "llava_next", "kimi_k25", "mllama",
+    "smolvlm", "llava_next", "kimi_k25", "mllama", "qwen3_5", "nemotron_h_omni",
 )  # fmt: skip
 """Classes that every run of the tests covers."""
 SCALED = ("aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus")
@@ -61,7 +57,7 @@ def check(name: str, folder: Path) -> None:
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
         factor = (ours * theirs).sum() / (ours * ours).sum() if name in SCALED else 1.0
-        torch.testing.assert_close(ours * factor, theirs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(ours * factor, theirs, atol=2e-4, rtol=0)
     read = sum(parameter.numel() for parameter in reference.parameters())
     assert model.spec.parameters <= read
 

@@ -18,6 +18,7 @@ from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
 from batchgen.models.library.probe import ProbeAttention
+from tests.engine.test_hybrid import TYPES as HYBRIDS
 from tests.models.loading import load_model
 from tests.models.quantised import CASES, Case, by_groups, described, gptq, mxfp4, save_quantised, write_stored
 from tests.models.test_load import write_large
@@ -35,8 +36,9 @@ def labels(folder: Path) -> dict[str, int]:
 
 def logits(folder: Path, **options: Any) -> torch.Tensor:
     model = load_model(folder, device="cpu", **{"dtype": "float32", **options})
-    ids = torch.arange(3, 27)
-    return model.logits(model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention()))).float()
+    ids, probe = torch.arange(3, 27), ProbeAttention()
+    states = probe.states.on(ids.device, len(ids))
+    return model.logits(model.hidden(ModelInput(ids, torch.arange(len(ids)), probe, states=states))).float()
 
 
 def assert_same(quantised: Path, plain: Path, **options: Any) -> None:
@@ -127,6 +129,16 @@ SLOW_EXPERTS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral
 def test_experts_are_stacked_from_quantised_ones(model_type: str, tmp_path: Path) -> None:
     quantised, plain = save_quantised(CASES["fp8 blocks"], model_type, tmp_path)
     assert sum(labels(quantised).values()) > 30
+    assert_same(quantised, plain)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("qwen3_next", "awq"), ("lfm2", "nvfp4"), ("nemotron_h", "gptq zero biases"), ("mamba", "compressed int4")],
+)
+def test_projections_of_recurrent_layers(model_type: str, name: str, tmp_path: Path) -> None:
+    """Convolutions and parameters of states stay as they are stored."""
+    quantised, plain = save_quantised(CASES[name], model_type, tmp_path, **HYBRIDS[model_type])
     assert_same(quantised, plain)
 
 

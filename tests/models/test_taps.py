@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from batchgen.kernels.mixers.states import StatePool
 from batchgen.models.base import CaptureSpec, Model, ModelInput
 from batchgen.models.library.model import decoder_name
 from batchgen.models.library.module_discovery import find_hooks
+from tests.engine.test_hybrid import TYPES as HYBRIDS
 from tests.models.dense_attention import DenseCache
 from tests.models.loading import load_model
+from tests.models.packed import pooled_states
 from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny, tiny_model
 
 torch.set_num_threads(1)
@@ -42,19 +45,21 @@ def run_captured(
     model: Model, ids: Tensor, layers: tuple[int, ...], experts: bool = False
 ) -> tuple[dict[int, Tensor], Tensor]:
     """States and choices of every position, from two steps that capture rows in reverse order."""
-    cache = DenseCache()
+    cache, pool = DenseCache(), StatePool.allocate(model.spec.states, 2, torch.float32, torch.device("cpu"))
     steps = []
     for start, end in ((0, SPLIT), (SPLIT, len(ids))):
         capture = CaptureSpec(torch.arange(end - start).flip(0), end - start, layers, experts)
-        model.hidden(ModelInput(ids[start:end], torch.arange(start, end), cache.step([(0, end - start)]), capture))
+        parts = [(0, end - start)]
+        states = pooled_states(pool, parts)
+        model.hidden(ModelInput(ids[start:end], torch.arange(start, end), cache.step(parts), capture, states=states))
         steps.append(capture)
     states = {layer: torch.cat([capture.states[layer].flip(0) for capture in steps]) for layer in layers}
     routed = [capture.routed.flip(0) for capture in steps if capture.routed is not None]
     return states, torch.cat(routed) if routed else torch.zeros(0)
 
 
-def check_states(model: Model, reference: Any) -> None:
-    """States of all layers against those that the library returns."""
+def check_states(model: Model, reference: Any, first: int = 0) -> None:
+    """States of all layers against those that the library returns, which begin with those of layer `first`."""
     ids = ids_of()
     blocks = model.spec.state_layers
     after: list[Tensor] = []
@@ -69,8 +74,8 @@ def check_states(model: Model, reference: Any) -> None:
     hook.remove()
     assert len(out.hidden_states) == blocks + 1
     states, _ = run_captured(model, ids, (*range(blocks + 1), -1))
-    for layer in range(blocks):
-        torch.testing.assert_close(states[layer], out.hidden_states[layer][0], atol=1e-4, rtol=1e-4)
+    for layer in range(first, blocks):
+        torch.testing.assert_close(states[layer], out.hidden_states[layer - first][0], atol=1e-4, rtol=1e-4)
     # The library's last entry is normalised; layer `blocks` is not.
     torch.testing.assert_close(states[-1], out.hidden_states[-1][0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states[blocks], after[0][0], atol=1e-4, rtol=1e-4)
@@ -80,6 +85,15 @@ def check_states(model: Model, reference: Any) -> None:
 @pytest.mark.parametrize("model_type", NATIVE_TYPES)
 def test_states_of_the_native_path_equal_the_library(model_type: str, tmp_path: Path) -> None:
     check_states(loaded(model_type, tmp_path, "native"), tiny_model(model_type))
+
+
+@pytest.mark.parametrize(("model_type", "first"), [("nemotron_h", 0), ("mamba", 1)])
+def test_states_and_choices_of_recurrent_models_equal_the_library(model_type: str, first: int, tmp_path: Path) -> None:
+    model = loaded(model_type, tmp_path, "transformers", **HYBRIDS[model_type])
+    reference = tiny_model(model_type, **HYBRIDS[model_type])
+    check_states(model, reference, first)
+    if model.spec.moe_layers:
+        check_experts(model, reference)
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])

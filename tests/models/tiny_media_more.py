@@ -258,6 +258,13 @@ MORE: dict[str, Family] = {
         QWEN_IDS,
         change=vision(num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
     ),
+    "qwen3_5": Family(
+        qwen_vl("Qwen3VLProcessor", 16), QWEN_TOKENS, QWEN_IDS, change=vision(num_position_embeddings=16)
+    ),
+    "qwen3_5_moe": Family(
+        qwen_vl("Qwen3VLProcessor", 16), QWEN_TOKENS, QWEN_IDS, change=vision(num_position_embeddings=16)
+    ),
+    "lfm3_vl": Family(_pixel_grid("Lfm3VlProcessor", "Qwen2VLImageProcessorPil", 16), QWEN_TOKENS, QWEN_IDS),
     "exaone4_5": Family(
         qwen_vl("Exaone4_5_Processor"),
         ["<|image_pad|>", "<|video_pad|>"],

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from tests.engine.test_hybrid import TYPES as HYBRIDS
 from tests.models.tiny import by_type, common_fields, tiny_model
 
 _TOWERS: dict[str, Any] = {
@@ -47,14 +48,26 @@ _TOWERS: dict[str, Any] = {
     "mm_hidden_size": 64,
     "adaptor_output_dim": 64,
     "num_global_layers": 1,
+    "vision_hidden_size": 64,
+    "audio_hidden_size": 64,
+    "projection_hidden_size": 64,
+    "video_temporal_patch_size": 2,
 }
 """Values for every tower that has the field."""
 _SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1]}
 """Frequencies of the three positions of multimodal rope, by the number of frequencies."""
+_HALF_ROTATED = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": _SECTIONS[4],
+    "mrope_interleaved": True,
+}
 _IMAGE_CODES = {"vocabulary_map": {"<image>": 5, **{f"IMGIMG{letter}Z": 10 + ord(letter) for letter in "ABCDEFGH"}}}
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "mistral4": by_type("deepseek_v3"),
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    **{name: HYBRIDS[name] for name in ("lfm2", "lfm3", "nemotron_h")},
+    **{name: {**HYBRIDS[name], "rope_parameters": _HALF_ROTATED} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
     "chameleon": _IMAGE_CODES,
     "emu3": _IMAGE_CODES,
     "qwen3_omni_moe_text": {"sliding_window": None},
@@ -72,6 +85,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "depths": [1] * 4,
         "patch_sizes": [4, 4, 4, 4],
     },
+    "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 255},
     "emu3_vqgan": {"base_channels": 32, "codebook_size": 64, "channel_multiplier": [1, 1]},
     "cohere_compass_text": {
         "rope_parameters": {
@@ -108,13 +122,14 @@ def packed_config(cls: type[PreTrainedConfig]) -> PreTrainedConfig:
     given = {key: value for key, value in known.items() if key in fields}
     if isinstance(getattr(default, "image_size", None), int) and isinstance(getattr(default, "patch_size", 0), int):
         given["image_size"] = 2 * getattr(default, "patch_size", 16)
-    given |= _positions(cls, default)
+    own = {**_BY_TYPE.get(cls.model_type, {}), **_BY_CLASS.get(cls.__name__, {})}
+    given |= {} if "rope_parameters" in own else _positions(cls, default)
     for key, value in vars(default).items():
         if isinstance(value, PreTrainedConfig) and not key.startswith("_"):
             # The tower of this class needs the package timm; text does not run another one either.
             timm = cls.model_type == "fast_vlm" and key == "vision_config"
             given[key] = packed_config(CONFIG_MAPPING["siglip_vision_model"] if timm else type(value))
-    return cls(**{**given, **_BY_TYPE.get(cls.model_type, {}), **_BY_CLASS.get(cls.__name__, {})})
+    return cls(**{**given, **own})
 
 
 def _positions(cls: type[PreTrainedConfig], default: PreTrainedConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -228,7 +229,10 @@ def _activation_bytes(spec: ModelSpec, job: DummyRun) -> int:
     heads = max((x.kv_heads * (x.key_dim + x.value_dim) for x in spec.kv_layers), default=0)
     head = max((x.key_dim for x in spec.kv_layers), default=0)
     inner = -(-spec.parameters // max(1, 3 * spec.hidden_size * spec.num_layers))
-    token = 6 * spec.hidden_size + 2 * heads + 6 * spec.num_heads * head + 4 * inner + kept * spec.hidden_size
+    # What a recurrent layer reads and gives for a token is as wide as the longer side of its state.
+    widths = ([prod(size.shape) // min(size.shape[-2:]) for size in sizes] for sizes in spec.states)
+    mixer = max((4 * sum(width) for width in widths), default=0)
+    token = 6 * spec.hidden_size + 2 * heads + 6 * spec.num_heads * head + 4 * inner + mixer + kept * spec.hidden_size
     return job.steps[_DECODE_STEPS].tokens * token * 4
 
 

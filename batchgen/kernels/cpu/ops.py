@@ -18,6 +18,7 @@ from batchgen.kernels.cpu.command_buffer import COPY, SAMPLE, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import add_lora
 from batchgen.kernels.cpu.packed_pages import PackedPool
+from batchgen.kernels.cpu.recurrent import causal_conv, linear_attention, selective_scan
 from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, PageCopies, RowKeys, RowScan, Sample, Top
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.invariant import INVARIANT_OPS
@@ -246,6 +247,9 @@ COMPILED_OPS: Final = replace(
     row_keys=_row_keys,
     sample=_sample,
     copy_pages=_copy_pages,
+    causal_conv=causal_conv,
+    linear_attention=linear_attention,
+    selective_scan=selective_scan,
 )
 """Compiled operations; those that are not worth compiling are PyTorch's."""
 
@@ -255,3 +259,8 @@ COMPILED_INVARIANT_OPS: Final = replace(COMPILED_OPS, filtered_scores=INVARIANT_
 A compiled operation computes each row on one thread, in a fixed order. Of those that are not compiled, only
 `filtered_scores` sums over rows of logits.
 """
+
+TILED_OPS: Final = replace(
+    INVARIANT_OPS, causal_conv=causal_conv, linear_attention=linear_attention, selective_scan=selective_scan
+)
+"""PyTorch's batch-invariant operations for models that run in tiles, and the compiled ones of recurrent layers."""

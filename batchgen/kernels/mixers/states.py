@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.device import Device
+from batchgen.kernels.device import HOST, Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,17 @@ class RunBatch:
             return None
         return torch.arange(self.rows.shape[1], device=self.rows.device) >= self.lengths[:, None]
 
+    def tile(self, start: int, end: int) -> RunBatch | None:
+        """The runs, on the CPU, of flat tokens [start, end), which count from `start`; None: there are none."""
+        runs = []
+        slots = [None] * len(self.rows) if self.slots is None else self.slots.tolist()
+        each = zip(self.rows[:, 0].tolist(), self.lengths.tolist(), self.sources.tolist(), slots, strict=True)
+        for begin, length, source, slot in each:
+            low, high = max(begin, start), min(begin + length, end)
+            if low < high:  # behind its first part, a run goes on from its own slot
+                runs.append(Run(low - start, high - start, source if low == begin else slot, slot))
+        return _batch(runs, HOST) if runs else None
+
     def keep(self, states: Tensor, after: Tensor) -> None:
         """Store the states [B, ...] after the runs in `states` [P, ...]."""
         states[self.slots] = after
@@ -154,3 +165,8 @@ class PooledStates:
     def of(self, layer: int, index: int, size: StateSize) -> tuple[Tensor, Sequence[RunBatch]]:
         """See `States.of`."""
         return self.pool.layers[layer][index], self.batches
+
+    def tile(self, start: int, end: int) -> PooledStates:
+        """The states of flat tokens [start, end) of the step, which count from `start`."""
+        parts = (batch.tile(start, end) for batch in self.batches)
+        return PooledStates(self.pool, [part for part in parts if part is not None])

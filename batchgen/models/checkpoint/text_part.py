@@ -18,6 +18,8 @@ NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config
 _TOWERS: Final = (
     "vision_config", "audio_config", "vision_encoder_config", "encoder_config", "protein_encoder_config", "vq_config",
 )  # fmt: skip
+_EMBEDDINGS: Final = ("embed_tokens.weight", "embeddings.weight")
+"""Names of token embeddings inside decoders."""
 _TIED: Final = "tie_word_embeddings"
 _SCOPES: Final = ("model", "language_model", "text_model", "llm", "thinker")
 """Names in front of those of the text decoder's modules, which differ between a checkpoint and its text part."""
@@ -71,29 +73,33 @@ class TextTensors:
 
 
 def find_text_tensors(
-    names: Iterable[str], config: Mapping[str, Any], embedding: str = "embed_tokens.weight", head: str = "lm_head."
+    names: Iterable[str], config: Mapping[str, Any], embedding: str | None = None, head: str = "lm_head."
 ) -> TextTensors:
     """Find the tensors of the text decoder among the stored ones.
 
     Args:
         names: names of the stored tensors.
         config: the checkpoint's configuration.
-        embedding: name of the token embedding inside the decoder.
+        embedding: name of the token embedding inside the decoder; None: not known.
         head: beginning of the names of the head's tensors.
 
     Raises:
         ModelError: several decoders are stored, and the names do not tell which one has the text.
     """
     stored = set(names)
-    stems = sorted(name.removesuffix(embedding) for name in stored if f".{name}".endswith(f".{embedding}"))
-    prefixes = [stem for stem in stems if any(name.startswith(f"{stem}layers.0.") for name in stored)] or stems
+    for known in _EMBEDDINGS if embedding is None else (embedding,):
+        stems = {name.removesuffix(known): known for name in sorted(stored) if f".{name}".endswith(f".{known}")}
+        if stems:
+            break
+    prefixes = [stem for stem in stems if any(name.startswith(f"{stem}layers.0.") for name in stored)] or [*stems]
     if len(prefixes) > 1:
         keys = [key.removesuffix("_config") for key in NESTED if isinstance(config.get(key), dict)]
         prefixes = [prefix for prefix in prefixes if any(key in prefix for key in (*keys, "language"))] or prefixes
     if len(prefixes) > 1 and is_packed(config):
+        found = ", ".join(prefix + stems[prefix] for prefix in prefixes)
         raise ModelError(
-            f"The checkpoint holds several decoders ({', '.join(prefix + embedding for prefix in prefixes)}), and its "
-            "names do not tell which one has the text. Use a checkpoint of the text decoder alone."
+            f"The checkpoint holds several decoders ({found}), and its names do not tell which one has the text. "
+            "Use a checkpoint of the text decoder alone."
         )
     prefix = prefixes[0] if prefixes else "model."
     return TextTensors(prefix, _head_prefix(stored, prefix, head), is_packed(config))

@@ -195,7 +195,7 @@ class WeightReader:
         group = max(form.rows, _BUFFER_BYTES // (4 * columns) // form.rows * form.rows)
         for start in range(0, rows, group):
             part = matrix[start : start + group]
-            packed = torch.empty(info.nbytes // rows * len(part), dtype=torch.uint8)
+            packed = torch.empty(info.nbytes * len(part) // rows, dtype=torch.uint8)
             _fill(stream, packed, info)
             part.copy_(torch.from_numpy(form.values(packed.numpy(), columns)))
 

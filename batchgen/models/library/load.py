@@ -23,7 +23,12 @@ from batchgen.kernels.types import LayerKV
 from batchgen.models.architectures import check_layer_types
 from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.checkpoint.folder import ModelFolder, placed
-from batchgen.models.checkpoint.stored_tensors import check_library_tensors, check_unread, tower_test
+from batchgen.models.checkpoint.stored_tensors import (
+    check_library_tensors,
+    check_unread,
+    library_names,
+    tower_test,
+)
 from batchgen.models.checkpoint.weights import LazyWeight, WeightReader
 from batchgen.models.library.experts import ExpertsSlot, install_experts
 from batchgen.models.library.fused_projections import stack_projections
@@ -320,7 +325,8 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder, cls: Any) -
         model, info = library_model(cls, config, spec, folder, weights, renamed)
     others = [name for name in info.get("unexpected_keys") or () if not is_unread(name, model, folder)]
     layers = int(decoder_config(config).num_hidden_layers)
-    check_unread(folder, [name for name in others if name not in folder.spare], layers)
+    spare = {*folder.spare, *(target for _, target, _ in library_names(model, folder.spare, renamed))}
+    check_unread(folder, [name for name in others if name not in spare], layers)
     return model.eval().to(spec.device)
 
 

@@ -72,7 +72,7 @@ def library_logits(model: Any, vocab_size: int, context: int, layers: int, devic
             past = {keyword: _late_cache(start, layers)}
             late = model(input_ids=ids[None], use_cache=True, **past).logits[0].float()
             return Expected(ids, (0, start), (early, late))
-    return Expected(ids, (0,), (early,))
+    return Expected(ids, (0, 0), (early, early))
 
 
 def cache_keyword(module: Any) -> str | None:

@@ -36,6 +36,7 @@ UNSUPPORTED: Final[dict[str, str]] = {
     "molmo2": "its tokens of images see one another by another mask than Gemma's",
     "ernie4_5_vl_moe": "features of images have separate experts",
     **dict.fromkeys(("chameleon", "emu3", "janus"), "its images become tokens of a codebook"),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "its processor numbers the images of a prompt"),
 }
 """Type -> why its images and audio are not computed, though its text is."""
 _AUDIO: Final = "[AUDIO]"

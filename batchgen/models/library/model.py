@@ -25,9 +25,9 @@ from batchgen.models.library.experts import ExpertsSlot
 from batchgen.models.library.latent import absorbed_projection
 from batchgen.models.library.load_test import cache_keyword
 from batchgen.models.library.lora import LoraSlot
-from batchgen.models.library.module_discovery import ModelHooks, find_hooks, number_shared_layers
+from batchgen.models.library.module_discovery import ModelHooks, find_hooks
 from batchgen.models.library.probe import ProbeAttention
-from batchgen.models.library.recurrence import install_recurrence, recurrence
+from batchgen.models.library.recurrence import install_recurrence, number_layers, recurrence
 from batchgen.models.library.rope import LibraryRope
 from batchgen.models.library.text import decoder_name, feature_blocks, text_decoder
 
@@ -207,7 +207,7 @@ class HookedModel:
         """Whether forwards get the positions through a cache too; for decoders that count by its length."""
         self.lora = LoraSlot()
         self.experts = ExpertsSlot()
-        number_shared_layers(self._decoder)
+        number_layers(self._decoder)
         install_recurrence(self._decoder)
         self.rope: LibraryRope | None = None
         """Frequencies that depend on the longest row."""

@@ -16,11 +16,11 @@ HEAD: Final = ("type", "runs", "images and audio", "what runs, or the missing co
 COMPARED: Final = {
     "image": """aria aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid
         exaone4_5 gemma3 glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 granite4_vision hunyuan_vl hyperclovax_vision_v2
-        idefics3 internvl kimi_k25 lighton_ocr llama4 llava llava_next llava_next_video llava_onevision mistral3 ovis2
-        paddleocr_vl paligemma qianfan_ocr qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm step3p7
-        video_llama_3 video_llava vipllava""",
+        idefics3 internvl kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision
+        mistral3 ovis2 paddleocr_vl paligemma qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe
+        shieldgemma2 smolvlm step3p7 video_llama_3 video_llava vipllava""",
     "audio": "glmasr granite_speech granite_speech_plus qwen2_audio qwen3_asr voxtral",
-    "image, audio": """gemma3n gemma4 phi4_multimodal qwen2_5_omni qwen2_5_omni_thinker qwen3_omni_moe
+    "image, audio": """gemma3n gemma4 nemotron_h_omni phi4_multimodal qwen2_5_omni qwen2_5_omni_thinker qwen3_omni_moe
         qwen3_omni_moe_thinker""",
     "no: its processor changes the text around images": "idefics2",
 }

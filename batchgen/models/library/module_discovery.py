@@ -7,6 +7,7 @@ captured.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -96,24 +97,18 @@ def _blocks(decoder: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(lists[0][1]) if len(lists) == 1 else ()
 
 
-def number_shared_layers(decoder: nn.Module) -> None:
-    """Give attention whose weights blocks share, which has no number or -1, that of its block."""
-    for number, block in enumerate(_blocks(decoder)):
-        for module in block.modules():
-            if getattr(module, "layer_idx", 0) in (-1, None):
-                module.layer_idx = number  # type: ignore[assignment]
-
-
 def _has_attention(module: nn.Module) -> bool:
     return any(hasattr(child, "layer_idx") for child in module.modules())
 
 
 def _matches_library_states(states: Any, seen: list[Tensor], blocks: int, tokens: int) -> bool:
-    """Whether the hidden states that the library returns are the recorded inputs of its blocks."""
+    """Whether the hidden states that the library returns are the recorded inputs of its blocks, or begin with the
+    second: Mamba's are without the first.
+    """
     return (
         isinstance(states, tuple)
         and len(states) == blocks + 1 == len(seen) + 1
-        and all(recorded is returned for recorded, returned in zip(seen, states, strict=False))
+        and any(part and all(map(operator.is_, part, states)) for part in (seen, seen[1:]))
         and all(state.dim() == 3 and state.shape[:2] == (1, tokens) for state in seen)
     )
 

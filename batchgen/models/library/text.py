@@ -24,7 +24,7 @@ from batchgen.models.checkpoint.text_part import TextTensors, find_text_tensors,
 
 _UNREAD: Final = "batchgen_unread"
 _RECURRENT_CONTEXT: Final = 1 << 20
-"""Context of a model without positions, all of whose layers are recurrent: the state has the same size after any."""
+"""Context of a model that names none, whose layers are recurrent or have a window: they remember as much after any."""
 
 
 def read_transformers_config(folder: ModelFolder, context_length: int | None) -> tuple[Any, int]:
@@ -55,7 +55,8 @@ def unset_quantisation(config: Any) -> None:
 def library_contexts(config: Any, requested: int | None = None) -> Contexts | None:
     """Contexts of a text decoder: the one requested if its configuration names none, None without either."""
     longest: Any = getattr(config, "max_position_embeddings", None) or requested
-    if longest is None and set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}:
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if longest is None and "linear_attention" in kinds <= {"linear_attention", "sliding_attention"}:
         longest = _RECURRENT_CONTEXT
     if longest is None:
         return None
@@ -151,11 +152,11 @@ def causal_part(model: Any) -> Any:
     """
     from transformers import PreTrainedModel  # as in _library_config
 
-    head = model.get_output_embeddings()
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    head = next((head for part in parts if (head := part.get_output_embeddings()) is not None), None)
     if head is None:
         raise ModelError(f"{type(model).__name__} has no language head. Use a checkpoint with a language head.")
-    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel) and head in set(part.modules())]
-    return owners[-1]
+    return [part for part in parts if head in set(part.modules())][-1]
 
 
 def decoder_name(model: Any) -> str | None:
