@@ -140,7 +140,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 2},
     "mamba": {"state_size": 4},
 }
-"""Type -> fields of a tiny configuration of two layers."""
+"""Type -> fields of a tiny configuration."""
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)
@@ -148,7 +148,9 @@ def test_recurrent_layers_run_inside_graphs(model_type: str, tmp_path: Path) -> 
     """3 rows are padded to 4; one that begins after the first graph finds the state before any token as it was."""
     row = {"ignore_eos": True, "temperature": 0, "return_logprob": True}
     work = [{"input_ids": [30 + number], "max_new_tokens": 3 + 3 * (number % 2), **row} for number in range(4)]
-    _, counts = check(model_folder(tmp_path, model_type, layers=2, **RECURRENT[model_type]), work, max_num_seqs=3)
+    fields = RECURRENT[model_type]
+    folder = model_folder(tmp_path, model_type, layers=len(fields.get("layer_types", [0])), **fields)
+    _, counts = check(folder, work, max_num_seqs=3)
     assert counts["graph_padded"] > 0
 
 

@@ -271,4 +271,5 @@ def test_recurrent_models_do_not_wait(tmp_path: Path, model_type: str) -> None:
     assert all(c.error is None for c in job.done), job.done
     assert job.syncs == []
     assert steady_steps(job)
+    assert all(step.uploads <= 2 for step in steady_steps(job))
     assert_late(job, downloads=1)

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -247,7 +246,7 @@ def state_runs(n: Numbers, lengths: Sequence[int]) -> tuple[int, int, list[RunBa
         flat, slot = flat + length, slot + 3
     chunks.append([Run(flat, flat + 1, slot, None)])
     device = device_for(n.device)
-    decode = decode_batch(flat + 1, np.array([slot, slot, 0]), np.array([slot + 1, slot + 2, 0]), device)
+    decode = decode_batch(flat + 1, torch.tensor([[slot, slot, 0], [slot + 1, slot + 2, 0]], device=n.device))
     return flat + 4, slot + 3, [*chunk_batches(chunks, device), decode]
 
 

@@ -28,7 +28,7 @@ from batchgen.engine.step.sampler import PlainColumns
 from batchgen.engine.step.step_batch import StepArrays, select_input_ids
 from batchgen.kernels.device import Graph
 from batchgen.kernels.grouped import GroupedPlanner, GroupedWork
-from batchgen.kernels.mixers.states import PooledStates, RunBatch
+from batchgen.kernels.mixers.states import PooledStates, decode_batch
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.types import Graphs
@@ -276,9 +276,7 @@ class _GraphStep:
         self._rope = self._int_columns[rope_at:states_at, :padded] if rope_axes else None
         self._states = None
         if shared.states is not None:
-            rows, lengths = torch.arange(padded, device=device)[:, None], torch.ones_like(self._ids)
-            sources, slots = self._int_columns[states_at:, :padded]
-            self._states = PooledStates(shared.states, [RunBatch(rows, lengths, sources, slots, None)])
+            self._states = PooledStates(shared.states, [decode_batch(0, self._int_columns[states_at:, :padded])])
         self._columns = _StaticColumns(padded, device) if samples else None
         self._all_rows = torch.arange(padded, device=device) if capture is not None else None
         self._captured = None if capture is None else (capture.layers, capture.experts)

@@ -112,7 +112,11 @@ class StepArrays:
         """The step's tensors, in one transfer."""
         arrays = [self.ids, self.positions, self.logit_rows, self.num_sampled]
         arrays += [array for array in (self.sample_rows, self.source) if array is not None]
-        ids, positions, logit_rows, num_sampled, *others = device.upload(*arrays, *self.slots)
+        states = [] if self.decode_states is None else [self.decode_states]
+        ids, positions, logit_rows, num_sampled, *others = device.upload(*arrays, *self.slots, *states)
+        runs = chunk_batches(self.runs, device)
+        if states:
+            runs.append(decode_batch(len(self.ids) - states[0].shape[1], others.pop()))
         for batch in reversed(self.attention):
             batch.slot_mapping, batch.uploader = others.pop(), device
         return StepBatch(
@@ -126,15 +130,8 @@ class StepArrays:
             lora=None if self.adapters is None else lora_step(self.adapters, device),
             embeds=None if self.embeds is None else self.embeds.upload(device),
             rope_positions=None if self.rope_positions is None else device.upload(self.rope_positions)[0],
-            runs=self._upload_runs(device),
+            runs=runs,
         )
-
-    def _upload_runs(self, device: Device) -> list[RunBatch]:
-        batches = chunk_batches(self.runs, device)
-        if self.decode_states is not None:
-            sources, slots = self.decode_states
-            batches.append(decode_batch(len(self.ids) - len(slots), sources, slots, device))
-        return batches
 
 
 def lay_out_step(

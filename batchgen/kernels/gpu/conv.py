@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
-from batchgen.kernels.gpu.runs import load_run, packed, run_args
+from batchgen.kernels.gpu.runs import RUN_POINTERS, load_run, packed, run_args
 from batchgen.kernels.mixers.states import RunBatch
 
 _CHANNELS: Final = 512
@@ -21,7 +21,7 @@ _TILE: Final = (16, 128)
 """Tokens and most channels of the others. A filter may have one number more than a tile has tokens."""
 
 
-@triton.jit(do_not_specialize=["stride_rows"])
+@triton.jit(do_not_specialize=["stride_rows"], do_not_specialize_on_alignment=RUN_POINTERS)
 def _conv(
     p_x, p_weight, p_bias, p_states, p_out, p_rows, p_lengths, p_sources, p_slots, stride_rows, stride_x,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,

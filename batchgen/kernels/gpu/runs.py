@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.mixers.states import RunBatch
+
+RUN_POINTERS: Final = ["p_rows", "p_lengths", "p_sources", "p_slots"]
+"""Arguments that are not aligned: the slots of a step's decode rows follow their sources."""
 
 
 def run_args(batch: RunBatch) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.common import power_of_2
 from batchgen.kernels.gpu.launch import launch
-from batchgen.kernels.gpu.runs import load_run, packed, run_args
+from batchgen.kernels.gpu.runs import RUN_POINTERS, load_run, packed, run_args
 from batchgen.kernels.mixers.states import RunBatch
 
 _TILE: Final = 512
 """Numbers of a state in a program, which has one warp: the tokens of a run wait for one another, channels do not."""
 
 
-@triton.jit(do_not_specialize=["stride_rows"])
+@triton.jit(do_not_specialize=["stride_rows"], do_not_specialize_on_alignment=RUN_POINTERS)
 def _scan(
     p_x, p_dt, p_a, p_b, p_c, p_states, p_out, p_rows, p_lengths, p_sources, p_slots, stride_rows,
     stride_x, stride_dt, stride_b, stride_c,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.device import HOST, Device
-from batchgen.kernels.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +127,11 @@ def chunk_batches(chunks: Iterable[Sequence[Run]], device: Device) -> list[RunBa
     return [_batch(group, device) for _, group in sorted(groups.items(), key=lambda item: item[0])]
 
 
-def decode_batch(first: int, sources: Ints, slots: Ints, device: Device) -> RunBatch:
-    """The decode rows of a step, from flat token `first` on; `sources`, `slots`: [R] as in `Run`."""
-    count = len(sources)
-    rows, lengths, read, written = device.upload(
-        np.arange(first, first + count), np.ones(count, np.int64), sources, slots
-    )
-    return RunBatch(rows[:, None], lengths, read, written, None)
+def decode_batch(first: int, states: Tensor) -> RunBatch:
+    """The decode rows of a step, from flat token `first` on; `states`: [2, R] int64 sources and slots, as in `Run`."""
+    sources, slots = states
+    rows = torch.arange(first, first + len(slots), device=states.device)
+    return RunBatch(rows[:, None], torch.ones_like(slots), sources, slots, None)
 
 
 def _batch(runs: Sequence[Run], device: Device) -> RunBatch:
