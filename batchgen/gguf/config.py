@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any, Final
 
-from batchgen.errors import ModelError
 from batchgen.gguf.family import gguf_family
 from batchgen.gguf.header import GgufHeader
-from batchgen.gguf.metadata import Metadata, decimal
+from batchgen.gguf.metadata import Adjust, Metadata, decimal
+from batchgen.gguf.recurrent import RECURRENT
 
 _COMMON: Final = {
     "block_count": "num_hidden_layers",
@@ -61,7 +61,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         config["head_dim"] = read.integer("rope.dimension_count") if family.latent else _head_dim(read, config)
         config["rope_parameters"] = _rope(read, config)
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config["vocab_size"] = _rows(header, "token_embd.weight")
+    config["vocab_size"] = read.rows("token_embd.weight")
     config["dtype"] = _dtype(header)
     config |= _token_ids(header, config["vocab_size"])
     if architecture in _ADJUST:
@@ -240,14 +240,6 @@ def _two_ropes(full: Mapping[str, Any], theta: float) -> dict[str, Any]:
     return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
 
-def _rows(header: GgufHeader, tensor: str) -> int:
-    """Rows of a matrix."""
-    entry = header.tensors.get(tensor)
-    if entry is None or len(entry.shape) != 2:
-        raise ModelError(f"{header.path} holds no {tensor} with two axes. Copy the file again.")
-    return entry.shape[0]
-
-
 def _olmo2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """Olmo 3 is stored as Olmo 2 with a window."""
     if config.get("sliding_window") is None:
@@ -290,8 +282,8 @@ def _gemma3n(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         # The file has the quantiles of the shares of activations that are cut off.
         "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
-        "laurel_rank": _rows(read.header, "blk.0.laurel_l.weight"),
-        "vocab_size_per_layer_input": _rows(read.header, "per_layer_token_embd.weight"),
+        "laurel_rank": read.rows("blk.0.laurel_l.weight"),
+        "vocab_size_per_layer_input": read.rows("per_layer_token_embd.weight"),
         "layer_types": _layer_types(read, config, _GEMMA3N_PERIOD),
         "rope_parameters": _two_ropes(config["rope_parameters"], theta),
     }
@@ -320,9 +312,7 @@ def _gemma4(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "enable_moe_block": bool(config.get("num_experts")),
         "rope_parameters": _two_ropes(rope, read.number("rope.freq_base_swa", 10_000.0)),
         "hidden_size_per_layer_input": inputs,
-        "vocab_size_per_layer_input": _rows(read.header, "per_layer_token_embd.weight")
-        if inputs
-        else config["vocab_size"],
+        "vocab_size_per_layer_input": read.rows("per_layer_token_embd.weight") if inputs else config["vocab_size"],
     }
 
 
@@ -386,107 +376,11 @@ def _phimoe(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"lm_head_bias": "output.bias" in read.header.tensors, "rope_parameters": rope, **_phi3(read, config)}
 
 
-def _layers(read: Metadata, config: Mapping[str, Any], kinds: Mapping[str, str], other: str) -> list[str]:
-    """The type of each layer: that of the first of these tensors that it has, else `other`."""
-    tensors = read.header.tensors
-    return [
-        next((kind for part, kind in kinds.items() if f"blk.{i}.{part}.weight" in tensors), other)
-        for i in range(config["num_hidden_layers"])
-    ]
-
-
-def _hybrid(read: Metadata, config: Mapping[str, Any], other: str = "linear_attention") -> dict[str, Any]:
-    """Layers with attention and others, which the file says have no keys."""
-    return {
-        "num_key_value_heads": read.largest("attention.head_count_kv"),
-        "layer_types": _layers(read, config, {"attn_q": "full_attention"}, other),
-    }
-
-
-def _lfm2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return _hybrid(read, config, "conv")
-
-
-def _delta_rule(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    sections = read.value("rope.dimension_sections")
-    rope = {} if sections is None else {"mrope_section": read.layers("rope.dimension_sections", 3)}
-    return {
-        "layer_types": _layers(read, config, {"attn_q": "full_attention"}, "linear_attention"),
-        "linear_conv_kernel_dim": read.integer("ssm.conv_kernel"),
-        "linear_key_head_dim": read.integer("ssm.state_size"),
-        "linear_num_key_heads": read.integer("ssm.group_count"),
-        "linear_num_value_heads": read.integer("ssm.time_step_rank"),
-        "linear_value_head_dim": _head_size(read),
-        "rope_parameters": {**config["rope_parameters"], **rope},
-    }
-
-
-def _head_size(read: Metadata) -> int:
-    """Size of the heads of recurrent layers."""
-    return read.integer("ssm.inner_size") // read.integer("ssm.time_step_rank")
-
-
-def _mamba_size(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Channels of Mamba layers, which the configuration has as a multiple of the hidden size."""
-    channels, hidden = read.integer("ssm.inner_size"), config["hidden_size"]
-    if channels % hidden:
-        raise read.wrong("ssm.inner_size", f"a multiple of {hidden}")
-    return {"expand": channels // hidden}
-
-
-def _mamba(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    read.value("ssm.dt_b_c_rms")  # which chooses the family
-    return _mamba_size(read, config)
-
-
-def _mamba2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_mamba_size(read, config), "head_dim": _head_size(read)}
-
-
-def _granitehybrid(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    if read.value("rope.scaling.finetuned") is not False:
-        raise read.wrong("rope.scaling.finetuned", "false: files of Bamba are not read")
-    sizes = {"mamba_expand": _mamba_size(read, config)["expand"], "mamba_d_head": _head_size(read)}
-    if not config["num_local_experts"]:
-        sizes["shared_intermediate_size"] = _rows(read.header, "blk.0.ffn_gate.weight")
-    return {**_hybrid(read, config), **sizes, "position_embedding_type": None}
-
-
-def _falcon_h1(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"mamba_d_head": _head_size(read)}
-
-
-def _nemotron_h(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_up_exps": "moe"}
-    return {
-        "layers_block_type": _layers(read, config, kinds, "mlp"),
-        "num_key_value_heads": read.largest("attention.head_count_kv"),
-        "intermediate_size": read.largest("feed_forward_length"),
-        "mamba_head_dim": _head_size(read),
-    }
-
-
-def _jamba(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration has a period and an offset of layers with attention, and of those with experts."""
-    sizes, count = {"mamba_expand": _mamba_size(read, config)["expand"]}, config["num_hidden_layers"]
-    for part, name in (("attn_q", "attn"), ("ffn_gate_inp", "expert")):
-        places = [i for i, kind in enumerate(_layers(read, config, {part: name}, "")) if kind]
-        offset, period = places[0] if places else count, places[1] - places[0] if len(places) > 1 else count + 1
-        if places != [i for i in range(count) if i % period == offset]:
-            raise ModelError(f"{read.header.path}: {part} is not at one distance in the layers. Copy the file again.")
-        sizes |= {f"{name}_layer_period": period, f"{name}_layer_offset": offset}
-    return {**sizes, "num_key_value_heads": read.largest("attention.head_count_kv")}
-
-
-_Adjust = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
-_ADJUST: Final[Mapping[str, _Adjust]] = {
+_ADJUST: Final[Mapping[str, Adjust]] = {
     "gemma2": _gemma2, "gemma3": _gemma3, "gemma3n": _gemma3n, "gemma4": _gemma4, "cohere2": _windowed, "phi3": _phi3,
     "gpt-oss": _gpt_oss, "deepseek2": _deepseek, "exaone4": _exaone4, "olmo2": _olmo2, "llama4": _llama4,
     "mistral3": _mistral3, "minicpm": _minicpm, "minicpm3": _minicpm3, "chatglm": _chatglm,
     "gpt2": _gpt, "starcoder": _starcoder, "granite": _granite, "granitemoe": _granitemoe, "phimoe": _phimoe,
-    "exaone-moe": _windowed, "afmoe": _windowed, "mistral4": _mistral4, "lfm2": _lfm2, "lfm2moe": _lfm2,
-    "qwen3next": _delta_rule, "qwen35": _delta_rule, "qwen35moe": _delta_rule, "granitehybrid": _granitehybrid,
-    "falcon-h1": _falcon_h1, "nemotron_h": _nemotron_h, "nemotron_h_moe": _nemotron_h, "jamba": _jamba,
-    "mamba": _mamba, "mamba2": _mamba2,
+    "exaone-moe": _windowed, "afmoe": _windowed, "mistral4": _mistral4, **RECURRENT,
 }  # fmt: skip
 """Architecture -> configuration that follows from several keys."""

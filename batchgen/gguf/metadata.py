@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -101,6 +101,13 @@ class Metadata:
             raise self.wrong(key, "a positive integer, or one for a layer")
         return int(max(numbers))
 
+    def rows(self, tensor: str) -> int:
+        """Rows of a matrix that the file must hold."""
+        entry = self.header.tensors.get(tensor)
+        if entry is None or len(entry.shape) != 2:
+            raise ModelError(f"{self.header.path} holds no {tensor} with two axes. Copy the file again.")
+        return entry.shape[0]
+
     def number(self, key: str, default: float) -> float:
         """A finite number."""
         value = self.value(key)
@@ -137,6 +144,10 @@ class Metadata:
         return ModelError(
             f"{self.header.path}: {self._architecture}.{key} must be {wanted}, got {shown}. Copy the file again."
         )
+
+
+Adjust = Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]
+"""Configuration of an architecture that follows from several keys, given what others make."""
 
 
 def _is_size(value: Any) -> bool:

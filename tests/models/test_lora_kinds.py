@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from batchgen.errors import ModelError, UsageError
 from batchgen.kernels.backend import TORCH
 from batchgen.models.deterministic import deterministic_model
+from tests.engine.test_hybrid import TYPES as HYBRIDS
 from tests.models.adapters import KINDS, adapted_logits, base_model, edit_config, edit_weights, save_adapter
 from tests.models.dense_attention import DenseCache
 from tests.models.loading import inspect_model, load_model
@@ -156,6 +157,29 @@ def test_experts_equal_peft(tmp_path: Path, model_type: str) -> None:
     base = save_tiny(model_type, tmp_path / "base")
     kinds = EXPERTS if model_type != "qwen3_moe" else {**EXPERTS, "linear": {"r": 2, "target_modules": "all-linear"}}
     check(base, "auto", {**kinds, "plain": KINDS["two"]}, tmp_path)
+
+
+MIXERS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen3_next": {
+        "linear": {"r": 3, "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", *QV, "down_proj"]},
+        "dora": {"r": 2, "use_dora": True, "target_modules": ["in_proj_qkvz", "out_proj", "o_proj"]},
+    },
+    "falcon_h1": {"linear": {"r": 3, "target_modules": ["in_proj", "o_proj", *QV]}},
+    "jamba": {"linear": {"r": 2, "target_modules": ["in_proj", "x_proj", *QV]}},
+}
+
+
+@pytest.mark.parametrize("model_type", MIXERS)
+def test_projections_of_recurrent_layers_equal_peft(model_type: str, tmp_path: Path) -> None:
+    base = save_tiny(model_type, tmp_path / "base", **HYBRIDS[model_type])
+    check(base, "auto", MIXERS[model_type], tmp_path)
+
+
+def test_a_layer_whose_weight_alone_the_library_reads_is_refused(tmp_path: Path) -> None:
+    base = save_tiny("jamba", tmp_path / "base", **HYBRIDS["jamba"])
+    adapter = save_adapter(base, tmp_path / "a", r=2, target_modules=["dt_proj"])
+    with pytest.raises(ModelError, match=r"does not run model.layers.0.mamba.dt_proj; merge the adapter"):
+        load_model(base, device="cpu", lora=[("a", str(adapter))])
 
 
 @pytest.mark.parametrize(
