@@ -1,6 +1,6 @@
 """llama.cpp on a CPU through its C API: many sequences in one context, decoded together, token ids in and out.
 
-The model is converted once by the package `gguf`: a Llama or Qwen 3, without a tokenizer.
+The model is converted once by the package `gguf`: a Llama, Qwen 3 or LFM2, without a tokenizer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batchgen.bench.engines.peer_tools import (
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Dtype -> ggml type of weights and KV cache."""
-_FAMILIES = ("llama", "qwen3")
+_FAMILIES = ("llama", "qwen3", "lfm2")
 """Values of `model_type`, which GGUF files call by the same names."""
 _LAYOUT = 1
 """Version of the written GGUF file; part of the cache key."""
@@ -204,7 +204,9 @@ def _convert(model: str, folder: Path, dtype: str) -> None:
             values, part = values.reshape(stored.shape), target.split(".")[-2]
             if family == "llama" and part in heads:
                 values = interleaved(values, heads[part])
-            if values.ndim == 1 or dtype == "float32":
+            if part == "conv":
+                values = values.squeeze(1)
+            if values.ndim == 1 or part == "conv" or dtype == "float32":
                 writer.add_tensor(target, values)
             else:
                 writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
@@ -220,7 +222,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config
     if (config.get("rope_scaling") or rope.get("rope_type", "default")) not in (None, "default"):
         raise ValueError("cannot convert a model with scaled rotary embeddings")
-    return {
+    made = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -233,6 +235,10 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
         "tokenizer_model": "no_vocab",
     }
+    if config["model_type"] == "lfm2":  # layers without attention have no heads
+        heads = [made["head_count_kv"] if kind == "full_attention" else 0 for kind in config["layer_types"]]
+        made |= {"head_count_kv": heads, "shortconv_l_cache": config.get("conv_L_cache", 3)}
+    return made
 
 
 def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
