@@ -31,8 +31,6 @@ def _lfm2(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _delta_rule(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    sections = read.value("rope.dimension_sections")
-    rope = {} if sections is None else {"mrope_section": read.layers("rope.dimension_sections", 3)}
     return {
         "layer_types": _layers(read, config, {"attn_q": "full_attention"}, "linear_attention"),
         "linear_conv_kernel_dim": read.integer("ssm.conv_kernel"),
@@ -40,7 +38,6 @@ def _delta_rule(read: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "linear_num_key_heads": read.integer("ssm.group_count"),
         "linear_num_value_heads": read.integer("ssm.time_step_rank"),
         "linear_value_head_dim": _head_size(read),
-        "rope_parameters": {**config["rope_parameters"], **rope},
     }
 
 
