@@ -54,7 +54,7 @@ _TOWERS: dict[str, Any] = {
     "video_temporal_patch_size": 2,
 }
 """Values for every tower that has the field."""
-_SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1]}
+_SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1], 2: [1, 1, 0]}
 """Frequencies of the three positions of multimodal rope, by the number of frequencies."""
 _HALF_ROTATED = {
     "rope_type": "default",
@@ -68,6 +68,14 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "mistral4": by_type("deepseek_v3"),
     **{name: HYBRIDS[name] for name in ("lfm2", "lfm3", "nemotron_h")},
     **{name: {**HYBRIDS[name], "rope_parameters": _HALF_ROTATED} for name in ("qwen3_5_text", "qwen3_5_moe_text")},
+    "mistral_large4_text": by_type("glm_moe_dsa")
+    | {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2, "kv_source_layers": [0, 0, 2, 3]},
+    "hy_v4_vl_text": by_type("hy_v4")
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "minimax_m3_vl_text": by_type("minimax_m3_vl_text"),
+    "dots3_note_text": by_type("dots3_note_text"),
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 3, "adapter_in_dim": 64, "adapter_out_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "chameleon": _IMAGE_CODES,
     "emu3": _IMAGE_CODES,
     "qwen3_omni_moe_text": {"sliding_window": None},
@@ -87,15 +95,12 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     },
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 255},
     "emu3_vqgan": {"base_channels": 32, "codebook_size": 64, "channel_multiplier": [1, 1]},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-            for kind in ("full_attention", "sliding_attention")
-        }
-    },
+    "cohere_compass_text": by_type("cohere_compass_text"),
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 48, "sliding_window": None},
 }
 _BY_CLASS: dict[str, dict[str, Any]] = {
+    "Nemotron3_5TranscribeWordTimestampConfig": {"blank_token_id": 5},
+    "Nemotron3DiarizationHeadConfig": {"audio_hidden_size": 64},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
 }

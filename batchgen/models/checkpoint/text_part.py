@@ -18,9 +18,9 @@ NESTED: Final = ("text_config", "llm_config", "language_config", "thinker_config
 _TOWERS: Final = (
     "vision_config", "audio_config", "vision_encoder_config", "encoder_config", "protein_encoder_config", "vq_config",
 )  # fmt: skip
-_EMBEDDINGS: Final = ("embed_tokens.weight", "embeddings.weight")
-"""Names of token embeddings inside decoders."""
 _TIED: Final = "tie_word_embeddings"
+_EMBEDDINGS: Final = ("embed_tokens.weight", "embeddings.weight")
+"""Usual names of the token embedding inside a decoder, which may be stored under another one than the library's."""
 _SCOPES: Final = ("model", "language_model", "text_model", "llm", "thinker")
 """Names in front of those of the text decoder's modules, which differ between a checkpoint and its text part."""
 
@@ -87,16 +87,15 @@ def find_text_tensors(
         ModelError: several decoders are stored, and the names do not tell which one has the text.
     """
     stored = set(names)
-    for known in _EMBEDDINGS if embedding is None else (embedding,):
-        stems = {name.removesuffix(known): known for name in sorted(stored) if f".{name}".endswith(f".{known}")}
-        if stems:
-            break
-    prefixes = [stem for stem in stems if any(name.startswith(f"{stem}layers.0.") for name in stored)] or [*stems]
+    usual = _EMBEDDINGS if embedding is None else (embedding, *_EMBEDDINGS)
+    known = next((end for end in usual if any(f".{name}".endswith(f".{end}") for name in stored)), usual[0])
+    stems = sorted(name.removesuffix(known) for name in stored if f".{name}".endswith(f".{known}"))
+    prefixes = [stem for stem in stems if any(name.startswith(f"{stem}layers.0.") for name in stored)] or stems
     if len(prefixes) > 1:
         keys = [key.removesuffix("_config") for key in NESTED if isinstance(config.get(key), dict)]
         prefixes = [prefix for prefix in prefixes if any(key in prefix for key in (*keys, "language"))] or prefixes
     if len(prefixes) > 1 and is_packed(config):
-        found = ", ".join(prefix + stems[prefix] for prefix in prefixes)
+        found = ", ".join(prefix + known for prefix in prefixes)
         raise ModelError(
             f"The checkpoint holds several decoders ({found}), and its names do not tell which one has the text. "
             "Use a checkpoint of the text decoder alone."
