@@ -83,7 +83,9 @@ class FrontEnd:
         grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
         reasoning = reasoning_of(tokenizer, config.reasoning)
         sizes = spec.vocab_size, spec.context_length
-        encoder = Encoder(tokenizer, *sizes, truncate, config.seed, spec.state_limits, grammars, reasoning)
+        encoder = Encoder(
+            tokenizer, *sizes, truncate, config.seed, spec.state_limits, grammars, reasoning, spec.context_reason
+        )
         encoder.tools = tool_parser_of(tokenizer, config.tool_parser)
         encoder.calls_are_unknown = encoder.tools is None and config.tool_parser == AUTO
         called, support = config.model or name or "", no_media("its folder is not known")

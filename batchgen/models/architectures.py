@@ -32,7 +32,7 @@ _REASONS: Final[dict[str, str]] = {
         "xlnet reformer blt"
     ),
     _RECURRENT: "rwkv xlstm",
-    _SPARSE: "deepseek_v32 deepseek_v4 glm_moe_dsa minimax_m3_vl_text dots3_note dots3_note_text hy_v4 axk2",
+    _SPARSE: "deepseek_v4",
     _ENCODER: (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
         "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod distilbert modernbert t5 mt5 umt5 "
@@ -63,12 +63,20 @@ MIXERS: Final = (
     "jamba", "mamba", "falcon_mamba", "zamba",
 )  # fmt: skip
 """Hybrid types whose recurrent layers run."""
-_LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_NAMED_BY_WHOLE: Final = ("minimax_m3_vl",)
+"""Types for whose stored names the library has rules in the class of the whole checkpoint alone."""
+_LAYER_TYPES: Final = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "indexed_attention",
+    "minimax_m3_sparse",
+)
 _NOT_ATTENTION: Final = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"), _RECURRENT),
     "conv": _RECURRENT,
     **dict.fromkeys(("mlp", "moe"), "a layer without attention is not supported"),
-    "indexed_attention": _SPARSE,
 }
 """Type of a layer -> why it is not supported."""
 
@@ -122,6 +130,8 @@ def runs_alone(config: Mapping[str, Any], names: Collection[str]) -> bool:
         return False
     if config["model_type"] not in packed_types():
         return True
+    if config["model_type"] in _NAMED_BY_WHOLE:
+        return False
     blocks = f"{find_text_tensors(names, config).decoder}layers.0."
     return any(name.startswith(blocks) for name in names)
 
@@ -141,8 +151,6 @@ def _check_supported(config: Mapping[str, Any]) -> None:
         raise ModelError(
             f"The architecture {name} needs code from its folder, which batchgen never runs. Use another model."
         )
-    if text.get("index_topk"):
-        raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
     if name in HYBRIDS and name not in MIXERS and not any(text.get(key) for key in _HYBRID_KEYS):
         raise ModelError(f"The architecture {name} is not supported: {_RECURRENT}. Use another model.")
     check_layer_types(name, text.get("layer_types") or text.get("layers_block_type"))

@@ -72,6 +72,8 @@ class ModelSpec:
     """Whether an adapter changes the head."""
     plain_adapters: bool = True
     """Whether adapters change linear layers of the decoder alone."""
+    context_reason: str = ""
+    """Why the context ends before that of the configuration or of the user does; empty: it does not."""
     num_heads: int = 1
     """Number of query heads of the first layer."""
     adapters: tuple[str, ...] = ()

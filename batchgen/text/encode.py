@@ -115,6 +115,7 @@ class Encoder:
         limits: the model's limits for hidden states.
         grammars: where the rows' constraints are compiled; created if None.
         reasoning: the model's format of thoughts, if it has one that is known.
+        context_reason: why the context ends before the model's own does; empty: it does not.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Encoder:
         limits: CaptureSupport = _NO_STATES,
         grammars: Grammars | None = None,
         reasoning: ReasoningParser | None = None,
+        context_reason: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -148,7 +150,7 @@ class Encoder:
         self.notes: set[str] = set()
         """What users should know of the rows so far."""
         self._separated_once = lru_cache(_MAX_CHECKED)(partial(replace, separate_reasoning=True))
-        self._fitter = PromptFitter(tokenizer, context_length, truncate)
+        self._fitter = PromptFitter(tokenizer, context_length, truncate, context_reason)
 
     @property
     def truncated(self) -> int:
@@ -287,8 +289,7 @@ class Encoder:
             if params.logprob_start_len > len(fitted):
                 problem = f"must not exceed the prompt's {len(fitted)} tokens, got {params.logprob_start_len}"
                 raise RowError(ErrorCode.INVALID_FIELD, f"`logprob_start_len` {problem}", "logprob_start_len")
-            room = self._context - len(fitted)
-            limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+            limit = self._fitter.new_tokens(len(fitted), params.max_new_tokens)
             if params.returns_prompt_values:
                 self._limits.check(params.return_hidden_states, params.return_routed_experts, len(fitted), limit)
             embeds, stored = self._embeds(prompt, len(fitted)), self._stored(prompt, fitted, len(fitted))
@@ -342,7 +343,7 @@ class Encoder:
             return text
         part = self._texts.long.part(text, "start")
         if not part.is_whole and (self._truncate == "none" or name != "suffix"):
-            message = f"`{name}` {_size(text, part)}, and the context is {self._context}; shorten it"
+            message = f"`{name}` {_size(text, part)}, and {self._fitter.context}; shorten it"
             raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, name)
         return part.text
 

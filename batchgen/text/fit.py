@@ -34,12 +34,16 @@ class PromptFitter:
         tokenizer: the model's tokenizer.
         context_length: most tokens of prompt and output together.
         truncate: side on which prompts that are too long are cut, "none" to refuse them.
+        reason: why the context ends before the model's own does, so that rows past it are refused; empty: it does not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context_length: int, truncate: Truncate) -> None:
+    def __init__(self, tokenizer: Tokenizer, context_length: int, truncate: Truncate, reason: str = "") -> None:
         self._tokenizer = tokenizer
         self._context = context_length
         self._truncate = truncate
+        self._reason = reason
+        self.context = f"the context is {context_length}" + (f" ({reason})" if reason else "")
+        """The context in words, for messages."""
         self.truncated = 0
         """Number of prompts that were truncated."""
 
@@ -65,8 +69,8 @@ class PromptFitter:
             return ids[:start]
         if self._truncate == "none" or keep < 1:
             message = (
-                f"the prompt has {start} tokens, the text to score {len(ids) - start}, and the context is "
-                f"{self._context}; shorten them, or allow --truncate left or right"
+                f"the prompt has {start} tokens, the text to score {len(ids) - start}, and {self.context}; "
+                "shorten them, or allow --truncate left or right"
             )
             raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
         return self._cut(prompt, ids[:start], keep)
@@ -102,9 +106,21 @@ class PromptFitter:
         wanted = _DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
         return self._context - max(1, min(wanted, self._context // 2))
 
+    def new_tokens(self, count: int, max_new_tokens: int | None) -> int:
+        """Most tokens to generate after a prompt of `count` tokens, cut to the context.
+
+        Raises:
+            RowError: `context_length_exceeded`: they are past a context that ends before the model's own does.
+        """
+        room = self._context - count
+        if max_new_tokens is not None and max_new_tokens > room and self._reason:
+            message = f"the prompt has {count} tokens, `max_new_tokens` is {max_new_tokens}, and {self.context}"
+            raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message}; give less", "max_new_tokens")
+        return room if max_new_tokens is None else min(max_new_tokens, room)
+
     def too_long(self, size: str, remedy: str) -> RowError:
         """The `context_length_exceeded` error of a prompt; `size`: such as "has 9 tokens"."""
-        message = f"the prompt {size}, and the context is {self._context}, which leaves no room"
+        message = f"the prompt {size}, and {self.context}, which leaves no room"
         return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
 
 

@@ -151,17 +151,20 @@ class Greedy:
         np.testing.assert_allclose(got, self.logprobs[prompt][settled], atol=1e-4, rtol=0)
 
 
-def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int, *, use_cache: bool = True) -> Greedy:
+def eager_greedy(
+    folder: Path, prompts: list[list[int]], new_tokens: int, *, use_cache: bool = True, padded: int = PADDED
+) -> Greedy:
     """Greedy ids and logprobs of transformers' `generate`, with eager attention in float32 and without stops.
 
     `use_cache`: whether it goes on from keys, values and states; else it computes all tokens at each.
 
-    Prompts of similar length share a batch, padded on the left; attention weights of the padding are exactly 0.
+    Prompts of similar length share a batch, padded on the left to multiples of `padded`; attention weights of the
+    padding are exactly 0.
     """
     model = eager_model(folder)
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
-        by_length[-(-len(prompt) // PADDED) * PADDED].append(i)
+        by_length[-(-len(prompt) // padded) * padded].append(i)
     result = Greedy([[] for _ in prompts], [[] for _ in prompts], [0 for _ in prompts])
     for length, members in by_length.items():
         padding = [length - len(prompts[i]) for i in members]

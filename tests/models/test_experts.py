@@ -17,7 +17,7 @@ from batchgen.kernels.moe import Gating
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.base import CaptureSpec, ModelInput
 from batchgen.models.library import load as hf_load
-from batchgen.models.library.experts import ExpertsSlot, install_experts
+from batchgen.models.library.layers.experts import ExpertsSlot, install_experts
 from batchgen.models.library.load_test import Expected
 from batchgen.models.library.probe import ProbeAttention
 from tests.models.loading import load_model

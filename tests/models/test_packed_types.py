@@ -27,7 +27,7 @@ REFUSED: dict[str, str] = {
         "recurrent state",
     ),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), "recurrent state"),
-    **dict.fromkeys(("dots3_note", "glm5_next", "hy_v4_vl", "minimax_m3_vl", "mistral_large4"), "learned index"),
+    "glm5_next": "recurrent state",
     "unlimited_ocr": "layers of type reference_sliding_attention",
     **dict.fromkeys(("inkling2", "inkling2_loop", "inkling_mm_model"), "attention interface"),
     **dict.fromkeys(("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop"), "encoder"),

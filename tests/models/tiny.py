@@ -111,6 +111,10 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 12,
     "head_dim": 8,
 }
+_INDEX: dict[str, Any] = {**_MLA, "index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+_SHARED_INDEX = {**_INDEX, "indexer_types": ["full", "shared", "full"]}
+SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note_text", "minimax_m3_vl_text")
+"""Types whose attention selects the best 64 keys by a learned index."""
 _FULL = ["full_attention"] * 3
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
@@ -141,6 +145,19 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": _FULL} for name in ("qwen3_5_moe_text", "qwen3_5_text")},
     **{name: {**_MLA, "layer_types": _FULL} for name in ("bailing_hybrid", "kimi_linear")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3", "sarvam_mla"), _MLA),
+    **dict.fromkeys(("deepseek_v32", "axk2"), _INDEX),
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), _SHARED_INDEX),
+    "dots3_note_text": {**_INDEX, "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_block_size": 8,
+        "index_topk_blocks": 8,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "dense_intermediate_size": 96,
+        "shared_intermediate_size": 48,
+        "rotary_dim": 8,
+    },
     "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4},
 }
 

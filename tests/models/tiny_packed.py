@@ -54,6 +54,14 @@ _SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1]}
 _IMAGE_CODES = {"vocabulary_map": {"<image>": 5, **{f"IMGIMG{letter}Z": 10 + ord(letter) for letter in "ABCDEFGH"}}}
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "mistral4": by_type("deepseek_v3"),
+    "mistral_large4_text": by_type("glm_moe_dsa")
+    | {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2, "kv_source_layers": [0, 0, 2, 3]},
+    "hy_v4_vl_text": by_type("hy_v4")
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "minimax_m3_vl_text": by_type("minimax_m3_vl_text"),
+    "dots3_note_text": by_type("dots3_note_text"),
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 3, "adapter_in_dim": 64, "adapter_out_dim": 64},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "chameleon": _IMAGE_CODES,
     "emu3": _IMAGE_CODES,

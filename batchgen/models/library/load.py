@@ -25,9 +25,10 @@ from batchgen.models.base import ModelInput, ModelSpec, windows_within
 from batchgen.models.checkpoint.folder import ModelFolder, placed
 from batchgen.models.checkpoint.stored_tensors import check_library_tensors, check_unread, tower_test
 from batchgen.models.checkpoint.weights import LazyWeight, WeightReader
-from batchgen.models.library.experts import ExpertsSlot, install_experts
 from batchgen.models.library.fused_projections import stack_projections
 from batchgen.models.library.latent import store_latents
+from batchgen.models.library.layers.experts import ExpertsSlot, install_experts
+from batchgen.models.library.layers.sparse import see_every_key
 from batchgen.models.library.load_test import Expected, library_logits
 from batchgen.models.library.lora import check_visited, library_sites, wrap_adapted
 from batchgen.models.library.media_config import media_traits
@@ -58,6 +59,7 @@ from batchgen.models.library.text import (
 from batchgen.models.lora.config import Adapter
 from batchgen.models.lora.fit import Sites, fit_adapters
 
+_INDEXED: Final = "past it a learned index selects the keys of attention, which is not supported"
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 """Tolerance of the relative difference of a token's logits: rounding, and routing near ties, may differ."""
 
@@ -83,10 +85,11 @@ def transformers_spec(
         renamed = renamed_keys(whole, folder) if text_runs_alone(folder) else None
         check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
         model = causal_part(whole)
-        _use_our_attention(model)
+        limit = _use_our_attention(model)
         sites = library_sites(model)
         fitted = fit_adapters(adapters, sites, tower_test(folder))
         store_latents(model)
+        longest, context = context, min(context, limit or context)
         uses, states, hooks = _probe_layers(model, context)
     text, contexts = decoder_config(config), library_contexts(decoder_config(config))
     traits = media_traits(folder)
@@ -97,6 +100,7 @@ def transformers_spec(
         hidden_size=int(text.hidden_size),
         num_layers=len(uses),
         context_length=context,
+        context_reason=_INDEXED if context < longest else "",
         kv_layers=tuple(use.kv for use in uses),
         dtype=dtype,
         device=device,
@@ -156,8 +160,8 @@ def meta_model(config: Any, cls: Any) -> Any:
     return model.eval()
 
 
-def _use_our_attention(model: Any) -> None:
-    """Let the text decoder of a causal part attend through batchgen's attention."""
+def _use_our_attention(model: Any) -> int | None:
+    """Let the text decoder of a causal part attend through batchgen's attention; returns `see_every_key` of it."""
     register_attention()
     decoder = text_decoder(model)
     if decoder is None:
@@ -170,6 +174,7 @@ def _use_our_attention(model: Any) -> None:
     for module in (model, decoder):
         # Some forwards search every batch for padding, which would wait for the device. Some classes check assignments.
         vars(module.config)["pad_token_id"] = None
+    return see_every_key(decoder)
 
 
 def _run_empty(model: Any) -> tuple[HookedModel, ModelInput, ProbeAttention]:

@@ -17,7 +17,7 @@ from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, scale_products
 from batchgen.kernels.moe import ExpertPairs, moe_experts
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.checkpoint.weights import WeightReader
-from batchgen.models.library.experts import experts_of, is_experts
+from batchgen.models.library.layers.experts import experts_of, is_experts
 from batchgen.models.lora.adapters import (
     AdaptedEnds,
     adapted_ends,

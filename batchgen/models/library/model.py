@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention, AttentionArgs
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
-from batchgen.models.library.experts import ExpertsSlot
 from batchgen.models.library.latent import absorbed_projection
+from batchgen.models.library.layers.experts import ExpertsSlot
+from batchgen.models.library.layers.sparse import NO_MASK
 from batchgen.models.library.load_test import cache_keyword
 from batchgen.models.library.lora import LoraSlot
 from batchgen.models.library.module_discovery import ModelHooks, find_hooks, number_shared_layers
@@ -71,7 +72,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: object,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -85,7 +86,7 @@ def _attend(
         attention = None if slot is None else slot.attention
     if attention is None:
         raise KeywordDropped
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not NO_MASK:
         raise ModelError(f"{type(module).__name__} passes its own mask to attention, which is not supported.")
     unsupported = [name for name, argument in others.items() if argument is not None and name not in _IGNORED_ARGUMENTS]
     if unsupported:
