@@ -16,69 +16,29 @@ from batchgen.models.native.config import NATIVE_TYPES, NativeUnsupported, parse
 Implementation = Literal["native", "transformers"]
 Requested = Literal["auto", "native", "transformers"]
 
-_OWN_ATTENTION: Final = "its attention in transformers does not go through the attention interface"
-_RECURRENT: Final = "it keeps a recurrent state in addition to keys and values"
-_SPARSE: Final = "it selects the keys of its attention by a learned index"
-_ENCODER: Final = "it is an encoder, or needs one"
-_POSITIONS: Final = "it counts positions from its padding id, over the whole input"
-_DRAFT: Final = "it drafts tokens for another model, whose states it reads"
-_ACTIONS: Final = "it writes actions of a robot, and has no language head"
-_DIFFUSION: Final = "it denoises blocks of tokens instead of writing one token after another"
-_CONDITIONED: Final = "its decoder reads what is packed with it at every token, so text alone does not run"
 _REASONS: Final[dict[str, str]] = {
-    _OWN_ATTENTION: (
-        "bloom cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese hrm_text inkling inkling_text "
-        "inkling_mm_model inkling2 inkling2_text inkling2_loop inkling2_loop_text mpt openai-gpt xglm xlm "
-        "xlnet reformer blt"
+    "it keeps a recurrent state in addition to keys and values": "rwkv xlstm",
+    "it denoises blocks of tokens instead of writing one token after another": "diffusion_gemma",
+    "its decoder reads what is packed with it at every token, so text alone does not run": (
+        "blip evolla idefics kyutai_speech_to_text voxtral_realtime"
     ),
-    _RECURRENT: "rwkv xlstm",
-    _SPARSE: "deepseek_v4",
-    _ENCODER: (
-        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod distilbert modernbert t5 mt5 umt5 "
-        "bart mbart marian pegasus bigbird_pegasus blenderbot blenderbot-small plbart prophetnet mvp whisper trocr "
-        "musicgen musicgen_melody moshi git"
+    "it counts positions from its padding id, over the whole input": "kosmos-2 kosmos-2.5",
+    "it selects summaries of several keys by a learned index, which are not stored": (
+        "deepseek_v4 glm5_next qwen4_exp qwen4_exp_text"
     ),
-    _DIFFUSION: "diffusion_gemma",
-    _CONDITIONED: "blip evolla idefics kyutai_speech_to_text voxtral_realtime",
-    _POSITIONS: "kosmos-2 kosmos-2.5",
-    _DRAFT: "gemma4_assistant gemma4_unified_assistant",
-    _ACTIONS: "pi0",
+    "it groups its tokens into patches, whose bounds it computes from the whole input": "blt",
+    "it needs the language of each row, whose adapters it has": "xmod",
+    "it drafts tokens for another model, whose states it reads": "gemma4_assistant gemma4_unified_assistant",
 }
+"""Reasons that no forward without weights shows -> the types."""
 _UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-HYBRIDS: Final = (
-    "jamba", "bamba", "zamba", "zamba2", "recurrent_gemma", "nemotron_h", "lfm2", "lfm2_moe", "lfm3",
-    "granitemoehybrid", "kimi_linear", "minimax", "olmo_hybrid", "bailing_hybrid", "qwen3_next", "qwen3_5",
-    "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text", "zaya",
-)  # fmt: skip
-"""Types some of whose layers are recurrent unless their configuration says otherwise."""
-_HYBRID_KEYS: Final = (
-    "layer_types", "layers_block_type", "attn_layer_indices", "attn_layer_period", "hybrid_override_pattern",
-    "block_types", "full_attn_idxs", "full_attention_interval", "layer_group_size", "linear_attn_config",
-)  # fmt: skip
-"""Keys that say which layers of a hybrid type are recurrent. The library derives the type of each layer from them."""
-MIXERS: Final = (
-    "lfm2", "lfm2_moe", "lfm3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini",
-    "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "mamba2", "zamba2", "kimi_linear", "bailing_hybrid",
-    "jamba", "mamba", "falcon_mamba", "zamba",
-)  # fmt: skip
-"""Hybrid types whose recurrent layers run."""
-_NAMED_BY_WHOLE: Final = ("minimax_m3_vl",)
-"""Types for whose stored names the library has rules in the class of the whole checkpoint alone."""
-_LAYER_TYPES: Final = (
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "attention",
-    "indexed_attention",
-    "minimax_m3_sparse",
-)
-_NOT_ATTENTION: Final = {
-    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "recurrent", "hybrid", "hybrid_sliding"), _RECURRENT),
-    "conv": _RECURRENT,
-    **dict.fromkeys(("mlp", "moe"), "a layer without attention is not supported"),
+_SETTINGS: Final[dict[tuple[str, object], str]] = {
+    ("prefix_lm", True): "the tokens of a prompt see one another (prefix_lm)",
+    ("recurrent_kv_cache_mode", "last_loop"): "loops see what later ones have stored (recurrent_kv_cache_mode)",
 }
-"""Type of a layer -> why it is not supported."""
+"""Values of the text decoder's configuration -> why models with them are not supported."""
+_NAMED_BY_WHOLE: Final = ("minimax_m3_vl", "nemo_speechlm")
+"""Types for whose stored names the library has rules in the class of the whole checkpoint alone."""
 
 
 def choose_implementation(
@@ -142,6 +102,9 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     for kind in (name, part):
         if kind in _UNSUPPORTED:
             raise ModelError(f"The architecture {kind} is not supported: {_UNSUPPORTED[kind]}. Use another model.")
+    for (key, value), reason in _SETTINGS.items():
+        if text.get(key) == value:
+            raise ModelError(f"The architecture {name} is not supported: {reason}. Use another model.")
     if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
         raise ModelError(f"The architecture {name} is an encoder-decoder, which is not supported. Use a decoder.")
     alone = is_nested(config) and part in causal_lm_types()
@@ -150,29 +113,6 @@ def _check_supported(config: Mapping[str, Any]) -> None:
     if config.get("auto_map") and not known:
         raise ModelError(
             f"The architecture {name} needs code from its folder, which batchgen never runs. Use another model."
-        )
-    if name in HYBRIDS and name not in MIXERS and not any(text.get(key) for key in _HYBRID_KEYS):
-        raise ModelError(f"The architecture {name} is not supported: {_RECURRENT}. Use another model.")
-    check_layer_types(name, text.get("layer_types") or text.get("layers_block_type"))
-
-
-def check_layer_types(name: str, types: Any) -> None:
-    """Check that all layers are attention, whatever the architecture `name` is called.
-
-    Args:
-        name: the `model_type`.
-        types: the type of each layer, or None if the configuration does not list them.
-
-    Raises:
-        ModelError: a layer has another type; the message says what is missing.
-    """
-    listed = [str(kind) for kind in types] if isinstance(types, list | tuple) else []
-    others = [] if name in MIXERS else sorted(set(listed) - set(_LAYER_TYPES))
-    if others:
-        count, reason = listed.count(others[0]), _NOT_ATTENTION.get(others[0], "their computation is not known here")
-        raise ModelError(
-            f"The architecture {name} is not supported: it has layers of type {others[0]} ({count} of {len(listed)}): "
-            f"{reason}. Use another model."
         )
 
 

@@ -10,19 +10,12 @@ import pytest
 from batchgen.engine.engine import Engine
 from batchgen.errors import DeviceError, UsageError
 from tests.engine.reference import assert_same, eager_greedy, save_with_words, shared_prefix_prompts
-from tests.models.tiny import VOCAB
+from tests.models.tiny import LINEAR, VOCAB
 
 NEW = 12
 SIZE = 4
 _CONV = {"layer_types": ["conv", "full_attention", "conv"]}
-_DELTA = {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}
-_LINEAR = {"layer_types": _DELTA["layer_types"]}
+_LINEAR = {"layer_types": LINEAR["layer_types"]}
 _KIMI = {**_LINEAR, "linear_num_heads": 2, "linear_head_dim": 16, "head_dim": 8}
 _SSD = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 8}
 _SCAN = {"mamba_d_state": 8, "mamba_dt_rank": 4}
@@ -32,8 +25,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "lfm2": {**_CONV, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**_CONV, "num_dense_layers": 1},
     "lfm3": _CONV,
-    "lara_mini": {name: value for name, value in _DELTA.items() if name != "layer_types"},
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _DELTA),
+    "lara_mini": {name: value for name, value in LINEAR.items() if name != "layer_types"},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), LINEAR),
     "granitemoehybrid": {**_LINEAR, **_SSD},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
@@ -60,7 +53,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "zamba": {**_SCAN, **_SHARED},
 }
 """Type -> fields of its tiny configuration, with recurrent layers."""
-LARGE_STATES = {**_DELTA, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+LARGE_STATES = {**LINEAR, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:

@@ -16,6 +16,7 @@ from batchgen.kernels.grouped import attention_of
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool, PagedAttention
 from batchgen.models.base import Model, ModelInput, ModelSpec
+from batchgen.models.library.probe import ProbeAttention
 
 LENGTHS = (3, 19, 11, 1, 26)
 """Sequence lengths, shorter and longer than the tiny models' window."""
@@ -63,12 +64,16 @@ def packed_logits(
     -1.
     """
     got: list[list[Tensor]] = [[] for _ in sequences]
+    states = ProbeAttention()  # recurrent states alone
+    states.starts = [0] * len(sequences)
     for step in schedule([len(s) for s in sequences], seed):
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
         positions = torch.cat([torch.arange(start, end) for _, start, end in step])
         of_token = None if adapters is None else np.concatenate([np.full(end - at, adapters[i]) for i, at, end in step])
         lora = None if of_token is None else lora_step(of_token, HOST)
-        inputs = ModelInput(ids, positions, attention([(i, end - start) for i, start, end in step]), lora=lora)
+        states.parts = tuple((i, end - start) for i, start, end in step)
+        kept = states.states.on(ids.device, len(ids)) if model.spec.states else None
+        inputs = ModelInput(ids, positions, attention(list(states.parts)), lora=lora, states=kept)
         hidden = model.hidden(inputs)
         assert hidden.shape == (len(ids), model.spec.hidden_size)
         assert hidden.dtype == model.spec.dtype

@@ -16,7 +16,7 @@ from batchgen.errors import ModelError
 from batchgen.models.check import check_model
 from batchgen.models.checkpoint.folder import check_model_folder
 from batchgen.models.checkpoint.text_part import find_text_tensors
-from batchgen.models.library.load import text_class
+from batchgen.models.library.meta import text_class
 from batchgen.models.library.text import is_unread, read_transformers_config
 from batchgen.models.native.config import NATIVE_TYPES, parse_native_config
 from tests.models.dense_attention import DenseCache

@@ -44,7 +44,8 @@ MORE_TYPES = (
     "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
     "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash",
     "minicpm3", "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe",
-    "modernbert-decoder", "sarvam_mla", "sarvam_moe", "seed_oss", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
+    "modernbert-decoder", "ctrl", "diffllama", "hrm_text", "dory", "gemma3n_text", "moshi", "dbrx",
+    "cohere_compass_text", "sarvam_mla", "sarvam_moe", "seed_oss", "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
 )  # fmt: skip
 """Further supported types, tested by the slow tests."""
 
@@ -115,6 +116,14 @@ _INDEX: dict[str, Any] = {**_MLA, "index_topk": 64, "index_head_dim": 16, "index
 _SHARED_INDEX = {**_INDEX, "indexer_types": ["full", "shared", "full"]}
 SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note_text", "minimax_m3_vl_text")
 """Types whose attention selects the best 64 keys by a learned index."""
+LINEAR: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""Fields of types with a gated delta rule, and with attention in the layer between."""
 _FULL = ["full_attention"] * 3
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
@@ -145,6 +154,22 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     **{name: {"layer_types": _FULL} for name in ("qwen3_5_moe_text", "qwen3_5_text")},
     **{name: {**_MLA, "layer_types": _FULL} for name in ("bailing_hybrid", "kimi_linear")},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3", "sarvam_mla"), _MLA),
+    "hrm_text": {"H_cycles": 2, "L_cycles": 1, "prefix_lm": False},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3},
+    "moshi": {"sliding_window": 512},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 3,
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 2.0},
+        "ffn_config": {"ffn_hidden_size": 96},
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
     **dict.fromkeys(("deepseek_v32", "axk2"), _INDEX),
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), _SHARED_INDEX),
     "dots3_note_text": {**_INDEX, "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"]},

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tests.models.tiny import by_type, common_fields, tiny_model
+from tests.models.tiny import LINEAR, by_type, common_fields, tiny_model
 
 _TOWERS: dict[str, Any] = {
     "depth": 2,
@@ -49,15 +49,25 @@ _TOWERS: dict[str, Any] = {
     "num_global_layers": 1,
 }
 """Values for every tower that has the field."""
-_SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1]}
+_SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1], 2: [1, 1, 0]}
 """Frequencies of the three positions of multimodal rope, by the number of frequencies."""
 _IMAGE_CODES = {"vocabulary_map": {"<image>": 5, **{f"IMGIMG{letter}Z": 10 + ord(letter) for letter in "ABCDEFGH"}}}
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "mistral4": by_type("deepseek_v3"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), LINEAR),
     "mistral_large4_text": by_type("glm_moe_dsa")
     | {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2, "kv_source_layers": [0, 0, 2, 3]},
     "hy_v4_vl_text": by_type("hy_v4")
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+    "radio": {"video_temporal_patch_size": 2},
     "minimax_m3_vl_text": by_type("minimax_m3_vl_text"),
     "dots3_note_text": by_type("dots3_note_text"),
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 3, "adapter_in_dim": 64, "adapter_out_dim": 64},
@@ -81,15 +91,12 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
         "patch_sizes": [4, 4, 4, 4],
     },
     "emu3_vqgan": {"base_channels": 32, "codebook_size": 64, "channel_multiplier": [1, 1]},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-            for kind in ("full_attention", "sliding_attention")
-        }
-    },
+    "cohere_compass_text": by_type("cohere_compass_text"),
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 48, "sliding_window": None},
 }
 _BY_CLASS: dict[str, dict[str, Any]] = {
+    "Nemotron3_5TranscribeWordTimestampConfig": {"blank_token_id": 5},
+    "Nemotron3DiarizationHeadConfig": {"audio_hidden_size": 64},
     "FunAsrNanoAdaptorConfig": {"intermediate_size": 16},
     "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
 }

@@ -19,6 +19,8 @@ _TOWERS: Final = (
     "vision_config", "audio_config", "vision_encoder_config", "encoder_config", "protein_encoder_config", "vq_config",
 )  # fmt: skip
 _TIED: Final = "tie_word_embeddings"
+_EMBEDDINGS: Final = ("embed_tokens.weight", "embeddings.weight")
+"""Usual names of the token embedding inside a decoder, which may be stored under another one than the library's."""
 _SCOPES: Final = ("model", "language_model", "text_model", "llm", "thinker")
 """Names in front of those of the text decoder's modules, which differ between a checkpoint and its text part."""
 
@@ -85,6 +87,8 @@ def find_text_tensors(
         ModelError: several decoders are stored, and the names do not tell which one has the text.
     """
     stored = set(names)
+    usual = (embedding, *_EMBEDDINGS)
+    embedding = next((end for end in usual if any(f".{name}".endswith(f".{end}") for name in stored)), embedding)
     stems = sorted(name.removesuffix(embedding) for name in stored if f".{name}".endswith(f".{embedding}"))
     prefixes = [stem for stem in stems if any(name.startswith(f"{stem}layers.0.") for name in stored)] or stems
     if len(prefixes) > 1:

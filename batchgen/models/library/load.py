@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,47 +12,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.errors import ModelError, first_line, library_errors
+from batchgen.errors import ModelError, library_errors
 from batchgen.kernels.device import device_for
 from batchgen.kernels.lora import lora_step
-from batchgen.kernels.mixers.states import StateSize
 from batchgen.kernels.ops import TORCH_OPS
-from batchgen.kernels.types import LayerKV
-from batchgen.models.architectures import check_layer_types
-from batchgen.models.base import ModelInput, ModelSpec, windows_within
+from batchgen.models.base import ModelSpec, windows_within
 from batchgen.models.checkpoint.folder import ModelFolder, placed
 from batchgen.models.checkpoint.stored_tensors import check_library_tensors, check_unread, tower_test
 from batchgen.models.checkpoint.weights import LazyWeight, WeightReader
 from batchgen.models.library.fused_projections import stack_projections
 from batchgen.models.library.latent import store_latents
 from batchgen.models.library.layers.experts import ExpertsSlot, install_experts
-from batchgen.models.library.layers.sparse import see_every_key
 from batchgen.models.library.load_test import Expected, library_logits
 from batchgen.models.library.lora import check_visited, library_sites, wrap_adapted
 from batchgen.models.library.media_config import media_traits
-from batchgen.models.library.model import (
-    ATTENTION_NAME,
-    HookedModel,
-    KeywordDropped,
-    TransformersModel,
-    register_attention,
-    silence_library,
+from batchgen.models.library.meta import (
+    find_model_hooks,
+    hook_model,
+    meta_model,
+    probe_chunk,
+    probe_layers,
+    text_class,
+    use_our_attention,
 )
-from batchgen.models.library.module_discovery import ModelHooks
-from batchgen.models.library.probe import LayerUse, ProbeAttention
-from batchgen.models.library.rope import LibraryRope, freeze_rope
+from batchgen.models.library.model import HookedModel, TransformersModel, silence_library
+from batchgen.models.library.probe import ProbeAttention
+from batchgen.models.library.rope import LibraryRope
 from batchgen.models.library.text import (
     causal_part,
     decoder_config,
     is_unread,
-    library_class,
     library_contexts,
     renamed_keys,
-    skipped_blocks,
-    text_decoder,
     text_runs_alone,
-    unread_modules,
-    without_modules,
 )
 from batchgen.models.lora.config import Adapter
 from batchgen.models.lora.fit import Sites, fit_adapters
@@ -79,20 +69,18 @@ def transformers_spec(
             not read, or an adapter does not fit the model.
     """
     text = decoder_config(config)
-    check_layer_types(str(text.model_type), getattr(text, "layer_types", None))
     with silence_library():
         whole = meta_model(config, text_class(config))
         renamed = renamed_keys(whole, folder) if text_runs_alone(folder) else None
         check_library_tensors(whole, folder, int(text.num_hidden_layers), renamed, is_unread)
         model = causal_part(whole)
-        limit = _use_our_attention(model)
+        limit = use_our_attention(model)
         sites = library_sites(model)
         fitted = fit_adapters(adapters, sites, tower_test(folder))
         store_latents(model)
         longest, context = context, min(context, limit or context)
-        uses, states, hooks = _probe_layers(model, context)
-    text, contexts = decoder_config(config), library_contexts(decoder_config(config))
-    traits = media_traits(folder)
+        uses, states, hooks = probe_layers(model, context)
+    contexts, traits = library_contexts(text), media_traits(folder)
     return ModelSpec(
         name=str(config.model_type),
         implementation="transformers",
@@ -125,147 +113,6 @@ def transformers_spec(
     )
 
 
-def text_class(config: Any) -> Any:
-    """The library's class of a configuration, without the modules that text does not run.
-
-    Raises:
-        ModelError: the library cannot build it, or it cannot run with batchgen's attention.
-    """
-    cls = library_class(config)
-    if not config.sub_configs:
-        return cls
-    with silence_library():
-        model = meta_model(config, cls)
-        part = causal_part(model)
-        _use_our_attention(part)
-
-        def run() -> None:
-            hooked, inputs, _ = _run_empty(part)
-            with torch.no_grad():
-                hooked.logits(hooked.hidden(replace(inputs, attention=ProbeAttention())))
-
-        return without_modules(cls, unread_modules(model, run))
-
-
-def meta_model(config: Any, cls: Any) -> Any:
-    """The library's model of a configuration on the meta device, without weights.
-
-    Raises:
-        ModelError: the library cannot build it.
-    """
-    with library_errors(f"transformers cannot build this {config.model_type} model"), torch.device("meta"):
-        # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
-        model = cls._from_config(copy.deepcopy(config), dtype=torch.bfloat16)
-    freeze_rope(model)  # which would read positions
-    return model.eval()
-
-
-def _use_our_attention(model: Any) -> int | None:
-    """Let the text decoder of a causal part attend through batchgen's attention; returns `see_every_key` of it."""
-    register_attention()
-    decoder = text_decoder(model)
-    if decoder is None:
-        raise _unsupported(model.config, "it has no separate decoder")
-    part = model if decoder.config is model.config else decoder
-    if part._can_set_attn_implementation():
-        part.set_attn_implementation(ATTENTION_NAME)
-    if part.config._attn_implementation != ATTENTION_NAME:
-        raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
-    for module in (model, decoder):
-        # Some forwards search every batch for padding, which would wait for the device. Some classes check assignments.
-        vars(module.config)["pad_token_id"] = None
-    return see_every_key(decoder)
-
-
-def _run_empty(model: Any) -> tuple[HookedModel, ModelInput, ProbeAttention]:
-    """Run a model on the meta device; returns it with what it was run on."""
-    probe = ProbeAttention()
-    inputs = _chunk(torch.zeros(4, dtype=torch.int64, device="meta"), 0, 4, probe)
-    try:
-        return _hook(model, inputs), inputs, probe
-    except NotImplementedError:
-        # The forward reads values, such as the number of tokens per expert. Run it on uninitialised CPU tensors, whose
-        # pages are never written and need no memory.
-        probe = ProbeAttention()
-        inputs = _chunk(torch.zeros(4, dtype=torch.int64), 0, 4, probe)
-        return _hook(model.to_empty(device="cpu"), inputs), inputs, probe
-
-
-def _probe_layers(model: Any, context: int) -> tuple[list[LayerUse], tuple[tuple[StateSize, ...], ...], ModelHooks]:
-    """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
-    hooked, inputs, probe = _run_empty(model)
-    decoder = text_decoder(model)
-    sizes = probe.states.sizes
-    uses = _check_layers(decoder.config, context, probe.calls, skipped_blocks(decoder), bool(sizes))
-    states = tuple(tuple(sizes.get(layer, ())) for layer in range(len(uses))) if sizes else ()
-    return uses, states, _find_hooks(hooked, inputs)
-
-
-def _find_hooks(hooked: HookedModel, inputs: ModelInput) -> ModelHooks:
-    with torch.no_grad():
-        hooked.find_hooks(replace(inputs, attention=ProbeAttention()))
-    return hooked.hooks
-
-
-def _hook(model: Any, inputs: ModelInput) -> HookedModel:
-    """Wrap the model, with attention passed by keyword or by slot, whichever works; runs `inputs` once."""
-    for use_slot in (False, True):
-        hooked = HookedModel(model, use_slot=use_slot)
-        try:
-            with torch.no_grad():
-                hooked.hidden(inputs)
-            return hooked
-        except KeywordDropped:
-            continue
-        except (ModelError, NotImplementedError):
-            raise
-        except Exception as error:  # such a forward may raise anything
-            if inputs.input_ids.is_meta and "meta tensors" in str(error):  # it reads values
-                raise NotImplementedError(str(error)) from None
-            raise _unsupported(model.config, f"it cannot run on packed tokens ({first_line(error)})") from None
-    raise _unsupported(model.config, "its attention cannot be reached")
-
-
-def _unsupported(config: Any, reason: str) -> ModelError:
-    return ModelError(f"The architecture {config.model_type} is not supported: {reason}. Use another model.")
-
-
-_NO_ATTENTION: Final = LayerUse(LayerKV(0, 0, 0), None, 0)
-
-
-def _check_layers(
-    config: Any, context: int, calls: list[tuple[int, LayerUse]], skipped: int, hybrid: bool
-) -> list[LayerUse]:
-    """Check that each layer attends once, with the window of the configuration; returns the layers in order.
-
-    In a `hybrid` model layers may have states instead, or neither.
-    """
-    counts = Counter(layer for layer, _ in calls)
-    layers = int(config.num_hidden_layers) - skipped
-    if set(counts) != set(range(layers)) and not hybrid:
-        raise _unsupported(config, f"only {len(counts)} of its {layers} layers attend to separate keys and values")
-    if set(counts.values()) - {1}:
-        raise _unsupported(config, "a layer attends more than once")
-    by_layer = dict(calls)
-    uses = [by_layer.get(layer, _NO_ATTENTION) for layer in range(layers)]
-    _check_windows(config, context, [use.window for use in uses])
-    return uses
-
-
-def _check_windows(config: Any, context: int, passed: list[int | None]) -> None:
-    """Reject a model that applies its window by a mask only: batchgen's attention would ignore it."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if not window or window >= context or not getattr(config, "use_sliding_window", True):
-        return
-    sliding = (
-        [kind == "sliding_attention" for kind in kinds] if kinds else [any(w is None for w in passed)] * len(passed)
-    )
-    for layer, (slides, own) in enumerate(zip(sliding, passed, strict=False)):
-        if slides and own != window:
-            raise _unsupported(config, f"layer {layer} does not pass its window of {window} tokens to attention")
-
-
 def load_transformers(
     config: Any, spec: ModelSpec, folder: ModelFolder, adapters: Sequence[Adapter] = ()
 ) -> TransformersModel:
@@ -279,12 +126,13 @@ def load_transformers(
         rope, sites = LibraryRope(model, spec.context_length), library_sites(model)
         expected = library_logits(model, spec.vocab_size, spec.context_length, spec.num_layers, spec.device)
         ids = expected.ids
-        _use_our_attention(model)
+        use_our_attention(model)
         store_latents(model)
         stack_projections(model, spec.numbers.products)
         experts = install_experts(model)
-        hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
-        hooks = _find_hooks(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
+        probe = ProbeAttention()
+        hooked = hook_model(model, probe_chunk(ids, 0, 1, probe), probe)
+        hooks = find_model_hooks(hooked, probe_chunk(ids, 0, len(ids), ProbeAttention()))
         assert (len(hooks.blocks) or None, hooks.layers) == (spec.state_layers, spec.moe_layers), (
             "differs from the meta device"
         )
@@ -303,7 +151,7 @@ def _add_adapters(hooked: HookedModel, model: Any, ids: Tensor, adapters: Sequen
     hooked.renew_head(model)
     for index, adapter in enumerate(adapters):
         whole = lora_step(np.full(len(ids), index), device_for(ids.device))
-        inputs = replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole)
+        inputs = replace(probe_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole)
         check_visited(partial(hooked.hidden, inputs), hooked.lora, adapter, sites.head)
 
 
@@ -369,11 +217,6 @@ def library_model(
                 "config.json belongs to these weights."
             )
     return model, info
-
-
-def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:
-    states = probe.states.on(ids.device, end - start)
-    return ModelInput(ids[start:end], torch.arange(start, end, device=ids.device), probe, states=states)
 
 
 def _check_logits(hooked: HookedModel, spec: ModelSpec, expected: Expected) -> TransformersModel:

@@ -88,6 +88,9 @@ def _attend(
         raise KeywordDropped
     if attention_mask is not None and attention_mask is not NO_MASK:
         raise ModelError(f"{type(module).__name__} passes its own mask to attention, which is not supported.")
+    config = getattr(module, "config", None)
+    if getattr(config, "is_decoder", True) is False and getattr(module, "is_causal", True) is False:
+        raise ModelError(f"{type(module).__name__} sees later tokens too, as an encoder does, which is not supported.")
     unsupported = [name for name, argument in others.items() if argument is not None and name not in _IGNORED_ARGUMENTS]
     if unsupported:
         raise ModelError(f"{type(module).__name__} passes {unsupported[0]} to attention, which is not supported.")
@@ -104,7 +107,7 @@ def _attend(
         )
     q = query[0].transpose(0, 1)  # [T, N, D]
     chunk = _attention_chunk(module, layer)
-    kind = getattr(getattr(module, "config", None), "model_type", None)
+    kind = getattr(config, "model_type", None)
     out = attention.attend(
         layer,
         q if absorbed is None else absorbed.fold_query(q),
@@ -130,6 +133,19 @@ def _attention_chunk(module: nn.Module, layer: int) -> int | None:
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     return config.attention_chunk_size if config and kinds and kinds[layer] == "chunked_attention" else None
+
+
+class _Numbered:
+    """A step's `Attention` whose layers are the calls of a forward in order, whatever the modules' numbers are."""
+
+    def __init__(self, attention: Attention) -> None:
+        self._attention = attention
+        self._calls = 0
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+        """See `Attention.attend`."""
+        self._calls += 1
+        return self._attention.attend(self._calls - 1, query, key, value, args)
 
 
 class _Positions:
@@ -206,6 +222,8 @@ class HookedModel:
         self._feature_blocks = feature_blocks(model.config)
         self.counts_by_cache = False
         """Whether forwards get the positions through a cache too; for decoders that count by its length."""
+        self.attends_again = False
+        """Whether a module attends several times in a forward, as in loops over blocks: each call is a layer."""
         self.lora = LoraSlot()
         self.experts = ExpertsSlot()
         number_shared_layers(self._decoder)
@@ -232,13 +250,14 @@ class HookedModel:
 
     def _forward(self, inputs: ModelInput, **options: bool) -> Any:
         """Run the decoder; returns the library's output."""
-        keyword: dict[str, Any] = {} if self._slot is not None else {_KEYWORD: inputs.attention}
+        attention = _Numbered(inputs.attention) if self.attends_again else inputs.attention
+        keyword: dict[str, Any] = {} if self._slot is not None else {_KEYWORD: attention}
         # [1, T], or [A, 1, T] on several axes
         at = inputs.positions[None] if inputs.rope_positions is None else inputs.rope_positions[:, None]
         if self.counts_by_cache and self._cache_name is not None:
             keyword[self._cache_name] = _Positions(inputs.positions)
         if self._slot is not None:
-            self._slot.attention = inputs.attention
+            self._slot.attention = attention
         try:
             with (
                 self.lora.step_context(inputs.lora, len(inputs.input_ids), inputs.ops),

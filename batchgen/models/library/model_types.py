@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, Final
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import logging
 
 from batchgen.errors import ModelError
-from batchgen.models.architectures import HYBRIDS, MIXERS, causal_lm_types, choose_implementation, packed_types
+from batchgen.models.architectures import causal_lm_types, choose_implementation, packed_types, runs_alone
 from batchgen.models.checkpoint.text_part import is_packed, text_config
 from batchgen.models.library.media_config import UNSUPPORTED
+from batchgen.models.library.meta import check_config
+from batchgen.models.library.text import decoder_config
 
 HEAD: Final = ("type", "runs", "images and audio", "what runs, or the missing computation")
 COMPARED: Final = {
@@ -26,12 +29,13 @@ COMPARED: Final = {
 }
 """Items that types read -> the types for which tests compare them with transformers."""
 _MEDIA: Final = {name: kinds for kinds, names in COMPARED.items() for name in names.split()}
+_NOT_BUILT: Final = "not tried: the library cannot run its default configuration"
 _NAMES: Final = ("model.language_model.embed_tokens.weight", "model.language_model.layers.0.input_layernorm.weight")
 """Names of stored tensors, as in checkpoints with a text decoder and more."""
 
 
 def model_types(part: str) -> list[tuple[str, ...]]:
-    """A row of cells, as in `HEAD`, for each model type with `part` in its name, by default sizes of the library."""
+    """A row of cells, as in `HEAD`, for each model type with `part` in its name, by its default configuration."""
     wanted = part.lower().replace("-", "_")
     names = sorted({*causal_lm_types(), *packed_types()} & set(CONFIG_MAPPING))
     level = logging.get_verbosity()
@@ -50,23 +54,66 @@ def _row(name: str) -> tuple[str, ...]:
 
 def _outcome(name: str) -> tuple[str, str]:
     """(how checkpoints of a type run, what runs of them or the missing computation)."""
-    config = {**_default_config(name), "model_type": name}
+    config = _default_config(name)
+    values = {**({} if config is None else config.to_dict()), "model_type": name}
     try:
-        chosen = choose_implementation(config, "auto", _NAMES)
+        chosen = choose_implementation(values, "auto", _NAMES)
+        tried = chosen == "native" or config is None or _builds(config, alone=runs_alone(values, _NAMES))
     except ModelError as error:
-        words = str(error)
-        for end in (". Use", ", which"):
-            words = words.partition(end)[0]
-        return "no", words.partition("not supported: ")[2] or words.partition(f"{name} ")[2] or words
-    part = text_config(config).get("model_type")
-    if part in HYBRIDS and part not in MIXERS:
-        return chosen, "where the configuration names layers of attention alone"
-    return chosen, f"text, of `{part}`" if part not in (None, name) else "text" if is_packed(config) else ""
+        return "no", missing(name, error)
+    part = text_config(values).get("model_type")
+    parts = [f"text, of `{part}`"] if part not in (None, name) else ["text"] if is_packed(values) else []
+    return chosen, ", ".join(parts if tried else [*parts, _NOT_BUILT])
 
 
-def _default_config(name: str) -> dict[str, Any]:
+def missing(name: str, error: ModelError) -> str:
+    """The missing computation, of the error that refuses a checkpoint of a type."""
+    words = str(error)
+    for end in (". Use", ", which"):
+        words = words.partition(end)[0]
+    return words.partition("not supported: ")[2] or words.partition(f"{name} ")[2] or words
+
+
+def _default_config(name: str) -> Any:
     try:
-        config: dict[str, Any] = CONFIG_MAPPING[name]().to_dict()
+        return CONFIG_MAPPING[name]()
     except Exception:  # some classes need values, or refuse their own defaults
-        return {"is_encoder_decoder": "encoder-decoder" in name}
-    return config
+        return None
+
+
+def _builds(config: Any, *, alone: bool) -> bool:
+    """Check a type by few layers of its default configuration, else by all; whether the library builds one of them.
+
+    Raises:
+        ModelError: models of the type cannot run.
+    """
+    whole = decoder_config(config) if alone else getattr(config, "thinker_config", None) or config
+    for make in (few_layers, deepcopy):
+        try:
+            check_config(make(whole))
+            return True
+        except ModelError as error:
+            if not isinstance(error.__cause__, Exception):
+                raise
+        except Exception:  # a configuration that its class refuses, or weights that do not fit into memory
+            continue
+    return False
+
+
+def few_layers(config: Any) -> Any:
+    """A copy of a library configuration with the first layers alone, up to one of each type, and so for its parts."""
+    small = deepcopy(config)
+    layers: Any = getattr(small, "num_hidden_layers", None)
+    for key, value in list(vars(small).items()):
+        if isinstance(value, PreTrainedConfig):
+            setattr(small, key, few_layers(value))
+        elif type(value) is int and key != "num_hidden_layers" and ("layers" in key or key == "depth"):
+            setattr(small, key, min(value, 2))
+    if isinstance(layers, int):
+        kinds = list(getattr(small, "layer_types", None) or getattr(small, "layers_block_type", None) or ())
+        kept = min(layers, max(2, *(kinds.index(kind) + 1 for kind in (*kinds, *kinds))) if kinds else 2)
+        for key, value in list(vars(small).items()):
+            if isinstance(value, list | tuple) and len(value) == layers:
+                setattr(small, key, value[:kept])
+        small.num_hidden_layers = kept
+    return small

@@ -24,8 +24,9 @@ from batchgen.models.checkpoint.folder import ModelFolder
 from batchgen.models.checkpoint.stored_tensors import library_names
 from batchgen.models.checkpoint.text_part import unscoped
 from batchgen.models.checkpoint.weights import LazyWeight, WeightReader
-from batchgen.models.library.load import library_model, meta_model
+from batchgen.models.library.load import library_model
 from batchgen.models.library.media_config import media_config
+from batchgen.models.library.meta import meta_model
 from batchgen.models.library.model import silence_library
 from batchgen.models.library.text import causal_part, library_class, text_decoder
 from batchgen.models.lora.adapters import adapter_reader, read_tensor
