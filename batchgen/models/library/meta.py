@@ -123,9 +123,8 @@ def probe_layers(model: Any, context: int) -> tuple[list[LayerUse], tuple[tuple[
         ModelError: a layer computes what batchgen does not know.
     """
     hooked, inputs, probe = _run_empty(model)
-    decoder = text_decoder(model)
     sizes = probe.states.sizes
-    uses = _check_layers(decoder, context, probe.calls, sizes)
+    uses = _check_layers(text_decoder(model), context, probe)
     states = tuple(tuple(sizes.get(layer, ())) for layer in range(len(uses))) if sizes else ()
     return uses, states, find_model_hooks(hooked, inputs)
 
@@ -141,6 +140,7 @@ def hook_model(model: Any, inputs: ModelInput, probe: ProbeAttention) -> HookedM
     """Wrap the model, with attention passed by keyword or by slot, whichever works; runs `inputs` on `probe` once."""
     for use_slot in (False, True):
         hooked = HookedModel(model, use_slot=use_slot)
+        probe.calls.clear()
         try:
             with torch.no_grad():
                 hooked.hidden(inputs)
@@ -169,7 +169,8 @@ def check_config(config: Any) -> None:
         limit = use_our_attention(model)
         store_latents(model)
         longest = getattr(decoder_config(config), "max_position_embeddings", None)
-        probe_layers(model, min(filter(None, (longest, limit)), default=_TOKENS))
+        probe = _run_empty(model)[2]
+        _check_layers(text_decoder(model), min(filter(None, (longest, limit)), default=_TOKENS), probe)
 
 
 def _unsupported(config: Any, reason: str) -> ModelError:
@@ -179,20 +180,19 @@ def _unsupported(config: Any, reason: str) -> ModelError:
 _NO_ATTENTION: Final = LayerUse(LayerKV(0, 0, 0), None, 0)
 
 
-def _check_layers(
-    decoder: Any, context: int, calls: list[tuple[int, LayerUse]], sizes: Mapping[int, Sequence[StateSize]]
-) -> list[LayerUse]:
+def _check_layers(decoder: Any, context: int, probe: ProbeAttention) -> list[LayerUse]:
     """Check that each layer attends or has states, with the window of the configuration; returns the layers in order.
 
     Where a module attends several times, each time is a layer.
     """
+    calls, sizes = probe.calls, probe.states.sizes
     config, by_layer = decoder.config, dict(calls)
     layers = range(int(config.num_hidden_layers) - skipped_blocks(decoder))
     _check_states(decoder, sizes)
     if len(by_layer) < len(calls):
         if sizes:
             raise _unsupported(config, "a layer attends more than once, and others keep a recurrent state")
-        _check_windows(config, context, [by_layer[layer].window for layer in sorted(by_layer)])
+        _check_windows(config, context, by_layer)
         return [use for _, use in calls]
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""] * len(layers)
     for layer, kind in zip(layers, kinds, strict=False):
@@ -202,9 +202,8 @@ def _check_layers(
             named = kind or (*owners, "unknown")[0]
             problem = f"it has layers of type {named} ({list(kinds).count(kind)} of {len(layers)})"
             raise _unsupported(config, f"{problem}, whose computation is not known here")
-    uses = [by_layer.get(layer, _NO_ATTENTION) for layer in layers]
-    _check_windows(config, context, [use.window for use in uses])
-    return uses
+    _check_windows(config, context, by_layer)
+    return [by_layer.get(layer, _NO_ATTENTION) for layer in layers]
 
 
 def _check_states(decoder: Any, sizes: Mapping[int, Sequence[StateSize]]) -> None:
@@ -219,17 +218,15 @@ def _number(module: Any) -> int | None:
     return layer if isinstance(layer, int) else None
 
 
-def _check_windows(config: Any, context: int, passed: list[int | None]) -> None:
+def _check_windows(config: Any, context: int, uses: Mapping[int, LayerUse]) -> None:
     """Reject a model that applies its window by a mask only: batchgen's attention would ignore it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not window or window >= context or not getattr(config, "use_sliding_window", True):
         return
-    sliding = (
-        [kind == "sliding_attention" for kind in kinds] if kinds else [any(w is None for w in passed)] * len(passed)
-    )
-    for layer, (slides, own) in enumerate(zip(sliding, passed, strict=False)):
-        if slides and own != window:
+    for layer, use in uses.items():
+        slides = kinds[layer] == "sliding_attention" if kinds else any(other.window is None for other in uses.values())
+        if slides and use.window != window:
             raise _unsupported(config, f"layer {layer} does not pass its window of {window} tokens to attention")
 
 

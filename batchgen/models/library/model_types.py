@@ -58,7 +58,8 @@ def _outcome(name: str) -> tuple[str, str]:
     values = {**({} if config is None else config.to_dict()), "model_type": name}
     try:
         chosen = choose_implementation(values, "auto", _NAMES)
-        tried = chosen == "native" or config is None or _builds(config, alone=runs_alone(values, _NAMES))
+        alone = runs_alone(values, _NAMES)
+        tried = chosen == "native" or (config is not None and _builds(config, alone=alone))
     except ModelError as error:
         return "no", missing(name, error)
     part = text_config(values).get("model_type")
@@ -82,36 +83,36 @@ def _default_config(name: str) -> Any:
 
 
 def _builds(config: Any, *, alone: bool) -> bool:
-    """Check a type by few layers of its default configuration, else by all; whether the library builds one of them.
+    """Check a type by a few layers of its default configuration, which the library may fail to build: whether it does.
 
     Raises:
         ModelError: models of the type cannot run.
     """
     whole = decoder_config(config) if alone else getattr(config, "thinker_config", None) or config
-    for make in (few_layers, deepcopy):
-        try:
-            check_config(make(whole))
-            return True
-        except ModelError as error:
-            if not isinstance(error.__cause__, Exception):
-                raise
-        except Exception:  # a configuration that its class refuses, or weights that do not fit into memory
-            continue
-    return False
+    try:
+        check_config(_few_layers(whole))
+    except ModelError as error:
+        if not isinstance(error.__cause__, Exception):
+            raise
+        return False
+    except Exception:  # a configuration that its class refuses, or weights that do not fit into memory
+        return False
+    return True
 
 
-def few_layers(config: Any) -> Any:
-    """A copy of a library configuration with the first layers alone, up to one of each type, and so for its parts."""
+def _few_layers(config: Any) -> Any:
+    """A copy of a library configuration with the first layers alone, up to two of each type, and so for its parts."""
     small = deepcopy(config)
     layers: Any = getattr(small, "num_hidden_layers", None)
     for key, value in list(vars(small).items()):
         if isinstance(value, PreTrainedConfig):
-            setattr(small, key, few_layers(value))
+            setattr(small, key, _few_layers(value))
         elif type(value) is int and key != "num_hidden_layers" and ("layers" in key or key == "depth"):
             setattr(small, key, min(value, 2))
     if isinstance(layers, int):
         kinds = list(getattr(small, "layer_types", None) or getattr(small, "layers_block_type", None) or ())
-        kept = min(layers, max(2, *(kinds.index(kind) + 1 for kind in (*kinds, *kinds))) if kinds else 2)
+        ends = [place + 1 for place, kind in enumerate(kinds) if kinds[:place].count(kind) < 2]
+        kept = min(layers, max([2, *ends]))
         for key, value in list(vars(small).items()):
             if isinstance(value, list | tuple) and len(value) == layers:
                 setattr(small, key, value[:kept])
