@@ -1,4 +1,4 @@
-"""Models that select the keys of attention by a learned index, as far as it selects all, against transformers."""
+"""Attention of further kinds, against transformers: by a learned index, as far as it selects all keys, and in loops."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from tests.models.tiny import SPARSE_TYPES, VOCAB
 
 NEW = 12
 LIMIT = 64
-COMMON = ("deepseek_v32", "minimax_m3_vl_text")
-"""Types that every run of the tests covers: one that selects single keys, and one that selects blocks of them."""
+COMMON = ("deepseek_v32", "minimax_m3_vl_text", "dory")
+"""Types that every run of the tests covers: single keys, blocks of keys, and loops."""
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
     return Engine(str(folder), dtype="float32", page_size=4, **options)
 
 
-@pytest.mark.parametrize(
-    "model_type", [t if t in COMMON else pytest.param(t, marks=pytest.mark.slow) for t in SPARSE_TYPES]
-)
-def test_rows_up_to_the_limit_equal_the_full_forward(model_type: str, tmp_path: Path) -> None:
-    """Together; shuffled in small chunks; the longest one alone."""
-    folder = save_with_words(model_type, tmp_path)
+def marked(names: tuple[str, ...]) -> list[Any]:
+    return [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def check(model_type: str, folder: Path) -> None:
+    """Rows together, the longest one alone, and all shuffled in small chunks."""
+    save_with_words(model_type, folder)
     prompts = shared_prefix_prompts(8, VOCAB, seed=3)
     prompts.append((prompts[0] * LIMIT)[: LIMIT - NEW])
     expected = eager_greedy(folder, prompts, NEW, use_cache=False, padded=1)  # padding would move blocks of keys
@@ -35,6 +36,16 @@ def test_rows_up_to_the_limit_equal_the_full_forward(model_type: str, tmp_path: 
     expected.check(engine, prompts, everything)
     expected.check(engine, prompts, [len(prompts) - 1])
     expected.check(engine_of(folder, max_tokens_per_step=24, max_num_seqs=8), prompts, everything[::-1])
+
+
+@pytest.mark.parametrize("model_type", marked(SPARSE_TYPES))
+def test_an_index_that_selects_all_keys_equals_the_full_forward(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", marked(("dory", "hrm_text", "diffllama")))
+def test_modules_that_attend_several_times_equal_the_full_forward(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
 
 
 def test_longer_rows_are_errors_that_name_the_limit(tmp_path: Path) -> None:
