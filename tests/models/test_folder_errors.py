@@ -126,7 +126,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
         configure(architectures=["LlamaForSequenceClassification"]),
         "not a causal language model",
     ),
-    "encoder-decoder": (configure(model_type="t5", is_encoder_decoder=True), "t5 is not supported"),
+    "encoder-decoder": (configure(model_type="t5", is_encoder_decoder=True), "t5 is an encoder-decoder"),
     "unknown decoder": (
         configure(model_type="new_vl", text_config={"model_type": "new_text"}),
         "new_text is not supported",
@@ -135,10 +135,6 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "rope": (configure(rope_parameters={"rope_type": "linear", "rope_theta": 1.0}), "rope type 'linear' has a missing"),
     "no heads": (configure(num_attention_heads=None), "num_attention_heads must be a positive integer"),
     "odd heads": (configure(num_key_value_heads=3), "cannot share 3 kv heads"),
-    "layer type": (
-        configure(model_type="qwen3", layer_types=["linear_attention"] * 3),
-        "layers of type linear_attention",
-    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "pickles": (only("pytorch_model.bin"), "Convert it once"),
     "gguf": (only("model.gguf"), "GGUF"),

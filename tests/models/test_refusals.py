@@ -47,6 +47,7 @@ def test_types_are_read_from_the_library() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_head": 4, "n_layer": 2}, "does not go through the attention interface"),
+    "qwen3": ({"layer_types": ["linear_attention"] * 3}, "KeyError: 'linear_attention'"),
     "doge": ({}, "passes its own mask to attention"),
     "hrm_text": ({"prefix_lm": True}, "the tokens of a prompt see one another"),
     "bert": ({}, "sees later tokens too, as an encoder does"),

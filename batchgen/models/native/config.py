@@ -163,21 +163,26 @@ def _contexts(read: _Reader, max_positions: int) -> Contexts:
     return contexts_of(read.model_type, max_positions, rope, original if type(original) is int else None)
 
 
+_LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+
+
 def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
+    types = read.values.get("layer_types")
+    if isinstance(types, list) and any(kind not in _LAYER_TYPES for kind in types):
+        raise NativeUnsupported("The native decoder does not have these layer_types.")
     if read.model_type == "llama" or read.values.get("sliding_window") is None:
         return (None,) * layers
     window = read.integer("sliding_window")
     if read.model_type == "mistral":
-        if read.values.get("layer_types"):
+        if types:
             raise NativeUnsupported("The native decoder does not read layer_types of a Mistral model.")
         return (window,) * layers
     if not read.flag("use_sliding_window"):
         return (None,) * layers
-    types = read.values.get("layer_types")
     if types is None:
         full = read.integer("max_window_layers", 28) if read.values.get("max_window_layers") != 0 else 0
         return tuple(window if i >= full else None for i in range(layers))
-    if len(types) < layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    if len(types) < layers:
         raise NativeUnsupported("The native decoder does not have these layer_types.")
     return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
 
