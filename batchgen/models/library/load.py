@@ -196,6 +196,8 @@ def _probe_layers(model: Any, context: int) -> tuple[list[LayerUse], tuple[tuple
     hooked, inputs, probe = _run_empty(model)
     decoder = text_decoder(model)
     sizes = probe.states.sizes
+    if any(0 in size.shape for layer in sizes.values() for size in layer):
+        raise _unsupported(decoder.config, "a recurrent layer has a state of size 0")
     uses = _check_layers(decoder.config, context, probe.calls, skipped_blocks(decoder), bool(sizes))
     states = tuple(tuple(sizes.get(layer, ())) for layer in range(len(uses))) if sizes else ()
     return uses, states, _find_hooks(hooked, inputs)
