@@ -207,8 +207,11 @@ def _is_of_machine(error: Exception) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error, and the first line of its message, shortened."""
-    line = (str(error).strip().splitlines() or [""])[0][:_MAX_MESSAGE].rstrip(".")
+    """The type of an error, and the first line of its message, with the next where it ends with a colon; shortened."""
+    first, *others = str(error).strip().splitlines() or [""]
+    if first.endswith(":") and others:
+        first += f" {others[0].strip()}"
+    line = first[:_MAX_MESSAGE].rstrip(".")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 

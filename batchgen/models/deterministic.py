@@ -21,7 +21,7 @@ from batchgen.errors import UsageError
 from batchgen.kernels.attention.spans import SpanAttention
 from batchgen.kernels.attention.torch_attention import TorchAttention, product_heights
 from batchgen.kernels.backend import DETERMINISTIC, Backend
-from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.cpu.library import DTYPES, loaded, missing
 from batchgen.kernels.device import HOST
 from batchgen.kernels.grouped import GroupedAttention
 from batchgen.kernels.lora import LoraSegment, LoraStep
@@ -50,10 +50,11 @@ def deterministic_model(model: Model, backend: Backend) -> Model:
             "`--deterministic`: an adapter (--lora) changes more than linear layers, and such products depend on the "
             "batch; leave the option out, or merge the adapter into the model"
         )
-    if model.spec.states and not loaded():
+    if model.spec.states and not (loaded() and model.spec.dtype in DTYPES):
+        reason = missing() or f"they do not compute {str(model.spec.dtype).removeprefix('torch.')}"
         raise UsageError(
-            f"`--deterministic`: the recurrent layers of a {model.spec.name} model need compiled kernels "
-            f"({missing()}); leave the option out"
+            f"`--deterministic`: the recurrent layers of a {model.spec.name} model need compiled kernels ({reason}); "
+            "leave the option out"
         )
     if backend.name == "compiled":
         if _probe_bits(model, backend) is None:

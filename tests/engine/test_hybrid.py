@@ -60,7 +60,7 @@ LARGE_STATES = {**LINEAR, "linear_key_head_dim": 64, "linear_value_head_dim": 64
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
-    return Engine(str(folder), dtype="float32", page_size=SIZE, **{"max_tokens_per_step": 2048, **options})
+    return Engine(str(folder), page_size=SIZE, **{"dtype": "float32", "max_tokens_per_step": 2048, **options})
 
 
 _SLOW = (
@@ -153,6 +153,8 @@ def test_what_states_do_not_allow_is_refused(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, kv_memory="1MiB")
     with pytest.raises(UsageError, match=r"holds 3 recurrent states of 1[0-9]+\.[0-9] KiB, at least 6 are needed"):
         list(engine.generate([{"input_ids": [3]}]))
+    with pytest.raises(UsageError, match=r"compiled kernels \(they do not compute float16\); leave the option"):
+        engine_of(tmp_path, dtype="float16", deterministic=True)
 
 
 def test_states_and_pages_share_the_memory(tmp_path: Path) -> None:

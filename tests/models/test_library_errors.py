@@ -16,6 +16,7 @@ PanicException = type("PanicException", (BaseException,), {})
     ("error", "words"),
     [
         (Exception("no <unk>.\nMore."), "Exception: no <unk>"),
+        (ValueError("field 'size':\n  TypeError: a string.\nMore."), "ValueError: field 'size': TypeError: a string"),
         (KeyError(), "KeyError"),
         (OSError(errno.ENOENT, "no such file"), r"FileNotFoundError: .Errno 2. no such file"),
         (PanicException("index out of range"), "PanicException: index out of range"),

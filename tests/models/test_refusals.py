@@ -71,6 +71,14 @@ def test_refusals_name_what_the_code_of_the_library_does(name: str, tmp_path: Pa
             read(tmp_path, dtype="float32", device="cpu", max_model_len=64)
 
 
+def test_a_state_of_size_0_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    save_tiny("mamba", tmp_path, num_hidden_layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "state_size": 0}))
+    with pytest.raises(ModelError, match="mamba is not supported: a recurrent layer has a state of size 0"):
+        inspect_model(tmp_path, dtype="float32", device="cpu")
+
+
 BROKEN_VALUES: list[dict[str, Any]] = [
     {"num_hidden_layers": -1},
     {"num_hidden_layers": "three"},

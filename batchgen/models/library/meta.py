@@ -124,6 +124,8 @@ def probe_layers(model: Any, context: int) -> tuple[list[LayerUse], tuple[tuple[
     """
     hooked, inputs, probe = _run_empty(model)
     sizes = probe.states.sizes
+    if any(0 in size.shape for layer in sizes.values() for size in layer):
+        raise _unsupported(model.config, "a recurrent layer has a state of size 0")
     uses = _check_layers(text_decoder(model), context, probe)
     states = tuple(tuple(sizes.get(layer, ())) for layer in range(len(uses))) if sizes else ()
     return uses, states, find_model_hooks(hooked, inputs)
