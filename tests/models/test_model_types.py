@@ -27,7 +27,6 @@ ALIASES = {"gpt-sw3"}
 """Names of a type that has another one."""
 BY_SETTING: dict[str, dict[str, Any]] = {
     "hrm_text": {"prefix_lm": True},
-    "minimax": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
 }
 """Types that run, but not with these values, which they have by default."""
 UNLIKE = {"florence2", "inkling_mm_model"}
