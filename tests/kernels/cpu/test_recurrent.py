@@ -31,3 +31,19 @@ def test_a_convolution_takes_weights_in_float32() -> None:
     torch.testing.assert_close(whole, torch.nn.functional.silu(expected).bfloat16())
     assert torch.equal(convolved(7, 13), whole)
     assert torch.equal(convolved(*range(1, 60)), whole)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_run() -> None:
+    """The size of a state is not a multiple of a vector."""
+    runs = chunk_batches([[Run(0, 3, 0, 1)], [Run(3, 6, 0, 2)]], HOST)
+    x, ones = torch.randn(6, 5), torch.ones(6, 3)
+    results = []
+    for first in (1.0, torch.nan, torch.inf):
+        x[:3] = first
+        states = torch.zeros(3, 5, 3)
+        out = DETERMINISTIC.ops.selective_scan(x, torch.ones(6, 5), -torch.ones(5, 3), ones, ones, states, runs)
+        results.append((out[3:], states[2]))
+    assert results[0][0].isfinite().all()
+    for out, state in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(state, results[0][1])

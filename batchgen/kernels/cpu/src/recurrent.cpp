@@ -178,6 +178,7 @@ void selective_scan(const SelectiveScan& s, int thread, int threads) {
         const int64_t first = block * BLOCK, count = std::min(BLOCK, C - first);
         const bool again = s.runs.slots == nullptr;
         const float* source = s.states + (s.runs.sources[run] * C + first) * N;
+        std::fill(state.begin(), state.end(), 0.0f);  // behind N, too, where a NaN of another run would stay
         for (int64_t i = 0; i < count; i++) std::copy_n(source + i * N, N, &state[i * wide]);
         for (int64_t t = 0; t < s.runs.lengths[run]; t++) {
             const int64_t token = s.runs.rows[run * s.runs.longest] + t;
