@@ -32,7 +32,7 @@ class _CausalConv(Structure):
     _fields_ = (
         ("runs", _Runs),
         *fields(c_void_p, "x weight bias states out"),
-        *fields(c_int64, "channels width silu dtype"),
+        *fields(c_int64, "channels width silu dtype weight_dtype"),
     )
 
 
@@ -69,11 +69,11 @@ def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batches: Sequence[RunBatch], activation: str | None
 ) -> Tensor:
     """See `mixers.conv.causal_conv`."""
-    if x.dtype not in DTYPES or not x.dtype == weight.dtype == states.dtype:
+    if x.dtype not in DTYPES or x.dtype != states.dtype or weight.dtype not in (x.dtype, torch.float32):
         return conv.causal_conv(x, weight, bias, states, batches, activation)
     x, taps, out = x.contiguous(), weight.T.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     tensors = map(address, (x, taps, bias, states, out))
-    sizes = (x.shape[1], weight.shape[1], activation is not None, DTYPES[x.dtype])
+    sizes = (x.shape[1], weight.shape[1], activation is not None, DTYPES[x.dtype], DTYPES[weight.dtype])
     _call(library().bg_causal_conv, _CausalConv, batches, *tensors, *sizes)
     return out
 

@@ -22,11 +22,11 @@ struct Runs {
 struct CausalConv {
     Runs runs;
     const void *x;       // [T, C]
-    const void *weight;  // [K, C]
-    const void *bias;    // [C] or null
+    const void *weight;  // [K, C] of `weight_dtype`, in which sums are rounded
+    const void *bias;    // [C] of the same, or null
     void *states;        // [P, K, C]
     void *out;           // [T, C]
-    int64_t channels, width, silu, dtype;
+    int64_t channels, width, silu, dtype, weight_dtype;
 };
 
 struct LinearAttention {
@@ -74,11 +74,11 @@ struct Columns {
     }
 };
 
-template <class T>
+template <class T, class W>
 void causal_conv(const CausalConv& c, int thread, int threads) {
     const int64_t C = c.channels, K = c.width;
-    const T *x = static_cast<const T*>(c.x), *weight = static_cast<const T*>(c.weight);
-    const T* bias = static_cast<const T*>(c.bias);
+    const T* x = static_cast<const T*>(c.x);
+    const W *weight = static_cast<const W*>(c.weight), *bias = static_cast<const W*>(c.bias);
     std::vector<float> window(K * BLOCK);  // the last K inputs, as a ring
     for_each_unit(c.runs, round_up(C, BLOCK) / BLOCK, thread, threads, [&](int64_t run, int64_t block) {
         const int64_t first = block * BLOCK, start = c.runs.rows[run * c.runs.longest];
@@ -103,7 +103,7 @@ void causal_conv(const CausalConv& c, int thread, int threads) {
                     acc = fused(load(&window[(oldest + k) % K * BLOCK + v * LANES]),
                                 columns.load(weight + k * C + first, v), acc);
                 if (c.silu) {
-                    acc = rounded<T>(acc);
+                    acc = rounded<W>(acc);
                     acc = acc / (1.0f + exp(-acc));
                 }
                 columns.store(static_cast<T*>(c.out) + token, v, acc);
@@ -178,6 +178,7 @@ void selective_scan(const SelectiveScan& s, int thread, int threads) {
         const int64_t first = block * BLOCK, count = std::min(BLOCK, C - first);
         const bool again = s.runs.slots == nullptr;
         const float* source = s.states + (s.runs.sources[run] * C + first) * N;
+        std::fill(state.begin(), state.end(), 0.0f);  // behind N, too, where a NaN of another run would stay
         for (int64_t i = 0; i < count; i++) std::copy_n(source + i * N, N, &state[i * wide]);
         for (int64_t t = 0; t < s.runs.lengths[run]; t++) {
             const int64_t token = s.runs.rows[run * s.runs.longest] + t;
@@ -214,8 +215,9 @@ void bg_causal_conv(const bg::CausalConv* c, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), count = omp_get_num_threads();
-        if (c->dtype) bg::causal_conv<bg::bf16>(*c, thread, count);
-        else bg::causal_conv<float>(*c, thread, count);
+        if (c->dtype && c->weight_dtype) bg::causal_conv<bg::bf16, bg::bf16>(*c, thread, count);
+        else if (c->dtype) bg::causal_conv<bg::bf16, float>(*c, thread, count);
+        else bg::causal_conv<float, float>(*c, thread, count);
     }
 }
 
