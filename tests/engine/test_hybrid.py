@@ -64,6 +64,9 @@ def engine_of(folder: Path, **options: Any) -> Engine:
 
 
 _SLOW = (
+    "olmo_hybrid",
+    "lara_mini",
+    "bailing_hybrid",
     "lfm2_moe",
     "lfm3",
     "qwen3_5_text",

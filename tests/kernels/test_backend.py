@@ -16,14 +16,13 @@ from batchgen.kernels import chips, measure
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, choose_backend
 from batchgen.kernels.cpu.library import loaded, missing
-from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS
+from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS, TILED_OPS
 from batchgen.kernels.flash.attention import FlashAttention
 from batchgen.kernels.gpu import ops as gpu_ops
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.matmul import linear
 from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS, TRITON_OPS
-from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import TypicalStep
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import LayerKV
@@ -340,4 +339,4 @@ def test_a_deterministic_run_of_a_native_model_on_a_cpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "missing", lambda: "there is no compiler")
     alone = choose_backend("auto", needs)
     assert alone.description == "torch, batch-invariant (no compiled: there is no compiler)"
-    assert alone.ops is INVARIANT_OPS
+    assert alone.ops is TILED_OPS
