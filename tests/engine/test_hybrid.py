@@ -151,6 +151,13 @@ def test_states_are_computed_once_however_few_slots_there_are(tmp_path: Path) ->
     assert few.last_run.scheduler.stats.peak_states < plenty.last_run.scheduler.stats.peak_states
 
 
+def test_convolutions_have_the_activation_of_the_configuration(tmp_path: Path) -> None:
+    save_with_words("mamba", tmp_path, **TYPES["mamba"], hidden_act="gelu")
+    prompts = shared_prefix_prompts(4, VOCAB, seed=7)
+    expected = eager_greedy(tmp_path, prompts, NEW, use_cache=False)
+    expected.check(engine_of(tmp_path), prompts, list(range(len(prompts))))
+
+
 def test_what_states_do_not_allow_is_refused(tmp_path: Path) -> None:
     save_with_words("qwen3_next", tmp_path, **LARGE_STATES)
     engine = engine_of(tmp_path, kv_memory="1MiB")

@@ -130,8 +130,16 @@ def _conv(
     states, batches = step.next_state(StateSize((weight.shape[1], weight.shape[0]), exact=False))
     if x.is_meta:
         return torch.empty_like(x)
-    rows = x[0].T.contiguous()
-    return step.ops.causal_conv(rows, weight, bias, states, batches, activation).T[None]
+    known = activation if activation in ("silu", "swish") else None
+    out = step.ops.causal_conv(x[0].T.contiguous(), weight, bias, states, batches, known).T[None]
+    return out if known == activation else _library_activation(activation)(out)
+
+
+def _library_activation(name: str | None) -> Callable[[Tensor], Tensor]:
+    from transformers.activations import ACT2FN
+
+    found: Callable[[Tensor], Tensor] = ACT2FN[name]
+    return found
 
 
 def _delta_rule(
