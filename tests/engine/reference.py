@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -144,6 +145,18 @@ class Greedy:
         rows = [{"input_ids": prompts[i], "sampling_params": params, "return_logprob": True} for i in members]
         for i, completion in zip(members, engine.generate(rows, ordered=True), strict=True):
             self.assert_same(i, completion)
+
+    def check_preempted(self, engine: Any, prompts: list[list[int]], patch: pytest.MonkeyPatch) -> None:
+        """Generate all prompts in a cache of four rows, which are admitted freely: some are preempted."""
+        positions = 4 * (max(map(len, prompts)) + len(self.ids[0]))
+        with patch.context() as limited:
+            limited.setattr("batchgen.engine.engine.pool_pages", lambda *_: positions // engine.config.page_size)
+            limited.setattr(engine, "order", "tree")
+            limited.setattr(engine, "admission", "free")
+            self.check(engine, prompts, list(range(len(prompts))))
+        stats = engine.last_run.scheduler.stats
+        assert stats.preemptions > 0
+        assert stats.recomputed_tokens > 0
 
     def assert_same(self, prompt: int, result: Completion) -> None:
         """Equal ids and logprobs, up to the prompt's first near tie."""

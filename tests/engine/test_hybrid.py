@@ -96,13 +96,7 @@ def test_hybrids_equal_the_full_forward(model_type: str, tmp_path: Path, monkeyp
 
     engine = engine_of(folder, max_tokens_per_step=24, max_num_seqs=8)
     expected.check(engine, prompts, everything[::-1])
-    with monkeypatch.context() as patch:
-        patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 4 * (len(prompts[longest]) + NEW) // SIZE)
-        patch.setattr(engine, "order", "tree")
-        patch.setattr(engine, "admission", "free")
-        expected.check(engine, prompts, everything)
-    assert engine.last_run.scheduler.stats.preemptions > 0
-    assert engine.last_run.scheduler.stats.recomputed_tokens > 0
+    expected.check_preempted(engine, prompts, monkeypatch)
 
 
 @pytest.mark.parametrize(

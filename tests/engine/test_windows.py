@@ -50,13 +50,7 @@ def test_windows_equal_eager(model_type: str, tmp_path: Path, monkeypatch: pytes
     assert alone.scheduler.stats.peak_window_pages <= 24 // SIZE + ROW < alone.scheduler.stats.peak_pages
     expected.check(engine, prompts, everything[::-1])
 
-    with monkeypatch.context() as patch:
-        patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 4 * (len(prompts[longest]) + NEW) // SIZE)
-        patch.setattr(engine, "order", "tree")
-        patch.setattr(engine, "admission", "free")
-        expected.check(engine, prompts, everything)
-    assert engine.last_run.scheduler.stats.preemptions > 0
-    assert engine.last_run.scheduler.stats.recomputed_tokens > 0
+    expected.check_preempted(engine, prompts, monkeypatch)
 
 
 def test_what_rows_return_does_not_depend_on_lost_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
