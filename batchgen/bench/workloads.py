@@ -437,9 +437,9 @@ _DEMO_NAMES: Final = {"task_rows": "count", "pictures": "count", "instruction_to
 """Key -> field of `DemoWorkload`, where they differ."""
 
 
-def _named(*names: str) -> dict[str, Workload]:
-    """Named workloads of random ids."""
-    loaded = {name: load_workload(_DEFINITIONS / f"{name}.toml") for name in names}
+def _named(*names: str, folder: str = "") -> dict[str, Workload]:
+    """Named workloads of random ids, in a folder of the definitions."""
+    loaded = {name: load_workload(_DEFINITIONS / folder / f"{name}.toml") for name in names}
     return {name: workload for name, workload in loaded.items() if isinstance(workload, Workload)}
 
 
@@ -447,7 +447,7 @@ WORKLOADS = _named("unique", "shared-prefix", "few-shot-tree", "mixed-lengths")
 """Default workloads, in this order."""
 MORE_WORKLOADS = _named("multi-turn", "n-samples", "json-constrained", "logprobs", "hidden-states", "many-loras")
 """Workloads of other trees and of special rows; they run if named, or with `all`."""
-HYBRID_WORKLOADS = _named("hybrid-prefix", "hybrid-unshared")
+HYBRID_WORKLOADS = _named("hybrid-prefix", "hybrid-unshared", folder="hybrid")
 """Workloads for models with recurrent layers; they run only if named."""
-GPU_WORKLOADS = _named("w-nano", "w-prefix", "w-unshared", "w-tree")
+GPU_WORKLOADS = _named("w-nano", "w-prefix", "w-unshared", "w-tree", folder="gpu")
 """Workloads sized for a GPU; they run only if named, because a CPU takes hours."""

@@ -128,7 +128,7 @@ def test_adapters_rotate_over_the_rows() -> None:
 
 def test_every_definition_has_the_name_of_its_file() -> None:
     """Figures refer to the files by the workloads' names."""
-    files = {path.stem: load_workload(path) for path in DEFINITIONS.glob("*.toml")}
+    files = {path.stem: load_workload(path) for path in DEFINITIONS.rglob("*.toml")}
     assert {name: workload.name for name, workload in files.items()} == {name: name for name in files}
     assert files.keys() == {*WORKLOADS, *MORE_WORKLOADS, *HYBRID_WORKLOADS, *GPU_WORKLOADS, "demo", "pictures"}
     assert all(find_workload(name) == workload for name, workload in files.items())
