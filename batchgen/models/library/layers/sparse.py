@@ -55,7 +55,7 @@ def _limit(indexer: Any) -> int:
     if isinstance(blocks, int) and isinstance(size, int):
         keys = blocks * size
     if not isinstance(keys, int):
-        raise ModelError(f"{type(indexer).__name__} selects keys in a way that is not supported.")
+        raise ModelError(f"{type(indexer).__name__} selects keys in a way that is not supported. Use another model.")
     return keys
 
 
