@@ -212,7 +212,8 @@ class EngineConfig:
     )
     max_num_seqs: int | None = ENGINE.option(
         None,
-        "Most sequences in the running batch; the default is 256, or --max-tokens-per-step if that is less. "
+        "Most sequences in the running batch; the default is 256, and on a GPU what its memory holds at expected "
+        "lengths, up to 1024 (2048 for models of at most 1.3 billion parameters). --max-tokens-per-step limits both. "
         "Example: --max-num-seqs 64",
         int_range(1),
     )

@@ -166,7 +166,7 @@ class TokenSpool(_Spool):
     def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Append the ids of a prompt."""
         # `array` is faster than numpy for lists, and much slower for numpy arrays.
-        values = np.asarray(ids, np.int32) if isinstance(ids, np.ndarray) else array("i", ids)
+        values = array("i", ids) if isinstance(ids, list) else np.asarray(ids, np.int32)
         self._write(values.tobytes())
         self._count += len(values)
 

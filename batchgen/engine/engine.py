@@ -291,7 +291,11 @@ class Engine:
         if spec.unscaled_context is not None:
             self.scaled_positions = table.longest > spec.unscaled_context if scaled is None else scaled
             self.model.fit_positions(spec.context_length if self.scaled_positions else spec.unscaled_context)
-        workload, limits = self._plan(table, done), step_limits(self.config, spec.device)
+        workload = self._plan(table, done)
+        if spec.device.type == "cuda":
+            self.last_run = None  # its pool takes the memory that is left
+        memory = device_memory(spec.device) if self.config.max_num_seqs is None else None
+        limits = step_limits(self.config, spec, workload, memory)
         resources = self.resources(workload, limits)
         pool, cache = self._pool_for(workload, resources, limits)
         workload, scheduler = self._schedule(workload, cache, resources.backend, record)

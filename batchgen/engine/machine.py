@@ -5,20 +5,41 @@ from __future__ import annotations
 import torch
 
 from batchgen.config.engine_config import EngineConfig
+from batchgen.engine.memory.kv_budget import DeviceMemory, rows_held
+from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import cpu_quota
+from batchgen.models.base import ModelSpec
+
+_SMALL = 1_300_000_000
+"""Most parameters of a model whose steps of twice as many rows and tokens still take little memory and time."""
 
 _THREADS_BEFORE: dict[int, int] = {}
 """Number of threads set by an engine -> number of threads before that."""
 
 
-def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """(max_num_seqs, max_tokens_per_step): the options, or defaults of the device that fit the given one."""
-    cuda = device.type == "cuda"
+def step_limits(
+    config: EngineConfig, spec: ModelSpec, workload: JobWorkload | None = None, memory: DeviceMemory | None = None
+) -> tuple[int, int]:
+    """(max_num_seqs, max_tokens_per_step): the options, or defaults of the device that fit the given one.
+
+    On a GPU as many rows run at once as its `memory`, with the weights loaded, holds of those of `workload`, up to a
+    number that depends on the model's size; without the two, that number.
+    """
     seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
+    # Many rows spread the cost of a step. On a CPU, a step's activations should fit into the last-level cache.
+    most, width = (256, 1024)
+    if spec.device.type == "cuda":
+        most, width = gpu_limits(spec.parameters)
     if seqs is None:
-        seqs = min(256, tokens or 256)  # many rows per step spread the cost of a step in Python
-    # On a CPU, a step's activations should fit into the last-level cache.
-    return seqs, tokens or max(8192 if cuda else 1024, seqs)
+        seqs = min(most, tokens or most)
+        if spec.device.type == "cuda" and workload is not None and memory is not None and workload.samples.any():
+            seqs = min(seqs, rows_held(workload, spec, config.page_size, config.kv_budget, memory))
+    return seqs, tokens or max(width, seqs)
+
+
+def gpu_limits(parameters: int) -> tuple[int, int]:
+    """Most rows and tokens of a step by default on a GPU, of a model of so many parameters."""
+    return (2048, 16384) if parameters <= _SMALL else (1024, 8192)
 
 
 def prepare_device(config: EngineConfig) -> None:

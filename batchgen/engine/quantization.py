@@ -109,7 +109,7 @@ def _pays(sizes: Mapping[WeightSize, int], config: EngineConfig, spec: ModelSpec
     """Whether stored numbers are worth keeping on a GPU."""
     if spec.parameters * spec.dtype.itemsize > _FITS * torch.cuda.mem_get_info(spec.device)[0]:
         return True
-    rows, tokens = step_limits(config, spec.device)
+    rows, tokens = step_limits(config, spec)
     step = ProductStep(spec.device, spec.dtype, device_timer(spec.device))
     pays = grouped_weights_pay(sizes, [(rows, _DECODE_STEPS), (tokens, 1.0)], step)
     torch.cuda.empty_cache()  # weights are read into it next

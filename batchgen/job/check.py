@@ -21,7 +21,7 @@ from batchgen.config.units import STDIN
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.store.work_folder import output_paths
 from batchgen.engine.machine import step_limits
-from batchgen.engine.memory.kv_budget import cache_groups, state_group, with_job_windows
+from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, state_group, with_job_windows
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.job.clock import set_clock
 from batchgen.job.display.console import SafeConsole
@@ -265,7 +265,7 @@ def _plan(setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerSta
     bytes of keys and values by kind of layers.
     """
     engine = setup.config.engine
-    page_size, (sequences, tokens) = engine.page_size, step_limits(engine, setup.spec.device)
+    page_size, (sequences, tokens) = engine.page_size, step_limits(engine, setup.spec, workload, _memory(setup))
     limits = SchedulerConfig(_ALL_PAGES, page_size, sequences, tokens)
     kinds = workload.kinds(repeats_end=engine.stop_on_repeat is not None)
     draws = workload.max_tokens
@@ -285,6 +285,14 @@ def _plan(setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerSta
             most = [0 if isinstance(group, HeldGroup) else counts.kv_peak_pages for group in groups]
             pages = list(map(max, pages, most))
     return counts, simulate(order, workload.samples, draws, limits), bytes_by_kind(groups, pages)
+
+
+def _memory(setup: Setup) -> DeviceMemory | None:
+    """The memory of a GPU next to the weights, which are not loaded; None: there is no GPU."""
+    if setup.spec.device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    memory = device_memory(setup.spec.device)
+    return replace(memory, free=max(0, memory.free - setup.weight_bytes))
 
 
 def _lag(setup: Setup, groups: int) -> int:

@@ -109,7 +109,7 @@ def estimate_memory(setup: Setup, workload: JobWorkload, kv_bytes: int, tower_by
         weights += head
     step = 0
     if workload.samples.any():
-        limits = step_limits(engine, spec.device)
+        limits = step_limits(engine, spec)
         step = expected_bytes(spec, dummy_run(workload, spec, engine.page_size, *limits))
     program = int(psutil.Process().memory_info().rss)
     media = tower_bytes + most_media_bytes(workload.table, spec.features_size)

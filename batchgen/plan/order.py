@@ -281,11 +281,22 @@ def _interval(
     output = float(expected[live].mean())
     if expected[live].max() > _SIMILAR_RATIO * output:
         return 0.0
+    shared, each = pages_held(tree, samples, expected, config.page_size)
+    return output / max(1.0, min(config.max_num_seqs, (config.num_pages - shared) / each))
+
+
+def pages_held(
+    tree: PrefixTree,
+    samples: npt.NDArray[np.integer[Any]],
+    expected: npt.NDArray[np.integer[Any]],
+    page_size: int,
+) -> tuple[int, float]:
+    """Pages of the longest shared prefix, and those of a sample next to it, on average halfway through its output."""
+    live = samples > 0
     node = tree.node_of_request[live]
     own = np.where(samples[live] > 1, 0, tree.end[node] - tree.start[node])
-    shared = int((tree.end[node] - own).max()) // config.page_size
-    each = (float(own.mean()) + output / 2) / config.page_size + 0.5
-    return output / max(1.0, min(config.max_num_seqs, (config.num_pages - shared) / each))
+    shared = int((tree.end[node] - own).max()) // page_size
+    return shared, (float(own.mean()) + float(expected[live].mean()) / 2) / page_size + 0.5
 
 
 def _last_stretch(tree: PrefixTree, row: int, config: SchedulerConfig) -> int:

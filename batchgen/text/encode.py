@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +29,7 @@ from batchgen.request.fields.prompts import (
 )
 from batchgen.request.rows.parser import derive_seed
 from batchgen.request.table.request_table import ParsedRow
-from batchgen.text.fit import FillInTheMiddle, PromptFitter, Truncate, find_fim
+from batchgen.text.fit import FillInTheMiddle, Ids, PromptFitter, Truncate, find_fim
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.param_checks import check_params
 from batchgen.text.placing import Ints, stored_ids
@@ -58,7 +59,7 @@ class EncodedPrompt(NamedTuple):
     """One tokenized prompt of a row, ready to plan."""
 
     prompt_index: int
-    ids: list[int]
+    ids: Ids
     max_new_tokens: int
     """Effective limit, clipped to the context length."""
     seed: int
@@ -238,12 +239,13 @@ class Encoder:
             if isinstance(given_text, str):
                 self._part(name, given_text)
         for index, (prompt, result) in enumerate(zip(row.prompts, results, strict=True)):
-            text, ids = self._known(*result)
+            text, given = self._known(*result)
+            ids = list(given)
             end = self._end_behind_cut(*result)
             for number, joined in enumerate(join_texts(self._tokenizer, end or text, ids, row.completions)):
                 if end is not None:
                     joined = PromptWithText(ids + joined.ids[joined.start :], len(ids))
-                whole = self._add_bos(row, prompt, joined.ids)
+                whole = list(self._add_bos(row, prompt, joined.ids))
                 if ids[: len(bos)] == bos != whole[: len(bos)]:
                     whole = bos + whole  # of a conversation whose beginning was cut off
                 start = joined.start + len(whole) - len(joined.ids)
@@ -279,7 +281,7 @@ class Encoder:
                 if items := placed_items(prompt):
                     problem = "cannot go with images and sounds on a model that fills in the middle; leave it out"
                     raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`suffix` {problem}: {items[0].place}", "suffix")
-                fitted = self._fit_fim(self._fim, row, prompt, ids, params.suffix)
+                fitted: Ids = self._fit_fim(self._fim, row, prompt, list(ids), params.suffix)
                 chosen = self._fim.params(params)
             else:
                 fitted, chosen = (
@@ -296,7 +298,7 @@ class Encoder:
             encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, embeds, stored=stored))
         return encoded
 
-    def _stored(self, prompt: Prompt, ids: list[int], end: int) -> Ints | None:
+    def _stored(self, prompt: Prompt, ids: Ids, end: int) -> Ints | None:
         """`EncodedPrompt.stored` of a prompt that has its items in front of `end`.
 
         Raises:
@@ -307,13 +309,13 @@ class Encoder:
             return None
         return np.concatenate((stored_ids(ids[:end], items, self._vocab_size), np.array(ids[end:], np.int32)))
 
-    def _known(self, prompt: TokenizerInput, encoded: Encoded) -> tuple[str | None, list[int]]:
+    def _known(self, prompt: TokenizerInput, encoded: Encoded) -> tuple[str | None, Ids]:
         """The text and the ids of a prompt that is not too long, or may be truncated; no text if it was given as ids.
 
         Raises:
             RowError: it could not be tokenized, or exceeds the context.
         """
-        if type(encoded) is list:
+        if isinstance(encoded, list | array):
             return prompt if isinstance(prompt, str) else None, encoded
         if isinstance(encoded, ErrorInfo):
             raise RowError(encoded.code, encoded.message, encoded.param)
@@ -351,7 +353,7 @@ class Encoder:
         """The prompt's embeddings, cut to the `kept` tokens that truncation left; None for a prompt of ids."""
         return prompt.cut(kept, self._truncate) if isinstance(prompt, StoredPrompt) else None
 
-    def _add_bos(self, row: ParsedRow, prompt: Prompt, ids: list[int]) -> list[int]:
+    def _add_bos(self, row: ParsedRow, prompt: Prompt, ids: Ids) -> Ids:
         """`ids` with the tokenizer's BOS in front of text, checked against the vocabulary.
 
         Raises:
@@ -360,14 +362,15 @@ class Encoder:
         prefix = self._tokenizer.prefix_ids
         if isinstance(prompt, TextPrompt) and ids[: len(prefix)] != prefix:
             items = placed_items(prompt) if prompt.media else ()
-            ids = ids if items and items[-1].end else prefix + ids
+            ids = ids if items and items[-1].end else [*prefix, *ids]
         if not ids:
             param = _field_of(row, prompt)
             message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"
             raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
         checked = self._check_all_ids or isinstance(prompt, TokenPrompt)
-        if checked and max(ids) >= self._vocab_size and not placed_items(prompt):
-            raise out_of_range(_field_of(row, prompt), max(ids), self._vocab_size)
+        largest = 0 if not checked else max(ids) if isinstance(ids, list) else int(np.frombuffer(ids, np.int32).max())
+        if largest >= self._vocab_size and not placed_items(prompt):
+            raise out_of_range(_field_of(row, prompt), largest, self._vocab_size)
         return ids
 
     def _fit_fim(self, fim: FillInTheMiddle, row: ParsedRow, prompt: Prompt, ids: list[int], suffix: str) -> list[int]:
@@ -378,12 +381,12 @@ class Encoder:
                 prompt.
         """
         after = fim.suffix_ids(self._part("suffix", suffix))
-        whole = self._add_bos(row, prompt, fim.prompt(ids, after, 0, "none"))
+        whole = list(self._add_bos(row, prompt, fim.prompt(ids, after, 0, "none")))
         keep = self._fitter.kept_length(len(whole), row.params.max_new_tokens)
         if keep >= len(whole):
             return whole
         bos = len(whole) - len(fim.prompt(ids, after, 0, "none"))
-        fitted = self._add_bos(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate))
+        fitted = list(self._add_bos(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate)))
         if len(fitted) > keep:
             raise self._fitter.too_long(f"has {len(whole)} tokens", "shorten it")
         self._fitter.truncated += 1

@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.checks import TokenIds
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.fields.prompts import Prompt, StoredPrompt, TokenPrompt
 from batchgen.text.families import TABLES
 from batchgen.text.tokens.tokenizer import Tokenizer
 
 Truncate = Literal["none", "left", "right"]
+Ids = list[int] | TokenIds
+"""Ids of a prompt: of a text, or as the row gives them."""
 
 _PREFIX, _SUFFIX = "prefix", "suffix"
 _SEPARATOR = "☺"
@@ -47,7 +50,7 @@ class PromptFitter:
         self.truncated = 0
         """Number of prompts that were truncated."""
 
-    def fit(self, prompt: Prompt, ids: list[int], max_new_tokens: int | None) -> list[int]:
+    def fit(self, prompt: Prompt, ids: Ids, max_new_tokens: int | None) -> Ids:
         """`ids`, truncated if they fill the context and truncation is allowed.
 
         Raises:
@@ -73,9 +76,9 @@ class PromptFitter:
                 "shorten them, or allow --truncate left or right"
             )
             raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
-        return self._cut(prompt, ids[:start], keep)
+        return list(self._cut(prompt, ids[:start], keep))
 
-    def _cut(self, prompt: Prompt, ids: list[int], keep: int) -> list[int]:
+    def _cut(self, prompt: Prompt, ids: Ids, keep: int) -> Ids:
         """`ids` cut to `keep` tokens on the side that `truncate` names.
 
         Raises:
@@ -91,7 +94,8 @@ class PromptFitter:
         bos = self._tokenizer.prefix_ids
         is_ids = isinstance(prompt, TokenPrompt | StoredPrompt)
         kept = bos if not is_ids and ids[: len(bos)] == bos and len(bos) < keep else []
-        return kept + ids[len(ids) - (keep - len(kept)) :]
+        rest = ids[len(ids) - (keep - len(kept)) :]
+        return [*kept, *rest] if kept else rest
 
     def kept_length(self, count: int, max_new_tokens: int | None) -> int:
         """Number of a prompt's `count` tokens that truncation keeps.

@@ -16,12 +16,14 @@ concatenated unchanged, and so is text after a prompt of ids.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from threading import Event
 from typing import Final, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError, apart, row_error
+from batchgen.request.checks import TokenIds
 from batchgen.request.fields.media_items import PlacedItem
 from batchgen.request.fields.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt, placed_items
 from batchgen.request.table.request_table import ParsedRow
@@ -74,9 +76,9 @@ class TextPart(NamedTuple):
     """Whether it is the whole text."""
 
 
-TokenizerInput = str | list[int] | ErrorInfo | LongText
+TokenizerInput = str | list[int] | TokenIds | ErrorInfo | LongText
 """A prompt before tokenization: text, ids given by the row, or the error of a text that cannot be used."""
-Encoded = list[int] | ErrorInfo | TextPart
+Encoded = list[int] | TokenIds | ErrorInfo | TextPart
 """A prompt after it: all ids, an error, or those of a part of a long text."""
 
 
@@ -251,7 +253,7 @@ class PromptTexts:
             feature_count(items, self._context)
             if isinstance(content, str):
                 return expanded_text(content, items)
-            return expanded_ids(content, items, self._tokenizer) if isinstance(content, list) else content
+            return expanded_ids(content, items, self._tokenizer) if isinstance(content, list | array) else content
         except RowError as error:
             return error.info
 
@@ -305,12 +307,12 @@ def calls(texts: Sequence[str], further: int = 0) -> Iterator[Sequence[str]]:
         yield texts[first:]
 
 
-def _given(prompt: Prompt) -> str | list[int]:
+def _given(prompt: Prompt) -> str | list[int] | TokenIds:
     """The text to tokenize, or the ids given by the row."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if isinstance(prompt, TokenPrompt):
-        return list(prompt.ids)
+        return prompt.ids
     assert isinstance(prompt, StoredPrompt), "conversations are rendered and embeddings stored before this"
     return [0] * prompt.length
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,8 +38,8 @@ PROMPTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"text": ["a", "b"]}, (TextPrompt("a"), TextPrompt("b"))),
     ({"text": ""}, (TextPrompt(""),)),
     ({"text": "a", "prompt": None, "messages": None}, (TextPrompt("a"),)),
-    ({"input_ids": [1, 2]}, (TokenPrompt((1, 2)),)),
-    ({"input_ids": [[1, 2], [3]]}, (TokenPrompt((1, 2)), TokenPrompt((3,)))),
+    ({"input_ids": [1, 2]}, (TokenPrompt(array("i", (1, 2))),)),
+    ({"input_ids": [[1, 2], [3]]}, (TokenPrompt(array("i", (1, 2))), TokenPrompt(array("i", (3,))))),
     ({"messages": HELLO}, (ChatPrompt(tuple(HELLO)),)),
     ({"messages": HELLO, "tools": []}, (ChatPrompt(tuple(HELLO)),)),
     ({"messages": HELLO, "tools": [{"type": "function"}]}, (ChatPrompt(tuple(HELLO), ({"type": "function"},)),)),
@@ -50,8 +51,8 @@ PROMPTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
     ({"messages": HELLO, "chat_template_kwargs": {"a": 1}}, (ChatPrompt(tuple(HELLO), template_kwargs={"a": 1}),)),
     (line(prompt="a"), (TextPrompt("a"),)),
     (line(prompt=["a", "b"]), (TextPrompt("a"), TextPrompt("b"))),
-    (line(prompt=[1, 2]), (TokenPrompt((1, 2)),)),
-    (line(prompt=[[1, 2], [3]]), (TokenPrompt((1, 2)), TokenPrompt((3,)))),
+    (line(prompt=[1, 2]), (TokenPrompt(array("i", (1, 2))),)),
+    (line(prompt=[[1, 2], [3]]), (TokenPrompt(array("i", (1, 2))), TokenPrompt(array("i", (3,))))),
     (line(CHAT, messages=HELLO), (ChatPrompt(tuple(HELLO)),)),
     (line(CHAT, messages=HELLO, tools=[{"type": "function"}]), (ChatPrompt(tuple(HELLO), ({"type": "function"},)),)),
 ]
@@ -390,7 +391,7 @@ def test_chat_wraps_text() -> None:
     assert row.prompts == tuple(
         ChatPrompt((system, {"role": "user", "content": t}), template_kwargs={"c": 1}) for t in "ab"
     )
-    assert parse({"input_ids": [1]}, chat).prompts == (TokenPrompt((1,)),)
+    assert parse({"input_ids": [1]}, chat).prompts == (TokenPrompt(array("i", (1,))),)
     assert parse(line(prompt="a"), chat).prompts == (TextPrompt("a"),), "the endpoint has raw prompts"
     for value in ({"messages": HELLO}, line(CHAT)):
         assert parse(value, chat).prompts == (ChatPrompt((system, *HELLO)),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,10 @@ def test_texts(fields: dict[str, Any], texts: tuple[Any, ...]) -> None:
     row = parse(text(**fields, label=3))
     assert (row.completions, row.params, row.extra) == (texts, SCORING_PARAMS, {"label": 3})
     assert row.prompts == (TextPrompt("Hello"),)
-    assert parse({"input_ids": [[1], [2]], **fields}).prompts == (TokenPrompt((1,)), TokenPrompt((2,)))
+    assert parse({"input_ids": [[1], [2]], **fields}).prompts == (
+        TokenPrompt(array("i", (1,))),
+        TokenPrompt(array("i", (2,))),
+    )
     assert parse({"messages": HELLO, **fields}).completions == texts
     assert parse(text()).completions == ()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_prompts_of_all_sources_are_encoded_in_order(encoder: Encoder, tokenizer
     good = [result for result in results if not isinstance(result, ErrorInfo)]
     assert len(good) == 4
     prompt = parsed({"messages": chat})[0].prompts[0]
-    assert [[p.ids for p in row] for row in good] == [
+    assert [[list(p.ids) for p in row] for row in good] == [
         tokenizer.encode(["fox", "dog"]),
         [[7, 8], [9]],
         [tokenizer.encode_chat(prompt)],  # type: ignore[arg-type]
@@ -99,8 +100,8 @@ def test_truncation_leaves_room_for_max_new_tokens(tokenizer: Tokenizer, limit: 
     row = {"input_ids": ids, "max_new_tokens": limit}
     left = encode_one(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), row)
     right = encode_one(Encoder(tokenizer, tokenizer.vocab_size, 64, "right"), row)
-    assert left.ids == ids[-kept:]
-    assert right.ids == ids[:kept]
+    assert list(left.ids) == ids[-kept:]
+    assert list(right.ids) == ids[:kept]
     assert left.max_new_tokens == min(limit, 64 - kept)
 
 
@@ -262,7 +263,7 @@ def test_encoded_prompts_always_fit_the_context(
 ) -> None:
     encoder = Encoder(tokenizer, tokenizer.vocab_size, context, truncate)
     params = parse_row({"text": "x"}, 0, RowDefaults(flags={"max_new_tokens": limit})).params
-    prompts = (*map(TextPrompt, texts), TokenPrompt(tuple(ids)))
+    prompts = (*map(TextPrompt, texts), TokenPrompt(array("i", tuple(ids))))
     ((_, result),) = encoder.encode_rows([(0, ParsedRow(0, "row-0", prompts, params, {}))])
     assert result is not None
     if isinstance(result, ErrorInfo):

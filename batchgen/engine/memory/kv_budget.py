@@ -6,6 +6,7 @@ programs share the memory (`dummy_run`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec, windows_within
 from batchgen.plan.cache_groups import CacheGroup, held_groups
+from batchgen.plan.length_predictor import LengthPredictor
+from batchgen.plan.order import pages_held
 from batchgen.plan.state_slots import StateGroup
 from batchgen.plan.tree import user_counts
 from batchgen.plan.window_pages import WindowGroup
@@ -224,6 +227,25 @@ def sized_groups(
     tokens in a step; `budget`: bytes of the pool.
     """
     return _Needs(workload, spec, page_size, limits, budget).sized(pages)
+
+
+def rows_held(
+    workload: JobWorkload, spec: ModelSpec, page_size: int, kv_memory: int | float | None, memory: DeviceMemory
+) -> int:
+    """About how many samples of a job the memory holds at once, next to one shared prefix, at their expected lengths.
+
+    `kv_memory`: as for `allowed_pages`. Layers with a window hold at most the window of a sample.
+    """
+    kinds = workload.kinds(repeats_end=False)
+    expected = LengthPredictor(workload.max_tokens, kinds).expected
+    shared, each = pages_held(workload.tree, workload.samples, expected, page_size)
+    used, row = 0.0, 0.0
+    for group in cache_groups(spec, page_size):
+        most = group.most_pages(page_size) if isinstance(group, WindowGroup) else math.inf
+        used += group.page_bytes * min(shared, most)
+        row += group.page_bytes * min(each if most == math.inf else shared + each, most)
+    row += state_group(spec).page_bytes if spec.states else 0
+    return max(1, int((memory.budget(kv_memory) - used) / row))
 
 
 class _Needs:

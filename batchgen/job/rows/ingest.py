@@ -223,7 +223,7 @@ def _add_good(result: Ingested, row: ProcessedRow) -> None:
 
 def _prompt_ids(prompt: EncodedPrompt) -> list[int]:
     """The ids before the scored text; all ids if no text is scored."""
-    return prompt.ids[: prompt.score_start] if prompt.score_start >= 0 else prompt.ids
+    return list(prompt.ids[: prompt.score_start] if prompt.score_start >= 0 else prompt.ids)
 
 
 def _carried_json(carry: Carry, extra: Mapping[str, Any]) -> str | None:

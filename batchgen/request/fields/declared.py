@@ -54,9 +54,9 @@ HANDLING = (
 _PROMPTS = (
     Field("id", field_checks.row_id, _ROW, aliases=ID_NAMES[1:]),
     Field("text", field_checks.texts, _ROW, aliases=("prompt",), json_text="text"),
-    Field("input_ids", token_id_lists, _ROW),
+    Field("input_ids", token_id_lists, _ROW, ids=True),
     Field("input_embeds", embeddings, _ROW, json_text="value"),
-    Field("prompt", field_checks.prompts, ("completions",), json_text="text"),
+    Field("prompt", field_checks.prompts, ("completions",), ids=True, json_text="text"),
     Field("messages", field_checks.messages, _CHAT),
     Field("tools", field_checks.tools, _CHAT),
     Field("tool_choice", tool_choice, _CHAT),

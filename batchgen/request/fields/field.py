@@ -53,6 +53,8 @@ class Field:
     """Whether the field has no effect on generation and is carried to the output."""
     remedy: str = "remove it"
     """For unsupported fields: what to do instead, for the error message."""
+    ids: bool = False
+    """Whether a list is one of token ids, whose check refuses texts in it."""
     json_text: JsonText = "object"
     help: str | None = None
     """Help text of the option that sets a run-wide default, with an example; None: there is no such option."""

@@ -10,6 +10,7 @@ from batchgen.request.checks import (
     Check,
     Integer,
     Number,
+    TokenIds,
     boolean,
     ids,
     invalid,
@@ -106,7 +107,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
+def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[TokenIds, ...]:
     """Check the `prompt` of `/v1/completions`: a string, strings, token ids, or lists of token ids."""
     if type(value) is list and value and type(value[0]) in (int, float, list):
         return token_id_lists(name, value)

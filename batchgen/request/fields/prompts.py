@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import error_at, invalid, json_type, nonempty_string
+from batchgen.request.checks import TokenIds, error_at, invalid, json_type, nonempty_string
 from batchgen.request.fields.media import MEDIA_FIELDS, MediaData, MediaItem, MediaKind, items_of
 from batchgen.request.fields.media_items import PlacedItem
 from batchgen.request.fields.params import SamplingParams
@@ -34,7 +34,7 @@ class TextPrompt(NamedTuple):
 class TokenPrompt:
     """A prompt given as token ids, used unchanged."""
 
-    ids: tuple[int, ...]
+    ids: TokenIds
     media: Items = ()
     """As for `TextPrompt`."""
 

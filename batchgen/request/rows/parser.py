@@ -148,7 +148,7 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults, displaced: M
             raise row.prompt_error(sources, "`text`, `input_ids`, `input_embeds` or `messages`")
     source = sources[0]
     values = row.values[source]
-    if not values or (source == "input_ids" and () in values):
+    if not values or (source == "input_ids" and not all(values)):
         raise error_at(ErrorCode.EMPTY_PROMPT, row.spelled[source], "is empty; give at least one prompt")
     _check_count(row, source, len(values))
     if source == "messages":
@@ -249,7 +249,7 @@ def _body_prompts(row: RowValues, layout: Layout, body: Mapping[str, Any], defau
     if needed not in row.values or (layout.containers and body[other] is not None):
         raise _source_error(row, [name for name in ("prompt", "messages") if body.get(name) is not None], needed)
     prompts = row.values[needed]
-    if not prompts or () in prompts:
+    if not prompts or not all(item or type(item) is str for item in prompts):
         what = "at least one message" if needed == "messages" else "text or token ids"
         raise error_at(ErrorCode.EMPTY_PROMPT, needed, f"is empty; give {what}")
     if needed == "messages":

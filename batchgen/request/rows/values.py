@@ -145,7 +145,8 @@ class RowValues:
             if known is None:
                 self._add_unknown(key, value, layout.place)
             elif value is not None:
-                if type(value) is not str or not value.isascii():
+                ids = known.ids and type(value) is list and bool(value) and type(value[0]) in (int, list)
+                if not ids and (type(value) is not str or not value.isascii()):
                     check_unicode(value, key)
                 name = known.name
                 if name in spelled:
@@ -157,6 +158,8 @@ class RowValues:
                 try:
                     values[name] = known.check(key, value)
                 except RowError as error:
+                    if ids:
+                        check_unicode(value, key)
                     is_native = key == "messages" and layout.place == "row"
                     column = f", or run with --prompt-column {key}" if is_native else ""
                     raise text_remedy(error, known.check, key, value, column) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -258,7 +259,7 @@ def test_integers_of_a_processor_output_are_exact(folder: Path) -> None:
     fake: Any = FakeMedia()
     items = GivenItems(load_model(str(folder)).spec, fake, TensorFiles(MediaRoot(None)), None)
     item = given_item(grid=[[(1 << 24) + 1, 2]], scale=[0.25])
-    distinct, _ = items.read(item, TokenPrompt((FEATURE, 7)), [item])
+    distinct, _ = items.read(item, TokenPrompt(array("i", (FEATURE, 7))), [item])
     tensors = distinct.source.prepare(fake, distinct).tensors
     assert tensors["grid"].tolist() == distinct.layout["grid"].tolist() == [[(1 << 24) + 1, 2]]
     assert tensors["scale"].tolist() == [0.25]
@@ -270,4 +271,4 @@ def test_a_processor_output_is_finite(folder: Path, value: float) -> None:
     items = GivenItems(load_model(str(folder)).spec, fake, TensorFiles(MediaRoot(None)), None)
     item = given_item(scale=[value])
     with pytest.raises(RowError, match=r"`image_data\[1\]` has an infinite or NaN value in scale"):
-        items.read(item, TokenPrompt((FEATURE, 7)), [item])
+        items.read(item, TokenPrompt(array("i", (FEATURE, 7))), [item])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -53,7 +54,32 @@ STEP_LIMITS = [({}, (256, 1024)), ({"max_num_seqs": 2000}, (2000, 2000)), ({"max
 
 @each("given, limits", STEP_LIMITS)
 def test_limits_of_a_step_on_a_cpu(given: dict[str, int], limits: tuple[int, int]) -> None:
-    assert step_limits(EngineConfig(model="m", **given), torch.device("cpu")) == limits
+    assert step_limits(EngineConfig(model="m", **given), SPEC) == limits
+
+
+GPU = torch.device("cuda")
+GPU_KV: dict[str, Any] = {"dtype": torch.bfloat16, "device": GPU}
+SMALL = replace(SPEC, parameters=600_000_000, kv_layers=(LayerKV(8, 128, 128),) * 28, **GPU_KV)
+LARGE = replace(SPEC, parameters=8_000_000_000, kv_layers=(LayerKV(8, 128, 128),) * 36, **GPU_KV)
+
+
+def test_a_gpu_runs_as_many_rows_as_its_memory_holds() -> None:
+    """Rows of 200 shared and 16 own tokens, which generate 64: each holds 48 on average, and half a page."""
+    table = RequestTable()
+    params = SamplingParams(ignore_eos=True)
+    for i in range(2100):
+        table.append(i, 0, [5] * 200 + [i + 6] * 16, params, i, 64)
+    job, config = plan_workload(table), EngineConfig(model="m", page_size=16)
+    for gib, (spec, most) in itertools.product(
+        [1, 2, 3, 8, 20, 70, 130], [(SMALL, (2048, 16384)), (LARGE, (1024, 8192))]
+    ):
+        memory = DeviceMemory(gib << 30, 141 << 30, exclusive=True)
+        page = 16 * 2 * len(spec.kv_layers) * 8 * (128 + 128)
+        held = max(1, int(((gib << 30) - int(0.02 * (141 << 30)) - 12 * page) / (3.5 * page)))
+        assert step_limits(config, spec, job, memory) == (min(most[0], held), most[1])
+        assert step_limits(replace(config, max_tokens_per_step=100), spec, job, memory) == (min(100, held), 100)
+        assert step_limits(replace(config, max_num_seqs=3000), spec, job, memory) == (3000, max(3000, most[1]))
+        assert step_limits(config, spec) == most
 
 
 PLENTY = DeviceMemory(1 << 42, 1 << 42)

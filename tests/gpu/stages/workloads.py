@@ -19,6 +19,7 @@ import torch
 from batchgen.bench.process import OURS, BenchEngine, EngineFailed, EngineSource, LoadSpec
 from batchgen.bench.shapes import Shape
 from batchgen.bench.workloads import GPU_WORKLOADS, BenchRow, Level, Workload
+from batchgen.engine.machine import gpu_limits
 from tests.gpu.device import Gpu
 from tests.gpu.engines import PROBE, Rate, best_within, part_of, peer, rate, start
 from tests.gpu.floors import device_floor
@@ -28,8 +29,6 @@ from tests.gpu.outcomes import Absent
 from tests.gpu.registry import case
 from tests.gpu.report import Measure
 
-CONCURRENCY = 1024
-"""Samples at a time, if a workload has as many."""
 PEERS = ("transformers-continuous", "vllm")
 AGAINST_PEERS = ("w-nano", "w-prefix")
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -227,7 +226,7 @@ class Runs:
         rates = device_rates(self.gpu.name)
         if rates is not None:
             rows = part_of(workload, found.factor)[0].rows(self.shape.vocab)
-            at_once = min(CONCURRENCY, sum(row.samples for row in rows))
+            at_once = min(gpu_limits(self.shape.parameters)[0], sum(row.samples for row in rows))
             floor = device_floor(rows, self.shape, rates, at_once)
             share = found.tokens_per_second / floor.serial
             made = replace(made, floor=floor.overlap, serial_floor=floor.serial, share=share)
@@ -274,4 +273,4 @@ def _slot(gpu: Gpu, key: str) -> float:
 
 def _spec(gpu: Gpu, folder: str) -> LoadSpec:
     dtype, device = ("float32", "cpu") if gpu.toy else ("bfloat16", "cuda")
-    return LoadSpec(folder, dtype, device, torch.get_num_threads(), {"max_num_seqs": CONCURRENCY})
+    return LoadSpec(folder, dtype, device, torch.get_num_threads(), {})
