@@ -147,14 +147,16 @@ def is_cut(line: bytes) -> bool:
 def _parse_quickly(text: bytes) -> Any:
     """Result of `_parse_strictly` for text that a fast check finds valid; None for any other text, valid or not.
 
-    To find repeated keys the value is serialised again and the colons counted: a dropped key loses one. Texts with
-    escaped colons are therefore left to the strict parser. orjson refuses lone surrogates and numbers too large for a
+    To find repeated keys the colons are counted, of which a dropped key loses one: an object with as many keys has no
+    other ones, else the value is serialised again. Texts with escaped colons are left to the strict parser. orjson refuses lone surrogates and numbers too large for a
     double.
     """
     value = read_quickly(text)
     if value is None or text.count(b"[") + text.count(b"{") > MAX_DEPTH or b"\\u003" in text:
         return None
-    return value if orjson.dumps(value).count(b":") == text.count(b":") else None
+    colons = text.count(b":")
+    is_whole = (type(value) is dict and len(value) == colons) or orjson.dumps(value).count(b":") == colons
+    return value if is_whole else None
 
 
 def _parse_strictly(line: bytes) -> Any:
