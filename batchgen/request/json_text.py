@@ -152,7 +152,7 @@ def _parse_quickly(text: bytes) -> Any:
     double.
     """
     value = read_quickly(text)
-    if value is None or text.count(b"[") + text.count(b"{") > MAX_DEPTH or b"\\u003" in text:
+    if value is None or text.count(b"[") + text.count(b"{") > MAX_DEPTH or (b"\\" in text and b"\\u003" in text):
         return None
     colons = text.count(b":")
     is_whole = (type(value) is dict and len(value) == colons) or orjson.dumps(value).count(b":") == colons
