@@ -148,8 +148,8 @@ def _parse_quickly(text: bytes) -> Any:
     """Result of `_parse_strictly` for text that a fast check finds valid; None for any other text, valid or not.
 
     To find repeated keys the colons are counted, of which a dropped key loses one: an object with as many keys has no
-    other ones, else the value is serialised again. Texts with escaped colons are left to the strict parser. orjson refuses lone surrogates and numbers too large for a
-    double.
+    other ones, else the value is serialised again. Texts with escaped colons are left to the strict parser. orjson
+    refuses lone surrogates and numbers too large for a double.
     """
     value = read_quickly(text)
     if value is None or text.count(b"[") + text.count(b"{") > MAX_DEPTH or (b"\\" in text and b"\\u003" in text):
