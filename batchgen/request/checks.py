@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import orjson
 
 from batchgen.errors import ErrorCode, RowError
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
 else:
     TokenIds = array
 """Token ids of a prompt, as an array of the type "i"."""
-
-_MARSHALLED = np.dtype([("letter", "u1"), ("value", "<i4")])
-_NO_ITEMS = np.zeros(0, _MARSHALLED)
 
 
 class _ShortRepr(reprlib.Repr):
@@ -227,12 +223,14 @@ def token_id_lists(name: str, value: Any) -> tuple[TokenIds, ...]:
 def _token_ids(name: str, value: Any) -> TokenIds:
     """Check a list of token ids as `ids` does, which reads those again that are not plain integers in its range."""
     if type(value) is list and value:
+        import numpy as np  # here, because options use this module, and help needs no numpy
+
         try:
             # One pass in C: in version 2 of the format each integer of 32 bits is the letter i and four bytes, whatever
             # else is in the list begins with another letter. A list begins with a letter and its length.
-            items = np.frombuffer(marshal.dumps(value, 2), _MARSHALLED, offset=5)
+            items = np.frombuffer(marshal.dumps(value, 2), [("letter", "u1"), ("value", "<i4")], offset=5)
         except ValueError:  # an object without such a form, or items of other sizes
-            items = _NO_ITEMS
+            return array("i", ids(name, value))
         values = items["value"]
         if len(items) == len(value) and (items["letter"] == ord("i")).all() and values.min() >= 0:
             return array("i", values.astype(np.int32).tobytes())
