@@ -42,7 +42,7 @@ STEPS = [
     Step("text.tokens.tokenizer:Tokenizer.encode_plain"),
     Step("text.grammar.compiler:GrammarCompiler.compile", {"regex": "poison 6"}),
     Step("job.rows.ingest:extra_json", {"note": "poison 7"}),
-    Step("job.rows.ingest:_prompt_ids", {"input_ids": [99, 9], "text": None}, lambda prompt: list(prompt.ids) == [99, 9]),
+    Step("job.rows.ingest:_prompt_ids", {"input_ids": [99, 9], "text": None}, lambda prompt: 99 in prompt.ids),
     Step("engine.sampling.logits_processor:RulesCache.start"),
     Step("text.stops.conditions:StopState.__init__"),
     Step("text.grammar.grammars:Grammars.matcher", {"regex": "poison 11"}),
