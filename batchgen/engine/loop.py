@@ -8,16 +8,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.memory.d2h_queue import D2HQueue
-from batchgen.engine.memory.dummy_run import DummyRun
+from batchgen.engine.memory.dummy_run import DummyRun, edits_logits
 from batchgen.engine.memory.oom import blocked_requests, out_of_memory
 from batchgen.engine.observer import StepObserver
 from batchgen.engine.outputs.processor import OpenPrompts
 from batchgen.engine.outputs.streaming import Emit, Streams
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
-from batchgen.engine.step.executor import ExecutorContext
+from batchgen.engine.step.executor import DecodeForecast, ExecutorContext
 from batchgen.engine.step.input_batch import InputBatch
 from batchgen.engine.step.logprobs import LogprobColumns
 from batchgen.engine.step.model_runner import InFlightStep, ModelRunner
@@ -26,7 +28,10 @@ from batchgen.engine.step.step_times import StepTimes
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import DeviceError, ErrorInfo, row_error
 from batchgen.kernels.grouped import GroupedPool
+from batchgen.plan.length_predictor import EXACT, LengthPredictor
+from batchgen.plan.order import pages_held
 from batchgen.plan.scheduler import Scheduler
+from batchgen.plan.simulate import steps_by_rows
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
 from batchgen.request.table.request_table import RequestTable
@@ -133,6 +138,8 @@ class Loop:
         """Generate until everything is done or `stop` returns True; unfinished prompts yield nothing."""
         try:
             yield from self._open.without_steps()
+            if self._context.device.captures and (forecast := self._forecast()) is not None:
+                self._runner.prepare(forecast)
             with DeferredGC() as deferred_gc:
                 yield from self._steps(stop, deferred_gc)
         finally:
@@ -140,6 +147,24 @@ class Loop:
             self.over = True
             for observer in self._observers:
                 observer.close()
+
+    def _forecast(self) -> DecodeForecast | None:
+        """The decode steps to expect; None if rows return states, or have positions of their own, as images do."""
+        workload, slots = self._workload, self._scheduler.config.max_num_seqs
+        live = workload.samples > 0
+        if self.states is not None or self._resources.media is not None or not live.any():
+            return None
+        table, kinds, page_size = workload.table, workload.kinds(repeats_end=False), self._context.pool.page_size
+        expected = LengthPredictor(workload.max_tokens, kinds).expected
+        shared, each = pages_held(workload.tree, workload.samples, expected, page_size)
+        slots = max(1, min(slots, int((self._context.pool.num_pages - shared) / each)))
+        params = [table.params[i] for i in np.unique(table.params_id[live]).tolist()]
+        return DecodeForecast(
+            steps_by_rows(workload.samples, expected, kinds == EXACT, slots),
+            not any(edits_logits(each) for each in params),
+            int((np.diff(table.offsets)[live] + workload.max_tokens[live]).max()),
+            shared * page_size,
+        )
 
     def _steps(self, stop: Callable[[], bool], deferred_gc: DeferredGC) -> Iterator[list[Completion]]:
         last: InFlightStep | None = None

@@ -185,6 +185,7 @@ class CudaDevice:
         self.torch_device = device
         self._lanes: dict[Lane, torch.cuda.Stream] = {}
         self._graph_pool: Callable[[], _GraphPool | None] = lambda: None
+        self._capture_stream: torch.cuda.Stream | None = None
 
     def upload(self, *arrays: Array) -> list[Tensor]:
         """See `Device.upload`."""
@@ -237,13 +238,16 @@ class CudaDevice:
         if pool is None:
             pool = _GraphPool()
             self._graph_pool = weakref.ref(pool)
+        if self._capture_stream is None:
+            self._capture_stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         try:
-            # A capture that fails to end leaves its stream as the current one.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
-                torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
-            ):
-                body()
+            # Not `torch.cuda.graph`, which waits for the device and empties the allocator's cache.
+            with torch.cuda.stream(self._capture_stream):
+                graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+                try:
+                    body()
+                finally:
+                    graph.capture_end()
         except RuntimeError:
             # Older versions of torch leave their allocator in the failed capture, where it frees nothing that was
             # downloaded and fails to empty its cache. Newer ones raise: there is nothing to end.

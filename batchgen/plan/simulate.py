@@ -27,6 +27,8 @@ _EXACT: Final = 2048
 _GROUPS: Final = 2048
 """Number of groups in which the samples before them begin, if that leaves `_GROUPS_AT_ONCE` groups running at once."""
 _GROUPS_AT_ONCE: Final = 8
+_GOLDEN: Final = 0.6180339887498949
+"""Its multiples fall evenly between whole numbers, in no order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,3 +261,27 @@ def _in_order(
     prompts[ends - each] = computed
     unbegun = np.repeat(ends, each) - np.arange(len(prompts), dtype=np.int32)
     return _Queue(prompts, np.repeat(outputs, each), unbegun)
+
+
+def steps_by_rows(
+    samples: npt.NDArray[np.integer[Any]],
+    expected: npt.NDArray[np.integer[Any]],
+    exact: npt.NDArray[np.bool_],
+    slots: int,
+) -> npt.NDArray[np.float64]:
+    """[slots + 1] about how many steps run each number of samples, of which at most `slots` run at once.
+
+    `samples`: [N] of each request; `expected`: [N] tokens of one; `exact`: [N] whether it ends there, else anywhere up
+    to twice as far. Slots are full until the last samples, which represent all, end one by one.
+    """
+    total, ends = int(samples.sum(dtype=np.int64)), samples.cumsum(dtype=np.int64)
+    count, steps = min(slots, total), np.zeros(slots + 1)
+    if not count:
+        return steps
+    chosen = np.searchsorted(ends, (np.arange(count) + 0.5) * total / count, side="right")
+    spread = 2 * ((np.arange(count) * _GOLDEN) % 1.0)
+    lengths = np.sort(expected[chosen] * np.where(exact[chosen], 1.0, spread))[::-1]
+    steps[1 : count + 1] = lengths - np.append(lengths[1:], 0.0)
+    before = float(np.dot(samples, expected)) / count - float(expected[chosen].mean())
+    steps[count] += max(0.0, before)
+    return steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,16 @@ class FakeAllocator:
 
 
 class FakeGraph:
+    fake: FakeAllocator
     release: Callable[[], None] | None = None
+
+    def capture_begin(self, pool: int, **_: Any) -> None:
+        self.fake.capture(self, pool)
+
+    def capture_end(self) -> None:
+        if sys.exc_info()[0] is not None:  # torch's call raises and leaves the allocator in the capture
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.fake.open = None
 
     def __del__(self) -> None:
         if self.release is not None:
@@ -55,13 +65,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
         finally:
             fake.stream = before
 
-    @contextmanager
-    def graph(graph: FakeGraph, pool: int, **_: Any) -> Iterator[None]:
-        fake.stream, before = "capture", fake.stream
-        fake.capture(graph, pool)
-        yield  # an exception here leaves torch's block without restoring the stream and the allocator
-        fake.stream, fake.open = before, None
-
     def end(device: int, pool: int) -> None:
         if fake.open != pool:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
@@ -69,13 +72,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 
     for name, replacement in {
         "CUDAGraph": FakeGraph,
-        "graph": graph,
+        "Stream": lambda device: "capture",
         "graph_pool_handle": lambda: next(handles),
         "current_stream": lambda device: fake.stream,
         "stream": on,
         "current_device": lambda: 0,
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(FakeGraph, "fake", fake, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     return fake
 
@@ -99,7 +103,7 @@ def test_a_failed_capture_restores_stream_and_allocator(fake: FakeAllocator) -> 
         raise RuntimeError("operation not permitted when stream is capturing")
 
     device = CudaDevice(torch.device("cuda"))
-    with pytest.raises(RuntimeError, match="not permitted"):
+    with pytest.raises(RuntimeError, match="previous error"):
         device.capture(body)
     assert (fake.stream, fake.open) == ("default", None)
     assert device.capture(lambda: None) is not None

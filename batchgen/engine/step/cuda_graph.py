@@ -7,8 +7,9 @@ page, and its recurrent state is not kept; its result is ignored.
 A new graph costs as much time as several steps, and the batch of a job that ends shrinks through all sizes. So a step
 is padded to a larger size that has a graph, until that has wasted about the time of a new one.
 
-The first step of a kind runs eagerly, which compiles kernels; the second one is captured. After a failed capture (the
-model waits for the host, or memory runs out) all steps run eagerly.
+Sizes that a job is expected to run for long are captured before its first step, largest first. Of any other kind the
+first step runs eagerly, which compiles kernels, and the second one is captured. After a failed capture (the model waits
+for the host, or memory runs out again and again) all steps run eagerly.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from batchgen.engine.memory.oom import is_out_of_memory
-from batchgen.engine.step.executor import Executor, ExecutorContext, InFlight, Step
+from batchgen.engine.step.executor import DecodeForecast, Executor, ExecutorContext, InFlight, Step
 from batchgen.engine.step.sampler import PlainColumns
 from batchgen.engine.step.step_batch import StepArrays, select_input_ids
 from batchgen.kernels.device import Graph
@@ -31,14 +33,18 @@ from batchgen.kernels.grouped import GroupedPlanner, GroupedWork
 from batchgen.kernels.mixers.states import PooledStates, decode_batch
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
-from batchgen.kernels.types import Graphs
+from batchgen.kernels.types import AttentionBatch, Graphs, GroupPages
 from batchgen.models.base import CaptureSpec, ModelInput
 
 _PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
 """(up to, step): padded batch sizes above 8."""
 _LARGE_STEP: Final = 64
+_LEAST_STEPS: Final = 8.0
+"""Steps that a size must be expected to have to be captured before the first step."""
 WASTED_STEPS: Final = 8.0
 """Time of a new graph, in steps: a size gets one once its rows have caused that much padding in a larger one."""
+_MAX_FULL: Final = 3
+"""How often memory may run out before graphs are off."""
 _MAX_RETIRED: Final = 4
 """Retired graphs that are kept because the device may still run them: two per step, at most two steps in flight."""
 _MAX_FED_TOKENS: Final = 8192
@@ -63,6 +69,8 @@ class GraphCounts:
     """Number of padding rows, over all steps."""
     first: int = 0
     """Number of steps that ran eagerly because they were the first of their kind."""
+    prepared: int = 0
+    """Captures before the first step, which `captures` leaves out."""
 
     def by_key(self) -> dict[str, int]:
         """The counters by report key."""
@@ -101,6 +109,8 @@ class CudaGraphExecutor(Executor):
         self._counts = GraphCounts()
         self._wasted: defaultdict[_Kind, float] = defaultdict(float)
         """Size and kind without a graph -> steps' worth of padding in larger graphs."""
+        self._full = 0
+        """How often memory ran out."""
         self._disabled_reason: str | None = None
         """Why graphs are off for the rest of the job; None: they are on."""
 
@@ -111,6 +121,28 @@ class CudaGraphExecutor(Executor):
     def note(self) -> str | None:
         """See `Executor.note`."""
         return None if self._disabled_reason is None else f"no CUDA graphs: {self._disabled_reason}"
+
+    def prepare(self, forecast: DecodeForecast) -> None:
+        """Capture the sizes that the job is expected to run for as long as a capture takes. See `Executor.prepare`."""
+        expected: defaultdict[int, float] = defaultdict(float)
+        for rows, steps in enumerate(forecast.steps[1:].tolist(), start=1):
+            expected[padded_rows(rows)] += steps
+        worth = sorted((rows for rows, steps in expected.items() if steps >= _LEAST_STEPS), reverse=True)
+        parts, page_size = len(self.context.pool.parts), self.context.pool.page_size
+        for rows in worth[: self._most]:
+            states = None if self._shared.states is None else np.zeros((2, rows), np.int64)
+            arrays = _synthetic(rows, parts, page_size, forecast, states)
+            try:
+                work = self._planner.plan(arrays.attention, rows)
+                static = _GraphStep(self._shared, self._planner, work, rows, forecast.plain, None, 0)
+                static.load(arrays, None, None)
+                self._warm_up(static)
+                static.graph = self._capture(static)
+            except RuntimeError as problem:
+                self._give_up(problem)
+                return
+            self._store(((rows, (forecast.plain, ())), static.attention.launches), static)
+            self._counts.prepared += 1
 
     def issue(self, step: Step) -> InFlight | None:
         """See `Executor.issue`."""
@@ -142,15 +174,22 @@ class CudaGraphExecutor(Executor):
         try:
             return self._run(step, last, plain, capture)
         except RuntimeError as problem:
-            if not isinstance(problem, _CannotCapture) and not is_out_of_memory(problem):
-                raise
+            self._give_up(problem)
+            return None
+
+    def _give_up(self, problem: RuntimeError) -> None:
+        """Free all graphs after a problem, which is raised unless steps can go on without."""
+        full = is_out_of_memory(problem)
+        if not isinstance(problem, _CannotCapture) and not full:
+            raise problem
+        self._full += full
+        if not full or self._full >= _MAX_FULL:
             self._disabled_reason = str(problem)
         self._device.download(self._shared.last[:1]).wait()  # waits until no graph runs
         self._steps.clear()
         self._retired.clear()
         self._shared.logits = None
         self._device.release_cache()
-        return None
 
     def _run(
         self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
@@ -160,8 +199,8 @@ class CudaGraphExecutor(Executor):
         padded = self._batch_size(rows, results)
         work = self._planner.plan(step.attention, padded)
         kind = (padded, results)
-        static = self._steps.get((kind, work.launches))
-        if static is None or not static.attention.refill(work):
+        static = self._fitting(kind, work)
+        if static is None:
             axes = 0 if step.rope_positions is None else len(step.rope_positions)
             static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture, axes)
         static.load(step, last, plain)
@@ -171,12 +210,22 @@ class CudaGraphExecutor(Executor):
         else:
             if static.graph is None:
                 static.graph = self._capture(static)
+                self._counts.captures += 1
             static.graph.replay()
             self._counts.replays += 1
         # The launches are known only after the layers have run once.
         self._store((kind, static.attention.launches), static)
         self._counts.padded += padded - rows
         return static.result(rows, capture)
+
+    def _fitting(self, kind: _Kind, work: GroupedWork) -> _GraphStep | None:
+        """The graph of a kind with the launches of a step, or with larger ones, filled with its lists."""
+        same = [key for key in self._steps if key[0] == kind and key[1] != work.launches]
+        for key in ((kind, work.launches), *reversed(same)):
+            static = self._steps.get(key)
+            if static is not None and static.attention.refill(work):
+                return static
+        return None
 
     def _warm_up(self, static: _GraphStep) -> None:
         try:
@@ -217,8 +266,36 @@ class CudaGraphExecutor(Executor):
                 first = first.__context__
             why = str(first).strip().split("\n")[0]
             raise _CannotCapture(f"the model's decode steps cannot be captured: {why}") from problem
-        self._counts.captures += 1
         return graph
+
+
+def _synthetic(
+    rows: int, parts: int, page_size: int, forecast: DecodeForecast, states: npt.NDArray[np.int64] | None
+) -> StepArrays:
+    """A step of decode rows as long as any, which read and write the scratch page, page 0."""
+    zeros, own = np.zeros(rows, np.int64), max(1, forecast.longest - forecast.shared)
+    attention = AttentionBatch(
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        decode_pages=np.zeros((rows, -(-own // page_size)), np.int64),
+        decode_lens=np.full(rows, own),
+        decode_own_start=np.full(rows, forecast.shared),
+        max_decode_len=own,
+    )
+    if forecast.shared and rows > 1:
+        attention.groups = [GroupPages(np.arange(rows), np.zeros(forecast.shared // page_size, np.int64), 0)]
+    return StepArrays(
+        ids=zeros,
+        positions=np.full(rows, forecast.shared + own - 1),
+        slots=[zeros] * parts,
+        source=None,
+        logit_rows=np.arange(rows),
+        sample_rows=None,
+        num_sampled=zeros,
+        attention=[attention] * parts,
+        adapters=None,
+        embeds=None,
+        decode_states=states,
+    )
 
 
 class _CannotCapture(RuntimeError):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from batchgen.engine.capture.hidden_states import HiddenStateCollector, PendingStates
@@ -66,6 +67,20 @@ class InFlight:
     """Whether it may still be computed, so that planning the next step before reading this one pays"""
     host_share: float = 0.0
     """Share of the host's threads that go on computing it"""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeForecast:
+    """What is known before a job's first step of the steps in which all rows decode."""
+
+    steps: npt.NDArray[np.float64]
+    """[R + 1] about how many of them have each number of rows"""
+    plain: bool
+    """Whether all rows are sampled without rules on logits, and return no logprobs"""
+    longest: int
+    """Most positions of a row"""
+    shared: int
+    """Positions of the longest prefix that rows share, in full pages"""
 
 
 @dataclass(slots=True)
@@ -162,6 +177,9 @@ class Executor(ABC):
         sampled = StepSamples.join([]) if in_flight.samples is None else in_flight.samples.read()
         self.context.collect(in_flight.captured)
         return sampled
+
+    def prepare(self, forecast: DecodeForecast) -> None:  # noqa: B027 most have nothing to prepare
+        """Get ready for a job before its first step."""
 
     def close(self) -> None:
         """Wait for issued steps that use the host's memory, which others may use or free then; `issue` may follow."""

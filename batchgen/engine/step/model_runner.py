@@ -14,7 +14,7 @@ from batchgen.engine.memory.oom import OOMSplitter, Part, is_out_of_memory, out_
 from batchgen.engine.step.cuda_graph import CudaGraphExecutor, GraphCounts
 from batchgen.engine.step.decode_table import DecodeTable
 from batchgen.engine.step.eager import EagerExecutor
-from batchgen.engine.step.executor import Executor, ExecutorContext, InFlight, Step
+from batchgen.engine.step.executor import DecodeForecast, Executor, ExecutorContext, InFlight, Step
 from batchgen.engine.step.input_batch import BatchView, InputBatch
 from batchgen.engine.step.overlapped_cpu import OverlappedCpuExecutor
 from batchgen.engine.step.sampler import Sampler, StepSamples
@@ -158,6 +158,12 @@ class ModelRunner:
         device = self._context.device
         tokens = None if rows is None else torch.cat([_part_tokens(part, device.torch_device) for part in parts])
         return InFlightStep(plan, rows, tokens, device.asynchronous, parts=parts)
+
+    @torch.inference_mode()
+    def prepare(self, forecast: DecodeForecast) -> None:
+        """See `Executor.prepare`."""
+        for executor in self._executors:
+            executor.prepare(forecast)
 
     def read(self, in_flight: InFlightStep) -> StepSamples:
         """Sampled tokens of a step, once they are on the host. Steps must be read in order.

@@ -2,8 +2,8 @@
 
 A graph replays the launches of its capture; between steps only the contents of the lists change. `pack_static` writes a
 step's `WorkList` to the sections that a `Capacity` fixes, and fills the rest of the grids with items that do nothing.
-The grids are part of a graph, so they are in its key (`Capacity.launches`); the other sections only have to be large
-enough.
+The grids are part of a graph, so they are in its key (`Capacity.launches`). They and the other sections only have to be
+large enough.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class Capacity:
         return (*self.items, self.merges, self.tokens)
 
     def holds(self, other: Capacity) -> bool:
-        """Whether a list that needs the other capacity fits this one's launches and sections."""
+        """Whether a list that needs the other capacity fits this one's launches and sections: the rest does nothing."""
         small = other.rows <= self.rows and other.parts <= self.parts and other.pages // 2 <= self.pages
-        return small and self.launches == other.launches
+        grids = zip((*self.items, self.merges), (*other.items, other.merges), strict=True)
+        return small and self.tokens == other.tokens and all(own >= needed for own, needed in grids)
 
     def sections(self) -> list[slice]:
         """Slices of: items of the three launches, merges' tokens, starts and counts, positions, rows, parts, pages.
