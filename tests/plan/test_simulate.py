@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchgen.plan.config import Order, SchedulerConfig, SchedulerStats
 from batchgen.plan.order import begin_order
-from batchgen.plan.simulate import simulate
+from batchgen.plan.simulate import simulate, steps_by_rows
 from tests.cases import examples
 from tests.plan.counted import counted, random_job
 from tests.plan.test_tree import tree_of
@@ -79,3 +80,25 @@ def test_steps_of_many_samples_are_close() -> None:
     stats = counted(prompts, limits, config).stats
     assert found.steps == pytest.approx(stats.steps, rel=0.01)
     assert found.sampled_tokens == stats.sampled_tokens
+
+
+@examples(30)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=60).filter(
+        lambda job: any(count for count, _ in job)
+    ),
+    st.integers(1, 80),
+)
+def test_steps_by_their_rows(job: list[tuple[int, int]], slots: int) -> None:
+    samples, lengths = np.array(job).T
+    steps = steps_by_rows(samples, lengths, np.ones(len(job), np.bool_), slots)
+    left = np.repeat(lengths, samples)
+    most = min(slots, len(left))
+    assert (steps >= 0).all()
+    assert not steps[most + 1 :].any()
+    assert not steps[0]
+    if len(left) <= slots:
+        counted = Counter((left > step).sum() for step in range(left.max()))
+        assert {rows: n for rows, n in enumerate(steps.tolist()) if n} == counted
+    uncertain = steps_by_rows(samples, lengths, np.zeros(len(job), np.bool_), slots)
+    assert 0 <= uncertain @ np.arange(slots + 1) <= 2.5 * left.sum()
