@@ -10,7 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from tests.gpu.budget import DEFAULT_STAGES, STAGES
+from tests.gpu.budget import DEFAULT_STAGES, STAGES, commands
 
 _GRACE = 120.0
 """Seconds past the time limit after which a case counts as hung and the process exits."""
@@ -33,7 +33,11 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--shard", default="", help=argparse.SUPPRESS)
     parser.add_argument("--commit", default="", help="commit to record, for a copy without .git")
+    parser.add_argument("--plan", type=float, help="print the commands for a machine at hand for so many seconds")
     options = parser.parse_args(words)
+    if options.plan is not None:
+        print("\n".join(commands(options.plan)))
+        return 0
     stages = options.stages.split(",")
     unknown = sorted(set(stages) - set(names))
     if unknown:

@@ -79,6 +79,27 @@ def schedule(chosen: Sequence[str], time_limit: float) -> dict[str, float]:
     return ends
 
 
+_START = 90.0
+"""Seconds until a machine runs the first command, transfers included."""
+_LONGEST = 600.0
+"""Most seconds of a command."""
+_PARTS = (("checks", True), ("figures", False))
+"""Commands, and whether they have the stages that must pass, which come first."""
+
+
+def commands(seconds: float) -> list[str]:
+    """The commands that check and measure a machine that is at hand for so many seconds, its start included."""
+    stages = [stage for stage in STAGES if stage.name in DEFAULT_STAGES]
+    factor = max(0.0, seconds - _START) / sum(stage.share for stage in stages)
+    lines = []
+    for name, required in _PARTS:
+        own = [stage for stage in stages if stage.required == required]
+        limit = min(_LONGEST, factor * sum(stage.share for stage in own))
+        names = ",".join(stage.name for stage in own)
+        lines.append(f"python3 -m tests.gpu --stages {names} --time-limit {limit:.0f} --out $OUT/{name}.json")
+    return lines
+
+
 def no_time(stage: Stage, left: float) -> str:
     """Why a stage is skipped with `left` seconds of its time; empty if it is not."""
     if left >= stage.least:

@@ -17,7 +17,7 @@ from batchgen.kernels.device import HOST
 from batchgen.kernels.ops import Ops
 from batchgen.request.completion import Completion
 from tests.gpu import runner
-from tests.gpu.budget import DEFAULT_STAGES, STAGES, no_time, schedule
+from tests.gpu.budget import DEFAULT_STAGES, STAGES, commands, no_time, schedule
 from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
 from tests.gpu.device import Gpu, Timing
 from tests.gpu.goals import GOALS
@@ -295,6 +295,13 @@ def test_stages_divide_the_time_limit_in_their_order() -> None:
     engine = next(stage for stage in STAGES if stage.name == "engine")
     assert no_time(engine, engine.least) == ""
     assert no_time(engine, 1.0) == "skipped: 1 s left of its time, it needs 15 s"
+
+
+def test_commands_fill_the_time_of_a_machine() -> None:
+    lines = commands(900)
+    limits = [float(line.split("--time-limit ")[1].split()[0]) for line in lines]
+    assert sum(limits) == pytest.approx(900 - 90, abs=2)
+    assert ",".join(line.split("--stages ")[1].split()[0] for line in lines).split(",") == list(DEFAULT_STAGES)
 
 
 def test_a_stage_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ class Engine(PeerEngine):
         assert running is not None
         stats = running.scheduler.stats
         peaks, times = getattr(running, "kv_peak_bytes", None), running.loop.times.milliseconds()
+        graphs = {name: count for name, count in running.loop.counts().items() if name.startswith("graph_")}
         del running
         if self._engine.model.spec.device.type == "cuda":
             import torch
@@ -88,6 +89,7 @@ class Engine(PeerEngine):
             "decode_kv_reads": stats.decode_kv_reads,
             **({} if peaks is None else {"kv_peak_bytes": sum(peaks.values())}),
             **times,
+            **graphs,
         }
 
 

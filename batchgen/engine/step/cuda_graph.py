@@ -14,6 +14,7 @@ for the host, or memory runs out again and again) all steps run eagerly.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
@@ -71,10 +72,12 @@ class GraphCounts:
     """Number of steps that ran eagerly because they were the first of their kind."""
     prepared: int = 0
     """Captures before the first step, which `captures` leaves out."""
+    capture_ms: float = 0.0
+    """Time of all captures."""
 
     def by_key(self) -> dict[str, int]:
         """The counters by report key."""
-        return {f"graph_{name}": count for name, count in asdict(self).items()}
+        return {f"graph_{name}": round(count) for name, count in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +259,7 @@ class CudaGraphExecutor(Executor):
             self._retired.append(self._steps.popitem(last=False)[1])
 
     def _capture(self, static: _GraphStep) -> Graph:
+        began = time.perf_counter()
         try:
             graph = self._device.capture(static.body)
         except RuntimeError as problem:
@@ -266,6 +270,7 @@ class CudaGraphExecutor(Executor):
                 first = first.__context__
             why = str(first).strip().split("\n")[0]
             raise _CannotCapture(f"the model's decode steps cannot be captured: {why}") from problem
+        self._counts.capture_ms += 1e3 * (time.perf_counter() - began)
         return graph
 
 

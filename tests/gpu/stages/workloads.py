@@ -211,7 +211,11 @@ class Runs:
 
     def _rate(self, workload: Workload, engine: BenchEngine, found: Rate) -> Measure:
         """The measure of a throughput, with the floor of the part that was run."""
-        detail = {"seconds": found.seconds, "dtype": engine.dtype, **found.counted}
+        counted = found.counted
+        detail = {"seconds": found.seconds, "dtype": engine.dtype, **counted}
+        if "host_ms" in counted:
+            detail["graph_share"] = counted["graph_replays"] / max(1, counted["steps"])
+            detail["outside_steps"] = found.seconds - (counted["compute_ms"] + counted["host_ms"]) / 1e3
         made = Measure(
             workload.name,
             self.model,
