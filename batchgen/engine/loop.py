@@ -149,7 +149,7 @@ class Loop:
                 observer.close()
 
     def _forecast(self) -> DecodeForecast | None:
-        """The decode steps to expect; None if rows return states, or have positions of their own, as images do."""
+        """The decode steps to expect; None if rows return states, or have images, whose positions differ."""
         workload, slots = self._workload, self._scheduler.config.max_num_seqs
         live = workload.samples > 0
         if self.states is not None or self._resources.media is not None or not live.any():
