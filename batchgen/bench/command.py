@@ -107,6 +107,10 @@ def _engineless_lines(config: BenchConfig) -> Iterator[dict[str, Any]]:
         from batchgen.bench.jobs.commands import job_lines
 
         yield from job_lines(config.repeat)
+    if "ids" in config.workloads:
+        from batchgen.bench.jobs.commands import ids_lines
+
+        yield from ids_lines(config.repeat)
     if "eta" in config.workloads:
         from batchgen.bench.jobs.eta import eta_lines
 

@@ -17,6 +17,7 @@ from batchgen.request.foreign_text import (
     MAX_DEPTH,
     ForeignTextError,
     check_depth,
+    count_of,
     has_surrogate,
     read_json,
     read_quickly,
@@ -152,9 +153,9 @@ def _parse_quickly(text: bytes) -> Any:
     refuses lone surrogates and numbers too large for a double.
     """
     value = read_quickly(text)
-    if value is None or text.count(b"[") + text.count(b"{") > MAX_DEPTH or (b"\\" in text and b"\\u003" in text):
+    if value is None or count_of(text, b"[{") > MAX_DEPTH or (b"\\" in text and b"\\u003" in text):
         return None
-    colons = text.count(b":")
+    colons = count_of(text, b":")
     is_whole = (type(value) is dict and len(value) == colons) or orjson.dumps(value).count(b":") == colons
     return value if is_whole else None
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from batchgen.bench.jobs import commands
-from batchgen.bench.jobs.commands import JOB_METRICS, CommandFailed, job_lines, run_batchgen
+from batchgen.bench.jobs.commands import JOB_METRICS, CommandFailed, ids_lines, job_lines, run_batchgen
 from batchgen.cli.app import run_command
 from tests.e2e.runner import start
 
@@ -68,6 +68,13 @@ def test_startup_reports_three_metrics(capsys: pytest.CaptureFixture[str]) -> No
 
 
 # The cost of a row
+
+
+@pytest.mark.slow
+def test_the_cost_of_ids_is_the_processor_time_of_further_rows() -> None:
+    (line,) = ids_lines(1, count=400)
+    assert (line["workload"], line["metric"], line["unit"]) == ("ids", "us_per_row", "us/row")
+    assert line["repeat"] == 1
 
 
 @pytest.mark.slow

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.request.checks import ids, token_id_lists
 from batchgen.request.fields.declared import FIELDS, LOOKUP, Field
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.fields.prompts import ChatPrompt, TextPrompt, TokenPrompt
@@ -20,7 +26,7 @@ from batchgen.request.rows.parser import derive_seed, row_extra
 from batchgen.request.rows.row_ids import row_id
 from batchgen.request.rows.values import RowDefaults
 from batchgen.request.table.request_table import ParsedRow
-from tests.cases import each
+from tests.cases import each, examples
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 
 
@@ -638,3 +644,29 @@ def test_endpoint_defaults() -> None:
     """A body with only a prompt has the defaults of its endpoint, including `max_tokens` of other servers."""
     assert params(line()) == SamplingParams(max_new_tokens=16)
     assert params(line(CHAT)) == SamplingParams(max_new_tokens=None)
+
+
+class Five(IntEnum):
+    """A subclass of int."""
+
+    FIVE = 5
+
+
+ODD_IDS = [True, 1.0, 2.5, None, "7", -1, 2**31 - 1, 2**31, 2**40, -(2**31), 2**70, [3], math.nan, np.int64(4), Five(5)]
+
+
+@examples(200)
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=30), st.lists(st.sampled_from(ODD_IDS), max_size=2), st.data())
+def test_ids_are_those_of_the_check_of_single_items(plain: list[int], odd: list[Any], data: st.DataObject) -> None:
+    value = data.draw(st.permutations([*plain, *odd]))
+    if value and isinstance(value[0], list):
+        return  # a list of prompts
+
+    def outcome(check: Callable[[str, Any], Any]) -> Any:
+        try:
+            return check("input_ids", value)
+        except (RowError, OverflowError) as error:
+            return str(error)
+
+    found, wanted = outcome(token_id_lists), outcome(ids)
+    assert (found if isinstance(found, str) else tuple(found[0])) == wanted

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -205,6 +206,27 @@ def job_lines(repeat: int, count: int = JOB_ROWS) -> Iterator[dict[str, Any]]:
     ]
     for metric in JOB_METRICS:
         yield _line("job", metric, "%" if "_over_" in metric else "us/row", [cost[metric] for cost in costs])
+
+
+def ids_lines(repeat: int, count: int = 8192) -> Iterator[dict[str, Any]]:
+    """Measure reading and planning of `count` rows of 1,964 ids by `check`; a first one warms the disk cache.
+
+    The metric `us_per_row` is the processor time of a row in microseconds.
+
+    Raises:
+        CommandFailed: a process failed.
+    """
+    draw, costs = random.Random(0), []
+    shared, *own = ([draw.randrange(4, 200) for _ in range(size)] for size in (1900, *[64] * count))
+    with tempfile.TemporaryDirectory(prefix="batchgen-ids-") as scratch:
+        folder = Path(scratch)
+        write_rows(folder / "all.jsonl", ({"input_ids": shared + ids} for ids in own))
+        write_rows(folder / "one.jsonl", [{"input_ids": shared}])
+        run_batchgen(["check", "one.jsonl"], folder)
+        for _ in range(repeat):
+            one, every = (run_batchgen(["check", f"{name}.jsonl"], folder).cpu for name in ("one", "all"))
+            costs.append(1e6 * (every - one) / (count - 1))
+    yield _line("ids", "us_per_row", "us/row", costs)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

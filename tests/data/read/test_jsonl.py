@@ -20,9 +20,10 @@ from batchgen.data.read.pieces import RowsOfStream
 from batchgen.data.read.streams import decompressed
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request import json_text
+from batchgen.request.foreign_text import count_of, has_long_integer
 from batchgen.request.json_text import MAX_DEPTH, parse_json, parse_json_object
 from batchgen.request.rows.raw_row import RawRow
-from tests.cases import each
+from tests.cases import each, examples
 
 BAD_JSON = ErrorCode.INVALID_JSON
 BAD_TEXT = ErrorCode.INVALID_UNICODE
@@ -417,3 +418,11 @@ def test_objects_in_a_text_file_are_refused_unless_it_is_named_as_text() -> None
     assert "--input-format jsonl" in rows[0].error.message
     named = [row.value for row in text_rows(io.BytesIO(data), "in.txt") if row is not None]
     assert named[0] == {"text": '{"text": "a"}'}
+
+
+@examples(100)
+@given(st.lists(st.text("0123456789,-[:{ a", max_size=40), max_size=200), st.booleans())
+def test_long_texts_are_looked_through_as_short_ones(parts: list[str], long: bool) -> None:
+    text = "".join(parts).encode() + b" " * 2048 * long
+    assert has_long_integer(text) == (re.search(rb"\d{19}", text) is not None)
+    assert count_of(text, b"[{:") == sum(text.count(sign) for sign in (b"[", b"{", b":"))
