@@ -31,7 +31,7 @@ Column = npt.NDArray[Any]
 class LogprobColumns:
     """Logprobs of running sequences, by their slot in the `InputBatch`.
 
-    A step appends to all sequences at once; a sequence receives its values as lists when it ends. Values are stored in
+    A step appends to all sequences at once; a sequence receives its values as arrays when it ends. Values are stored in
     blocks of `block` tokens, so that memory grows with the number of tokens, not with the longest sequence.
     """
 
@@ -88,10 +88,12 @@ class LogprobColumns:
         params, length = sequence.request.params, int(self._length[slot])
         blocks = self._blocks[slot, : -(-length // self._block)]
         at = (blocks[:, None] * self._block + np.arange(self._block)).ravel()[: len(sequence.output_ids)]
-        sequence.logprobs = self._logprobs[at].tolist()
-        sequence.top_ids = self._top_ids[at, : params.top_logprobs_num].ravel().tolist()
-        sequence.top_logprobs = self._top_logprobs[at, : params.top_logprobs_num].ravel().tolist()
-        sequence.ids_logprobs = self._ids_logprobs[at, : len(params.token_ids_logprob)].ravel().tolist()
+        sequence.logprobs = self._logprobs.take(at)
+        sequence.top_ids = self._top_ids.take(at, 0)[:, : params.top_logprobs_num].ravel()
+        sequence.top_logprobs = self._top_logprobs.take(at, 0)[:, : params.top_logprobs_num].ravel()
+        sequence.ids_logprobs = self._ids_logprobs.take(at, 0)[:, : len(params.token_ids_logprob)].ravel()
+        # NumPy adds in another order, which may give another last digit than committed rows have.
+        sequence.cumulative_logprob = sum(sequence.logprobs.tolist())
         self._free += blocks.tolist()
         self._length[slot] = 0
 
