@@ -91,7 +91,8 @@ class Loop:
         self._context = ExecutorContext(
             resources.model, pool, backend, device, D2HQueue(device, settings.queue_bytes), self.prompts, self.states
         )
-        sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode)
+        top = max((params.top_logprobs_num for params in workload.table.params), default=0)
+        sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode, top)
         most = scheduler.config.max_tokens_per_step
         self._runner = ModelRunner(workload, self._context, sampler, most, resources.media)
         self._sequences: dict[int, Sequence] = {}

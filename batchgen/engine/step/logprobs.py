@@ -4,7 +4,8 @@ In mode `raw` they are the log-softmax of the model's logits at temperature 1, b
 `processed` they are the logs of the distribution sampled from (greedy rows: after penalties, biases and masks, at
 temperature 1).
 
-`LogprobsGatherer` computes the logprobs of a step on the device; `LogprobColumns` stores those of running sequences.
+`LogprobsGatherer` computes the logprobs of a step on the device, `plain_logprobs` those of plain rows within a graph;
+`LogprobColumns` stores those of running sequences.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ _CHUNK = 1 << 18
 """Logits processed at once on a CPU, so that they stay in its cache."""
 _WIDE_CHUNK = 1 << 24
 """Logits processed at once on a GPU: 64 MiB of logits and as much of scores."""
+_GRAPH_TOP = 128
+"""Most top logprobs that a graph computes: it does so for all rows of a step, also those that return fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,10 @@ class LogprobsGatherer:
         self._ids = ids if widest else None
         self._has_changed = len(changed_places) > 0
 
+    def fits_graph(self, top_k: int) -> bool:
+        """Whether the logprobs are among `plain_logprobs` with K = `top_k`, if no row's logits are changed."""
+        return self._mode == "raw" and self._ids is None and self._top_k <= top_k <= _GRAPH_TOP
+
     def gather_raw(self, logits: Tensor) -> RawLogprobs | None:
         """Gather raw logprobs from the model's logits [R, V]; None in processed mode."""
         if self._mode == "processed":
@@ -261,12 +268,24 @@ class LogprobsGatherer:
         )
 
     def to_host(self, arrays: list[Array]) -> StepLogprobs:
-        """The step's logprobs, from the arrays of `gather` on the host."""
+        """The step's logprobs, from the arrays of `gather` on the host, or those of `plain_logprobs` of all rows."""
+        if len(arrays[0]) > len(self._rows):
+            arrays = [array[self._rows] for array in arrays]
         logprobs, *others = arrays
         none = np.zeros((len(self._rows), 0), np.float32)
         ids_logprobs = others.pop() if self._ids is not None else none
         top_ids, top_logprobs = others or (none, none)
         return StepLogprobs(self._rows, logprobs, top_ids, top_logprobs, ids_logprobs)
+
+
+def plain_logprobs(logits: Tensor, tokens: Tensor, top_k: int, ops: Ops) -> list[Tensor]:
+    """The tensors of `LogprobsGatherer.gather` for all rows of unchanged logits [R, V], with K = `top_k`.
+
+    They are the same bits, and no size depends on the rows, so that a graph can compute them. `tokens`: [R] int64.
+    """
+    normalizers = ops.log_normalizers(logits)
+    top = ops.top_logprobs(logits, top_k, normalizers) if top_k else ()
+    return [ops.token_logprobs(logits, tokens, normalizers), *top]
 
 
 def _tensors(logprobs: Tensor, gathered: _GatheredLogprobs) -> list[Tensor]:

@@ -9,11 +9,16 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 
 from batchgen.data.schema import OutputRow, completions_to_table
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step.input_batch import InputBatch
-from batchgen.engine.step.logprobs import LogprobColumns, StepLogprobs
+from batchgen.engine.step.logprobs import LogprobColumns, LogprobsGatherer, StepLogprobs, plain_logprobs
+from batchgen.kernels.device import HOST, as_array
+from batchgen.kernels.invariant import INVARIANT_OPS
+from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.kernels.sampling import SamplingColumns
 from batchgen.request.completion import Completion
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import Request
@@ -139,6 +144,31 @@ def _without_last(expected: Expected, params: SamplingParams) -> Expected:
     ids_logprobs = len(expected.ids_logprobs) - len(params.token_ids_logprob)
     tops = expected.top_ids[:top], expected.top_logprobs[:top]
     return Expected(expected.logprobs[:-1], *tops, expected.ids_logprobs[:ids_logprobs])
+
+
+@pytest.mark.parametrize("ops", [TORCH_OPS, INVARIANT_OPS], ids=["torch", "invariant"])
+def test_logprobs_of_all_rows_are_those_of_the_rows_that_return_them(tokenizer: Tokenizer, ops: Ops) -> None:
+    """The same bits, whether a graph computes them for all rows of a step or the step for some."""
+    batch, tops = InputBatch(), [3, None, 0, 7, None, 1]
+    for number, top in enumerate(tops):
+        params = SamplingParams(max_new_tokens=9, return_logprob=top is not None, top_logprobs_num=top or 0)
+        request = Request(number, number, 0, np.array([4, 5], np.int32), params, number, 9)
+        batch.add(number, Sequence(request, 0, StopState(params, frozenset(), tokenizer), {}, None), plain=True)
+    places = np.array([i for i, top in enumerate(tops) if top is not None])
+    sampling = SamplingColumns.of(*np.zeros((4, len(tops))))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(tops), VOCAB, generator=generator).to(torch.bfloat16)
+    tokens = torch.randint(VOCAB, (len(tops),), generator=generator)
+    gatherer = LogprobsGatherer(batch.rows(np.arange(len(tops))), places, (), sampling, "raw", HOST, ops)
+    some = gatherer.gather(logits, tokens, gatherer.gather_raw(logits))
+    for k in (7, 11):
+        assert gatherer.fits_graph(k)
+        want = gatherer.to_host([as_array(tensor) for tensor in some])
+        got = gatherer.to_host([as_array(tensor) for tensor in plain_logprobs(logits, tokens, k, ops)])
+        assert np.array_equal(got.rows, want.rows)
+        assert np.array_equal(got.logprobs, want.logprobs)
+        assert np.array_equal(got.top_ids[:, :7], want.top_ids)
+        assert np.array_equal(got.top_logprobs[:, :7], want.top_logprobs)
 
 
 def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:
