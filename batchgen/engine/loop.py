@@ -21,7 +21,7 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.step.executor import DecodeForecast, ExecutorContext
 from batchgen.engine.step.input_batch import InputBatch
-from batchgen.engine.step.logprobs import LogprobColumns
+from batchgen.engine.step.logprobs import GRAPH_TOP, LogprobColumns
 from batchgen.engine.step.model_runner import InFlightStep, ModelRunner
 from batchgen.engine.step.sampler import Sampler
 from batchgen.engine.step.step_times import StepTimes
@@ -96,7 +96,8 @@ class Loop:
         self._context = ExecutorContext(
             resources.model, pool, backend, device, D2HQueue(device, settings.queue_bytes), self.prompts, self.states
         )
-        sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode)
+        top = max((params.top_logprobs_num for params in workload.table.params), default=0)
+        sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode, top)
         most = scheduler.config.max_tokens_per_step
         self._runner = ModelRunner(workload, self._context, sampler, most, resources.media)
         self._sequences: dict[int, Sequence] = {}
@@ -159,9 +160,13 @@ class Loop:
         shared, each = pages_held(workload.tree, workload.samples, expected, page_size)
         slots = max(1, min(slots, int((self._context.pool.num_pages - shared) / each)))
         params = [table.params[i] for i in np.unique(table.params_id[live]).tolist()]
+        top = max((each.top_logprobs_num for each in table.params), default=0)
+        returned = [each for each in params if each.needs_logprobs]
+        raw = self.settings.logprobs_mode == "raw" and not any(each.token_ids_logprob for each in returned)
         return DecodeForecast(
             steps_by_rows(workload.samples, expected, kinds == EXACT, slots),
-            not any(edits_logits(each) for each in params),
+            not any(map(edits_logits, params)) and (not returned or (raw and top <= GRAPH_TOP)),
+            top if returned else None,
             int((np.diff(table.offsets)[live] + workload.max_tokens[live]).max()),
             shared * page_size,
         )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from batchgen.engine.sampling.logits_processor import RowLogitsState
 from batchgen.engine.sampling.thinking import ThinkingMask, TokenMask
 from batchgen.errors import ErrorInfo, row_error
@@ -45,14 +48,16 @@ class Sequence:
     """Logits rules and token counts; None: no rules"""
     grammar: TokenMask | None = None
     """Mask of the row's constraint, and of the budget of its thoughts; None: neither"""
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """[C] logprobs of all its tokens, once it has ended"""
-    top_ids: list[int] = field(default_factory=list)
+    top_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """[C * K] most likely tokens of each position, most likely first, once it has ended"""
-    top_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """[C * K] logprobs of `top_ids`"""
-    ids_logprobs: list[float] = field(default_factory=list)
+    ids_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """[C * I] logprobs of the row's `token_ids_logprob`, in its order, once it has ended"""
+    cumulative_logprob: float = 0.0
+    """Sum of `logprobs`"""
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
     _num_sampled_at: Callable[[int], int] | None = None
@@ -134,7 +139,7 @@ class Sequence:
     @property
     def mean_logprob(self) -> float:
         """Mean logprob of its tokens; 0 without logprobs."""
-        return sum(self.logprobs) / max(1, len(self.logprobs))
+        return self.cumulative_logprob / max(1, len(self.logprobs))
 
     def fail(self, error: ErrorInfo) -> None:
         """End the sequence with an error; its output is discarded."""
@@ -149,7 +154,6 @@ class Sequence:
         params, count = request.params, len(self.output_ids)
         assert self.finish_reason is not None
         done = self.stops.finish(self.finish_reason)
-        total = sum(self.logprobs)
         returns_logprobs, top = params.return_logprob, params.return_logprob and params.top_logprobs_num > 0
         return Completion(
             row_index=request.row_index,
@@ -172,12 +176,13 @@ class Sequence:
             media_tokens=request.media_tokens,
             completion_tokens=count,
             cached_tokens=cached_tokens,
-            output_logprobs=self.logprobs if returns_logprobs else None,
-            output_top_ids=self.top_ids if top else None,
-            output_top_logprobs=self.top_logprobs if top else None,
-            output_ids_logprobs=self.ids_logprobs if returns_logprobs and params.token_ids_logprob else None,
-            cumulative_logprob=total if returns_logprobs else None,
-            mean_logprob=total / count if returns_logprobs and count else None,
+            # Numpy arrays are used like sequences of numbers.
+            output_logprobs=self.logprobs if returns_logprobs else None,  # type: ignore[arg-type]
+            output_top_ids=self.top_ids if top else None,  # type: ignore[arg-type]
+            output_top_logprobs=self.top_logprobs if top else None,  # type: ignore[arg-type]
+            output_ids_logprobs=self.ids_logprobs if returns_logprobs and params.token_ids_logprob else None,  # type: ignore[arg-type]
+            cumulative_logprob=self.cumulative_logprob if returns_logprobs else None,
+            mean_logprob=self.mean_logprob if returns_logprobs and count else None,
             min_new_tokens_unmet=count < params.min_new_tokens if params.min_new_tokens else None,
             constraint_ok=self._satisfies_constraint(done) if params.constraint is not None else None,
             seed=request.seed,

@@ -130,7 +130,7 @@ class Completion:
     cached_tokens_details: CachedTokens | None = None
     """What they consist of, if the row asks for it."""
     output_logprobs: Sequence[float] | None = None
-    """[C] natural log."""
+    """[C] natural log; it and the other `output_*` of logprobs are arrays, float32 and int32."""
     output_top_ids: Sequence[int] | None = None
     """[C * K] flat, most likely first, ties by lowest id."""
     output_top_logprobs: Sequence[float] | None = None

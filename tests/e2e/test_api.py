@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import batchgen
@@ -69,7 +70,7 @@ def assert_same(completion: Completion, row: dict[str, Any]) -> None:
         got = getattr(completion, name)
         assert (got is None) == (row[name] is None)
         assert got is None or list(got) == pytest.approx(row[name], abs=TOLERANCE)
-    assert completion.output_top_ids == row["output_top_ids"]
+    assert np.array_equal(completion.output_top_ids, row["output_top_ids"])
     for name in ("input_logprobs", "input_top_ids", "input_top_logprobs"):
         got = getattr(completion, name)
         assert (got is None) == (row[name] is None)
@@ -117,7 +118,8 @@ def test_rows_override_params(engine: Engine) -> None:
     assert len(first.output_ids or []) == 5
     assert list(short.output_ids or []) == list(first.output_ids or [])[:3]
     assert (first.seed, short.seed, drawn.seed) == (3, 3, 4)
-    assert len(drawn.output_logprobs or []) == len(drawn.output_ids or []) > 0
+    assert drawn.output_logprobs is not None
+    assert len(drawn.output_logprobs) == len(drawn.output_ids or []) > 0
 
 
 @pytest.mark.field("max_new_tokens")

@@ -44,7 +44,7 @@ def best_of_rows() -> list[dict[str, Any]]:
 
 def chosen(samples: list[Completion], keep: int) -> tuple[list[list[int]], int]:
     """(token ids of the `keep` samples with the highest mean logprob, best first; number of tokens of the others)"""
-    means = [math.fsum(s.output_logprobs or []) / len(s.output_logprobs or []) for s in samples]
+    means = [math.fsum(s.output_logprobs) / len(s.output_logprobs) for s in samples if s.output_logprobs is not None]
     ranked = sorted(range(len(samples)), key=lambda i: (-means[i], i))
     ids = [list(samples[i].output_ids or []) for i in ranked]
     return ids[:keep], sum(map(len, ids[keep:]))

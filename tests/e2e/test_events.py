@@ -69,7 +69,8 @@ def test_events_agree_with_the_results(engine: Engine) -> None:
         assert [event.token_id for event in tokens] == list(done.output_ids or [])
         assert [event.position for event in tokens] == list(range(len(tokens)))
         assert "".join(event.text for event in (*tokens, end)) == done.text
-        assert [e.logprob for e in tokens] == list(done.output_logprobs or [None] * len(tokens))
+        logprobs = [None] * len(tokens) if done.output_logprobs is None else list(done.output_logprobs)
+        assert [e.logprob for e in tokens] == logprobs
         assert (end.token_id, end.finish_reason, end.stop_kind) == (None, done.finish_reason, done.stop_kind)
         assert (end.matched_stop, end.completion_tokens, end.error) == (done.matched_stop, done.completion_tokens, None)
         assert {event.id for event in (*tokens, end)} == {done.id}

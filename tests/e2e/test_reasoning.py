@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from torch import Tensor
@@ -88,7 +89,7 @@ def only(engine: Engine, given: dict[str, Any]) -> Completion:
 
 
 def parts(done: Completion) -> tuple[Any, ...]:
-    logprobs = [round(value, 3) for value in done.output_logprobs or ()]
+    logprobs = None if done.output_logprobs is None else np.round(done.output_logprobs, 3).tolist()
     return done.text, done.reasoning, done.reasoning_tokens, done.reasoning_cut, done.constraint_ok, logprobs
 
 
@@ -179,11 +180,12 @@ def test_stops_and_logprobs_of_thinking_rows(engines: dict[str, Engine], name: s
     given = row(engine, name, "stop, a STOP", "It is. STOP here", return_logprob=True)
     done = only(engine, {**given, "stop": "STOP"})
     assert (done.reasoning, done.text, done.matched_stop) == ("stop, a STOP", "It is. ", "STOP")
-    assert len(done.output_logprobs or ()) == len(done.output_ids or ()) == done.completion_tokens
+    assert done.output_logprobs is not None
+    assert len(done.output_logprobs) == len(done.output_ids or ()) == done.completion_tokens
     again = only(engine, {**given, "stop_regex": "ST.P", "no_stop_trim": True})
     assert again.text == "It is. STOP"
     assert again.output_ids == done.output_ids
-    assert again.output_logprobs == done.output_logprobs
+    assert np.array_equal(again.output_logprobs, done.output_logprobs)
 
 
 @pytest.mark.parametrize("name", MODELS)

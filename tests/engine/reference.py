@@ -162,8 +162,9 @@ class Greedy:
         """Equal ids and logprobs, up to the prompt's first near tie."""
         self.assert_same_ids(prompt, result)
         settled = slice(self.settled[prompt])
-        got = (result.output_logprobs or [])[settled]
-        np.testing.assert_allclose(got, self.logprobs[prompt][settled], atol=self.tolerance, rtol=0)
+        got = result.output_logprobs
+        assert got is not None
+        np.testing.assert_allclose(got[settled], self.logprobs[prompt][settled], atol=self.tolerance, rtol=0)
 
 
 def eager_greedy(

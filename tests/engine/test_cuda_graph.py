@@ -52,9 +52,9 @@ def engine_of(folder: Path, attention: str, **options: Any) -> Engine:
     return Engine(str(folder), attention=attention, dtype="float32", page_size=4, max_tokens_per_step=128, **options)
 
 
-def without_graphs(folder: Path, work: list[dict[str, Any]]) -> list[Completion]:
+def without_graphs(folder: Path, work: list[dict[str, Any]], **options: Any) -> list[Completion]:
     """Results of PyTorch's kernels."""
-    return list(engine_of(folder, "torch").generate(work, ordered=True))
+    return list(engine_of(folder, "torch", **options).generate(work, ordered=True))
 
 
 def run(
@@ -83,7 +83,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(folder: Path, work: list[dict[str, Any]], **options: Any) -> tuple[LateDevice, dict[str, int]]:
     """The device and counters of a run with graphs, whose results equal those of a run without."""
     got, device, last = run(folder, work, **options)
-    assert_all_same(got, without_graphs(folder, work))
+    assert_all_same(got, without_graphs(folder, work, **options))
     counts = last.loop.counts()
     counts["group_passes"] = last.scheduler.stats.group_passes
     assert last.loop.notes == []
@@ -136,6 +136,41 @@ def test_rows_that_are_not_plain_are_sampled_after_graphs(tmp_path: Path) -> Non
     work[2] |= {"return_hidden_states": {"layers": [0, -1], "tokens": "all"}}
     work[3] |= {"min_new_tokens": 3, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False}
     check(model_folder(tmp_path, "mistral", sliding_window=6), work)
+
+
+def test_logprobs_of_plain_rows_are_computed_inside_graphs(tmp_path: Path) -> None:
+    """For all rows of a step alike, as many as the job's row with most; rows without any are between others."""
+    work = rows()
+    for number, top in enumerate([3, None, 0, 7, 1]):
+        if top is not None:
+            work[number] |= {"return_logprob": True, "top_logprobs_num": top, "n": 1 + number % 2}
+    calls: list[int] = []
+
+    def count(engine: Engine) -> None:
+        assert engine.backend is not None
+        ops = engine.backend.ops
+
+        def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            calls.append(k)
+            return ops.top_logprobs(logits, k, normalizers)
+
+        engine.backend = replace(engine.backend, ops=replace(ops, top_logprobs=top_logprobs))
+
+    folder = model_folder(tmp_path)
+    got, _, last = run(folder, work, meanwhile=count)
+    assert_all_same(got, without_graphs(folder, work))
+    counts = last.loop.counts()
+    assert counts["graph_replays"] > counts["graph_captures"] > 0
+    assert len(calls) <= last.loop.state.steps - counts["graph_replays"] + counts["graph_captures"], "none per replay"
+    assert calls[-1] == 7
+
+
+def test_other_logprobs_are_computed_after_graphs(tmp_path: Path) -> None:
+    work = rows(return_logprob=True, top_logprobs_num=2)
+    folder = model_folder(tmp_path)
+    check(folder, work, logprobs_mode="processed")
+    check(folder, [*work[:3], {**work[3], "token_ids_logprob": [9, 4]}])
+    check(folder, [*work[:3], {**work[3], "top_logprobs_num": 150}])
 
 
 def test_attention_begins_again_at_the_borders_of_chunks_inside_graphs(tmp_path: Path) -> None:

@@ -211,7 +211,12 @@ def estimated_bytes(spec: ModelSpec, job: DummyRun) -> int:
     are sampled from or edited; and fixed sizes for prompt logits and attention.
     """
     params = job.workload.table.params[-1]
-    row = spec.dtype.itemsize + 4 + (4 if edits_logits(params) else 0) + (0 if params.greedy else 32)
+    row = (
+        spec.dtype.itemsize
+        + 4
+        + (4 if edits_logits(params) or params.needs_logprobs else 0)
+        + (0 if params.greedy else 32)
+    )
     has_texts = bool((job.workload.table.score_start >= 0).any())
     blocks = 4 if has_texts or params.logprob_start_len >= 0 else 0
     return _activation_bytes(spec, job) + job.rows * spec.vocab_size * row + blocks * _LOGITS_BYTES + _ATTENTION_BYTES
@@ -237,9 +242,9 @@ def _activation_bytes(spec: ModelSpec, job: DummyRun) -> int:
 
 
 def edits_logits(params: SamplingParams) -> bool:
-    """Whether rows with these parameters change their logits before they are sampled, or return logprobs."""
+    """Whether rows with these parameters change their logits before they are sampled."""
     early = params.min_new_tokens > 0 or bool(params.begin_suppress_tokens)
-    return params.modifies_logits or early or params.needs_logprobs
+    return params.modifies_logits or early
 
 
 def _step_plan(prefills: list[PrefillChunk], decodes: DecodeRows, groups: list[PrefixGroup]) -> StepPlan:

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode-only steps: model, head and plain sampling, captured once per padded batch size.
+"""CUDA graphs of decode-only steps: model, head, plain sampling and its logprobs, captured once per padded batch size.
 
 A graph replays its launches on fixed addresses. So each graph has static inputs, padded to one of a few sizes, which
 every step overwrites in two or three transfers. A padding token attends to token 0 only and is stored in the scratch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.step.executor import DecodeForecast, Executor, ExecutorContext, InFlight, Step
+from batchgen.engine.step.logprobs import plain_logprobs
 from batchgen.engine.step.sampler import PlainColumns
 from batchgen.engine.step.step_batch import StepArrays, select_input_ids
 from batchgen.kernels.device import Graph
@@ -90,6 +91,8 @@ class _Result:
     """[R, V], which the caller may change; None: the graph has sampled tokens"""
     sampled: SampleResult | None
     """None: the caller samples from `logits`"""
+    logprobs: list[Tensor]
+    """`plain_logprobs` of the rows, if a row returns any and the graph has sampled"""
 
 
 _Kind = tuple[int, Hashable]
@@ -137,14 +140,15 @@ class CudaGraphExecutor(Executor):
             arrays = _synthetic(rows, parts, page_size, forecast, states)
             try:
                 work = self._planner.plan(arrays.attention, rows)
-                static = _GraphStep(self._shared, self._planner, work, rows, forecast.plain, None, 0)
+                sampled = (forecast.plain, forecast.top_logprobs)
+                static = _GraphStep(self._shared, self._planner, work, rows, sampled, None, 0)
                 static.load(arrays, None, None)
                 self._warm_up(static)
                 static.graph = self._capture(static)
             except RuntimeError as problem:
                 self._give_up(problem)
                 return
-            self._store(((rows, (forecast.plain, ())), static.attention.launches), static)
+            self._store(((rows, (*sampled, ())), static.attention.launches), static)
             self._counts.prepared += 1
 
     def issue(self, step: Step) -> InFlight | None:
@@ -164,7 +168,7 @@ class CudaGraphExecutor(Executor):
         if sampling.needs_host:
             step.read_last()
         if replayed.sampled is not None:
-            samples = sampling.collect(replayed.sampled)
+            samples = sampling.collect(replayed.sampled, replayed.logprobs)
         else:
             assert replayed.logits is not None
             samples = sampling.sample(replayed.logits, replayed.num_sampled)
@@ -198,14 +202,15 @@ class CudaGraphExecutor(Executor):
         self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
     ) -> _Result:
         rows = len(step.ids)
-        results = (plain is not None, () if capture is None else (capture.layers, capture.experts))
+        sampled = (plain is not None, None if plain is None else plain.top_logprobs)
+        results = (*sampled, () if capture is None else (capture.layers, capture.experts))
         padded = self._batch_size(rows, results)
         work = self._planner.plan(step.attention, padded)
         kind = (padded, results)
         static = self._fitting(kind, work)
         if static is None:
             axes = 0 if step.rope_positions is None else len(step.rope_positions)
-            static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture, axes)
+            static = _GraphStep(self._shared, self._planner, work, padded, sampled, capture, axes)
         static.load(step, last, plain)
         if not static.warmed_up:
             self._warm_up(static)
@@ -338,7 +343,7 @@ class _GraphStep:
         planner: GroupedPlanner,
         work: GroupedWork,
         padded: int,
-        samples: bool,
+        sampled: tuple[bool, int | None],
         capture: CaptureSpec | None,
         rope_axes: int,
     ) -> None:
@@ -359,6 +364,7 @@ class _GraphStep:
         self._states = None
         if shared.states is not None:
             self._states = PooledStates(shared.states, [decode_batch(0, self._int_columns[states_at:, :padded])])
+        samples, self._top_logprobs = sampled
         self._columns = _StaticColumns(padded, device) if samples else None
         self._all_rows = torch.arange(padded, device=device) if capture is not None else None
         self._captured = None if capture is None else (capture.layers, capture.experts)
@@ -405,6 +411,10 @@ class _GraphStep:
             sampled = shared.ops.sample(logits, self._columns.at(self._num_sampled, shared.ops))
             self._set_output("tokens", sampled.tokens)
             self._set_output("bad", shared.ops.nan_rows(logits) if sampled.bad is None else sampled.bad)
+            if self._top_logprobs is not None:
+                logprobs = plain_logprobs(logits, sampled.tokens, self._top_logprobs, shared.ops)
+                for number, values in enumerate(logprobs):
+                    self._set_output(f"logprobs {number}", values)
         else:
             if self._logits is None:
                 self._logits = shared.logits_buffer(logits)
@@ -429,7 +439,9 @@ class _GraphStep:
         sampled = None
         if "tokens" in self._out:
             sampled = SampleResult(self._out["tokens"][:rows].clone(), self._out["bad"][:rows].clone())
-        return _Result(self._num_sampled[:rows], None if self._logits is None else self._logits[:rows], sampled)
+        logprobs = [values[:rows].clone() for name, values in self._out.items() if name.startswith("logprobs")]
+        logits = None if self._logits is None else self._logits[:rows]
+        return _Result(self._num_sampled[:rows], logits, sampled, logprobs)
 
 
 class _StaticColumns:

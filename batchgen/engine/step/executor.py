@@ -76,7 +76,9 @@ class DecodeForecast:
     steps: npt.NDArray[np.float64]
     """[R + 1] about how many of them have each number of rows"""
     plain: bool
-    """Whether all rows are sampled without rules on logits, and return no logprobs"""
+    """Whether a graph samples all rows: they have no rules on logits, and return no logprobs or plain ones"""
+    top_logprobs: int | None
+    """Most top logprobs of a row, if the graph computes them; None: it computes none"""
     longest: int
     """Most positions of a row"""
     shared: int

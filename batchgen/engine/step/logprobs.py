@@ -4,7 +4,8 @@ In mode `raw` they are the log-softmax of the model's logits at temperature 1, b
 `processed` they are the logs of the distribution sampled from (greedy rows: after penalties, biases and masks, at
 temperature 1).
 
-`LogprobsGatherer` computes the logprobs of a step on the device; `LogprobColumns` stores those of running sequences.
+`LogprobsGatherer` computes the logprobs of a step on the device, `plain_logprobs` those of plain rows within a graph;
+`LogprobColumns` stores those of running sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Column = npt.NDArray[Any]
 class LogprobColumns:
     """Logprobs of running sequences, by their slot in the `InputBatch`.
 
-    A step appends to all sequences at once; a sequence receives its values as lists when it ends. Values are stored in
+    A step appends to all sequences at once; a sequence receives its values as arrays when it ends. Values are stored in
     blocks of `block` tokens, so that memory grows with the number of tokens, not with the longest sequence.
     """
 
@@ -88,10 +89,12 @@ class LogprobColumns:
         params, length = sequence.request.params, int(self._length[slot])
         blocks = self._blocks[slot, : -(-length // self._block)]
         at = (blocks[:, None] * self._block + np.arange(self._block)).ravel()[: len(sequence.output_ids)]
-        sequence.logprobs = self._logprobs[at].tolist()
-        sequence.top_ids = self._top_ids[at, : params.top_logprobs_num].ravel().tolist()
-        sequence.top_logprobs = self._top_logprobs[at, : params.top_logprobs_num].ravel().tolist()
-        sequence.ids_logprobs = self._ids_logprobs[at, : len(params.token_ids_logprob)].ravel().tolist()
+        sequence.logprobs = self._logprobs.take(at)
+        sequence.top_ids = self._top_ids.take(at, 0)[:, : params.top_logprobs_num].ravel()
+        sequence.top_logprobs = self._top_logprobs.take(at, 0)[:, : params.top_logprobs_num].ravel()
+        sequence.ids_logprobs = self._ids_logprobs.take(at, 0)[:, : len(params.token_ids_logprob)].ravel()
+        # NumPy adds in another order, which may give another last digit than committed rows have.
+        sequence.cumulative_logprob = sum(sequence.logprobs.tolist())
         self._free += blocks.tolist()
         self._length[slot] = 0
 
@@ -134,6 +137,8 @@ _CHUNK = 1 << 18
 """Logits processed at once on a CPU, so that they stay in its cache."""
 _WIDE_CHUNK = 1 << 24
 """Logits processed at once on a GPU: 64 MiB of logits and as much of scores."""
+GRAPH_TOP = 128
+"""Most top logprobs that a graph computes: it does so for all rows of a step, also those that return fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +213,10 @@ class LogprobsGatherer:
         self._ids = ids if widest else None
         self._has_changed = len(changed_places) > 0
 
+    def fits_graph(self, top_k: int) -> bool:
+        """Whether the logprobs are among `plain_logprobs` with K = `top_k`, if no row's logits are changed."""
+        return self._mode == "raw" and self._ids is None and self._top_k <= top_k <= GRAPH_TOP
+
     def gather_raw(self, logits: Tensor) -> RawLogprobs | None:
         """Gather raw logprobs from the model's logits [R, V]; None in processed mode."""
         if self._mode == "processed":
@@ -259,12 +268,24 @@ class LogprobsGatherer:
         )
 
     def to_host(self, arrays: list[Array]) -> StepLogprobs:
-        """The step's logprobs, from the arrays of `gather` on the host."""
+        """The step's logprobs, from the arrays of `gather` on the host, or those of `plain_logprobs` of all rows."""
+        if len(arrays[0]) > len(self._rows):
+            arrays = [array[self._rows] for array in arrays]
         logprobs, *others = arrays
         none = np.zeros((len(self._rows), 0), np.float32)
         ids_logprobs = others.pop() if self._ids is not None else none
         top_ids, top_logprobs = others or (none, none)
         return StepLogprobs(self._rows, logprobs, top_ids, top_logprobs, ids_logprobs)
+
+
+def plain_logprobs(logits: Tensor, tokens: Tensor, top_k: int, ops: Ops) -> list[Tensor]:
+    """The tensors of `LogprobsGatherer.gather` for all rows of unchanged logits [R, V], with K = `top_k`.
+
+    They are the same bits, and no size depends on the rows, so that a graph can compute them. `tokens`: [R] int64.
+    """
+    normalizers = ops.log_normalizers(logits)
+    top = ops.top_logprobs(logits, top_k, normalizers) if top_k else ()
+    return [ops.token_logprobs(logits, tokens, normalizers), *top]
 
 
 def _tensors(logprobs: Tensor, gathered: _GatheredLogprobs) -> list[Tensor]:

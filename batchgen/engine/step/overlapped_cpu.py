@@ -29,7 +29,9 @@ class OverlappedCpuExecutor(Executor):
         """See `Executor.issue`."""
         context, sampling, threads = self.context, step.sampling, torch.get_num_threads()
         needs_more = context.captures or step.arrays.adapters is not None or step.arrays.embeds is not None
-        if self._recordable is False or threads < 2 or needs_more or (sampling is not None and sampling.plain is None):
+        if sampling is not None:
+            needs_more = needs_more or sampling.plain is None or sampling.plain.top_logprobs is not None
+        if self._recordable is False or threads < 2 or needs_more:
             return None
         batch = step.arrays.upload(context.device)
         attention = context.attend(batch.attention)
@@ -57,7 +59,7 @@ class OverlappedCpuExecutor(Executor):
             return InFlight(None, step.captured, pending=True, host_share=share)
         assert sampled.bad is not None
         download = self._thread.submit(commands, [sampled.tokens, sampled.bad])
-        return InFlight(sampling.collect(sampled, download), step.captured, pending=True, host_share=share)
+        return InFlight(sampling.collect(sampled, download=download), step.captured, pending=True, host_share=share)
 
     def _record(self, step: Step, batch: StepBatch, attention: PagedAttention) -> SampleResult | None:
         """Record a step's kernels; the result is that of the sampling kernel, None if the step samples no rows."""

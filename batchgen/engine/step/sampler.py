@@ -67,13 +67,15 @@ class StepSamples:
 
 @dataclass(frozen=True, slots=True)
 class PlainColumns:
-    """Sampling parameters of plain rows: rows without logits processing and logprobs."""
+    """Sampling parameters of plain rows: rows without logits processing, which return no logprobs or simple ones."""
 
     sampling: SamplingColumns
     seeds: Tensor
     """[R] int64 seed of each row"""
     samples: Tensor
     """[R] int64 sample index of each row"""
+    top_logprobs: int | None = None
+    """K of the `plain_logprobs` that the step returns; None: no row returns logprobs"""
 
     def at(self, num_sampled: Tensor, ops: Ops) -> SamplingColumns:
         """The columns with a step's noise keys; `num_sampled`: [R] int64 tokens sampled for each row so far."""
@@ -244,9 +246,14 @@ class SamplingMetadata:
 
     @staticmethod
     def of(
-        rows: BatchView, processors: Mapping[str, LoadedProcessor], mode: LogprobsMode, device: Device, ops: Ops
+        rows: BatchView,
+        processors: Mapping[str, LoadedProcessor],
+        mode: LogprobsMode,
+        top_logprobs: int,
+        device: Device,
+        ops: Ops,
     ) -> SamplingMetadata:
-        """The sampling of `rows`; `processors`: custom logit processors by name."""
+        """The sampling of `rows`; `processors`: custom logit processors by name; `top_logprobs`: most of a row."""
         table, slots = rows.batch, rows.slots
         sampling = SamplingColumns.of(
             table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], device
@@ -270,7 +277,7 @@ class SamplingMetadata:
             rows,
             device,
             ops,
-            columns=PlainColumns(sampling, seeds, samples),
+            columns=PlainColumns(sampling, seeds, samples, None if gatherer is None else top_logprobs),
             logprobs_gatherer=gatherer,
             logits_processor=logits_processor,
             early=EarlyMask.of(early, device) if early else None,
@@ -283,16 +290,22 @@ class SamplingMetadata:
 
     @property
     def plain(self) -> PlainColumns | None:
-        """Parameters that `Ops.sample` needs to sample all rows; None if a row has logits rules or returns logprobs."""
-        return None if self.edits_logits or self.logprobs_gatherer is not None else self.columns
+        """Parameters that sample all rows; None if a row has logits rules or returns others than `plain_logprobs`."""
+        gatherer, columns = self.logprobs_gatherer, self.columns
+        if self.edits_logits or (gatherer is not None and not gatherer.fits_graph(columns.top_logprobs or 0)):
+            return None
+        return columns
 
-    def collect(self, sampled: SampleResult, download: Download | None = None) -> SampledTokens:
-        """Tokens that were sampled with the parameters of `plain`; `sampled` must not be written to any more.
+    def collect(
+        self, sampled: SampleResult, logprobs: Iterable[Tensor] = (), download: Download | None = None
+    ) -> SampledTokens:
+        """Tokens that were sampled with the parameters of `plain`; the tensors must not be written to any more.
 
-        `download` copies its tokens [R] and rows with NaN logits to the host; None: start a copy.
+        `logprobs`: `plain_logprobs`, if a row returns any; `download` copies tokens [R], rows with NaN logits and
+        logprobs to the host; None: start a copy.
         """
         assert sampled.bad is not None
-        download = download or self._device.download(sampled.tokens, sampled.bad)
+        download = download or self._device.download(sampled.tokens, sampled.bad, *logprobs)
         return SampledTokens(sampled.tokens, self, {}, download)
 
     def sample(self, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
@@ -347,13 +360,19 @@ class Sampler:
     """Sampling of the steps of one job."""
 
     def __init__(
-        self, device: Device, ops: Ops, processors: Mapping[str, LoadedProcessor], logprobs_mode: LogprobsMode
+        self,
+        device: Device,
+        ops: Ops,
+        processors: Mapping[str, LoadedProcessor],
+        logprobs_mode: LogprobsMode,
+        top_logprobs: int,
     ) -> None:
-        """`processors`: custom logit processors by name."""
+        """`processors`: custom logit processors by name; `top_logprobs`: most of a row of the job."""
         self._device = device
         self._ops = ops
         self._processors = processors
         self._mode: LogprobsMode = logprobs_mode
+        self._top_logprobs = top_logprobs
         self._sequence_ids = np.zeros(0, np.int64)
         self._metadata: SamplingMetadata | None = None
 
@@ -361,7 +380,9 @@ class Sampler:
         """Sampling of a step's rows; the same object while the rows stay the same."""
         ids = rows.sequence_ids
         if self._metadata is None or not (ids is self._sequence_ids or np.array_equal(ids, self._sequence_ids)):
-            self._metadata = SamplingMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
+            self._metadata = SamplingMetadata.of(
+                rows, self._processors, self._mode, self._top_logprobs, self._device, self._ops
+            )
             self._sequence_ids = ids
         return self._metadata
 

@@ -69,7 +69,8 @@ def check(base: Path, processor: Any, expected: dict[str | None, list[Greedy]], 
     for row, done, (ids, logprobs, settled) in zip(rows, engine.generate(rows, ordered=True), wanted, strict=True):
         assert done.error is None, done.error
         assert list(done.output_ids or ())[:settled] == ids[:settled], row
-        np.testing.assert_allclose((done.output_logprobs or [])[:settled], logprobs[:settled], atol=1e-4, rtol=0)
+        assert done.output_logprobs is not None
+        np.testing.assert_allclose(done.output_logprobs[:settled], logprobs[:settled], atol=1e-4, rtol=0)
     return engine.last_run.loop.counts()
 
 

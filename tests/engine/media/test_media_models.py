@@ -89,8 +89,8 @@ def check(family: str, folder: Path) -> None:
             assert differing == 0 or family_of(family).ends_differ
             assert list(done.output_ids or ())[:settled] == ids[:settled], options
             if family not in SCALED:  # the library forgets a factor of their logits
-                got = (done.output_logprobs or [])[:settled]
-                np.testing.assert_allclose(got, logprobs[:settled], atol=1e-4, rtol=0)
+                assert done.output_logprobs is not None
+                np.testing.assert_allclose(done.output_logprobs[:settled], logprobs[:settled], atol=1e-4, rtol=0)
         distinct = {(part.kind, part.size, part.seed) for parts in cases for part in parts if isinstance(part, Item)}
         assert engine.last_run.loop.counts()["media_encoded"] >= len(distinct)
 

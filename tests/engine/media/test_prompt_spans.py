@@ -49,7 +49,8 @@ def test_prompts_equal_the_library(paligemma: tuple[Path, Any, Loaded], options:
         assert list(done.prompt_ids) == inputs["input_ids"][0].tolist()
         ids, logprobs, settled = greedy(model, inputs)
         assert list(done.output_ids or ())[:settled] == ids[:settled]
-        np.testing.assert_allclose((done.output_logprobs or [])[:settled], logprobs[:settled], atol=1e-4, rtol=0)
+        assert done.output_logprobs is not None
+        np.testing.assert_allclose(done.output_logprobs[:settled], logprobs[:settled], atol=1e-4, rtol=0)
 
 
 def test_equal_prompts_share_all_and_others_nothing(paligemma: tuple[Path, Any, Loaded]) -> None:

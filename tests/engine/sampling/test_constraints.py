@@ -378,7 +378,8 @@ def test_logprobs_of_constrained_rows(folder: Path, engine: Engine, mode: str) -
     config = replace(engine.config, logprobs_mode=mode)
     other = Engine.from_parts(config, engine.model, engine.tokenizer, engine.grammars)
     done = only(other, choice=["q"], return_logprob=True, top_logprobs_num=2)
-    (logprob,) = done.output_logprobs or ()
+    assert done.output_logprobs is not None
+    (logprob,) = done.output_logprobs
     assert logprob == pytest.approx(0.0) if mode == "processed" else logprob < -0.1
 
 

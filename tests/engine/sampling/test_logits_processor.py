@@ -243,7 +243,7 @@ def assert_logprobs(done: Completion, expected: np.ndarray, params: SamplingPara
     count, k = len(expected), params.top_logprobs_num
     rows = np.arange(count)
     np.testing.assert_allclose(done.output_logprobs, expected[rows, done.output_ids], atol=TOLERANCE, rtol=0)
-    assert done.cumulative_logprob == pytest.approx(sum(done.output_logprobs or []))
+    assert done.cumulative_logprob == pytest.approx(float(np.sum(done.output_logprobs, dtype=np.float64)))
     if k:
         ids = np.array(done.output_top_ids).reshape(count, k)
         best = -np.sort(-expected, axis=1)[:, :k]
@@ -320,8 +320,8 @@ def test_min_new_tokens_is_ignored_if_no_other_token_is_left(folder: Path, promp
         assert [list(c.output_ids or []) for c in done[:3]] == [[9], [11] * 4 + [9], [11, 9]]
         assert [c.min_new_tokens_unmet for c in done] == [True, False, True, True]
         assert [c.stop_kind for c in done] == ["token"] * 4
-    assert done[0].output_logprobs == [0.0]
-    assert done[2].output_logprobs == [0.0, 0.0]
+    assert np.array_equal(done[0].output_logprobs, [0.0])
+    assert np.array_equal(done[2].output_logprobs, [0.0, 0.0])
 
 
 @pytest.mark.field("allowed_token_ids", "bad_words")

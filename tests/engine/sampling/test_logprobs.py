@@ -1,17 +1,25 @@
-"""Logprob columns of running sequences, against lists that grow token by token."""
+"""Logprobs of running sequences, up to the table of a part, against lists that grow token by token."""
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
+import torch
 
+from batchgen.data.schema import OutputRow, completions_to_table
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.step.input_batch import InputBatch
-from batchgen.engine.step.logprobs import LogprobColumns, StepLogprobs
+from batchgen.engine.step.logprobs import LogprobColumns, LogprobsGatherer, StepLogprobs, plain_logprobs
+from batchgen.kernels.device import HOST, as_array
+from batchgen.kernels.invariant import INVARIANT_OPS
+from batchgen.kernels.ops import TORCH_OPS, Ops
+from batchgen.kernels.sampling import SamplingColumns
+from batchgen.request.completion import Completion
 from batchgen.request.fields.params import SamplingParams
 from batchgen.request.table.request_table import Request
 from batchgen.text.stops.conditions import StopState
@@ -19,6 +27,7 @@ from batchgen.text.tokens.tokenizer import Tokenizer
 from tests.engine.reference import save_word_tokenizer
 
 VOCAB = 40
+DTYPES = {"logprobs": np.float32, "top_ids": np.int32, "top_logprobs": np.float32, "ids_logprobs": np.float32}
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +43,18 @@ class Expected:
     top_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     ids_logprobs: list[float] = field(default_factory=list)
+
+    def columns(self, params: SamplingParams) -> dict[str, object]:
+        """The row of the output."""
+        total, returned = sum(self.logprobs), params.return_logprob
+        return {
+            "output_logprobs": self.logprobs if returned else None,
+            "output_top_ids": self.top_ids if returned and params.top_logprobs_num else None,
+            "output_top_logprobs": self.top_logprobs if returned and params.top_logprobs_num else None,
+            "output_ids_logprobs": self.ids_logprobs if returned and params.token_ids_logprob else None,
+            "cumulative_logprob": total if returned else None,
+            "mean_logprob": total / len(self.logprobs) if returned and self.logprobs else None,
+        }
 
 
 def some_sequence(tokenizer: Tokenizer, index: int, rng: Random) -> Sequence:
@@ -69,7 +90,7 @@ def test_columns_equal_lists(tokenizer: Tokenizer, seed: int) -> None:
     rng, numbers = Random(seed), np.random.default_rng(seed)
     batch, columns = InputBatch(), LogprobColumns([1, 3, 8, 64][seed])
     running: dict[int, tuple[Sequence, Expected]] = {}
-    late = []
+    late, ended, wanted = [], [], []
     number = handed = discarded = 0
     for _ in range(300):
         while len(running) < 90 and (not running or rng.random() < 0.9):
@@ -105,12 +126,15 @@ def test_columns_equal_lists(tokenizer: Tokenizer, seed: int) -> None:
                     expected = _without_last(expected, sequence.request.params)
                 columns.finish(batch.slot(one), sequence)
                 handed += len(expected.logprobs)
-            assert sequence.logprobs == expected.logprobs
-            assert sequence.top_ids == expected.top_ids
-            assert sequence.top_logprobs == expected.top_logprobs
-            assert sequence.ids_logprobs == expected.ids_logprobs
+            for name, dtype in DTYPES.items():
+                found = getattr(sequence, name)
+                assert (found.dtype, found.ndim, found.tolist()) == (dtype, 1, getattr(expected, name)), name
+            sequence.finish_reason = "length"
+            ended.append(OutputRow(sequence.completion(0, prompt_ids=False), "x"))
+            wanted.append(expected.columns(sequence.request.params))
             batch.mark_ended(one)
             batch.remove(one)
+    assert completions_to_table(ended).select(list(wanted[0])).to_pylist() == wanted
     assert handed > 1000
     assert (discarded > 0) == bool(seed % 2)
 
@@ -120,6 +144,31 @@ def _without_last(expected: Expected, params: SamplingParams) -> Expected:
     ids_logprobs = len(expected.ids_logprobs) - len(params.token_ids_logprob)
     tops = expected.top_ids[:top], expected.top_logprobs[:top]
     return Expected(expected.logprobs[:-1], *tops, expected.ids_logprobs[:ids_logprobs])
+
+
+@pytest.mark.parametrize("ops", [TORCH_OPS, INVARIANT_OPS], ids=["torch", "invariant"])
+def test_logprobs_of_all_rows_are_those_of_the_rows_that_return_them(tokenizer: Tokenizer, ops: Ops) -> None:
+    """The same bits, whether a graph computes them for all rows of a step or the step for some."""
+    batch, tops = InputBatch(), [3, None, 0, 7, None, 1]
+    for number, top in enumerate(tops):
+        params = SamplingParams(max_new_tokens=9, return_logprob=top is not None, top_logprobs_num=top or 0)
+        request = Request(number, number, 0, np.array([4, 5], np.int32), params, number, 9)
+        batch.add(number, Sequence(request, 0, StopState(params, frozenset(), tokenizer), {}, None), plain=True)
+    places = np.array([i for i, top in enumerate(tops) if top is not None])
+    sampling = SamplingColumns.of(*np.zeros((4, len(tops))))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(tops), VOCAB, generator=generator).to(torch.bfloat16)
+    tokens = torch.randint(VOCAB, (len(tops),), generator=generator)
+    gatherer = LogprobsGatherer(batch.rows(np.arange(len(tops))), places, (), sampling, "raw", HOST, ops)
+    some = gatherer.gather(logits, tokens, gatherer.gather_raw(logits))
+    for k in (7, 11):
+        assert gatherer.fits_graph(k)
+        want = gatherer.to_host([as_array(tensor) for tensor in some])
+        got = gatherer.to_host([as_array(tensor) for tensor in plain_logprobs(logits, tokens, k, ops)])
+        assert np.array_equal(got.rows, want.rows)
+        assert np.array_equal(got.logprobs, want.logprobs)
+        assert np.array_equal(got.top_ids[:, :7], want.top_ids)
+        assert np.array_equal(got.top_logprobs[:, :7], want.top_logprobs)
 
 
 def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:
@@ -156,3 +205,24 @@ def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:
         assert len(long.logprobs) == 1050
         assert len(long.top_ids) == 2100
         assert columns.capacity <= 2 * 201 * 64
+
+
+def test_no_object_is_made_of_a_value(tokenizer: Tokenizer) -> None:
+    """From the columns to the table, an id with its logprob takes few copies of 8 bytes at once."""
+    batch, columns, rng = InputBatch(), LogprobColumns(), np.random.default_rng(2)
+    tokens, params = 500, SamplingParams(max_new_tokens=500, return_logprob=True, top_logprobs_num=20)
+    request = Request(0, 0, 0, np.array([4, 5], np.int32), params, 0, tokens)
+    sequence = Sequence(request, 0, StopState(params, frozenset(), tokenizer), {}, None)
+    batch.add(0, sequence, plain=False)
+    for _ in range(tokens):
+        columns.append(batch.rows(np.array([0])), found_of(rng, [sequence], [0]))
+        sequence.append(5)
+    rows = [OutputRow(Completion(0), "x")]
+    completions_to_table([*rows, OutputRow(sequence.completion(0, prompt_ids=False), "x")])  # imports what it needs
+    tracemalloc.start()
+    columns.finish(batch.slot(0), sequence)
+    table = completions_to_table([*rows, OutputRow(sequence.completion(0, prompt_ids=False), "x")])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(table["output_top_logprobs"][1]) == 20 * tokens
+    assert peak < 24 * 20 * tokens
