@@ -211,12 +211,8 @@ def estimated_bytes(spec: ModelSpec, job: DummyRun) -> int:
     are sampled from or edited; and fixed sizes for prompt logits and attention.
     """
     params = job.workload.table.params[-1]
-    row = (
-        spec.dtype.itemsize
-        + 4
-        + (4 if edits_logits(params) or params.needs_logprobs else 0)
-        + (0 if params.greedy else 32)
-    )
+    kept = edits_logits(params) or params.needs_logprobs
+    row = spec.dtype.itemsize + 4 + (4 if kept else 0) + (0 if params.greedy else 32)
     has_texts = bool((job.workload.table.score_start >= 0).any())
     blocks = 4 if has_texts or params.logprob_start_len >= 0 else 0
     return _activation_bytes(spec, job) + job.rows * spec.vocab_size * row + blocks * _LOGITS_BYTES + _ATTENTION_BYTES
